@@ -35,10 +35,10 @@ import numpy as np
 
 import gshard
 from gshard import moe
-from gshard.passes.compile import compile_spmd, named_sharding
-from gshard.passes.partition import partition
-from gshard.passes.propagate import propagate
-from gshard.passes.trace import trace
+from gshard.emit.compile import compile_spmd, named_sharding
+from gshard.emit.partition import partition
+from gshard.planning.propagate import propagate
+from gshard.tracing.trace import trace
 from gshard.xla import hlo_collectives
 from gshard.xla.peer import xla_function
 from gshard_m4 import optimizer

@@ -55,7 +55,7 @@ import flops
 import gshard
 from families import CASES, SMALL, Case
 from gshard.device.machine import Machine
-from gshard.passes.compile import named_sharding
+from gshard.emit.compile import named_sharding
 from gshard.xla import hlo_collectives, hlo_parser
 from gshard.xla.peer import xla_function
 

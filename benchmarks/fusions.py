@@ -30,8 +30,8 @@ from priced_hlo import FREE
 import gshard
 from gshard.core.program import Value
 from gshard.device.cost import cost
+from gshard.device.fusion_model import size
 from gshard.device.machine import Machine
-from gshard.passes.fusion_model import size
 from gshard.xla.hlo_parser import Module, read_module, type_bytes
 
 SMALL = 0.01

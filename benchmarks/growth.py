@@ -18,9 +18,9 @@ from jax.sharding import PartitionSpec as P
 
 import gshard
 from gshard.core.program import Program
-from gshard.passes.partition import partition
-from gshard.passes.propagate import propagate
-from gshard.passes.trace import trace
+from gshard.emit.partition import partition
+from gshard.planning.propagate import propagate
+from gshard.tracing.trace import trace
 
 MESHES = ((2, 4), (4, 16), (16, 32), (64, 64))
 

@@ -36,7 +36,7 @@ from gshard import split
 from gshard.ahead_of_time import topology_mesh
 from gshard.device.machine import Machine
 from gshard.device.network import seconds_among
-from gshard.passes.compile import named_sharding
+from gshard.emit.compile import named_sharding
 from gshard.xla.cycles import estimated_cycles
 from gshard.xla.peer import xla_function
 from gshard.xla.schedule import Scheduled, schedule

@@ -30,7 +30,7 @@ from gshard.device.network import seconds
 from gshard.moe.config import TABLE_1
 from gshard.moe.param import parameter_count
 from gshard.moe.transformer import param_specs
-from gshard.planning import Planned, configured, lower, plan
+from gshard.plan_command import Planned, configured, lower, plan
 
 # Table 1, billions of parameters; table 3, steps per second. Sections 5.2 and 5.3: ratios that the text names.
 PARAMETERS = {

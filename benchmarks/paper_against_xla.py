@@ -32,10 +32,10 @@ import jax
 
 import gshard
 from gshard.ahead_of_time import topology_mesh
+from gshard.emit.compile import named_sharding
 from gshard.moe.config import TransformerConfig
 from gshard.moe.transformer import param_specs
-from gshard.passes.compile import named_sharding
-from gshard.planning import configured, lower, lowered_as_searched
+from gshard.plan_command import configured, lower, lowered_as_searched
 from gshard.remat.fit import peak_of
 from gshard.remat.rematerialise import MemoryLimitError
 from gshard.xla import hlo_collectives

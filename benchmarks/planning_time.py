@@ -28,12 +28,11 @@ import jax.numpy as jnp
 import families
 import gshard
 from gshard.device.machine import Machine
-from gshard.passes import moves
-from gshard.passes.partition import partition
-from gshard.passes.trace import trace
+from gshard.emit.partition import partition
+from gshard.planning import reshard_costs as moves
 from gshard.search import emitted
-from gshard.search.pipeline import plans_of
 from gshard.search.seconds import on_machine
+from gshard.tracing.trace import trace
 
 FLOATS = jnp.float32
 WINDOW = 4
@@ -178,7 +177,7 @@ def measured(name: str, program: tuple[Callable[..., Any], tuple[Any, ...], gsha
         start = time.process_time()
         traced = trace(f, *args)
         middle = time.process_time()
-        found = propagated(traced, mesh if machine is None else on_machine(mesh, machine), machine)[0]
+        found = plans_of(traced, mesh if machine is None else on_machine(mesh, machine), machine)[0]
         end = time.process_time()
     spmd = found.spmd or partition(found.plan)
     return Row(

@@ -47,11 +47,11 @@ from search_cases import cases, memory_of, step_of, transformer
 import gshard
 from families import CASES
 from gshard.core.program import Block, Constant, Program, Value
+from gshard.emit.compile import compile_spmd, named_sharding
+from gshard.emit.partition import partition
 from gshard.language.region import with_edges
-from gshard.passes.added_marks import spec_of_cut
-from gshard.passes.compile import compile_spmd, named_sharding
-from gshard.passes.partition import partition
-from gshard.planning import configured, searched
+from gshard.plan_command import configured, searched
+from gshard.planning.added_marks import spec_of_cut
 from gshard.search.find import best_plan
 from gshard.solver.problem import Problem
 from gshard.solver.solve import solve

@@ -35,7 +35,7 @@ import jax
 import numpy as np
 
 import gshard
-from gshard.passes.trace import trace
+from gshard.tracing.trace import trace
 from gshard.xla.peer import xla_function
 from gshard_m4.config import PRESETS, ModelChoice, TrainConfig
 from gshard_m4.step import initial_state, make_step

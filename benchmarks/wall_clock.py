@@ -50,7 +50,7 @@ from jax.sharding import PartitionSpec as P
 import flops
 import gshard
 from gshard import moe
-from gshard.passes.trace import trace
+from gshard.tracing.trace import trace
 from gshard.xla import hlo_collectives
 from gshard.xla.peer import xla_function
 from gshard_m4 import optimizer

@@ -25,7 +25,7 @@ from jax.experimental import topologies
 from resumable import Asked, Found, answer
 
 import gshard
-from gshard.passes.trace import trace
+from gshard.tracing.trace import trace
 from gshard.xla import hlo_collectives
 from gshard.xla.hlo_parser import Computation, Instruction, read_module
 from gshard.xla.peer import xla_function

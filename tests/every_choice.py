@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from gshard.passes.graph import Graph
+from gshard.planning.graph import Graph
 from gshard.solver.problem import Ints, ProblemError
 from gshard.solver.solve import solve
 

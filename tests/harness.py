@@ -20,9 +20,9 @@ from jax.experimental import pallas
 
 from gshard.core.program import Program
 from gshard.core.xla_workarounds import AS_WRITTEN
-from gshard.passes.trace import trace
 from gshard.rewrite.banded_product import band_of
 from gshard.rules.banded import banded_p
+from gshard.tracing.trace import trace
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -17,7 +17,7 @@ from gshard.core.mesh import Mesh
 from gshard.device.machine import Machine
 from gshard.moe.config import TABLE_1
 from gshard.named_target import mesh_of, shape_of
-from gshard.planning import configured, lower, plan
+from gshard.plan_command import configured, lower, plan
 from gshard.xla.calibrate import calibrate
 
 MODEL = """

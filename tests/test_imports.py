@@ -9,7 +9,7 @@ import sys
 UNNEEDED = (
     "gshard.__main__",
     "gshard.ahead_of_time",
-    "gshard.planning",
+    "gshard.plan_command",
     "gshard.named_target",
     "gshard.baselines",
     "jax.experimental.pallas",

@@ -68,20 +68,20 @@ from gshard.device.cost import Cost as Cost
 from gshard.device.hardware import UnknownMachineWarning as UnknownMachineWarning
 from gshard.device.machine import Machine as Machine
 from gshard.device.machine import MachineError as MachineError
-from gshard.device.overlap import CollectiveMatmul as CollectiveMatmul
+from gshard.emit import compile as _compile
+from gshard.emit.compile import Executable as Executable
+from gshard.emit.partition import partition as partition
 from gshard.explanation.explain import Explanation as Explanation
 from gshard.explanation.found import SearchResult as SearchResult
 from gshard.language.custom import rule as rule
 from gshard.language.registry import Call as Call
 from gshard.naming.dimension_classes import Dimensions as Dimensions
-from gshard.passes import compile as _compile
-from gshard.passes.compile import Executable as Executable
-from gshard.passes.partition import partition as partition
-from gshard.passes.propagate import propagate as propagate
-from gshard.passes.recorded import SavedPlan as SavedPlan
-from gshard.passes.trace import trace as trace
+from gshard.planning.collective_matmuls import CollectiveMatmul as CollectiveMatmul
+from gshard.planning.propagate import propagate as propagate
+from gshard.planning.saved_plan import SavedPlan as SavedPlan
 from gshard.remat.rematerialise import MemoryLimitError as MemoryLimitError
 from gshard.search.layouts import LayoutResult as LayoutResult
+from gshard.tracing.trace import trace as trace
 
 compile = _compile.compile_spmd
 

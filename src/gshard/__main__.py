@@ -32,8 +32,8 @@ from gshard.explanation.explain import Explanation
 from gshard.explanation.report.page import page
 from gshard.moe.models import ModelError
 from gshard.named_target import TOLD, TargetError, load, mesh_of, need_folder, place_of, play_devices, told_by
-from gshard.passes.recorded import SavedPlan
-from gshard.planning import plan
+from gshard.plan_command import plan
+from gshard.planning.saved_plan import SavedPlan
 from gshard.xla.calibrate import calibrate
 
 FAILED = 3  # exit status

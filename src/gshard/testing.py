@@ -32,13 +32,13 @@ from gshard.core.sharding import Sharding
 from gshard.core.split import Split, is_valid, operand_sharding, passing
 from gshard.core.spmd import SpmdProgram
 from gshard.device.jaxpr_collectives import emitted, reported
+from gshard.emit.partition import partition
 from gshard.language.interpret import value_of
-from gshard.passes.at_boundary import at_boundary
-from gshard.passes.on_mesh import on_mesh
-from gshard.passes.partition import partition
-from gshard.passes.trace import trace
+from gshard.planning.io_shardings import at_boundary
+from gshard.planning.on_mesh import on_mesh
 from gshard.simulator.simulate import simulate
 from gshard.tracing.permitted import permitted
+from gshard.tracing.trace import trace
 
 SMALL = Mesh.abstract(a=2, b=3)
 

@@ -9,9 +9,9 @@ import pytest
 
 from gshard.core.garbage import collected_seldom
 from gshard.core.mesh import Mesh
-from gshard.passes.partition import partition
-from gshard.passes.propagate import propagate
-from gshard.passes.trace import trace
+from gshard.emit.partition import partition
+from gshard.planning.propagate import propagate
+from gshard.tracing.trace import trace
 
 
 @pytest.fixture(autouse=True)

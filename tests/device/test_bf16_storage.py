@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 import gshard
+from gshard.device.fusion_model import device_program
 from gshard.device.memory import memory_of
-from gshard.passes.fusion_model import device_program
 
 N, M, H = 96, 32, 160  # tokens of a device, and the sizes of weights
 X, W, V = (jnp.ones(shape) for shape in ((8 * N, M), (M, H), (H, M)))

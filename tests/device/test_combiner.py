@@ -15,8 +15,8 @@ from device.models import f32
 from families import CASES
 from gshard.device.cost import cost
 from gshard.device.machine import Machine
-from gshard.passes.partition import partition
-from gshard.passes.propagate import propagate
+from gshard.emit.partition import partition
+from gshard.planning.propagate import propagate
 from gshard.search.pipeline import plans_of
 from gshard.search.seconds import on_machine, seconds_on
 

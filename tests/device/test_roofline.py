@@ -14,11 +14,11 @@ from gshard.core.program import itemsize
 from gshard.core.sharding import Sharding
 from gshard.device.cost import cost, kernel_cost
 from gshard.device.epilogues import epilogues
+from gshard.device.fusion_model import PRODUCT, Kernels, device_program, kernels_of
 from gshard.device.gather_stalls import product_seconds
 from gshard.device.roofline import INDICES, copy_seconds, launch_seconds, roofline
 from gshard.device.step_times import StepTimes
-from gshard.passes.fusion_model import PRODUCT, Kernels, device_program, kernels_of
-from gshard.passes.moves import axes_of
+from gshard.planning.reshard_costs import axes_of
 from gshard.search.seconds import Seconds
 
 MACHINES = ("cpu:8", "v3:2x2", "v5e:2x4", "h100:1x8")

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import gshard
 from gshard.device.machine import Machine
-from gshard.passes.partition import partition
+from gshard.emit.partition import partition
 from gshard.search.alternatives import alternatives
 from search.test_search import RESIDUAL, shape, small, trained
 

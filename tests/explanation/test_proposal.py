@@ -15,8 +15,8 @@ from gshard.core.mark import Mark
 from gshard.explanation.changes import changes_of
 from gshard.explanation.merged_collectives import rows_of
 from gshard.explanation.trials import trials
-from gshard.passes.added_marks import with_marks
-from gshard.passes.propagate import propagate
+from gshard.planning.added_marks import with_marks
+from gshard.planning.propagate import propagate
 
 MESH = gshard.Mesh.abstract(data=4, model=2)
 

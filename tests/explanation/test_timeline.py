@@ -8,8 +8,8 @@ import pytest
 
 import gshard
 from device.models import f32, model
+from gshard.device.fusion_model import COLLECTIVE
 from gshard.explanation.timeline import FIRST, ROUNDS, Event, thinned, timeline
-from gshard.passes.fusion_model import COLLECTIVE
 
 MESH = gshard.Mesh.abstract(data=4, model=2)
 

@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec as P
 import gshard
 from gshard.core.program import Value
 from gshard.explanation.explain import Explanation
-from gshard.passes.causes import Causes
-from gshard.passes.propagate import Choice, choose
-from gshard.passes.settled import settled
+from gshard.planning.causes import Causes
+from gshard.planning.propagate import Choice, choose
+from gshard.planning.settled import settled
 from gshard.search.seconds import on_machine, seconds_on
 from gshard.solver.solve import solve
 

@@ -14,8 +14,8 @@ from jax.extend.core import Primitive
 import gshard
 from gshard.core.rule import Rule
 from gshard.language.batch import same
-from gshard.passes.trace import trace
 from gshard.testing import check_rule
+from gshard.tracing.trace import trace
 from invented import invented_p, primitive_of
 
 RNG = np.random.default_rng(8)

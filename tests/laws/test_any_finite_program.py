@@ -22,11 +22,11 @@ from jax.sharding import PartitionSpec as P
 
 from emitted import emitted, reported
 from gshard import shard
-from gshard.passes.partition import partition
-from gshard.passes.propagate import propagate
-from gshard.passes.trace import trace
+from gshard.emit.partition import partition
+from gshard.planning.propagate import propagate
 from gshard.simulator.simulate import simulate
 from gshard.tracing.permitted import permitted
+from gshard.tracing.trace import trace
 from laws.test_any_program import PHASES, Chosen, Step, steps
 from laws.test_propagate_laws import MESH, parts_of
 

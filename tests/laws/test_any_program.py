@@ -22,10 +22,10 @@ from jax.sharding import PartitionSpec as P
 from emitted import emitted, reported
 from gshard import shard
 from gshard.core.spmd import SpmdProgram
-from gshard.passes.partition import partition
-from gshard.passes.propagate import propagate
-from gshard.passes.trace import trace
+from gshard.emit.partition import partition
+from gshard.planning.propagate import propagate
 from gshard.simulator.simulate import simulate
+from gshard.tracing.trace import trace
 from laws.test_propagate_laws import MESH, parts_of
 
 LARGEST = 600  # elements of an array

@@ -19,13 +19,13 @@ from gshard.core.plan import Plan
 from gshard.core.program import Program
 from gshard.device.cost import cost
 from gshard.device.machine import Machine
-from gshard.passes.at_boundary import at_boundary
-from gshard.passes.choices import graph_of
-from gshard.passes.moves import axes_of
-from gshard.passes.objective import bytes_on
-from gshard.passes.partition import partition
-from gshard.passes.propagate import decided, propagate
-from gshard.passes.settled import settled
+from gshard.emit.partition import partition
+from gshard.planning.choices import graph_of
+from gshard.planning.io_shardings import at_boundary
+from gshard.planning.objective import bytes_on
+from gshard.planning.propagate import decided, propagate
+from gshard.planning.reshard_costs import axes_of
+from gshard.planning.settled import settled
 from laws.test_one_mark_more import planned
 
 MOST = 150  # combinations of a program

@@ -18,9 +18,9 @@ from jax import lax
 
 from gshard.core.mesh import Mesh
 from gshard.core.split import is_valid, operand_sharding, result_sharding
-from gshard.passes.trace import trace
 from gshard.testing import emit, plan_of, run_on_all
 from gshard.tracing.permitted import permitted
+from gshard.tracing.trace import trace
 from harness import Row, rows
 from laws.test_linear import ATOM, check, fits
 from laws.test_rules_sound import MESH, _array, the_equation

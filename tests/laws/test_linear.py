@@ -24,10 +24,10 @@ from gshard.core.rule import MONOIDS, Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import is_valid, operand_sharding
 from gshard.core.xla_workarounds import AS_WRITTEN
-from gshard.passes.at_boundary import at_boundary
-from gshard.passes.partition import partition
-from gshard.passes.trace import trace
+from gshard.emit.partition import partition
+from gshard.planning.io_shardings import at_boundary
 from gshard.simulator.simulate import simulate
+from gshard.tracing.trace import trace
 from harness import Row, rows
 from laws.test_rules_sound import MESH, _array, parts_of, plan_of, splits_of, the_equation
 from sampled import others_slow, sampled_rows

@@ -23,10 +23,10 @@ from gshard.core.mesh import Mesh
 from gshard.core.program import Program, Value
 from gshard.device.cost import cost
 from gshard.device.machine import Machine
-from gshard.passes.added_marks import with_marks
-from gshard.passes.partition import partition
-from gshard.passes.propagate import propagate
-from gshard.passes.ways import shardings
+from gshard.emit.partition import partition
+from gshard.planning.added_marks import with_marks
+from gshard.planning.propagate import propagate
+from gshard.planning.strategies import shardings
 
 SIZES = 256, 512, 1024, 2048
 LEAST = 0.99

@@ -18,10 +18,10 @@ from gshard import shard
 from gshard.core.mark import resolve
 from gshard.core.mesh import Mesh
 from gshard.core.program import Value
-from gshard.passes.partition import partition
-from gshard.passes.propagate import propagate
-from gshard.passes.trace import trace
+from gshard.emit.partition import partition
+from gshard.planning.propagate import propagate
 from gshard.simulator.simulate import simulate
+from gshard.tracing.trace import trace
 
 MESH = Mesh.abstract(data=2, model=3)
 Marker = Callable[[Any], Any]

@@ -26,7 +26,7 @@ from gshard.core.plan import Plan
 from gshard.core.program import Equation, Value, itemsize
 from gshard.core.ring import Ring, entering, leaving
 from gshard.core.split import Split, operand_sharding, result_sharding
-from gshard.passes.trace import trace
+from gshard.tracing.trace import trace
 from sampled import crossed
 
 MESHES = {

@@ -101,10 +101,10 @@ def test_every_rule_has_a_row() -> None:
         "manual_ragged_all_to_all",  # need a mesh; see tests/tracing/test_partly_manual.py
         "custom_partitioning",  # the same; see tests/rules/test_custom_partitioning.py
         "pure_callback", "io_callback", "debug_callback", "debug_print",  # tests/rules/test_callback.py
-        "xla_metadata_value",  # elementwise; tests/passes/test_contexts.py
+        "xla_metadata_value",  # elementwise; tests/emit/test_contexts.py
         "inspect_sharding",  # no program runs it; tests/tracing/test_looks.py
-        "platform_index",  # no arrays; see "calls" in tests/passes/test_programs.py
-        "sharding_constraint", "device_put",  # need a mesh; see tests/passes/test_programs.py
+        "platform_index",  # no arrays; see "calls" in tests/emit/test_programs.py
+        "sharding_constraint", "device_put",  # need a mesh; see tests/emit/test_programs.py
         "reshard", "layout_constraint",  # the same; see tests/api/test_user_mesh.py, tests/tracing/test_expand.py
         "select_and_scatter",  # made by JAX itself while lowering; batch dimensions only
         "cholesky_update", "eig", "hessenberg", "householder_product", "lu_pivots_to_permutation", "geqrf", "geqp3",

@@ -13,9 +13,9 @@ import pytest
 import gshard
 from device.models import f32
 from gshard.device.cost import Cost, cost
+from gshard.device.fusion_model import device_program
 from gshard.device.jaxpr_collectives import emitted, reported
 from gshard.device.machine import Machine
-from gshard.passes.fusion_model import device_program
 from gshard.remat.prefetch import prefetched
 
 # Products take long enough to hide what is gathered.

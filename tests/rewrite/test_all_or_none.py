@@ -18,7 +18,7 @@ from jax import lax
 
 from gshard.core.jax_adapter import jaxpr_without_dead_code
 from gshard.language.interpret import Interpreter
-from gshard.passes.builder import Builder
+from gshard.tracing.builder import Builder
 
 N, M = 8, 3
 

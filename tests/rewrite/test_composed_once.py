@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from gshard.passes.trace import trace
+from gshard.tracing.trace import trace
 
 
 def cut_across(x: jax.Array, y: jax.Array) -> jax.Array:

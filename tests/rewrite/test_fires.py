@@ -17,9 +17,9 @@ from jax import lax
 import gshard
 from gshard.core.program import Program
 from gshard.language.interpret import Interpreter
-from gshard.passes.builder import Builder
 from gshard.rewrite.driver import run
 from gshard.rewrite.rewrites import SPLIT, TRACE
+from gshard.tracing.builder import Builder
 
 MESH = gshard.Mesh.abstract(x=4)
 

@@ -19,8 +19,8 @@ from gshard.comm.sorting import Columns, _columns, ways
 from gshard.core.mesh import Mesh
 from gshard.core.program import Equation
 from gshard.core.split import Split, place
-from gshard.passes.trace import trace
 from gshard.simulator.simulate import simulate_function
+from gshard.tracing.trace import trace
 from laws.test_rules_sound import the_equation
 from sampled import crossed
 

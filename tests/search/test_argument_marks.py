@@ -18,7 +18,7 @@ from gshard.core.paths import place_of_definition
 from gshard.core.sharding import Sharding
 from gshard.device.cost import cost
 from gshard.device.machine import Machine
-from gshard.passes.added_marks import spec_of_cut, with_marks
+from gshard.planning.added_marks import spec_of_cut, with_marks
 from gshard.search.argument_marks import argument_marks
 from gshard.search.as_marks import FoundMark
 from gshard.search.patch import patch_of

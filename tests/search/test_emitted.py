@@ -14,13 +14,13 @@ from gshard.core.planning_tables import tables
 from gshard.core.program import Program
 from gshard.device.machine import Machine
 from gshard.device.network import interchangeable
-from gshard.passes.moves import axes_of
-from gshard.passes.trace import trace
-from gshard.passes.ways import components, splits
+from gshard.planning.reshard_costs import axes_of
+from gshard.planning.strategies import components, splits
 from gshard.search import emitted
 from gshard.search.emitted import OwnWays, emitted_alone, has_own_way
 from gshard.search.pipeline import plans_of
 from gshard.search.seconds import on_machine
+from gshard.tracing.trace import trace
 
 MESH = Mesh.abstract(a=2, b=2, c=2)
 

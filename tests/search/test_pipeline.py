@@ -12,8 +12,8 @@ import pytest
 from jax import ShapeDtypeStruct
 
 import gshard
-from gshard.passes.propagated import propagated_from
-from gshard.passes.settled import settled
+from gshard.planning.propagated import propagated_from
+from gshard.planning.settled import settled
 from gshard.search.pipeline import EMITTING, PLANNING, Draft, Settings, run
 
 MESH = gshard.Mesh.abstract(data=8)

@@ -9,10 +9,10 @@ import pytest
 from families import CASES
 from gshard.core.mesh import Mesh
 from gshard.device.machine import Machine
-from gshard.passes.trace import trace
 from gshard.rewrite import driver
 from gshard.search import emitted
-from gshard.search.pipeline import propagated
+from gshard.search.pipeline import plans_of
+from gshard.tracing.trace import trace
 
 
 def counting(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[None]:
@@ -45,7 +45,7 @@ def test_few_rewrites_fire_while_programs_are_priced(name: str, monkeypatch: pyt
     program = trace(case.function, *case.arguments)
     fired, alone = (counting(monkeypatch, *what) for what in ((driver, "recorded"), (emitted, "emitted_alone")))
     mesh = Mesh.abstract(**case.mesh)
-    made = propagated(program, mesh, Machine.of("h100", mesh.size))
+    made = plans_of(program, mesh, Machine.of("h100", mesh.size))
     assert made[0].cost is not None
     assert 0 < len(alone) <= 100
     assert len(fired) <= 3 * (len(alone) + 3), "some in each of them, and in the programs of three plans"

@@ -24,10 +24,10 @@ from gshard.core.mesh import Mesh
 from gshard.core.sharding import Sharding
 from gshard.core.spmd import SpmdProgram
 from gshard.core.xla_workarounds import AS_WRITTEN
-from gshard.passes.partition import partition
-from gshard.passes.propagate import propagate
-from gshard.passes.trace import trace
+from gshard.emit.partition import partition
+from gshard.planning.propagate import propagate
 from gshard.simulator.simulate import simulate
+from gshard.tracing.trace import trace
 from sweep.comparison import difference
 from sweep.harnesses import Harness
 

@@ -18,8 +18,8 @@ from families import CASES
 from gshard.core.mark import Mark
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
-from gshard.passes.propagate import propagate
-from gshard.passes.trace import trace
+from gshard.planning.propagate import propagate
+from gshard.tracing.trace import trace
 from gshard.xla.peer import xla_function
 from sweep import shardy
 from sweep.harnesses import Harness, excluded, harnesses

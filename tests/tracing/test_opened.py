@@ -15,7 +15,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec as P
 
 import gshard
-from gshard.passes.trace import trace
+from gshard.tracing.trace import trace
 from invented import primitive_of
 
 RNG = np.random.default_rng(4)

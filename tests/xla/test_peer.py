@@ -4,10 +4,10 @@ import jax
 import numpy as np
 
 import gshard
+from gshard.emit.compile import named_sharding
 from gshard.moe.config import TransformerConfig
 from gshard.moe.experts import expert_layer, expert_specs
 from gshard.moe.param import init_params
-from gshard.passes.compile import named_sharding
 from gshard.xla import hlo_collectives
 from gshard.xla.peer import xla_function
 

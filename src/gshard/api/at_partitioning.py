@@ -30,9 +30,9 @@ from gshard.core.jax_adapter_manual import with_mapping
 from gshard.core.mark import Mark
 from gshard.core.program import Constant, Program, Value
 from gshard.core.spmd import SpmdProgram
+from gshard.emit.compile import over_atoms
 from gshard.language.mark_primitive import bind_mark
 from gshard.naming.dimension_classes import dimensions_of
-from gshard.passes.compile import over_atoms
 from gshard.tracing.expand import mark_of_any_sharding
 
 Planned = Callable[[Any, Target, tuple[Mark | None, ...]], SpmdProgram]
@@ -113,7 +113,7 @@ def sharding_rule(program: Program) -> str:
     operands to results and back. Of dimensions of arguments alone nothing is said: none is split for another's sake.
 
     >>> import jax.numpy as jnp
-    >>> from gshard.passes.trace import trace
+    >>> from gshard.tracing.trace import trace
     >>> sharding_rule(trace(lambda x, w: x @ w, jnp.zeros((8, 4)), jnp.zeros((4, 2))))
     'a0 a1, a2 a3 -> a0 a3'
     """

@@ -21,7 +21,7 @@ from gshard.core.plan import Plan
 from gshard.core.program import Constant, Value
 from gshard.core.program_boundary import AS_MARKED
 from gshard.core.sharding import Sharding
-from gshard.passes.compile import named_sharding
+from gshard.emit.compile import named_sharding
 from gshard.tracing.looks import number_of
 
 _log = logging.getLogger("gshard")

@@ -11,7 +11,7 @@ from gshard.api.jitted import Jitted
 from gshard.api.names import names_of_arguments, paths_of_arguments, with_names_of_arguments
 from gshard.core.errors import ArgumentError
 from gshard.naming.dimension_classes import Dimensions, dimensions_of
-from gshard.passes.trace import trace
+from gshard.tracing.trace import trace
 
 
 def dimensions(f: Callable[..., Any], *args: Any, names: Any = None, **kwargs: Any) -> Dimensions:

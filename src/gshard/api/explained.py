@@ -19,7 +19,7 @@ from gshard.core.planning_tables import with_tables
 from gshard.device.machine import Machine
 from gshard.explanation.explain import Explanation
 from gshard.explanation.explain_program import explain_program
-from gshard.passes.recorded import SavedPlan
+from gshard.planning.saved_plan import SavedPlan
 from gshard.remat.rematerialise import bytes_of
 
 

@@ -27,7 +27,7 @@ from gshard.core.mesh import Mesh
 from gshard.core.sharding import Sharding
 from gshard.core.spmd import SpmdProgram
 from gshard.language.over_axes import OverAxes
-from gshard.passes.at_boundary import by_axes
+from gshard.planning.io_shardings import by_axes
 
 
 def target_inside(target: Target, jaxpr: Any, name: str) -> Target:

@@ -32,9 +32,9 @@ from gshard.core.layout import Layout
 from gshard.core.mesh import Mesh, MeshLike
 from gshard.core.program import Program
 from gshard.device.machine import Machine
-from gshard.device.overlap import CollectiveMatmul
 from gshard.explanation.budget import Budget
 from gshard.language.registry import rules_version
+from gshard.planning.collective_matmuls import CollectiveMatmul
 from gshard.remat.rematerialise import bytes_of
 
 _log = logging.getLogger("gshard")

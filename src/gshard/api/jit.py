@@ -18,9 +18,9 @@ from gshard.core.layout import Layout
 from gshard.core.mesh import Mesh, MeshLike
 from gshard.core.plan import Plan
 from gshard.device.machine import Machine
-from gshard.device.overlap import CollectiveMatmul
 from gshard.explanation.budget import Budget
-from gshard.passes.recorded import SavedPlan
+from gshard.planning.collective_matmuls import CollectiveMatmul
+from gshard.planning.saved_plan import SavedPlan
 from gshard.remat.rematerialise import bytes_of
 
 P = ParamSpec("P")

@@ -55,9 +55,9 @@ from gshard.core.program import Program
 from gshard.core.uneven import UnevenArray
 from gshard.device.machine import Machine
 from gshard.language.registry import cleared_with_rules
-from gshard.passes.trace import program_of
 from gshard.remat.rematerialise import MemoryLimitError
 from gshard.tracing.by_jax import closed_of, name_of
+from gshard.tracing.trace import program_of
 
 _PLANS = 4  # new kinds of calls for which a function keeps what planning computed on its way
 _CACHES = SharedCaches(256)  # programs of each function, as many as combinations that JAX's dispatch keeps of it

@@ -31,8 +31,8 @@ from gshard.core.program_boundary import Boundary
 from gshard.core.sharding import Sharding
 from gshard.core.spmd import SpmdProgram
 from gshard.core.uneven import UnevenArray
-from gshard.passes.compile import Executable, named_sharding
-from gshard.passes.propagate import Choice
+from gshard.emit.compile import Executable, named_sharding
+from gshard.planning.propagate import Choice
 from gshard.search.planned import Planned
 
 
@@ -127,7 +127,7 @@ class Lowered:
         """Whether another one is planned in the same way for the same program, so that this one will do for both.
 
         Values and equations are compared by identity. That is enough: what planning writes in the place of equations
-        belongs to the program, and is the same again where values are split in the same way (``passes.decompose``).
+        belongs to the program, and is the same again where values are split in the same way (``planning.decompose``).
         """
         alike = self.program.block is other.program.block and self.in_tree == other.in_tree
         same = self.target == other.target and self.donated == other.donated and self.padded == other.padded

@@ -28,7 +28,7 @@ from gshard.core.memory_kinds import is_host_kind
 from gshard.core.mesh import Mesh
 from gshard.core.program import Program
 from gshard.core.uneven import UnevenArray
-from gshard.passes.compile import Executable
+from gshard.emit.compile import Executable
 
 _log = logging.getLogger("gshard")
 

@@ -20,7 +20,7 @@ from gshard.core.mesh import Mesh
 from gshard.core.program import Program
 from gshard.core.sharding import Sharding
 from gshard.core.spmd import SpmdProgram
-from gshard.passes.compile import Executable, compiled_with_constants
+from gshard.emit.compile import Executable, compiled_with_constants
 
 
 class Lowered(Protocol):

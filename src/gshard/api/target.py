@@ -18,14 +18,14 @@ from gshard.core.spmd import SpmdProgram
 from gshard.device.cost import Cost
 from gshard.device.hardware import machine_of, machine_to_order, machine_to_plan_for
 from gshard.device.machine import Machine
-from gshard.device.overlap import CollectiveMatmul
+from gshard.emit.compile import Executable, compile_spmd
 from gshard.explanation.budget import Budget
 from gshard.explanation.layout_usage import refuse_unused
-from gshard.passes.at_boundary import at_boundary
-from gshard.passes.compile import Executable, compile_spmd
-from gshard.passes.propagate import in_best_order
-from gshard.passes.recorded import SavedPlan
-from gshard.passes.windowed import Policy
+from gshard.planning.collective_matmuls import CollectiveMatmul
+from gshard.planning.io_shardings import at_boundary
+from gshard.planning.propagate import in_best_order
+from gshard.planning.rings import Policy
+from gshard.planning.saved_plan import SavedPlan
 from gshard.remat.fit import compiled_within
 from gshard.search.find import best_plan
 from gshard.search.pipeline import FITTING, PARTITION, PLANNING, Draft, Settings, run

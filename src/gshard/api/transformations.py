@@ -49,11 +49,11 @@ from gshard.core.program import Program
 from gshard.core.sharding import Sharding
 from gshard.core.spmd import SpmdProgram
 from gshard.core.xla_workarounds import runnable
+from gshard.emit.compile import named_sharding
 from gshard.language.mark_primitive import bind_mark
-from gshard.passes.at_boundary import by_axes
-from gshard.passes.compile import named_sharding
-from gshard.passes.trace import program_of
+from gshard.planning.io_shardings import by_axes
 from gshard.search.planned import Planned
+from gshard.tracing.trace import program_of
 
 call_p = Primitive("gshard_call")
 call_p.multiple_results = True

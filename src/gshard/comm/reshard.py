@@ -37,7 +37,7 @@ from gshard.core.mesh import Atoms, Mesh, common_prefix
 from gshard.core.planning_tables import tabulated
 from gshard.core.sharding import Sharding
 
-# Bytes that a message counts beside its own, here and in plans by bytes (``passes.objective``). In the time of a hop a
+# Bytes that a message counts beside its own, here and in ``planning.objective``. In the time of a hop a
 # TPU sends 1e5 bytes and a GPU 1e6. But a plan without a machine should be that of the same program at true size, where
 # the latency of messages is a thousandth of the time. With 1 KiB, 8 of the 235 programs of
 # ``benchmarks/against_xla_programs.py`` send more, and 4 take longer on ``h100:1x8``; with 4 KiB a pipeline holds 12 %

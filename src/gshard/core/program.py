@@ -213,7 +213,7 @@ class Program:
             does not hold; None without looks.
         finite: whether the user says that parts of sums of floats are finite: they may pass more equations then.
         decomposed: blocks that take the place of ``block``, by how many parts its values are in
-            (``passes.decompose``); programs with other marks share them.
+            (``planning.decompose``); programs with other marks share them.
         input_memories: for each input the memory kind in which it comes; those of its type if it is empty.
         output_memories: the same for each result.
         dropped: what the function says and the program does not keep.

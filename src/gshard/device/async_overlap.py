@@ -20,10 +20,10 @@ import numpy as np
 
 from gshard.comm.collectives import KINDS
 from gshard.core.mesh import Mesh
+from gshard.device.fusion_model import COLLECTIVE, PRODUCT, REGION, Kernel, Kernels
 from gshard.device.machine import Machine
 from gshard.device.machine_kinds import PERMUTE, Compiler
 from gshard.device.network import goes_one_way
-from gshard.passes.fusion_model import COLLECTIVE, PRODUCT, REGION, Kernel, Kernels
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import jax
 from gshard.comm.collectives import KINDS
 from gshard.core.program import Equation, Value, itemsize
 from gshard.core.rule import moves
-from gshard.passes.fusion_model import COLLECTIVE, FUSED, PRODUCT, Kernel, Kernels, size
+from gshard.device.fusion_model import COLLECTIVE, FUSED, PRODUCT, Kernel, Kernels, size
 
 _WIDE = "float32"
 _BF16, _BOOL = "bfloat16", "bool"

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from gshard.comm.collectives import KINDS
 from gshard.core.program import Value, short_dtype
+from gshard.device.fusion_model import COLLECTIVE, Kernel, Kernels, size
 from gshard.device.machine import Machine
-from gshard.passes.fusion_model import COLLECTIVE, Kernel, Kernels, size
 
 
 class Messages:

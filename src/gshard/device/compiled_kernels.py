@@ -1,4 +1,4 @@
-"""Compiled kernels: what a compiler makes one kernel of that ``passes.fusion_model`` counts as several.
+"""Compiled kernels: what a compiler makes one kernel of that ``device.fusion_model`` counts as several.
 
     softmax(x)        a kernel reads a row, takes its maximum and its sum, and writes the row: x is read once
     exp(x - m)        computed again by each kernel that reads it, if reading x and m again is less than storing it
@@ -21,8 +21,8 @@ from collections.abc import Iterable, Sequence
 
 from gshard.core.program import Constant, Value
 from gshard.core.rule import REDUCE
+from gshard.device.fusion_model import FUSED, REDUCTION, Kernel, Kernels, is_looked_up, readers_of, size
 from gshard.device.machine_kinds import Compiler
-from gshard.passes.fusion_model import FUSED, REDUCTION, Kernel, Kernels, is_looked_up, readers_of, size
 
 # Kernels, or groups of them, between which one is looked for that may join: those that XLA makes one of are near.
 _NEAR = 64

@@ -28,13 +28,13 @@ from gshard.device.async_overlap import overlapped_of
 from gshard.device.combiner import combined
 from gshard.device.compiled_kernels import as_compiled
 from gshard.device.epilogues import epilogues
+from gshard.device.fusion_model import COLLECTIVE, REGION, Kernel, Kernels, device_program, size
 from gshard.device.hoisted_operands import hoisted_operands
 from gshard.device.layout_copies import layout_copies
 from gshard.device.machine import Machine
 from gshard.device.memory import Memory, memory_of
 from gshard.device.network import latency, permutation_seconds, seconds
 from gshard.device.roofline import copy_seconds, dtype_of, launch_seconds, roofline
-from gshard.passes.fusion_model import COLLECTIVE, REGION, Kernel, Kernels, device_program, size
 
 # What a call is spent on: operations, bytes of the device's memory, bytes on links, starting kernels, and the time that
 # the first byte of a message takes to arrive.
@@ -197,9 +197,9 @@ def cost(spmd: SpmdProgram, machine: Machine, donated: Iterable[int] = ()) -> Co
 
     >>> import jax.numpy as jnp
     >>> from gshard.api.marks import split
-    >>> from gshard.passes.partition import partition
-    >>> from gshard.passes.propagate import propagate
-    >>> from gshard.passes.trace import trace
+    >>> from gshard.emit.partition import partition
+    >>> from gshard.planning.propagate import propagate
+    >>> from gshard.tracing.trace import trace
     >>> program = trace(lambda x, y: split(x, 1, 8) @ y, jnp.ones((64, 512)), jnp.ones((512, 32)))
     >>> found = cost(partition(propagate(program, Mesh.abstract(devices=8))), Machine.of("v3:2x2"))
     >>> [(k.name, k.flops, k.sent) for k in found.kernels]

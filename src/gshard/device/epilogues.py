@@ -12,9 +12,7 @@ import math
 from collections.abc import Mapping
 
 from gshard.core.program import Value
-from gshard.device.machine import Machine
-from gshard.device.roofline import dtype_of, roofline
-from gshard.passes.fusion_model import (
+from gshard.device.fusion_model import (
     FUSED,
     OPERATOR,
     PRODUCT,
@@ -24,6 +22,8 @@ from gshard.passes.fusion_model import (
     readers_of,
     size,
 )
+from gshard.device.machine import Machine
+from gshard.device.roofline import dtype_of, roofline
 
 
 def epilogues(program: Kernels, seconds: Mapping[Kernel, float], machine: Machine) -> dict[Kernel, float]:

@@ -19,10 +19,10 @@ from gshard.core.program import Block, Equation, Value, itemsize
 from gshard.core.sharding import Sharding
 from gshard.core.split import operand_sharding, parts, result_sharding
 from gshard.device.async_overlap import Step, overlapped
+from gshard.device.fusion_model import is_product
 from gshard.device.machine import Machine
 from gshard.device.network import seconds
 from gshard.device.roofline import dtype_of, roofline
-from gshard.passes.objective import is_product
 
 
 def gather_stalls(plan: Plan, machine: Machine) -> dict[tuple[Equation, int], float]:

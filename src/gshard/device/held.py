@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from gshard.core.program import Block, Equation, Program, Value
+from gshard.device.fusion_model import size
 from gshard.device.memory import Memory
 from gshard.naming.array_names import ArrayNames
-from gshard.passes.fusion_model import size
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

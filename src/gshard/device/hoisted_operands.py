@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from gshard.core.program import Equation, Value
 from gshard.core.rule import moves
-from gshard.passes.fusion_model import COLLECTIVE, REGION, Kernel, Kernels, size
+from gshard.device.fusion_model import COLLECTIVE, REGION, Kernel, Kernels, size
 
 _MOVES = frozenset((monoid, frozenset(operands)) for monoid, operands in moves(0))
 

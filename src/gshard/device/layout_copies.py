@@ -15,8 +15,8 @@ from typing import Any
 from gshard.comm.collectives import KINDS
 from gshard.comm.runs import is_strided, is_turned
 from gshard.core.program import Value
+from gshard.device.fusion_model import COLLECTIVE, FUSED, PRODUCT, REDUCTION, Kernel, Kernels, readers_of, size
 from gshard.device.machine import Machine
-from gshard.passes.fusion_model import COLLECTIVE, FUSED, PRODUCT, REDUCTION, Kernel, Kernels, readers_of, size
 
 _ALONG = {"all_gather": "all_gather_dimension", "reduce_scatter": "scatter_dimension"}
 

@@ -22,7 +22,7 @@ from gshard.core.jax_adapter import scan_counts
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import Block, Equation, Value
 from gshard.device.bf16_storage import joined, narrow_forms
-from gshard.passes.fusion_model import (
+from gshard.device.fusion_model import (
     COLLECTIVE,
     FUSED,
     OPERATOR,

@@ -16,7 +16,7 @@ from gshard.core.jax_adapter import user_place
 from gshard.core.program import Equation
 from gshard.core.spmd import Collective, SpmdProgram
 from gshard.device.cost import Cost, KernelCost
-from gshard.passes.fusion_model import COLLECTIVE
+from gshard.device.fusion_model import COLLECTIVE
 
 
 def cause_of(kernel: KernelCost, collective: Collective | None) -> Equation:

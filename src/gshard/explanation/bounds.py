@@ -14,8 +14,8 @@ from gshard.core.plan import Plan
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import format_bytes
 from gshard.device.cost import BOUNDS, Cost, cost_of_kernels
+from gshard.device.fusion_model import COLLECTIVE, kernels_of
 from gshard.device.machine import Machine
-from gshard.passes.fusion_model import COLLECTIVE, kernels_of
 
 NAMES = {
     "compute": "arithmetic",

@@ -29,7 +29,7 @@ from gshard.core.sharding import Sharding
 from gshard.core.spmd import Collective
 from gshard.explanation.roots import direct_roots, roots
 from gshard.language.region import with_edges
-from gshard.passes.added_marks import spec_of_cut, text_of_mark, with_marks
+from gshard.planning.added_marks import spec_of_cut, text_of_mark, with_marks
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -21,15 +21,15 @@ from gshard.core.program_boundary import Boundary
 from gshard.core.spmd import SpmdProgram
 from gshard.device.cost import Cost
 from gshard.device.held import held_at_peak
+from gshard.emit.partition import partition
 from gshard.explanation.bounds import does_not_pay, headline
 from gshard.explanation.explain import Explanation
 from gshard.explanation.explain_program import explain_program
 from gshard.explanation.report.page import page
 from gshard.naming.array_names import ArrayNames
-from gshard.passes.added_marks import spec_of_cut, with_marks
-from gshard.passes.partition import partition
-from gshard.passes.propagate import propagate
-from gshard.passes.recorded import SavedPlan
+from gshard.planning.added_marks import spec_of_cut, with_marks
+from gshard.planning.propagate import propagate
+from gshard.planning.saved_plan import SavedPlan
 from gshard.search.alternatives import SearchChoice, alternatives, tries
 from gshard.search.as_marks import Marks, marks_of
 from gshard.search.find import Best, best_plan

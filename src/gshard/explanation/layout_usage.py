@@ -11,7 +11,7 @@ from gshard.core.errors import PlanError
 from gshard.core.layout import Named
 from gshard.core.mesh import Mesh
 from gshard.core.program import Program
-from gshard.passes.demands import demands
+from gshard.planning.demands import demands
 
 SHOWN = 8  # names, and places where the order of rules decided
 

@@ -15,9 +15,9 @@ from gshard.core.mesh import Atoms
 from gshard.core.plan import Plan
 from gshard.core.program import Equation, Value, format_bytes
 from gshard.core.split import Split, operand_sharding, parts, result_sharding
+from gshard.device.fusion_model import is_product
 from gshard.explanation.replicated import sent_by
-from gshard.passes.candidates import arrays_of, candidates
-from gshard.passes.objective import is_product
+from gshard.planning.candidates import arrays_of, candidates
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

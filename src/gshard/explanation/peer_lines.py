@@ -23,8 +23,8 @@ from gshard.core.plan import Plan
 from gshard.core.spmd import SpmdProgram
 from gshard.device.machine import Machine
 from gshard.device.network import members, permutation_seconds, seconds
+from gshard.emit.compile import compile_spmd, named_sharding
 from gshard.explanation.difference import FORMAT, Difference, difference
-from gshard.passes.compile import compile_spmd, named_sharding
 from gshard.xla.hlo_collectives import collectives, executed, line_of
 from gshard.xla.hlo_parser import read_module
 from gshard.xla.peer import xla_function

@@ -1,6 +1,6 @@
 """Replicated work: products that every device repeats although an operand is split.
 
-Without a machine no product is (``passes.objective``). On a named one it may be faster to gather a small operand than
+Without a machine no product is (``planning.objective``). On a named one it may be faster to gather a small operand than
 to combine large results; then each such equation is listed with how often its share is computed, what that spares, and
 the mark that forbids it.
 """
@@ -17,8 +17,8 @@ from gshard.core.program import Block, Equation, Value
 from gshard.core.rule import Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, operand_sharding, parts, result_sharding
-from gshard.passes.candidates import Arrays, arrays_of, candidates
-from gshard.passes.objective import is_product
+from gshard.device.fusion_model import is_product
+from gshard.planning.candidates import Arrays, arrays_of, candidates
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

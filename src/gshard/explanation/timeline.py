@@ -16,8 +16,8 @@ from typing import Any
 
 from gshard.core.spmd import Collective
 from gshard.device.cost import Cost, KernelCost
+from gshard.device.fusion_model import COLLECTIVE, REGION, Kernels
 from gshard.device.origin import cause_of
-from gshard.passes.fusion_model import COLLECTIVE, REGION, Kernels
 
 ROUNDS = 3000  # events that the rounds of one loop are drawn with
 FIRST = 2  # rounds that are drawn of a longer loop, at least

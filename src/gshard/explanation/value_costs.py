@@ -2,7 +2,7 @@
 
 Planning chooses one sharding for a sharding group, the values that elementwise operations tie together. For each
 sharding that the group may have, the problem is solved again with that sharding forced, and the cost of the solution is
-split by cause (``passes.causes``). The one that was chosen is marked::
+split by cause (``planning.causes``). The one that was chosen is marked::
 
     costs of 'x' by bytes sent
       * f32[64@data,32]         512 B
@@ -21,10 +21,10 @@ from typing import Protocol
 from gshard.core.program import Value, format_bytes
 from gshard.device.machine import Machine
 from gshard.explanation.rows import TensorRow
-from gshard.passes.causes import Causes
-from gshard.passes.demands import demands
-from gshard.passes.graph import Graph
-from gshard.passes.objective import BY_BYTES, MESSAGE
+from gshard.planning.causes import Causes
+from gshard.planning.demands import demands
+from gshard.planning.graph import Graph
+from gshard.planning.objective import BY_BYTES, MESSAGE
 from gshard.solver.problem import Ints
 
 _MOST = 32  # shardings of a value that are compared: each takes another solution of the problem
@@ -34,7 +34,7 @@ _NOTHING = 1e-9  # of a cost: what rounding leaves
 
 
 class Compared(Protocol):
-    """What was chosen in the problem of a program (``passes.propagate.Choice``, or what a search found)."""
+    """What was chosen in the problem of a program (``planning.propagate.Choice``, or what a search found)."""
 
     @property
     def graph(self) -> Graph:

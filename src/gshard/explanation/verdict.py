@@ -17,14 +17,14 @@ from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Block, Equation, format_bytes
 from gshard.device.cost import Cost
+from gshard.device.fusion_model import PRODUCT, flops, kind_of
 from gshard.device.machine import Machine
 from gshard.device.roofline import dtype_of
 from gshard.explanation.bounds import bounds_of, does_not_pay, format_seconds, headline, remedies, shares_of
 from gshard.explanation.merged_collectives import MergedCollective
 from gshard.explanation.proposal import Proposal
 from gshard.explanation.trials import Trials
-from gshard.passes.fusion_model import PRODUCT, flops, kind_of
-from gshard.passes.objective import BY_BYTES
+from gshard.planning.objective import BY_BYTES
 
 PROVEN = 1e-6  # of what a plan costs: a smaller gap is none
 ALSO = 2  # other changes of marks that are named

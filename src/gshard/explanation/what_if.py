@@ -16,8 +16,8 @@ from gshard.core.plan import Plan
 from gshard.core.program import Program, Value, format_bytes
 from gshard.core.spmd import SpmdProgram
 from gshard.device.cost import Cost, cost
-from gshard.passes.added_marks import text_of_mark, with_marks
-from gshard.passes.ways import shardings
+from gshard.planning.added_marks import text_of_mark, with_marks
+from gshard.planning.strategies import shardings
 
 Planner = Callable[[Program], SpmdProgram]
 

@@ -13,7 +13,7 @@ from gshard.core.layout import Names
 from gshard.core.mark import Mark
 
 mark_p = Primitive("gshard_mark")
-name_p = Primitive("gshard_name")  # a mark whose meaning comes from a layout; see passes.trace
+name_p = Primitive("gshard_name")  # a mark whose meaning comes from a layout; see tracing.trace
 
 
 def bind_mark(x: Any, mark: Mark) -> Any:

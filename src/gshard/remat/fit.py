@@ -15,7 +15,7 @@ from gshard.core.planning_tables import with_tables
 from gshard.core.program import format_bytes
 from gshard.core.spmd import SpmdProgram
 from gshard.device.machine import Machine
-from gshard.passes.compile import Executable, compile_spmd
+from gshard.emit.compile import Executable, compile_spmd
 from gshard.remat.rematerialise import MemoryLimitError, rematerialise
 
 _ATTEMPTS = 6

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable
 
 from gshard.core.program import Equation, Value
-from gshard.passes.fusion_model import REGION, Kernel, Kernels
+from gshard.device.fusion_model import REGION, Kernel, Kernels
 from gshard.rewrite.cse import is_pure
 
 # Seconds of one run of a kernel, bodies and rounds of loops included.

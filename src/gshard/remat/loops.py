@@ -16,8 +16,8 @@ from typing import Any
 
 from gshard.core.jax_adapter import scan_counts
 from gshard.core.program import Block, Constant, Equation, Value
+from gshard.device.fusion_model import REGION, Kernel, size
 from gshard.language.region import with_edges
-from gshard.passes.fusion_model import REGION, Kernel, size
 from gshard.remat.liveness import Liveness, Seconds
 from gshard.remat.straight_line import without_dead_code
 from gshard.rewrite.cse import common_key, is_pure

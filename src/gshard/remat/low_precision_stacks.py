@@ -13,9 +13,9 @@ from collections.abc import Iterator
 
 from gshard.core.jax_adapter import scan_counts
 from gshard.core.program import Block, Constant, Equation, Value, itemsize
+from gshard.device.fusion_model import FUSED, REGION, kind_of, size
 from gshard.language.region import with_edges
 from gshard.language.registry import Call, rule_of
-from gshard.passes.fusion_model import FUSED, REGION, kind_of, size
 from gshard.remat.liveness import Liveness
 from gshard.remat.straight_line import without_dead_code
 

@@ -21,11 +21,11 @@ from gshard.core.planning_tables import with_tables
 from gshard.core.program import Block, Equation, Program, Value, format_bytes
 from gshard.core.spmd import Recomputation, Recomputed, SpmdProgram
 from gshard.device.cost import kernel_cost
+from gshard.device.fusion_model import REGION, Kernel, Kernels, device_program, flops, kernels_of, size
 from gshard.device.held import held_at_peak
 from gshard.device.machine import Machine
 from gshard.device.memory import Memory, memory_of
 from gshard.language.region import with_edges
-from gshard.passes.fusion_model import REGION, Kernel, Kernels, device_program, flops, kernels_of, size
 from gshard.remat.liveness import Liveness, liveness_of
 from gshard.remat.loops import Stacked, stacked_over, without_stacking
 from gshard.remat.low_precision_stacks import LowPrecision, low_precision_over, with_low_precision_stacks

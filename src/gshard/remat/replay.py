@@ -17,8 +17,8 @@ from gshard.core.program import Block, Equation, Value
 from gshard.core.spmd import RECOMPUTED, Collective, SpmdProgram
 from gshard.core.wide import wide_enough_for
 from gshard.core.xla_workarounds import opaque_identity
+from gshard.device.fusion_model import COLLECTIVE, Kernels, kernels_of, size
 from gshard.language.interpret import Interpreter
-from gshard.passes.fusion_model import COLLECTIVE, Kernels, kernels_of, size
 
 
 def replayed(spmd: SpmdProgram, before: Kernels, block: Block) -> SpmdProgram:

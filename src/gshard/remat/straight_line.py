@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 
 from gshard.core.jax_adapter import optimization_barrier_p
 from gshard.core.program import Block, Constant, Equation, Value
+from gshard.device.fusion_model import PASSING, kind_of, size
 from gshard.language.registry import Call, rule_of
-from gshard.passes.fusion_model import PASSING, kind_of, size
 from gshard.remat.liveness import Liveness, Seconds
 from gshard.rewrite.cse import is_pure
 

@@ -25,7 +25,7 @@ Others = Mapping[Equation, Sequence[Equation]]
 
 
 class Writer(Protocol):
-    """Adds values and equations to a program (``passes.builder``)."""
+    """Adds values and equations to a program (``tracing.builder``)."""
 
     context: Context
     """That of new equations."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from gshard.core.program import Value
 from gshard.core.sharding import Sharding
-from gshard.passes.graph import Graph
+from gshard.planning.graph import Graph
 from gshard.solver.problem import Ints, ProblemError
 from gshard.solver.solve import Solution, solve
 

@@ -14,7 +14,7 @@ from gshard.core.paths import is_below
 from gshard.core.program import Value
 from gshard.core.sharding import Sharding
 from gshard.naming.short_names import equal_layers
-from gshard.passes.added_marks import spec_of_cut
+from gshard.planning.added_marks import spec_of_cut
 
 _WIDE = 100  # columns of a line
 

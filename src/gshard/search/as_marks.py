@@ -19,7 +19,7 @@ from gshard.core.plan import Plan
 from gshard.core.program import Program, Value, format_bytes
 from gshard.core.sharding import Sharding
 from gshard.naming.array_names import ArrayNames
-from gshard.passes.added_marks import text_of_mark, with_marks
+from gshard.planning.added_marks import text_of_mark, with_marks
 from gshard.search.priced import PricedPlan
 
 _LARGEST, _FIRST = 3, 2  # candidates of each round

@@ -28,11 +28,11 @@ from gshard.core.rule import PARALLEL, Rule
 from gshard.core.split import Split, operand_sharding, result_sharding
 from gshard.core.uneven import padded_shape
 from gshard.device.cost import kernel_cost
+from gshard.device.fusion_model import Kernel, kernels_of_mapped, kind_of
 from gshard.device.machine import Machine
 from gshard.device.network import interchangeable
-from gshard.passes.fusion_model import Kernel, kernels_of_mapped, kind_of
-from gshard.passes.objective import Windows
-from gshard.passes.partition import partition, spec
+from gshard.emit.partition import partition, spec
+from gshard.planning.objective import Windows
 
 
 def has_own_way(rule: Rule, split: Split) -> bool:

@@ -1,8 +1,8 @@
 """Find: searches for the best plan of a program, with a bound in the model that is solved.
 
-The problem of ``passes.graph`` is solved; the plan of the solution is partitioned and priced as it would run, and so
+The problem of ``planning.graph`` is solved; the plan of the solution is partitioned and priced as it would run, and so
 are the presets. What the graph does not know (how kernels are fused, what a moved copy takes of the memory) is learned
-from that: where the plan needs more memory than there is, products become collective matmuls (``passes.windowed``) or
+from that: where the plan needs more memory than there is, products become collective matmuls (``planning.rings``) or
 values are recomputed (``remat``), and the problem is solved again with a limit. The best of all that fit is returned.
 
 All this happens within a time budget. Steps come in the order of what they bring for their time: the program as it is
@@ -25,12 +25,12 @@ from gshard.core.plan import Plan
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import Program
 from gshard.device.machine import Machine
-from gshard.passes.choices import graph_of
-from gshard.passes.demands import demands
-from gshard.passes.graph import Graph
-from gshard.passes.moves import axes_of, in_two
-from gshard.passes.recorded import plan_of
-from gshard.passes.settled import settled
+from gshard.planning.choices import graph_of
+from gshard.planning.demands import demands
+from gshard.planning.graph import Graph
+from gshard.planning.reshard_costs import axes_of, in_two
+from gshard.planning.saved_plan import plan_of
+from gshard.planning.settled import settled
 from gshard.search.in_model import in_model
 from gshard.search.loads import with_loads
 from gshard.search.pipeline import plans_of

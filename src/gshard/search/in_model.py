@@ -16,7 +16,7 @@ import numpy as np
 
 from gshard.core.plan import Plan
 from gshard.core.sharding import Sharding
-from gshard.passes.graph import Graph
+from gshard.planning.graph import Graph
 from gshard.solver.problem import ProblemError
 from gshard.solver.solve import solve
 

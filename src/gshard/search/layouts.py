@@ -5,7 +5,7 @@ can be said so, and, by rows for one argument (``params:embed``), a state that i
 is cut in one place and whole in another cannot. Names are those that the user gave and, for the rest, the labels of
 the classes of dimensions (``naming.dimension_classes``).
 
-The problem of ``passes.graph`` is solved once more with one state for all dimensions of a name. From the rows that
+The problem of ``planning.graph`` is solved once more with one state for all dimensions of a name. From the rows that
 follow, and from none, rows are left out, changed and added one after the other as long as that makes a call shorter.
 Every table is traced, planned and priced as ``jit`` would plan the function with it, so what is lost to the plan is
 known.
@@ -31,7 +31,7 @@ from gshard.core.program import Program, Value, format_bytes
 from gshard.core.sharding import Sharding
 from gshard.device.cost import Cost
 from gshard.naming.dimension_classes import Dimensions, dimensions_of, of_equal_layers
-from gshard.passes.added_marks import spec_of_cut
+from gshard.planning.added_marks import spec_of_cut
 from gshard.search.find import Best
 from gshard.search.how_near import ended
 from gshard.search.priced import PricedPlan, Pricing

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from gshard.core.plan import local_bytes
 from gshard.core.program import Equation, Value
-from gshard.passes.fusion_model import Kernels, kernels_of
-from gshard.passes.graph import Graph
+from gshard.device.fusion_model import Kernels, kernels_of
+from gshard.planning.graph import Graph
 from gshard.solver.problem import Problem
 
 _Load = tuple[int, int, int, Sequence[int]]

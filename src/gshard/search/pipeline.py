@@ -5,7 +5,7 @@
 ``PLANNING`` ends with a plan, ``EMITTING`` with the per-device program; ``compile`` takes that. ``jit``, ``explain``,
 ``search`` with its presets, the command line and plans that are read back all run these stages, so one program has one
 plan and one modelled time. Tracing comes before the pipeline, because a traced program serves several meshes, and so
-does the order of devices (``passes.propagate.in_best_order``), which is a property of the mesh. Where XLA needs more
+does the order of devices (``planning.propagate.in_best_order``), which is a property of the mesh. Where XLA needs more
 memory than was modelled, compiling runs ``recompute`` again with less (``remat.fit``).
 
 Every stage logs what it made as one DEBUG record of the logger ``gshard.stages``::
@@ -31,11 +31,11 @@ from gshard.core.spmd import SpmdProgram
 from gshard.device.cost import cost
 from gshard.device.hardware import machine_to_order
 from gshard.device.machine import Machine
-from gshard.device.overlap import CollectiveMatmul
-from gshard.passes.partition import partition
-from gshard.passes.propagated import Propagated
-from gshard.passes.settled import settled
-from gshard.passes.windowed import Policy, windowed
+from gshard.emit.partition import partition
+from gshard.planning.collective_matmuls import CollectiveMatmul
+from gshard.planning.propagated import Propagated
+from gshard.planning.rings import Policy, windowed
+from gshard.planning.settled import settled
 from gshard.remat.prefetch import prefetched
 from gshard.remat.rematerialise import rematerialise
 from gshard.search.planned import Planned, cheapest
@@ -198,7 +198,7 @@ def _spmd(draft: Draft) -> SpmdProgram:
     return draft.spmd
 
 
-PROPAGATE_AND_REWRITE = Stage("propagate, rewrite where split", _settle, None)  # ``passes.settled`` has the loop
+PROPAGATE_AND_REWRITE = Stage("propagate, rewrite where split", _settle, None)  # ``planning.settled`` has the loop
 CHOOSE = Stage("choose", _choose, _plan, lambda settings: settings.given is None)
 TAKE_GIVEN = Stage("take the given plan", _take_given, _plan, lambda settings: settings.given is not None)
 COLLECTIVE_MATMULS = Stage(
@@ -233,7 +233,7 @@ def run(stages: Sequence[Stage], draft: Draft, settings: Settings) -> Draft:
 def plans_of(
     program: Program, mesh: Mesh, machine: Machine | None, *, strict: bool = False, boundary: Boundary = AS_MARKED
 ) -> tuple[Planned, ...]:
-    """Completes the user's marks to plans, the best first; arguments and errors as of ``passes.propagate``.
+    """Completes the user's marks to plans, the best first; arguments and errors as of ``planning.propagate``.
 
     Args:
         program: the traced function.

@@ -19,10 +19,10 @@ from gshard.core.program_boundary import AS_MARKED, Boundary
 from gshard.core.spmd import SpmdProgram
 from gshard.device.cost import WORTH, Cost, cost
 from gshard.device.machine import Machine
-from gshard.passes.objective import Objective, bytes_on
-from gshard.passes.partition import partition
-from gshard.passes.propagate import Choice, choose, propagate
-from gshard.passes.propagated import Propagated
+from gshard.emit.partition import partition
+from gshard.planning.objective import Objective, bytes_on
+from gshard.planning.propagate import Choice, choose, propagate
+from gshard.planning.propagated import Propagated
 from gshard.search.seconds import on_machine, seconds_on
 
 

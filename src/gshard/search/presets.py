@@ -21,8 +21,8 @@ from gshard.core.program_boundary import AS_MARKED, Boundary
 from gshard.device.machine import Machine
 from gshard.naming.dimension_classes import Dimensions
 from gshard.naming.dimension_names import DimensionNames
-from gshard.passes.moves import axes_of, joined
-from gshard.passes.settled import settled
+from gshard.planning.reshard_costs import axes_of, joined
+from gshard.planning.settled import settled
 from gshard.search.pipeline import plans_of
 from gshard.search.planned import Planned
 

@@ -12,8 +12,8 @@ from gshard.core.program import Program
 from gshard.core.program_boundary import Boundary
 from gshard.device.cost import Cost
 from gshard.device.machine import Machine
-from gshard.device.overlap import CollectiveMatmul
-from gshard.passes.windowed import windowed
+from gshard.planning.collective_matmuls import CollectiveMatmul
+from gshard.planning.rings import windowed
 from gshard.remat.rematerialise import MemoryLimitError
 from gshard.search.pipeline import as_run, plans_of
 from gshard.search.planned import Planned

@@ -18,14 +18,14 @@ from gshard.core.rule import REDUCE, Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, operand_sharding, result_sharding
 from gshard.device.compiled_kernels import as_compiled
+from gshard.device.fusion_model import Kernel, is_looked_up, kernels_of
 from gshard.device.machine import Machine
 from gshard.device.network import interchangeable
 from gshard.device.roofline import dtype_of, launch_seconds, roofline
 from gshard.device.step_times import StepTimes
-from gshard.passes.fusion_model import Kernel, is_looked_up, kernels_of
-from gshard.passes.moves import Moves, has_many
-from gshard.passes.objective import Windows
-from gshard.passes.ways import share
+from gshard.planning.objective import Windows
+from gshard.planning.reshard_costs import Moves, has_many
+from gshard.planning.strategies import share
 from gshard.search.emitted import Emitted, as_kernel, own_ways
 from gshard.solver.problem import Floats
 
@@ -38,7 +38,7 @@ _FOLLOWS = 1e-10
 
 
 class Seconds(Moves):
-    """Seconds on one machine: an objective (``passes.objective``).
+    """Seconds on one machine: an objective (``planning.objective``).
 
     Args:
         mesh: the devices.

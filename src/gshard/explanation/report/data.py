@@ -12,6 +12,7 @@ from gshard.core.plan import Plan
 from gshard.core.program import Equation, Program, Value
 from gshard.core.spmd import Collective, SpmdProgram
 from gshard.device.cost import BOUNDS, Cost
+from gshard.device.fusion_model import COLLECTIVE
 from gshard.device.held import held_at_peak
 from gshard.device.network import groups
 from gshard.device.origin import cause_of, origins
@@ -24,7 +25,6 @@ from gshard.explanation.rows import TensorRow, called
 from gshard.explanation.timeline import Event, thinned, timeline
 from gshard.explanation.verdict import Verdict
 from gshard.naming.array_names import ArrayNames
-from gshard.passes.fusion_model import COLLECTIVE
 
 MOMENTS = 1500  # points of the curve of memory
 EVENTS = 3000  # stretches of time that are drawn

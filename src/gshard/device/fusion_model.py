@@ -1,0 +1,322 @@
+"""Fusion model: the kernels into which XLA fuses the equations of one device, and the buffers between them.
+
+The emitted program is read back as a block of equations with rules, on local shapes. An equation whose factors are all
+parallel only moves or combines elements where they are, and a slice, a padding, a concatenation gives elements of its
+operands at other places; XLA makes it part of the equation that reads it and its result never reaches memory. What
+remains are *kernels*: contractions, reductions, look-ups, collectives, and what several others read.
+
+    exp(x @ w + b).sum()     two kernels: the product, and one that adds, takes exponentials and sums up
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from gshard.comm.collectives import KINDS
+from gshard.core.planning_tables import tabulated
+from gshard.core.program import Block, Constant, Equation, Program, Value, itemsize
+from gshard.core.rule import COMMUNICATE, MONOIDS, PARALLEL, REDUCE, Rule, moves
+from gshard.core.spmd import SpmdProgram
+from gshard.language.transfer import changes_memory
+from gshard.tracing.trace import block_of
+
+COLLECTIVE, REGION, FUSED, REDUCTION, PRODUCT, OPERATOR, PASSING = (
+    "collective", "region", "fused", "reduction", "product", "operator", "passing",
+)  # fmt: skip
+
+
+_MOVES = frozenset((monoid, frozenset(operands)) for monoid, operands in moves(0))
+_MONOIDS = frozenset(MONOIDS)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Kernel:
+    """An equation that writes to memory, with those that became part of it.
+
+    Attributes:
+        equation: the last one.
+        kind: collective, region, reduction, product, operator, or fused (element by element).
+        fused: the others, in order.
+        reads: the buffers that it needs; ``writes``: those it makes.
+        bodies: kernels of the bodies of a region.
+        in_place: whether the result is where the first operand was, which has no later user: an update.
+        spared: buffers of these that a compiler keeps in registers, or reads in another kernel (``device``).
+        carried: buffers that it reads or writes in place of another kernel.
+        spares_rows: whether it spares them only as long as no dimension that it reduces is split.
+    """
+
+    equation: Equation
+    kind: str
+    fused: tuple[Equation, ...]
+    reads: tuple[Value, ...]
+    writes: tuple[Value, ...]
+    bodies: tuple[Kernels, ...] = ()
+    in_place: bool = False
+    spared: frozenset[Value] = frozenset()
+    carried: tuple[Value, ...] = ()
+    spares_rows: bool = False
+
+    @property
+    def product_flops(self) -> int:
+        """Operations of products, in one run."""
+        return flops(self.equation) if self.kind == PRODUCT else 0
+
+    @property
+    def vector_flops(self) -> int:
+        """Operations outside of products, in one run."""
+        own = 0 if self.kind in (PRODUCT, REGION, COLLECTIVE) else flops(self.equation)
+        return own + sum(map(flops, self.fused))
+
+    @property
+    def moved(self) -> int:
+        """Bytes read from memory and written to it in one run; of what is looked up in, those that are found.
+
+        Of what is updated in place, as many as the largest of the other operands has.
+        """
+        if self.kind == REGION:
+            return 0
+        if self.in_place:
+            first, *others = self.equation.inputs
+            return sum(self._read(v) for v in self.reads if v is not first) + max(map(size, others))
+        own = [v for v in self.reads if v not in self.spared]
+        written = [v for v in self.writes if v not in self.spared]
+        return sum(map(self._read, own)) + sum(map(size, (*written, *self.carried)))
+
+    def _read(self, v: Value) -> int:
+        users = [(e, i) for e in (self.equation, *self.fused) for i, x in enumerate(e.inputs) if x is v]
+        if not users or not all(e.rule and (is_looked_up(e.rule, i) or moves_elements(e.rule)) for e, i in users):
+            return size(v)
+        return min(size(v), sum(size(x) for e in dict.fromkeys(e for e, _ in users) for x in e.outputs))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Kernels:
+    """A block as kernels, in order."""
+
+    block: Block
+    kernels: tuple[Kernel, ...]
+    home: dict[Value, Value]  # the buffer that holds a value which another one is a view of
+
+    def walk(self, times: int = 1) -> Iterator[tuple[Kernel, int]]:
+        """All kernels and how often each runs; of branches all, of a loop whose end is not known one round."""
+        for kernel in self.kernels:
+            yield kernel, times
+            for body in kernel.bodies:
+                yield from body.walk(times * kernel.equation.trip_count)
+
+
+def readers_of(program: Kernels) -> dict[Value, list[Kernel]]:
+    """The kernels of a block that read each buffer."""
+    found: dict[Value, list[Kernel]] = {}
+    for kernel in program.kernels:
+        for v in kernel.reads:
+            found.setdefault(v, []).append(kernel)
+    return found
+
+
+def is_looked_up(rule: Rule, operand: int) -> bool:
+    """Whether only some elements of an operand are read: those that are found."""
+    return any(rule.factors[f].monoid == "pick" for dim in rule.operands[operand] for f in dim)
+
+
+@tabulated(4096)
+def moves_elements(rule: Rule) -> bool:
+    """Whether each element of the results is one of an operand, at another place: windows, paddings, reversals."""
+    if not rule.known or _MONOIDS - {monoid for monoid, _ in rule.linear}:
+        return False
+    # What is looked up at many places is a kernel; what is updated stays where it is.
+    moved = frozenset.union(*(operands for _, operands in rule.linear))
+    looked_up = any(dims for i, dims in enumerate(rule.operands) if i not in moved)
+    placed = any(rule.factors[f].kind != PARALLEL for dims in rule.results for dim in dims for f in dim)
+    summed = any(f.kind == REDUCE and f.monoid != "pick" for f in rule.factors)
+    return placed and not looked_up and not summed
+
+
+def is_product(rule: Rule) -> bool:
+    """Whether an equation multiplies arrays and adds up."""
+    return len(rule.operands) > 1 and any(f.kind == REDUCE for f in rule.factors)
+
+
+def size(value: Value | Constant) -> int:
+    """Bytes of one device's part."""
+    return math.prod(value.shape) * itemsize(value.dtype)
+
+
+def flops(e: Equation) -> int:
+    """Operations of one run of an equation."""
+    return e.rule.flops if e.rule is not None else 0
+
+
+def device_program(spmd: SpmdProgram) -> Kernels:
+    """Reads the per-device program."""
+    return kernels_of_mapped(spmd.jaxpr, spmd.program)
+
+
+def kernels_of_mapped(jaxpr: Any, program: Program | None = None) -> Kernels:
+    """The same of a closed jaxpr that holds one ``shard_map``: the per-device program of ``program``, if of one."""
+    (body,) = (e.params["jaxpr"] for e in jaxpr.jaxpr.eqns if "mesh" in e.params and "jaxpr" in e.params)
+    return kernels_of(block_of(body, program))
+
+
+def kind_of(e: Equation) -> str:
+    """What XLA makes of an equation, told by its rule."""
+    if e.name in KINDS:
+        return COLLECTIVE
+    if e.rule is None:
+        return REGION
+    if changes_memory(e):
+        return OPERATOR
+    kind = _kind_of_rule(e.rule)
+    return PRODUCT if kind == OPERATOR and _multiplies(e, e.rule) else kind
+
+
+def _multiplies(e: Equation, rule: Rule) -> bool:
+    """Whether an equation multiplies and adds for each of its results and all that two operands are summed over.
+
+    A convolution is a product, too, although the window cannot be split; a scatter adds, but multiplies nothing.
+    """
+    held = [{f for dim in dims for f in dim} for dims in rule.operands]
+    shared = [
+        factor.size
+        for f, factor in enumerate(rule.factors)
+        if factor.kind == REDUCE and factor.monoid == "add" and sum(f in some for some in held) > 1
+    ]
+    return bool(shared) and rule.flops >= 2 * math.prod(shared) * math.prod(e.outputs[0].shape) > 0
+
+
+@tabulated(4096)
+def _kind_of_rule(rule: Rule) -> str:
+    if rule.passes and len(rule.operands) > 1:
+        return PASSING
+    # What is summed over one element is only given another shape.
+    kinds = {PARALLEL if f.kind == REDUCE and f.size == 1 else f.kind for f in rule.factors}
+    reduced = {f for f, factor in enumerate(rule.factors) if factor.kind == REDUCE and factor.size > 1}
+    if kinds <= {PARALLEL} and rule.known:
+        return FUSED
+    holders = [dims for dims in rule.operands if reduced & {f for dim in dims for f in dim}]
+    if reduced and kinds <= {PARALLEL, REDUCE, COMMUNICATE}:
+        return PRODUCT if len(holders) > 1 else REDUCTION
+    return OPERATOR
+
+
+def kernels_of(block: Block, *, windows: bool = True, inside: bool = False) -> Kernels:
+    """Groups a block's equations.
+
+    Args:
+        block: which.
+        windows: whether slices, paddings and the like become part of what reads them; not where they are still to be
+            split, and may then communicate.
+        inside: whether it is the body of a region, whose inputs have no other user; an argument may be the caller's.
+    """
+    kinds = {e: kind_of(e) for e in block.equations}
+    joins = {e for e, kind in kinds.items() if kind == FUSED or (windows and e.rule and moves_elements(e.rule))}
+    producer = {v: e for e in block.equations for v in e.outputs}
+    home: dict[Value, Value] = {}
+    for e in block.equations:
+        if kinds[e] == PASSING or (kinds[e] == FUSED and _is_view(e)):
+            home.update({v: home.get(x, x) for v, x in zip(e.outputs, e.inputs) if isinstance(x, Value)})
+    roots = _roots(block, kinds, joins, home)
+
+    def is_buffer(v: Value) -> bool:
+        return v not in producer or producer[v] in roots
+
+    made: list[Kernel] = []
+    for e in block.equations:
+        if e in roots:
+            fused: dict[Equation, None] = {}
+            reads: dict[Value, None] = {}
+            _collect(e, producer, is_buffer, home, fused, reads)
+            bodies = tuple(kernels_of(body, windows=windows, inside=True) for body in e.blocks)
+            made.append(Kernel(e, kinds[e], tuple(reversed(fused)), tuple(reads), e.outputs, bodies))
+    needed = {home.get(v, v) for v in block.outputs if isinstance(v, Value)}
+    needed.update(() if inside else block.inputs)
+    for i, kernel in reversed(list(enumerate(made))):
+        e = kernel.equation
+        if kernel.kind == OPERATOR and is_update(e) and e.inputs[0] in kernel.reads and e.inputs[0] not in needed:
+            made[i] = dataclasses.replace(kernel, in_place=True)
+        needed.update(kernel.reads)
+    return Kernels(block, tuple(made), home)
+
+
+def is_update(e: Equation) -> bool:
+    """Whether a result is the first operand with some elements changed."""
+    if e.rule is None or not isinstance(e.inputs[0] if e.inputs else None, Value):
+        return False
+    return len(e.inputs) > 1 and e.rule.operands[0] == e.rule.results[0] and not moves_elements(e.rule)
+
+
+def _roots(
+    block: Block, kinds: Mapping[Equation, str], joins: set[Equation], home: Mapping[Value, Value]
+) -> set[Equation]:
+    """The equations whose results reach memory.
+
+    One that joins others becomes part of the kernel that reads it if that is one kernel and reads it in any order. What
+    is made from nothing (counters, constants) is computed again by each reader.
+    """
+    from_nothing: set[Value] = set()
+    for e in block.equations:
+        if kinds[e] == FUSED and all(_is_small(x) or x in from_nothing for x in e.inputs):
+            from_nothing.update(e.outputs)
+    roots: set[Equation] = set()
+    uses: dict[Value, set[Equation]] = {}
+    whole = {v for v in block.outputs if isinstance(v, Value)}
+    for e in reversed(block.equations):
+        operands = [x for x in e.inputs if isinstance(x, Value)]
+        if e.outputs and all(v in home for v in e.outputs):
+            for v, x in zip(e.outputs, e.inputs):
+                if isinstance(x, Value):
+                    uses.setdefault(x, set()).update(uses.get(v, ()))
+                    whole.update({x} if v in whole else ())
+            continue
+        if e in joins:
+            users = {root for v in e.outputs for root in uses.get(v, ())}
+            if not whole & set(e.outputs) and (len(users) <= 1 or from_nothing >= set(e.outputs)):
+                for x in operands:
+                    uses.setdefault(x, set()).update(users)
+                continue
+        roots.add(e)
+        for x in operands:
+            uses.setdefault(x, set()).add(e)
+        if e not in joins and kinds[e] != REDUCTION:
+            found = {x for i, x in enumerate(e.inputs) if e.rule is not None and is_looked_up(e.rule, i)}
+            whole.update(x for x in operands if not found or x in found)  # indices are computed where they are read
+    return roots
+
+
+def _is_small(x: Value | Constant) -> bool:
+    return isinstance(x, Constant) or math.prod(x.shape) == 1
+
+
+def _is_view(e: Equation) -> bool:
+    """Whether a result is its operand's bytes, in another shape or none: a reshape, a squeeze, a mark."""
+    if len(e.inputs) != 1 or not e.outputs or not isinstance(e.inputs[0], Value) or e.rule is None:
+        return False
+    if e.rule.flops and not _MOVES.issubset(e.rule.linear):
+        return False  # it changes elements too
+    before = [f for dim in e.rule.operands[0] for f in dim if e.rule.factors[f].size > 1]
+    after = [f for dim in e.rule.results[0] for f in dim if e.rule.factors[f].size > 1]
+    same = e.inputs[0].shape == e.outputs[0].shape and e.rule.flops > 0  # a copy
+    return before == after and not same and e.inputs[0].dtype == e.outputs[0].dtype
+
+
+def _collect(
+    e: Equation,
+    producer: Mapping[Value, Equation],
+    is_buffer: Callable[[Value], bool],
+    home: Mapping[Value, Value],
+    fused: dict[Equation, None],
+    reads: dict[Value, None],
+) -> None:
+    """Finds the equations that become part of ``e`` and the buffers that they read."""
+    for x in e.inputs:
+        if isinstance(x, Constant):
+            continue
+        v = home.get(x, x)
+        if is_buffer(v):
+            reads[v] = None
+        elif v in producer and producer[v] not in fused:
+            fused[producer[v]] = None
+            _collect(producer[v], producer, is_buffer, home, fused, reads)

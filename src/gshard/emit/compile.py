@@ -1,0 +1,234 @@
+"""Compile: compiles the per-device program with XLA."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from gshard.core.context import NO_CONTEXT
+from gshard.core.errors import MeshError
+from gshard.core.jax_adapter import no_mesh_set, shapes_of
+from gshard.core.jax_adapter_context import in_context
+from gshard.core.jax_adapter_dispatch import executed, names_devices
+from gshard.core.memory_kinds import DEVICE, in_memory
+from gshard.core.mesh import Mesh
+from gshard.core.phases import phase
+from gshard.core.planning_tables import tabulated, with_tables
+from gshard.core.processes import Group
+from gshard.core.sharding import Sharding
+from gshard.core.spmd import SpmdProgram
+from gshard.core.wide import dtypes_in, wide_enough_for
+from gshard.core.xla_workarounds import runnable
+from gshard.emit.partition import spec
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Executable:
+    """A program for XLA, compiled when it is first needed.
+
+    Attributes:
+        spmd: the program it is made of.
+        function: the jitted function of all inputs, captured arrays first.
+    """
+
+    spmd: SpmdProgram
+    function: Callable[..., Any]
+    _waiting: list[Callable[[], None]] = dataclasses.field(default_factory=list, init=False, repr=False)
+
+    def __call__(self, *arguments: Any) -> list[Any]:
+        """Runs on flat arguments that have the shardings of the program; results are flat global arrays."""
+        self.agree()
+        spmd, every = self.spmd, [*self.captured, *arguments]
+        for i in spmd.in_orders:
+            come = named_sharding(spmd.mesh, spmd.in_shardings[i], spmd.program.input_memory(i))
+            every[i] = relabelled(every[i], come)
+        results = executed(self.compiled, every)
+        if self._calls_back:
+            results = [relabelled(x, s) for x, s in zip(results, self._out_shardings, strict=True)]
+        for i, order in spmd.out_orders.items():
+            memory = spmd.program.output_memory(i)
+            left = named_sharding(spmd.mesh.reordered(order), spmd.out_shardings[i], memory)
+            results[i] = relabelled(results[i], left)
+        return results
+
+    def agree(self) -> None:
+        """Compares the program with that of the other processes of its mesh, if there are any, when first called.
+
+        Raises:
+            PlanError: another process is about to run another program.
+        """
+        self._agreed  # noqa: B018  once
+
+    @functools.cached_property
+    def _agreed(self) -> None:
+        group = Group.of(self.spmd.mesh.devices)
+        if group is not None:
+            group.agree(self.spmd.program.name, self.spmd.identified())
+
+    @functools.cached_property
+    def _calls_back(self) -> bool:
+        return names_devices(self.spmd.jaxpr)
+
+    @functools.cached_property
+    def _out_shardings(self) -> list[NamedSharding]:
+        mesh, memory = self.spmd.mesh, self.spmd.program.output_memory
+        return [named_sharding(mesh, s, memory(i)) for i, s in enumerate(self.spmd.out_shardings)]
+
+    @functools.cached_property
+    def captured(self) -> tuple[Any, ...]:
+        """The arrays that the function closed over, placed on the mesh once."""
+        mesh, shardings = self.spmd.mesh, self.spmd.in_shardings
+        return tuple(
+            jax.device_put(x, named_sharding(mesh, s, self.spmd.program.input_memory(i)))
+            for i, (x, s) in enumerate(zip(self.spmd.program.captured, shardings, strict=False))
+        )
+
+    @functools.cached_property
+    def lowered(self) -> Any:
+        """JAX's lowered object, StableHLO for all devices."""
+        with phase("lowering", self.spmd.program.name, self.spmd.mesh.size):
+            return _lowered(self.spmd, self.function)
+
+    @functools.cached_property
+    def compiled(self) -> Any:
+        """JAX's compiled object: ``as_text()``, ``memory_analysis()``, ``cost_analysis()``."""
+        lowered = self.lowered
+        with phase("compiling", self.spmd.program.name, self.spmd.mesh.size):
+            made = lowered.compile()
+        while self._waiting:
+            self._waiting.pop(0)()
+        return made
+
+    def when_compiled(self, act: Callable[[], None]) -> None:
+        """Calls a function once the program is compiled; now, if it is."""
+        if "compiled" in self.__dict__:
+            act()
+        else:
+            self._waiting.append(act)
+
+    def __str__(self) -> str:
+        return f"executable {self.spmd.program.name} on {self.spmd.mesh}\n{self.compiled.as_text()}"
+
+
+def relabelled(x: Any, sharding: NamedSharding) -> Any:
+    """The same parts on the same devices, said to be those of another sharding: nothing is moved."""
+    parts = [shard.data for shard in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
+
+
+def named_sharding(mesh: Mesh, sharding: Sharding, memory: str = DEVICE) -> NamedSharding:
+    """A sharding as JAX's, over the user's own mesh; over its atoms where a part of an axis splits a dimension.
+
+    Args:
+        mesh: the devices.
+        sharding: how it is cut.
+        memory: the memory kind in which it is.
+    """
+    return in_memory(_named_sharding(mesh, sharding, mesh.given), memory)
+
+
+@tabulated(4096)
+def _named_sharding(mesh: Mesh, sharding: Sharding, _: Any) -> NamedSharding:
+    # Meshes are equal whatever mesh of JAX's they were read from, so that one is a part of the key.
+    own = mesh.spec_of(sharding.dims)
+    return over_atoms(mesh, sharding) if own is None else NamedSharding(mesh.user_jax_mesh, own)
+
+
+def over_atoms(mesh: Mesh, sharding: Sharding) -> NamedSharding:
+    """A sharding as JAX's, over the atoms of the mesh."""
+    return NamedSharding(mesh.jax_mesh, spec(sharding))
+
+
+@with_tables
+def compile_spmd(
+    spmd: SpmdProgram,
+    donated: frozenset[int] = frozenset(),
+    *,
+    keep_unused: bool = True,
+    compiler_options: Mapping[str, Any] | None = None,
+) -> Executable:
+    """Makes a per-device program runnable.
+
+    Args:
+        spmd: the program; its mesh must have devices.
+        donated: arguments (counted without captured arrays) whose memory results may take.
+        keep_unused: whether XLA is given arguments that nothing reads.
+        compiler_options: XLA's, as for ``jax.jit``.
+
+    Raises:
+        MeshError: the mesh is abstract.
+    """
+    if spmd.mesh.devices is None:
+        raise MeshError(
+            "a program planned for an abstract mesh cannot run.",
+            got=f"mesh: {spmd.mesh}",
+            hint="Give gshard.jit a jax.sharding.Mesh or a number of devices.",
+        )
+    return Executable(spmd, _jitted(spmd, (), donated, keep_unused, compiler_options))
+
+
+def _jitted(
+    spmd: SpmdProgram,
+    constants: Sequence[Any],
+    donated: frozenset[int],
+    keep_unused: bool,
+    compiler_options: Mapping[str, Any] | None,
+) -> Callable[..., Any]:
+    """The program as a function that JAX has jitted; the first inputs may be constants of it."""
+    captured = len(spmd.program.captured) - len(constants)
+    run = runnable(spmd.jaxpr)
+
+    def program(*arrays: Any) -> list[Any]:
+        return list(run(*constants, *arrays))
+
+    # XLA calls the program, and profilers what it runs, by the name of the user's function.
+    program.__name__ = program.__qualname__ = spmd.program.name
+    said, made = over_atoms if names_devices(spmd.jaxpr) else named_sharding, spmd.program
+    come = [in_memory(said(spmd.mesh, s), made.input_memory(i)) for i, s in enumerate(spmd.in_shardings)]
+    leave = [in_memory(said(spmd.mesh, s), made.output_memory(i)) for i, s in enumerate(spmd.out_shardings)]
+    return jax.jit(
+        program,
+        in_shardings=come[len(constants) :],
+        out_shardings=leave,
+        donate_argnums=tuple(sorted({captured + i for i in donated} - _moved_references(spmd))),
+        keep_unused=keep_unused,
+        compiler_options=None if compiler_options is None else dict(compiler_options),
+    )
+
+
+def compiled_with_constants(
+    executable: Executable,
+    donated: frozenset[int],
+    *,
+    keep_unused: bool,
+    compiler_options: Mapping[str, Any] | None,
+) -> Any:
+    """JAX's compiled object of the arguments alone: the arrays that the function closed over are constants of it."""
+    spmd = executable.spmd
+    # As numbers of the host: a constant of a program is whole on each device. Random keys are no such numbers.
+    extended = jax.dtypes.extended
+    constants = [x if jax.dtypes.issubdtype(x.dtype, extended) else np.asarray(x) for x in spmd.program.captured]
+    function = _jitted(spmd, constants, donated, keep_unused, compiler_options)
+    return _lowered(spmd, function, len(constants)).compile()
+
+
+def _lowered(spmd: SpmdProgram, function: Any, first: int = 0) -> Any:
+    shapes = shapes_of(spmd.jaxpr.in_avals[first:])
+    # The atoms replace whatever mesh the caller has set: they are the same devices under other names.
+    own = jax.sharding.use_abstract_mesh(spmd.mesh.abstract_jax_mesh)
+    with no_mesh_set(), in_context(NO_CONTEXT), own, wide_enough_for(dtypes_in(spmd.jaxpr)):
+        return function.lower(*shapes)
+
+
+def _moved_references(spmd: SpmdProgram) -> set[int]:
+    """The references whose final values leave otherwise than they came: these cannot take their memory."""
+    count, outs = len(spmd.program.references), range(len(spmd.out_shardings))
+    pairs = zip(spmd.program.references, outs[len(outs) - count :], strict=True)
+    come, leave = spmd.in_shardings, spmd.out_shardings
+    return {i for i, j in pairs if (come[i], spmd.in_orders.get(i)) != (leave[j], spmd.out_orders.get(j))}

@@ -1,0 +1,390 @@
+"""Partition: writes the per-device program of a plan.
+
+The program is replayed on one device's parts inside ``jax.shard_map`` over the atoms of the mesh: operands are
+moved to the equation's split, the equation runs locally under its rule, results are moved to where the plan
+wants them. Nothing is chosen here. Every collective is emitted by a step of ``comm.steps`` and noted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from gshard.comm.collective_matmul import Note, collective_matmul
+from gshard.comm.reshard import plan_reshard
+from gshard.comm.shards import Fetched, Shards
+from gshard.comm.steps import ALL_GATHER, LOCAL, PERMUTE, is_exchange, run, step_collectives
+from gshard.comm.steps import permutation as moves_of
+from gshard.core.context import NO_CONTEXT
+from gshard.core.device_order import Order, permutation
+from gshard.core.errors import GShardError, RuleError
+from gshard.core.garbage import collected_seldom
+from gshard.core.jax_adapter import as_if_at, as_weak, no_mesh_set, of_no_mesh
+from gshard.core.jax_adapter_context import in_context
+from gshard.core.manual_axes import ManualAxes, manual_axes
+from gshard.core.memory_kinds import is_host_kind, is_on_host, shape_in_memory
+from gshard.core.mesh import Atoms
+from gshard.core.plan import Plan
+from gshard.core.planning_tables import with_tables
+from gshard.core.program import Block, Constant, Equation, Value, itemsize, short_dtype
+from gshard.core.ring import Ring, entering, leaving
+from gshard.core.sharding import Sharding
+from gshard.core.split import operand_sharding, result_sharding
+from gshard.core.spmd import Collective, SpmdProgram
+from gshard.core.uneven import padded_shape
+from gshard.core.wide import wide_enough_for
+from gshard.core.xla_workarounds import ppermute
+from gshard.emit.diverging import diverging
+from gshard.language.apart import apart, moved_over
+from gshard.language.region import REGIONS
+from gshard.language.transfer import in_memory_of, is_handed_on, transferred
+
+
+@no_mesh_set()
+@in_context(NO_CONTEXT)
+@collected_seldom()
+@with_tables
+def partition(plan: Plan) -> SpmdProgram:
+    """Emits the per-device program of a plan."""
+    mesh, block, entry, leave = plan.mesh, plan.program.block, plan.entry, plan.leave
+    producers = {v: e for e in block.equations for v in e.outputs}
+    users = {v: e for e in reversed(block.equations) for v in e.inputs}
+    orders: Mapping[Any, Order] = plan.orders
+
+    def ordered(values: Sequence[Any], ways: Sequence[Sharding]) -> dict[int, Order]:
+        """The orders that marks ask for; what a mark cuts and the boundary makes whole is in the mesh's."""
+        pairs = enumerate(zip(values, ways, strict=True))
+        return {i: orders[v] for i, (v, s) in pairs if v in orders and (any(s.dims) or not any(plan.sharding(v).dims))}
+
+    in_orders, out_orders = ordered(block.inputs, entry), ordered(block.outputs, leave)
+    emitter = _Emitter(plan, manual_axes(block, mesh), diverging(block, mesh))
+
+    def program(*arrays: Any) -> list[Any]:
+        emitter.start()
+        inside, out = [], []
+        for i, (x, v, source) in enumerate(zip(arrays, block.inputs, entry, strict=True)):
+            with emitter.in_place_of(users.get(v)):
+                x = in_memory_of(v, x)
+                if i in in_orders:
+                    x = emitter.reorder(x, v, source, in_orders[i], leaving=False)
+                inside.append(emitter.step_to(x, v, source, plan.sharding(v), "uneven argument", users.get(v)))
+        for i, (x, made, target) in enumerate(zip(emitter.run(block, inside), block.outputs, leave, strict=True)):
+            producer = producers.get(made) if isinstance(made, Value) else None
+            with emitter.in_place_of(producer):
+                x = emitter.step_to(x, made, plan.sharding(made), target, "program result", producer)
+                x = emitter.reorder(x, made, target, out_orders[i], leaving=True) if i in out_orders else x
+                out.append(transferred(x, is_host_kind(plan.program.output_memory(i))))
+        return [as_weak(x, weak) for x, weak in zip(out, plan.program.weak or [False] * len(out), strict=True)]
+
+    mapped = jax.shard_map(
+        program,
+        mesh=mesh.jax_mesh,
+        in_specs=tuple(spec(s) for s in entry),
+        out_specs=[spec(s) for s in leave],
+        check_vma=False,
+    )
+    wide = wide_enough_for(v.dtype for v in block.values())
+    with jax.sharding.use_abstract_mesh(mesh.abstract_jax_mesh), wide:
+        shapes = (padded_shape(s, mesh, v.shape) for v, s in zip(block.inputs, entry, strict=True))
+        takes = (
+            shape_in_memory(s, v.dtype, on_host=is_host_kind(plan.program.input_memory(i)), weak_type=v.weak)
+            for i, (v, s) in enumerate(zip(block.inputs, shapes, strict=True))
+        )
+        jaxpr = jax.make_jaxpr(mapped)(*takes)
+    return SpmdProgram(jaxpr, mesh, entry, leave, tuple(emitter.collectives), plan.program, in_orders, out_orders)
+
+
+def spec(sharding: Sharding) -> PartitionSpec:
+    """A sharding as JAX's ``PartitionSpec`` over the atoms."""
+    return PartitionSpec(*(None if not atoms else atoms[0] if len(atoms) == 1 else atoms for atoms in sharding.dims))
+
+
+@dataclasses.dataclass(slots=True)
+class _Made:
+    """A value's local arrays. It moves to the planned sharding at its first use.
+
+    Attributes:
+        source: how it lay when it was made.
+        arrays: in every sharding that it was needed in: two users share one collective.
+        why, cause: what the move to its planned sharding is noted under; the cause is the equation that made it.
+        marked: whether a mark says how it is sharded, so that no user reads it in another sharding first.
+    """
+
+    source: Sharding
+    arrays: dict[Sharding, Any]
+    why: str = ""
+    cause: Equation | None = None
+    marked: bool = False
+
+
+# An array that is moved (if it has a name), its shardings before and after, and the one before the first of all steps.
+_Moved = tuple[Value | None, Sharding | None, Sharding | None, Sharding | None]
+
+
+@dataclasses.dataclass
+class _Emitter:
+    """Replays blocks on local arrays and notes every collective."""
+
+    plan: Plan
+    manual: ManualAxes
+    diverging: frozenset[Equation]
+    collectives: list[Collective] = dataclasses.field(default_factory=list)
+    trip_count: int = 1
+    here: Equation | None = None
+    gathers: bool = False  # instead of permuting (``language.apart``)
+
+    def start(self) -> None:
+        """Forgets what an earlier trace of the same program noted."""
+        self.collectives.clear()
+
+    @contextmanager
+    def in_place_of(self, e: Equation | None) -> Iterator[None]:
+        """What is emitted inside has an equation's source line and named scopes; None leaves them as they are."""
+        if e is None:
+            yield
+            return
+        before, self.here = self.here, e
+        try:
+            with as_if_at(e.source_info):
+                yield
+        finally:
+            self.here = before
+
+    def sharding(self, value: Value | Constant) -> Sharding:
+        """The planned sharding of a value."""
+        return self.plan.sharding(value)
+
+    def run(self, block: Block, arrays: Sequence[Any], trip_count: int = 1) -> list[Any]:
+        """Runs a block on local arrays that are sharded as its inputs are."""
+        with self._repeated(trip_count), in_context(NO_CONTEXT):
+            env = {v: _Made(self.sharding(v), {self.sharding(v): x}) for v, x in zip(block.inputs, arrays, strict=True)}
+            fetched: Fetched = {}
+            read = {v for e in block.equations for v in e.inputs} | set(block.outputs)
+            for equation in block.equations:
+                unread = frozenset(i for i, v in enumerate(equation.outputs) if v not in read)
+                with self.in_place_of(equation), jax.named_scope(equation.name):
+                    self._equation(equation, env, unread, fetched)
+            results = []
+            for v in block.outputs:
+                with self.in_place_of(env[v].cause if isinstance(v, Value) else None):
+                    results.append(in_memory_of(v, self._read(env, v, self.sharding(v), None, "result")))
+            return results
+
+    @contextmanager
+    def _repeated(self, trip_count: int) -> Iterator[None]:
+        before, self.trip_count = self.trip_count, self.trip_count * trip_count
+        try:
+            yield
+        finally:
+            self.trip_count = before
+
+    @contextmanager
+    def _gathering(self) -> Iterator[None]:
+        before, self.gathers = self.gathers, True
+        try:
+            yield
+        finally:
+            self.gathers = before
+
+    def _equation(self, e: Equation, env: dict[Value, _Made], unread: frozenset[int], fetched: Fetched) -> None:
+        if e.rule is None:
+            region = REGIONS[e.name]
+            entry = region.entry(e, self.sharding)
+            arrays = [
+                in_memory_of(v, self._read(env, v, s, e, f"operand {i} of {e.name}"))
+                for i, (v, s) in enumerate(zip(e.inputs, entry, strict=True))
+            ]
+            with in_context(e.context):
+                if e in self.diverging:
+                    with self._gathering():
+                        results = apart(lambda *xs: region.emit(e, self, xs), arrays, self.manual.at(e))
+                else:
+                    results = list(region.emit(e, self, arrays))
+            leave = region.leave(e, self.sharding)
+        else:
+            split, ring = self.plan.splits[e], self.plan.rings.get(e)
+            mesh = self.plan.mesh if e.rule.manual else self.manual.mesh_without(self.manual.at(e))
+            shards = Shards(e, split, mesh, self._noting(e), unread, fetched)
+            read = self._read if is_handed_on(e, split) else self._fetch
+            arrays = [
+                read(env, v, entering(e.rule, split, ring, i), e, f"operand {i} of {e.name}")
+                for i, v in enumerate(e.inputs)
+            ]
+            if ring is not None:
+                with in_context(e.context):
+                    results = [collective_matmul(ring, shards, arrays, self._noting_ring(e, ring))]
+            else:
+                if not e.rule.masks_itself:
+                    arrays = [shards.masked(x, i) for i, x in enumerate(arrays)]
+                results = self._local(e, shards, arrays)
+            leave = [leaving(e.rule, split, ring, i) for i in range(len(e.outputs))]
+        for i, (value, x, source) in enumerate(zip(e.outputs, results, leave, strict=True)):
+            why, planned = f"result {i} of {e.name}", self.sharding(value)
+            if value.on_host:  # what moves between devices does so before it is put there
+                x, source = in_memory_of(value, self.step_to(x, value, source, planned, why, e)), planned
+            env[value] = _Made(source, {source: x}, why, e, e.mark is not None)
+
+    def _local(self, e: Equation, shards: Shards, arrays: list[Any]) -> list[Any]:
+        assert e.rule is not None
+        try:
+            with in_context(e.context):
+                results = shards.bind(*arrays) if e.rule.local is None else list(e.rule.local(shards, *arrays))
+        except GShardError:
+            raise
+        except Exception as error:
+            raise RuleError(
+                f"the rule of '{e.name}' failed on shards: {error}", e.line, f"{e.rule}; split {shards.split}"
+            ) from error
+        # A literal that the operator hands through becomes an array here.
+        results = [x if hasattr(x, "shape") else jnp.asarray(x, v.dtype) for x, v in zip(results, e.outputs)]
+        for i, (x, value) in enumerate(zip(results, e.outputs, strict=True)):
+            if tuple(x.shape) != shards.out_shape(i) or x.dtype != value.dtype:
+                raise RuleError(
+                    f"the rule of '{e.name}' made a part of shape {tuple(x.shape)} and {x.dtype} "
+                    f"where {shards.out_shape(i)} and {value.dtype} belongs.",
+                    e.line,
+                    f"{e.rule}; split {shards.split}",
+                )
+        return results
+
+    def _noting(self, e: Equation) -> Callable[[str, tuple[str, ...], int, Any], None]:
+        """Notes what an equation's own way to run on shards sends."""
+
+        def note(kind: str, atoms: tuple[str, ...], sent: int, x: Any) -> None:
+            shape = f"{short_dtype(x.dtype)}[{','.join(map(str, x.shape))}]"
+            self._note(kind, atoms, sent, self.trip_count, shape, f"inside {e.name}", e)
+
+        return note
+
+    def _noting_ring(self, e: Equation, ring: Ring) -> Note:
+        """Notes what is sent during a collective matmul."""
+        assert e.rule is not None
+        rule, split = e.rule, self.plan.splits[e]
+
+        def note(atoms: tuple[str, ...], x: Any, times: int, i: int | None) -> None:
+            shape = f"{short_dtype(x.dtype)}[{','.join(map(str, x.shape))}]"
+            value = e.outputs[0] if i is None else e.inputs[i]
+            moved = (
+                (result_sharding(rule, 0, split), leaving(rule, split, ring, 0))
+                if i is None
+                else (entering(rule, split, ring, i), operand_sharding(rule, i, split))
+            )
+            what: _Moved = (value if isinstance(value, Value) else None, *moved, moved[0])
+            sent, rounds = x.size * x.dtype.itemsize, self.trip_count * times
+            self._note(PERMUTE, atoms, sent, rounds, shape, f"collective matmul of {e.name}", e, what)
+
+        return note
+
+    def _note(
+        self,
+        kind: str,
+        atoms: Atoms,
+        sent: int,
+        times: int,
+        shape: str,
+        why: str,
+        cause: Equation | None,
+        moved: _Moved = (None, None, None, None),
+    ) -> None:
+        """Notes a collective that is emitted here."""
+        at = self.here or cause
+        if self.gathers and kind == PERMUTE and at is not None and self.manual.at(at).isdisjoint(atoms):
+            kind, sent = ALL_GATHER, sent * (self.plan.mesh.count(atoms) - 1)
+        cause = cause if cause is not None and cause.line else self.here  # a barrier of JAX's has no line
+        line = "" if cause is None else cause.line
+        made = Collective(kind, atoms, sent, times, shape, line, why, *moved, cause, self.here or cause)
+        self.collectives.append(made)
+
+    def _read(
+        self, env: dict[Value, _Made], value: Value | Constant, target: Sharding, user: Equation | None, why: str
+    ) -> Any:
+        if isinstance(value, Constant):
+            here = self.sharding(value)
+            x = of_no_mesh(value.value)
+            x = x if value.shape == () and here == target else jnp.asarray(x)
+            return self.step_to(x, value, here, target, why, user)
+        made, planned = env[value], self.sharding(value)
+        if target == made.source and not target.unreduced and not made.marked:
+            return made.arrays[target]
+        if planned not in made.arrays:
+            x = made.arrays[made.source]
+            made.arrays[planned] = self.step_to(x, value, made.source, planned, made.why, made.cause)
+        if target not in made.arrays:
+            read = self.plan.shared_reshards.get(value, planned)
+            if read not in made.arrays:
+                made.arrays[read] = self.step_to(made.arrays[planned], value, planned, read, why, user)
+            if target not in made.arrays:
+                made.arrays[target] = self.step_to(made.arrays[read], value, read, target, why, user)
+        return made.arrays[target]
+
+    def _fetch(
+        self, env: dict[Value, _Made], value: Value | Constant, target: Sharding, user: Equation | None, why: str
+    ) -> Any:
+        """The same in the memory of the device: what is in that of the host is fetched first, then resharded."""
+        if not isinstance(value, Value) or not value.on_host:
+            return self._read(env, value, target, user, why)
+        made, planned = env[value], self.sharding(value)
+        before = next((s for s in (target, planned) if s in made.arrays), made.source)
+        return self.step_to(transferred(made.arrays[before], False), value, before, target, why, user)
+
+    def move(
+        self, value: Value | Constant, array: Any, target: Sharding, equation: Equation, trip_count: int = 1
+    ) -> Any:
+        """Moves an array that is sharded as ``value`` is to another sharding."""
+        with self._repeated(trip_count):
+            why = f"value carried by {equation.name}"
+            return self.step_to(array, value, self.sharding(value), target, why, equation)
+
+    def combine(self, flag: Any, monoid: str, atoms: Atoms, equation: Equation) -> Any:
+        """One flag on all devices, of each device's own."""
+        each = Sharding((), tuple(sorted((atom, monoid) for atom in atoms)))
+        why = f"whether {equation.name} goes on"
+        return self.step_to(flag, Constant(np.False_), each, Sharding(()), why, equation)
+
+    @in_context(NO_CONTEXT)
+    def reorder(self, x: Any, value: Value | Constant, sharding: Sharding, order: Order, *, leaving: bool) -> Any:
+        """Moves the parts of an array from another order of devices to the mesh's; leaving, from that to the other."""
+        mesh = self.plan.mesh
+        pairs = permutation(sharding.dims, order, mesh)
+        if all(a == b for a, b in pairs) or not x.size:
+            return x
+        local = f"{short_dtype(value.dtype)}[{','.join(map(str, x.shape))}]"
+        why = f"{'result' if leaving else 'argument'} in the order of devices {','.join(map(str, order))}"
+        sent = x.size * itemsize(value.dtype)
+        self._note(PERMUTE, mesh.atoms, sent, self.trip_count, local, why, self.here)
+        return ppermute(x, mesh.atoms, [(b, a) for a, b in pairs] if leaving else pairs)
+
+    def step_to(
+        self,
+        x: Any,
+        value: Value | Constant,
+        source: Sharding,
+        target: Sharding,
+        why: str,
+        cause: Equation | None,
+    ) -> Any:
+        """Moves a local array from one sharding to another, step by step, and notes what is sent."""
+        if source == target:
+            return x
+        if is_on_host(x):  # no collective reads the memory of the host
+            return transferred(self.step_to(transferred(x, False), value, source, target, why, cause), True)
+        # What is manual over some axes is moved among the devices of each position along these.
+        mesh, shape, size = self.manual.mesh_without(self.manual.of(value)), value.shape, itemsize(value.dtype)
+        for step in plan_reshard(source, target, shape, size, mesh):
+            if step.kind not in LOCAL and x.size:
+                local = f"{short_dtype(value.dtype)}[{','.join(map(str, x.shape))}]"
+                what: _Moved = (value if isinstance(value, Value) else None, step.before, step.after, source)
+                over = step.atoms
+                if self.gathers and step.kind == PERMUTE and not is_exchange(step, mesh):
+                    over = moved_over(moves_of(step.before, step.after, mesh), mesh.atom_sizes)
+                for kind, sent in step_collectives(step, shape, value.dtype, size, mesh):
+                    self._note(kind, over, sent, self.trip_count, local, why, cause, what)
+            x = run(step, x, shape, mesh)
+        return x

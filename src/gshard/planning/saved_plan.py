@@ -1,0 +1,242 @@
+"""Recorded: a plan as plain data, which can be applied to the same program in another process.
+
+A plan is about the values of one trace. What is recorded of it is how each of them is sharded and each equation is
+split, in program order, and the text of the program. A program that reads differently is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import itertools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gshard.core.device_order import Order
+from gshard.core.errors import MeshError, PlanError
+from gshard.core.mesh import Mesh
+from gshard.core.plan import Plan, Reason
+from gshard.core.program import Equation, Program, Value, format_block
+from gshard.core.program_boundary import AS_MARKED, Boundary
+from gshard.core.ring import Ring
+from gshard.core.sharding import Sharding
+from gshard.core.split import Split
+from gshard.planning.demands import demands
+from gshard.planning.io_shardings import at_boundary
+from gshard.planning.settled import settled
+
+_FORMAT = 4
+_SHOWN = 6  # lines of what has changed,
+_WIDE = 160  # and letters of each
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedPlan:
+    """A plan as plain data.
+
+    Attributes:
+        program: the text of its program.
+        axes: names and sizes of the mesh's axes.
+        shardings: of each value, as text.
+        splits: of each equation, pairs of a factor's number and the atoms that it was given.
+        rings: the equations, by their number, that are collective matmuls, and how.
+        shared_reshards, leaves: values, by their number, that are read or leave otherwise, and how, as text.
+        finite: whether it was made for ``finite=True``.
+    """
+
+    program: str
+    axes: tuple[tuple[str, int], ...]
+    shardings: tuple[str, ...]
+    splits: tuple[tuple[tuple[int, tuple[str, ...]], ...], ...]
+    rings: tuple[tuple[int, Ring], ...] = ()
+    shared_reshards: tuple[tuple[int, str], ...] = ()
+    leaves: tuple[tuple[int, str], ...] = ()
+    finite: bool = False
+
+    @staticmethod
+    def of(plan: Plan) -> SavedPlan:
+        """Records a plan."""
+        shardings = tuple(plan.format(v) for v in plan.program.block.values())
+        splits = (plan.splits.get(e, {}) for e in plan.program.block.walk())
+        kept = tuple(tuple((f, atoms) for f, atoms in sorted(split.items()) if atoms) for split in splits)
+        rings = tuple((i, plan.rings[e]) for i, e in enumerate(plan.program.block.walk()) if e in plan.rings)
+
+        def otherwise(ways: Mapping[Value, Sharding]) -> tuple[tuple[int, str], ...]:
+            pairs = [(i, v, ways[v]) for i, v in enumerate(plan.program.block.values()) if v in ways]
+            return tuple((i, way.format(plan.mesh, v.shape, v.dtype_name)) for i, v, way in pairs)
+
+        text = format_block(plan.program.block)
+        read, leave = otherwise(plan.shared_reshards), otherwise(plan.leaves)
+        return SavedPlan(text, plan.mesh.axes, shardings, kept, rings, read, leave, plan.program.finite)
+
+    @staticmethod
+    def checked(plan: Any) -> SavedPlan | None:
+        """A plan as plain data, from a plan or what was recorded of one; None if there is none.
+
+        Raises:
+            PlanError: it is something else.
+        """
+        if plan is None or isinstance(plan, SavedPlan):
+            return plan
+        if isinstance(plan, Plan):
+            return SavedPlan.of(plan)
+        raise PlanError(
+            f"plan= takes a plan, not a {type(plan).__name__}.",
+            got=repr(plan)[:_WIDE],
+            hint="Give found.plan of gshard.search, or gshard.SavedPlan.load(path) of a file that found.save wrote.",
+        )
+
+    def plan(self, program: Program, mesh: Mesh, boundary: Boundary = AS_MARKED) -> Plan:
+        """The plan for a traced program that reads the same once it is settled (``planning.settled``).
+
+        Raises:
+            ShardingError: a mark does not fit its value or the mesh.
+            PlanError, MeshError: as of ``plan_of_settled``.
+        """
+        self._check_mesh(mesh)
+        return self.plan_of_settled(settled(program, mesh).program, mesh, boundary)
+
+    def plan_of_settled(self, program: Program, mesh: Mesh, boundary: Boundary = AS_MARKED) -> Plan:
+        """The plan for a settled program that reads the same.
+
+        Raises:
+            PlanError: the program is another one; the message has the first lines that differ.
+            MeshError: the mesh has other axes.
+        """
+        self._check_mesh(mesh)
+        if program.finite != self.finite:
+            raise PlanError(
+                f"the plan was made {'with' if self.finite else 'without'} finite=True.",
+                got=f"{program.name} is partitioned with finite={program.finite}",
+                hint=f"Give jit finite={self.finite}, or search again.",
+            )
+        text = format_block(program.block)
+        if text != self.program:
+            raise PlanError(
+                f"{program.name} is not the program that the plan was made for.",
+                got="\n  ".join(_changes(self.program, text)),
+                hint="Search again, or give the arguments that it was searched with.",
+            )
+        values, equations = list(program.block.values()), list(program.block.walk())
+        if (len(values), len(equations)) != (len(self.shardings), len(self.splits)):
+            raise PlanError(
+                f"the plan is not whole: {program.name} has {len(values)} values and {len(equations)} equations.",
+                got=f"the plan has {len(self.shardings)} shardings and {len(self.splits)} splits",
+                hint="Search again, or save the plan again.",
+            )
+        shardings = {v: Sharding.parse(t, mesh)[0] for v, t in zip(values, self.shardings, strict=True)}
+        splits = {e: dict(split) for e, split in zip(equations, self.splits, strict=True) if e.rule is not None}
+        rings = {equations[i]: ring for i, ring in self.rings}
+        reshards, leaves = (
+            {values[i]: Sharding.parse(text, mesh)[0] for i, text in ways}
+            for ways in (self.shared_reshards, self.leaves)
+        )
+        return dataclasses.replace(plan_of(program, mesh, shardings, splits, reshards, leaves, boundary), rings=rings)
+
+    def _check_mesh(self, mesh: Mesh) -> None:
+        if mesh.axes != self.axes:
+            raise MeshError(
+                "the plan is for another mesh.",
+                got=f"the plan's axes: {dict(self.axes)}; the mesh's: {dict(mesh.axes)}",
+                hint="Give jit the mesh that the plan was made for, or search again.",
+            )
+
+    def as_json(self) -> str:
+        """As text, to be read by ``SavedPlan.of_json``."""
+        return json.dumps({"format": _FORMAT, **dataclasses.asdict(self)}, indent=1) + "\n"
+
+    def save(self, path: str | Path) -> None:
+        """Writes it as JSON, to be read by ``SavedPlan.load``."""
+        Path(path).write_text(self.as_json(), "utf-8")
+
+    @staticmethod
+    def load(path: str | Path) -> SavedPlan:
+        """Reads what ``save`` wrote.
+
+        Raises:
+            PlanError: the file is no plan.
+        """
+        try:
+            text = Path(path).read_text("utf-8")
+        except (OSError, ValueError) as error:
+            raise _unreadable(str(path), error) from error
+        return SavedPlan.of_json(text, str(path))
+
+    @staticmethod
+    def of_json(text: str, path: str = "the text") -> SavedPlan:
+        """Reads what ``as_json`` gave.
+
+        Raises:
+            PlanError: the text is no plan.
+        """
+        try:
+            data: dict[str, Any] = json.loads(text)
+            if data["format"] != _FORMAT:
+                raise PlanError(f"{path} has format {data['format']}, and {_FORMAT} is known.", hint="Search again.")
+            splits = tuple(tuple((int(f), tuple(atoms)) for f, atoms in split) for split in data["splits"])
+            axes = tuple((str(name), int(size)) for name, size in data["axes"])
+            rings = tuple((int(i), _ring(ring)) for i, ring in data["rings"])
+            read, leave = (tuple((int(i), str(text)) for i, text in data[key]) for key in ("shared_reshards", "leaves"))
+            finite = bool(data.get("finite", False))
+            return SavedPlan(data["program"], axes, tuple(data["shardings"]), splits, rings, read, leave, finite)
+        except (ValueError, KeyError, TypeError) as error:
+            raise _unreadable(path, error) from error
+
+
+def _unreadable(path: str, error: Exception) -> PlanError:
+    return PlanError(f"{path} cannot be read as a plan: {error}.", hint="Give a file that found.save wrote.")
+
+
+def _ring(data: dict[str, Any]) -> Ring:
+    operands = tuple((int(i), tuple(atoms)) for i, atoms in data["operands"])
+    order = tuple(int(i) for i in data.get("order", ()))
+    two_steps = bool(data.get("two_steps"))
+    return Ring(int(data["factor"]), operands, tuple(data["result"]), bool(data["both_ways"]), two_steps, order)
+
+
+def plan_of(
+    program: Program,
+    mesh: Mesh,
+    shardings: Mapping[Value, Sharding],
+    splits: Mapping[Equation, Split],
+    reshards: Mapping[Value, Sharding],
+    leaves: Mapping[Value, Sharding],
+    boundary: Boundary = AS_MARKED,
+) -> Plan:
+    """A plan that was not propagated but chosen as a whole. The shardings obey the program's marks."""
+    reasons: dict[tuple[Value, int], Reason] = {}
+    orders: dict[Value, Order] = {}
+    producers = {v: e for e in program.block.walk() for v in e.outputs}
+    for v, sharding in shardings.items():
+        e = producers.get(v)
+        because = Reason("searched", e.line if e else "", e.name if e else "")
+        reasons.update({(v, d): because for d, atoms in enumerate(sharding.dims) if atoms})
+    for v, demand, reason in demands(program, mesh):
+        reasons.update({(v, d): reason for d, atoms in enumerate(demand.dims) if atoms})
+        if demand.order != mesh.order:
+            orders[v] = demand.order
+    plan = Plan(program, mesh, shardings, splits, reasons, orders, shared_reshards=reshards, leaves=leaves)
+    return at_boundary(plan, boundary)
+
+
+def _changes(before: str, after: str) -> list[str]:
+    """The first lines that differ, those of the plan beside those of the program."""
+    old, new = before.splitlines(), after.splitlines()
+    changed = [
+        ways for ways in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes() if ways[0] != "equal"
+    ]
+    told: list[str] = []
+    for _, i, end, j, to in changed:
+        for a, b in itertools.zip_longest(old[i:end], new[j:to]):
+            same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a or "", b or "")))
+            told += [f"{sign} {_around(text, same)}" for sign, text in (("-", a), ("+", b)) if text is not None]
+    return told[:_SHOWN]
+
+
+def _around(line: str, same: int) -> str:
+    """A line, cut where it is long to what is around its first ``same`` letters."""
+    line = line.replace("   # ", " # ").strip()
+    begin = max(0, same - _WIDE // 2) if len(line) > _WIDE else 0
+    return f"{'...' if begin else ''}{line[begin : begin + _WIDE]}{'...' if begin + _WIDE < len(line) else ''}"

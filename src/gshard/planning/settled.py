@@ -1,0 +1,42 @@
+"""Settled: alternates propagation and rewrites that depend on shardings until neither changes anything.
+
+    program, mesh ──▶ rules of the mesh ──▶ propagate ⇄ rewrite where split ──▶ Propagated, of the settled program
+
+Propagation (``planning.propagated``) reads a program and leaves it unchanged. Rewrites (``planning.decompose``) read
+the shardings that it found: a loop over a dimension becomes an operator only where that dimension is split. A rewritten
+program is propagated again, because its equations pass other shardings on. Every rewrite removes an equation that could
+be rewritten, so this ends.
+"""
+
+from __future__ import annotations
+
+from gshard.core.mesh import Mesh
+from gshard.core.phases import log_stage
+from gshard.core.program import Program
+from gshard.planning.decompose import rewritten_where_split
+from gshard.planning.on_mesh import on_mesh
+from gshard.planning.propagated import Propagated, propagated_from
+
+
+def settled(program: Program, mesh: Mesh) -> Propagated:
+    """The program to plan, ``Propagated.program``, and what follows from its marks.
+
+    A settled program is a fixed point: ``settled(found.program, mesh).program is found.program``.
+
+    Args:
+        program: the traced function.
+        mesh: the devices.
+
+    Raises:
+        ShardingError: a mark does not fit its value or the mesh.
+        RuleError: what a user said of an operator contradicts it.
+    """
+    while True:
+        program = on_mesh(program, mesh)
+        propagated = propagated_from(program, mesh)
+        log_stage("propagate", program.name, propagated)
+        rewritten = rewritten_where_split(program, mesh, propagated.shardings, propagated.supposed)
+        if rewritten is program:
+            return propagated
+        log_stage("rewrite where split", program.name, rewritten)
+        program = rewritten

@@ -1,0 +1,331 @@
+"""Replaces look-ups with known indices by slices, pads and strides.
+
+``x[jnp.arange(n), labels]``, ``x.at[1:-1].set(y)``, ``x.at[::2].add(y)`` and ``x[jnp.array([2, 0, 1])]`` reach a
+partitioner as gathers and scatters at indices that look like data. Where ``rewrite.constant_indices`` has them, nothing
+has to be looked up:
+
+    a column of indices counts a dimension of them    it is a dimension that operand and indices share (batching)
+    one window at a known place                       a slice; where it is written, padding and a choice
+    every s-th element, in either direction           a slice with a stride, reversed; padding between elements
+    each element several times                        a broadcast; what is added up there, a sum
+    a few runs, a permutation                         slices in a row
+
+The result has the same bits, but for the order in which floats that meet in one place are added.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from gshard.core.program import Value
+from gshard.rewrite.constant_indices import Array, Known, KnownValues
+from gshard.rules.indexing import combination
+
+_KEYS = jax.dtypes.extended
+_RUNS = 32  # slices in a row that stand for a look-up
+_WRITTEN = 0.75  # of a dimension: where what is written spans as much, it is cut as the array is, but for a halo
+_OF_ITSELF = 0.25  # the same where it is computed of windows, which need not be cut out (``rewrite.sink_pad``)
+
+
+def simpler(
+    known_values: KnownValues, primitive: Any, params: Mapping[str, Any], inputs: Sequence[Array]
+) -> tuple[Any, Sequence[Array]] | None:
+    """A closed jaxpr, and its operands, for a look-up at partly known indices."""
+    name = primitive.name
+    if name == "dynamic_update_slice":
+        return _updated(known_values, inputs)
+    if not (name == "gather" or combination(name, params)) or jax.dtypes.issubdtype(inputs[0].dtype, _KEYS):
+        return None
+    indices = known_values.of(inputs[1])
+    if indices is None or not all(math.prod(x.shape) for x in inputs):
+        return None
+    looked_up = _LookUp.of(name, params, inputs)
+    operands = [*inputs[:1], *inputs[2:]]
+    made: Callable[..., Any] | None = None
+    if (shared := _shared(looked_up, indices)) is not None:
+        kept, numbers = shared
+        operands = [inputs[0], *kept, *inputs[2:]]
+        changed = {**params, "dimension_numbers": numbers, "indices_are_sorted": False}
+
+        def made(x: Any, *others: Any) -> Any:
+            columns, updates = others[: len(kept)], others[len(kept) :]
+            return primitive.bind(x, jnp.concatenate(columns, -1), *updates, **changed)
+
+    elif indices.whole:
+        least = _OF_ITSELF if inputs[-1] in known_values.windows else _WRITTEN
+        made = _one_window(looked_up, indices.values, least) or _along_one(looked_up, indices.values)
+        made = made or _grid(looked_up, indices.values)
+    return None if made is None else _traced(made, operands)
+
+
+def _traced(made: Callable[..., Any], operands: Sequence[Array]) -> tuple[Any, Sequence[Array]]:
+    weak = [isinstance(x, Value) and x.weak for x in operands]
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=w) for x, w in zip(operands, weak, strict=True)]
+    return jax.make_jaxpr(made)(*shapes), operands
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _LookUp:
+    """A gather, or a scatter, in words that both have.
+
+    Attributes:
+        name: of the primitive.
+        combine: of a scatter, what it makes of an element and its update.
+        numbers: its dimension numbers.
+        shape: of the operand.
+        sizes: of the window, in each dimension of the operand.
+        dropped: the dimensions of the operand, of size 1 in the window, that result or updates do not have.
+        columns: for each column of the indices, the dimension of the operand in which it moves the window.
+        batching: pairs of dimensions, of operand and indices, that go together.
+        window_dims: the dimensions of the result, or of the updates, that are the window's.
+        rank: of the result or the updates.
+    """
+
+    name: str
+    combine: Callable[[Any, Any], Any] | None
+    numbers: Any
+    shape: tuple[int, ...]
+    sizes: tuple[int, ...]
+    dropped: tuple[int, ...]
+    columns: tuple[int, ...]
+    batching: tuple[tuple[int, int], ...]
+    window_dims: tuple[int, ...]
+    rank: int
+
+    @staticmethod
+    def of(name: str, params: Mapping[str, Any], inputs: Sequence[Array]) -> _LookUp:
+        numbers, shape = params["dimension_numbers"], inputs[0].shape
+        window, dropped, columns, own, other = (tuple(getattr(numbers, word)) for word in _words(name))
+        if name == "gather":
+            sizes, rank = tuple(params["slice_sizes"]), len(window) + len(inputs[1].shape) - 1
+        else:
+            left, rank = iter(inputs[2].shape[d] for d in window), len(inputs[2].shape)
+            sizes = tuple(1 if d in (*dropped, *own) else next(left) for d in range(len(shape)))
+        combine = combination(name, params)
+        return _LookUp(name, combine, numbers, shape, sizes, dropped, columns, tuple(zip(own, other)), window, rank)
+
+    def replaces(self, count: int) -> bool:
+        """Whether so many elements, written, leave nothing of the array: it still says how the result is split."""
+        return self.name == "scatter" and count == math.prod(self.shape)
+
+    def with_batching(self, more: Sequence[tuple[int, int]]) -> Any:
+        """The dimension numbers where more dimensions go together, instead of being looked up in."""
+        pairs = sorted((*self.batching, *more))
+        gone = {d for d, _ in more}
+        own, other = tuple(d for d, _ in pairs), tuple(b for _, b in pairs)
+        dropped = tuple(d for d in self.dropped if d not in gone)
+        columns = tuple(d for d in self.columns if d not in gone)
+        return self.numbers._replace(**dict(zip(_words(self.name)[1:], (dropped, columns, own, other), strict=True)))
+
+
+def _words(name: str) -> tuple[str, str, str, str, str]:
+    """What the dimension numbers of a gather, and of a scatter, call the same."""
+    if name == "gather":
+        return ("offset_dims", "collapsed_slice_dims", "start_index_map", "operand_batching_dims",
+                "start_indices_batching_dims")  # fmt: skip
+    return ("update_window_dims", "inserted_window_dims", "scatter_dims_to_operand_dims", "operand_batching_dims",
+            "scatter_indices_batching_dims")  # fmt: skip
+
+
+def _shared(looked_up: _LookUp, indices: Known) -> tuple[list[Array], Any] | None:
+    """The columns of the indices that remain, and the dimension numbers, where others count one of their dimensions."""
+    values, shape = indices.values, looked_up.shape
+    taken = {b for _, b in looked_up.batching}
+    found: list[tuple[int, int]] = []
+    kept: list[Array] = []
+    position = 0
+    for segment, width in indices.segments:
+        d = looked_up.columns[position]
+        is_known = width == 1 and (not indices.columns or indices.columns[position])
+        at = values[..., position]
+        counted = (
+            b
+            for b in range(at.ndim if is_known and d in looked_up.dropped else 0)
+            if b not in taken and at.shape[b] == shape[d] > 1
+            and np.array_equal(at, np.broadcast_to(_counting(at.ndim, b, shape[d]), at.shape))
+        )  # fmt: skip
+        b = next(counted, None)
+        if b is None:
+            kept.append(segment)
+        else:
+            taken.add(b)
+            found.append((d, b))
+        position += width
+    if len(found) > len(kept) == 0:  # one column has to remain
+        found.pop()
+        kept.append(indices.segments[-1][0])
+    if not found:
+        return None
+    return kept, looked_up.with_batching(found)
+
+
+def _counting(ndim: int, dim: int, n: int) -> np.ndarray:
+    return np.arange(n).reshape([-1 if d == dim else 1 for d in range(ndim)])
+
+
+def _one_window(looked_up: _LookUp, indices: np.ndarray, least: float) -> Callable[..., Any] | None:
+    """A single window at a known place inside of the operand."""
+    shape, sizes = looked_up.shape, looked_up.sizes
+    if indices.ndim != 1 or looked_up.batching:
+        return None
+    start = [0] * len(shape)
+    for d, at in zip(looked_up.columns, indices.tolist(), strict=True):
+        start[d] = at
+    if any(not 0 <= at <= n - size for at, n, size in zip(start, shape, sizes, strict=True)):
+        return None
+    if looked_up.name == "gather":
+        end = [at + size for at, size in zip(start, sizes, strict=True)]
+        return lambda x: lax.squeeze(lax.slice(x, start, end), looked_up.dropped)
+    if any(size < least * n for size, n in zip(sizes, shape, strict=True)) or looked_up.replaces(math.prod(sizes)):
+        return None
+    last = [at + size - 1 for at, size in zip(start, sizes, strict=True)]
+    return lambda x, updates: _put(looked_up.combine, x, updates.reshape(sizes), start, last, [1] * len(shape))
+
+
+def _along_one(looked_up: _LookUp, indices: np.ndarray) -> Callable[..., Any] | None:
+    """Places along one dimension, everything of all others."""
+    shape, sizes = looked_up.shape, looked_up.sizes
+    if indices.ndim != 2 or len(looked_up.columns) != 1 or looked_up.batching:
+        return None
+    (d,) = looked_up.columns
+    n, at = shape[d], indices[:, 0].astype(np.int64)
+    others = all(size == m for i, (m, size) in enumerate(zip(shape, sizes, strict=True)) if i != d)
+    if looked_up.dropped != (d,) or not others or not at.size or at.min() < 0 or at.max() >= n:
+        return None
+    (p,) = set(range(looked_up.rank)) - set(looked_up.window_dims)
+    if looked_up.name == "gather":
+        taken = _taken(at, n, d)
+        return None if taken is None else lambda x: jnp.moveaxis(taken(x), d, p)
+    if looked_up.replaces(np.unique(at).size * math.prod(shape) // n):
+        return None
+    step = _step(at)
+    if step is not None and step > 0 and at[-1] - at[0] + 1 >= _WRITTEN * n:
+        ones = [1] * len(shape)
+        low, high = [0] * len(shape), [m - 1 for m in shape]
+        low[d], high[d], ones[d] = int(at[0]), int(at[-1]), step
+        return lambda x, updates: _put(looked_up.combine, x, jnp.moveaxis(updates, p, d), low, high, ones)
+    combine = looked_up.combine
+    assert combine is not None
+    if at.size == n and np.array_equal(np.sort(at), np.arange(n)):
+        back = _taken(np.argsort(at), n, d)
+        return None if back is None else lambda x, updates: combine(x, back(jnp.moveaxis(updates, p, d)))
+    times = at.size // n
+    if looked_up.name == "scatter-add" and times > 1 and np.array_equal(at, np.repeat(np.arange(n), times)):
+
+        def added(x: Any, updates: Any) -> Any:
+            moved = jnp.moveaxis(updates, p, d)
+            return x + lax.reduce_sum(moved.reshape(*shape[: d + 1], times, *shape[d + 1 :]), axes=(d + 1,))
+
+        return added
+    return None
+
+
+def _grid(looked_up: _LookUp, indices: np.ndarray) -> Callable[..., Any] | None:
+    """Every so many elements along several dimensions, everything of all others."""
+    shape, columns = looked_up.shape, looked_up.columns
+    if looked_up.combine is None or looked_up.batching or len(columns) < 2 or sorted(columns) != [*looked_up.dropped]:
+        return None
+    if indices.ndim != len(columns) + 1 or not indices.size:
+        return None
+    low, high, steps = [0] * len(shape), [n - 1 for n in shape], [1] * len(shape)
+    order = iter(looked_up.window_dims)
+    come_from = [-1 if d in columns else next(order) for d in range(len(shape))]
+    batch = [i for i in range(looked_up.rank) if i not in looked_up.window_dims]
+    for c, d in enumerate(columns):
+        at = indices[..., c].astype(np.int64)
+        along = [b for b in range(at.ndim) if at.shape[b] > 1 and (np.diff(at, axis=b) != 0).any()]
+        line = np.moveaxis(at, along[0], 0).reshape(at.shape[along[0]], -1)[:, 0] if len(along) == 1 else at[:0]
+        step = _step(line) if line.size else None
+        if step is None or step < 0 or line[0] < 0 or line[-1] >= shape[d] or batch[along[0]] in come_from:
+            return None
+        if line[-1] - line[0] + 1 < _WRITTEN * shape[d]:
+            return None
+        low[d], high[d], steps[d], come_from[d] = int(line[0]), int(line[-1]), step, batch[along[0]]
+    if looked_up.replaces(math.prod((b - a) // s + 1 for a, b, s in zip(low, high, steps, strict=True))):
+        return None
+    return lambda x, updates: _put(looked_up.combine, x, updates.transpose(come_from), low, high, steps)
+
+
+def _updated(known_values: KnownValues, inputs: Sequence[Array]) -> tuple[Any, Sequence[Array]] | None:
+    """A large window that is written at a known place."""
+    (x, updates), starts = inputs[:2], [known_values.of(i) for i in inputs[2:]]
+    if any(i is None or not i.whole for i in starts) or not math.prod(updates.shape) or updates.shape == x.shape:
+        return None
+    if jax.dtypes.issubdtype(x.dtype, _KEYS):
+        return None
+    least = _OF_ITSELF if updates in known_values.windows else _WRITTEN
+    if any(m < least * n for n, m in zip(x.shape, updates.shape, strict=True)):
+        return None
+    sizes = list(zip(x.shape, updates.shape, strict=True))
+    first = [min(max(int(i.values), 0), n - m) for i, (n, m) in zip(starts, sizes, strict=True) if i is not None]
+    last = [a + m - 1 for a, (_, m) in zip(first, sizes, strict=True)]
+    return _traced(lambda x, updates: _put(lambda _, y: y, x, updates, first, last, [1] * x.ndim), (x, updates))
+
+
+def _step(at: np.ndarray) -> int | None:
+    """The distance from each place to the next, if there is one."""
+    if at.size == 1:
+        return 1
+    steps = np.diff(at)
+    return int(steps[0]) if steps[0] and (steps == steps[0]).all() else None
+
+
+def _taken(at: np.ndarray, n: int, d: int) -> Callable[[Any], Any] | None:
+    """What takes these elements along a dimension of ``n``."""
+    step = _step(at)
+    if step is not None:
+        first, last = int(min(at[0], at[-1])), int(max(at[0], at[-1]))
+
+        def strided(x: Any) -> Any:
+            found = lax.slice_in_dim(x, first, last + 1, abs(step), axis=d)
+            return found if step > 0 else lax.rev(found, (d,))
+
+        return strided
+    times = at.size // n
+    if times > 1 and np.array_equal(at, np.repeat(np.arange(n), times)):
+
+        def repeated(x: Any) -> Any:
+            wide = lax.broadcast_in_dim(
+                x, (*x.shape[: d + 1], times, *x.shape[d + 1 :]), [i + (i > d) for i in range(x.ndim)]
+            )
+            return wide.reshape(*x.shape[:d], n * times, *x.shape[d + 1 :])
+
+        return repeated
+    cuts = [0, *(np.flatnonzero(np.diff(at) != 1) + 1).tolist(), at.size]
+    if len(cuts) > _RUNS + 1 or 2 * at.size < n:
+        return None  # of few elements each device gives what it has of them
+    runs = [(int(at[a]), int(at[b - 1]) + 1) for a, b in itertools.pairwise(cuts)]
+    return lambda x: lax.concatenate([lax.slice_in_dim(x, a, b, axis=d) for a, b in runs], d)
+
+
+def _put(
+    combine: Callable[[Any, Any], Any] | None,
+    x: Any,
+    updates: Any,
+    first: Sequence[int],
+    last: Sequence[int],
+    steps: Sequence[int],
+) -> Any:
+    """An array that is written from ``first`` to ``last`` in each dimension, at every ``steps``-th element."""
+    assert combine is not None
+    shape, inside = x.shape, None
+    padding = [(a, n - 1 - b, s - 1) for a, b, n, s in zip(first, last, shape, steps, strict=True)]
+    for d, (a, b, n, s) in enumerate(zip(first, last, shape, steps, strict=True)):
+        if (a, b, s) != (0, n - 1, 1):
+            at = lax.iota(jnp.int32, n)
+            here = (at >= a) & (at <= b)
+            here = here if s == 1 else here & (lax.rem(at - a, jnp.int32(s)) == 0)
+            here = lax.broadcast_in_dim(here, shape, (d,))
+            inside = here if inside is None else inside & here
+    spread = lax.pad(updates, jnp.zeros((), updates.dtype), padding)
+    written = combine(x, spread)
+    return written if inside is None else jnp.where(inside, written, x)

@@ -1,0 +1,296 @@
+"""Builder: turns jaxprs into blocks; opens calls, and finds the rule of each equation."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from jax.extend.core import Literal
+
+from gshard.core.context import NO_CONTEXT, Context
+from gshard.core.dropped import Dropped
+from gshard.core.fired import Fired
+from gshard.core.jax_adapter import (
+    as_if_at,
+    closed,
+    in_scopes_of,
+    optimization_barrier_p,
+    user_line,
+)
+from gshard.core.jax_adapter_context import context_of, context_of_body, with_settings_of
+from gshard.core.layout import Layout, Named
+from gshard.core.mark import Mark
+from gshard.core.memory_kinds import is_on_host
+from gshard.core.program import Block, Constant, Equation, Value
+from gshard.core.rule import Rule
+from gshard.language.ledger import check_arrays, dropped
+from gshard.language.look_primitive import look_at_p
+from gshard.language.mark_primitive import mark_p, name_p
+from gshard.language.region import REGIONS
+from gshard.language.registry import Call, rule_of
+from gshard.rewrite.constant_indices import KnownValues, makes_indices
+from gshard.rewrite.cse import common_key
+from gshard.rewrite.dce import without_dead_code
+from gshard.rewrite.driver import Rewrite, run
+from gshard.rewrite.look_up import simpler
+from gshard.rewrite.rewrites import TRACE
+from gshard.rewrite.scale_in_rounds import added_in_rounds
+from gshard.rewrite.segments import in_segments
+from gshard.tracing.demanded import demanded
+from gshard.tracing.expand import (
+    expansion,
+    mark_of_equation,
+    mark_of_result,
+    marks_of_parts,
+    needs_barrier,
+    without_shardings,
+)
+from gshard.tracing.looks import Looks
+from gshard.tracing.nested_shardings import with_shardings_as_marks
+from gshard.tracing.opened import may_be_opened, opened
+from gshard.tracing.partly_manual import opened_region
+from gshard.tracing.permitted import permit_from
+
+
+@dataclasses.dataclass
+class _Body:
+    """The equations of a block, and which of them have been met before."""
+
+    equations: list[Equation] = dataclasses.field(default_factory=list)
+    known: dict[Any, Equation] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class Builder:
+    """Turns jaxprs into blocks; one numbering for all values."""
+
+    counter: Iterator[int] = dataclasses.field(default_factory=itertools.count)
+    rules: dict[Any, Rule] = dataclasses.field(default_factory=dict)
+    bodies: dict[Any, Any] = dataclasses.field(default_factory=dict)
+    layout: Layout | None = None
+    context: Context = NO_CONTEXT
+    dropped: list[Dropped] = dataclasses.field(default_factory=list)
+    rewrites: Sequence[Rewrite] = TRACE
+    fired: list[Fired] = dataclasses.field(default_factory=list)
+    named: list[Named] = dataclasses.field(default_factory=list)
+    known_values: KnownValues = dataclasses.field(default_factory=KnownValues)
+    looks: Looks | None = None
+
+    def block(
+        self,
+        jaxpr: Any,
+        consts: Sequence[Any] | None = None,
+        captured: Sequence[Any] = (),
+        same: Iterable[Value | Constant] = (),
+    ) -> Block:
+        """A block of a jaxpr; its constants are inputs in front, or written in where ``consts`` are given.
+
+        Of those that are inputs the values are known where they are ``captured``; of others, where they are the
+        ``same`` as arrays outside.
+        """
+        env: dict[Any, Value | Constant] = {}
+        inputs: list[Value] = []
+        for i, var in enumerate(jaxpr.constvars):
+            if consts is not None:
+                env[var] = Constant(consts[i])
+            else:
+                inputs.append(self._new(env, var))
+        for value, array in zip(inputs, captured, strict=False):
+            self.known_values.note_captured(value, array)
+        arguments = [self._new(env, var) for var in jaxpr.invars]
+        for value, outer in zip(arguments, same, strict=False):
+            self.known_values.note_same(value, outer)
+        inputs += arguments
+        body = _Body()
+        self._equations(jaxpr, env, body, None)
+        outputs = tuple(_read(env, v) for v in jaxpr.outvars)
+        equations = without_dead_code(body.equations, outputs, makes_indices)
+        around = self.context
+        equations = in_segments(equations, outputs, self._rewritten)
+        self.context = around
+        return Block(tuple(inputs), tuple(equations), outputs)
+
+    def _rewritten(self, context: Context, equations: Sequence[Equation], outputs: Sequence[Any]) -> Sequence[Equation]:
+        """The equations of a segment after all rewrites."""
+        self.context = context
+        rewritten, fired = run(self.rewrites, equations, outputs, self)
+        self.fired += fired
+        return rewritten
+
+    def made_of(self, jaxpr: Any, consts: Any, arrays: Any, line: Any = None) -> tuple[list[Equation], list[Any]]:
+        """The equations of a jaxpr on some arrays, and its results."""
+        env, body = (
+            dict(zip((*jaxpr.constvars, *jaxpr.invars), (*map(Constant, consts), *arrays), strict=True)),
+            _Body(),
+        )
+        self._equations(jaxpr, env, body, line)
+        return body.equations, [_read(env, v) for v in jaxpr.outvars]
+
+    def marked_by_type(self, block: Block, variables: Sequence[Any], as_typed: bool) -> Block:
+        """The block with marks on those results whose types (of explicit axes) say how they are sharded."""
+        added, outputs = [], list(block.outputs)
+        for i, (v, variable) in enumerate(zip(block.outputs, variables, strict=True)):
+            mark = mark_of_result(variable.aval, i, block)
+            if mark is not None and isinstance(v, Value) and (as_typed or any(mark.spec)):
+                outputs[i] = result = self._new({}, variable)
+                call = Call(mark_p.name, {"mark": mark}, (v.shape,), (v.shape,), (v.dtype,), mark_p)
+                rule = self._rule(call, None)
+                added.append(Equation(mark_p, {"mark": mark}, (v,), (result,), rule, mark=mark))
+        return Block(block.inputs, (*block.equations, *added), tuple(outputs))
+
+    def _equations(self, jaxpr: Any, env: dict[Any, Any], out: _Body, line: Any) -> None:
+        outer = self.context
+        for eqn in jaxpr.eqns:
+            self.context = context_of(eqn).inside(outer)
+            name, params = eqn.primitive.name, eqn.params
+            # An equation that JAX's own library made inside a call is blamed on the line that called it.
+            source = eqn.source_info if line is None or user_line(eqn.source_info) else line
+            source = source if line is None else in_scopes_of(source, line)
+            self.dropped += dropped(eqn, source)
+            inputs = tuple(_read(env, v) for v in eqn.invars)
+            if eqn.primitive is look_at_p:
+                env[eqn.outvars[0]] = inputs[0]
+                if self.looks is not None:
+                    self.looks.note(params["number"], inputs[0])
+                continue
+            if eqn.primitive is name_p:
+                self._named(eqn, inputs[0], env, out, source)
+                continue
+            with as_if_at(source), with_settings_of(eqn):  # what stands for an equation has its line
+                avals = [v.aval for v in eqn.invars]
+                told = demanded(eqn)
+                told = with_shardings_as_marks(eqn.primitive, params, avals) if told is None else told
+                body = None if told is None else closed(told)
+                body = body or opened_region(name, params, avals) or expansion(name, params, avals)
+                look_up = simpler(self.known_values, eqn.primitive, params, inputs) if body is None else None
+                if look_up is not None and look_up[0].out_avals[0].weak_type == eqn.outvars[0].aval.weak_type:
+                    body, inputs = closed(look_up[0]), tuple(look_up[1])
+                body = body or self._opened(eqn)
+            if body is not None:
+                if needs_barrier(name, params):
+                    inputs = self._barrier(inputs, out, source)
+                inner, consts = body
+                env_inner: dict[Any, Any] = {v: Constant(c) for v, c in zip(inner.constvars, consts, strict=True)}
+                env_inner.update(zip(inner.invars, inputs, strict=True))
+                around = self.layout  # a partitioned function that has a layout of its own keeps it
+                self.layout = getattr(params.get("target"), "layout", None) or around
+                self.context = context_of_body(eqn).inside(outer)
+                first = len(out.equations)
+                self._equations(inner, env_inner, out, source)
+                self.layout = around
+                permit_from(first, out.equations, params.get("target"))
+                env.update({v: _read(env_inner, w) for v, w in zip(eqn.outvars, inner.outvars, strict=True)})
+                continue
+            key = None if eqn.effects else common_key(eqn.primitive, params, inputs, self.context)
+            if key is not None and key in out.known:
+                env.update(zip(eqn.outvars, out.known[key].outputs, strict=True))
+                self._kept_in_parts(eqn, env, out, source)
+                continue
+            check_arrays(eqn, source)
+            outputs = tuple(self._new(env, v) for v in eqn.outvars)
+            out.equations.append(self.equation(eqn.primitive, params, inputs, outputs, source))
+            if key is not None:
+                out.known[key] = out.equations[-1]
+            if len(outputs) == 1:
+                self.known_values.note(out.equations[-1])
+            self._kept_in_parts(eqn, env, out, source)
+        self.context = outer
+
+    def equation(self, primitive: Any, params: dict[str, Any], inputs: Any, outputs: Any, source: Any) -> Equation:
+        """An equation with its rule, or its region, blamed on a line of the user's."""
+        region = REGIONS.get(primitive.name)
+        if region is not None:
+            same = itertools.chain(region.same(params), itertools.repeat(range(0)))
+            bodies = zip(region.bodies(params), same, strict=False)
+            made = [self.block(*closed(body), same=[inputs[i] for i in at]) for body, at in bodies]
+            blocks = added_in_rounds(primitive.name, made)
+            edges = tuple(region.edges(params, inputs, outputs, blocks))
+            count = region.trip_count(params)
+            return Equation(
+                primitive, params, inputs, outputs, None, source, blocks, edges, None, count, context=self.context
+            )
+        mark = mark_of_equation(primitive.name, params, inputs[0].shape if inputs else ())
+        if mark is None:
+            params = without_shardings(primitive.name, params)
+        shapes = tuple(x.shape for x in inputs), tuple(x.shape for x in outputs)
+        numbers = tuple(x.number if isinstance(x, Constant) else None for x in inputs)
+        call = Call(primitive.name, params, *shapes, tuple(x.dtype for x in inputs), primitive, numbers)
+        rule = self._rule(call, source)
+        return Equation(primitive, params, inputs, outputs, rule, source, mark=mark, context=self.context)
+
+    def _named(self, eqn: Any, x: Value | Constant, env: dict[Any, Any], out: _Body, source: Any) -> None:
+        """A name is a mark where the layout has a row for it, and nothing otherwise."""
+        names, line = eqn.params["mark"], user_line(source)
+        (variable,) = eqn.outvars
+        mark = None if self.layout is None else self.layout.mark(names, line)
+        if mark is not None:
+            x = self._marked(x, mark, variable, out, source)
+        env[variable] = x
+        if isinstance(x, Value):
+            self.named.append(Named(x, names, line, self.layout))
+
+    def _kept_in_parts(self, eqn: Any, env: dict[Any, Any], out: _Body, source: Any) -> None:
+        for variable, mark in marks_of_parts(eqn, source):
+            env[variable] = self._marked(env[variable], mark, variable, out, source)
+
+    def _marked(self, x: Value | Constant, mark: Mark, variable: Any, out: _Body, source: Any) -> Value:
+        params = {"mark": mark}
+        key = common_key(mark_p, params, (x,), self.context)
+        made = None if key is None else out.known.get(key)
+        if made is None:
+            made = self.equation(mark_p, params, (x,), (self._new({}, variable),), source)
+            out.equations.append(made)
+            if key is not None:
+                out.known[key] = made
+        return made.outputs[0]
+
+    def _opened(self, eqn: Any) -> tuple[Any, tuple[Any, ...]] | None:
+        """What a primitive without a rule is made of; equal equations (those of equal layers) share it."""
+        if eqn.effects or not may_be_opened(eqn.primitive, eqn.params):
+            return None
+        avals = tuple(v.aval for v in eqn.invars), tuple(v.aval for v in eqn.outvars)
+        key = (eqn.primitive, tuple(eqn.params.items()), avals)
+        try:
+            if key not in self.bodies:
+                self.bodies[key] = opened(eqn.primitive, eqn.params, *avals)
+            made = self.bodies[key]
+        except TypeError:  # a parameter that cannot be compared
+            made = opened(eqn.primitive, eqn.params, *avals)
+        return None if made is None else closed(made)
+
+    def _rule(self, call: Call, source: Any) -> Rule:
+        """The rule of a call; equal calls (those of equal layers) share one, whatever numbers they are written with."""
+        key = (call.primitive, tuple(call.params.items()), call.in_shapes, call.out_shapes, call.in_dtypes)
+        try:
+            known = self.rules.get((key, call.literals))
+        except TypeError:  # a parameter that cannot be compared
+            return rule_of(call, source)
+        if known is None:
+            made = rule_of(call, source)
+            known = self.rules.setdefault((key, made.linear, made.finite), made)
+            self.rules[key, call.literals] = known
+        return known
+
+    def _barrier(self, inputs: tuple[Any, ...], out: _Body, source: Any) -> tuple[Any, ...]:
+        at = [i for i, x in enumerate(inputs) if isinstance(x, Value)]
+        given = tuple(inputs[i] for i in at)
+        fresh = tuple(Value(x.shape, x.dtype, next(self.counter), on_host=x.on_host) for x in given)
+        out.equations.append(self.equation(optimization_barrier_p, {}, given, fresh, source))
+        hidden = dict(zip(at, fresh, strict=True))
+        return tuple(hidden.get(i, x) for i, x in enumerate(inputs))
+
+    def fresh(self, shape: tuple[int, ...], dtype: Any, weak: bool = False) -> Value:
+        """A new value that stands for none of the user's arrays."""
+        return Value(shape, dtype, next(self.counter), weak, made=True)
+
+    def _new(self, env: dict[Any, Any], var: Any) -> Value:
+        aval = var.aval
+        index, host = next(self.counter), is_on_host(aval)
+        env[var] = value = Value(tuple(map(int, aval.shape)), aval.dtype, index, aval.weak_type, on_host=host)
+        return value
+
+
+def _read(env: Mapping[Any, Value | Constant], var: Any) -> Value | Constant:
+    return Constant(var.val) if isinstance(var, Literal) else env[var]

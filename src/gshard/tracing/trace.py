@@ -1,0 +1,143 @@
+"""Trace: turns a function and its arguments into a Program.
+
+JAX traces the function to a jaxpr; here calls are opened (jit, custom derivatives, remat), dead code is dropped, what
+is computed twice is computed once, random bits become counters and arithmetic, every variable becomes a value of its
+own, and each equation gets its rule or its region.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from gshard import rules as _rules
+from gshard.core.garbage import collected_seldom
+from gshard.core.jax_adapter import (
+    as_traced_here,
+    closed,
+    jaxpr_without_dead_code,
+    no_mesh_set,
+)
+from gshard.core.layout import Layout
+from gshard.core.mark import Mark
+from gshard.core.memory_kinds import is_on_host, kind_in_space
+from gshard.core.paths import leaf_names
+from gshard.core.planning_tables import with_tables
+from gshard.core.program import Block, Program
+from gshard.core.wide import dtypes_in, wide_enough_for
+from gshard.tracing.builder import Builder
+from gshard.tracing.by_jax import closed_of, name_of
+from gshard.tracing.files import with_names_of_files
+from gshard.tracing.looks import Looks
+from gshard.tracing.manual_regions import check_manual_regions
+from gshard.tracing.permitted import permitted
+from gshard.tracing.references import without_references
+from gshard.tracing.unread_marks import unread_marks
+
+assert _rules  # imported for the rules it registers
+
+
+@collected_seldom()
+def trace(
+    f: Callable[..., Any], *args: Any, argument_marks: Sequence[Mark | None] | None = None, **kwargs: Any
+) -> Program:
+    """Traces ``f`` on arguments (arrays or ``jax.ShapeDtypeStruct``) without running it.
+
+    Args:
+        f: a function of pytrees of arrays.
+        args, kwargs: its arguments.
+        argument_marks: for each leaf of ``(args, kwargs)`` a mark or None.
+
+    Returns:
+        the program; it does not depend on a mesh.
+
+    Raises:
+        TraceError: ``f`` branches on the values of its arguments, or is not a function of arrays.
+        ShardingError: parts (``auto_to_manual``) and whole arrays are mixed.
+
+    >>> import jax.numpy as jnp
+    >>> print(trace(lambda x: jnp.sin(x).sum(), jnp.zeros((4, 2))))
+    program <lambda>
+      (%0:f32[4,2]) ->
+      %1:f32[4,2] = sin %0   # a b -> a b
+      %2:f32[] = reduce_sum %1   # a b -> (); add over a=4; add over b=2
+      return %2
+    """
+    whole, out_tree = closed_of(f, *args, **kwargs)
+    return program_of(whole, out_tree, name_of(f), leaf_names(f, (args, kwargs)), argument_marks)
+
+
+@with_tables
+@no_mesh_set()
+def program_of(
+    whole: Any,
+    out_tree: Any,
+    name: str,
+    names: Sequence[str],
+    argument_marks: Sequence[Mark | None] | None = None,
+    *,
+    as_typed: bool = False,
+    layout: Layout | None = None,
+    finite: bool = False,
+) -> Program:
+    """The program of a closed jaxpr.
+
+    Args:
+        whole: the jaxpr; its constants become the program's first inputs.
+        out_tree: the structure of its results.
+        name: the function's.
+        names: of its flat arguments.
+        argument_marks: for each of them a mark or None.
+        as_typed: whether results must be sharded as their types say, also where these name no axis: what JAX's
+            transformations do with them depends on it.
+        layout: what names of dimensions mean; without one they mean nothing.
+        finite: whether parts of sums of floats are known to be finite.
+
+    Raises:
+        ShardingError: parts (``auto_to_manual``) and whole arrays are mixed.
+    """
+    whole, references = without_references(whole, name)
+    closed_over = len(whole.in_avals) - len(names)
+    names = (*names, *(f"closed-over reference {i}" for i in range(closed_over)))
+    given = argument_marks if argument_marks is not None else (None,) * (len(names) - closed_over)
+    marks = (*given, *(None,) * closed_over)
+    if references:
+        out_tree = jax.tree_util.treedef_tuple((out_tree, jax.tree.structure([0] * len(references))))
+    looks = Looks(whole)
+
+    def made(whole: Any, looks: Looks | None) -> Program:
+        jaxpr, consts = closed(whole)
+        builder = Builder(layout=layout, looks=looks)
+        with wide_enough_for(dtypes_in(jaxpr)):
+            block = builder.block(jaxpr_without_dead_code(as_traced_here(jaxpr)), captured=consts)
+            block = builder.marked_by_type(block, jaxpr.outvars, as_typed)
+        check_manual_regions(block)
+        block = permitted(block, finite=finite)
+        with_names_of_files(block)
+        every = (*(f"captured[{i}]" for i in range(len(consts))), *names)
+        weak = tuple(bool(getattr(v.aval, "weak_type", False)) for v in jaxpr.outvars)
+        mutable = tuple(len(consts) + i for i in references)
+        come = tuple(kind_in_space(is_on_host(x)) for x in (*consts, *(v.aval for v in jaxpr.invars)))
+        leave = tuple(kind_in_space(is_on_host(v.aval)) for v in jaxpr.outvars)
+        return Program(
+            block, tuple(consts), marks, every, out_tree, name, weak, tuple(builder.named), layout, mutable,
+            finite=finite, input_memories=come, output_memories=leave, dropped=tuple(dict.fromkeys(builder.dropped)),
+            fired=tuple(builder.fired), unread_marks=unread_marks(whole),
+        )  # fmt: skip
+
+    program = made(looks.plain, looks)
+    if not looks:
+        return program
+    watched = with_tables(no_mesh_set()(functools.partial(made, looks.watched, None)))
+    return dataclasses.replace(program, looks=looks.found(), watched=watched)
+
+
+@no_mesh_set()
+def block_of(jaxpr: Any, program: Program | None) -> Block:
+    """The equations of a jaxpr that is there already, such as that of the per-device program of a program."""
+    block = Builder().block(jaxpr_without_dead_code(jaxpr))
+    return with_names_of_files(block, None if program is None else program.block)

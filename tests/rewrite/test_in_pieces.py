@@ -1,0 +1,173 @@
+"""The law: an equation of arrays in pieces computes what it computes of the whole, whatever lies outside of windows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from gshard.core.program import Equation, Program, Value
+from gshard.rewrite.piecewise_equation import Touch, in_pieces, may_be_in_pieces, touched
+from gshard.rewrite.piecewise_layout import Layout, Piece, sources_of, spans_along, starts_of, whole
+from gshard.tracing.trace import trace
+from harness import Row, rows
+from sampled import sampled_rows
+
+ROWS = {r.name: r for r in rows()}
+
+
+def layouts(n: int) -> Iterator[Layout]:
+    """Several ways to have ``n`` elements in pieces."""
+    yield (Piece(n + 3, 0, n),)
+    yield (Piece(n + 3, 2, n + 2),)
+    if n > 1:
+        yield Piece(1, 0, 1), Piece(n - 1, 0, n - 1)
+        yield Piece(n - 1, 0, n - 1), Piece(1, 0, 1)
+    if n > 3:
+        yield Piece(2, 0, 2), Piece(n - 1, 1, n - 2), Piece(1, 0, 1)
+
+
+def poisoned(x: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """What must not be noticed."""
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        return rng.choice([np.nan, np.inf, -np.inf, 7.0], x.shape).astype(x.dtype)
+    return rng.integers(0, 2, x.shape).astype(x.dtype)
+
+
+def parts_of(x: Any, dim: int, layout: Layout, rng: np.random.Generator) -> list[Any]:
+    found = []
+    for p, start in zip(layout, starts_of(layout), strict=True):
+        frame = poisoned(np.zeros((*x.shape[:dim], p.size, *x.shape[dim + 1 :]), x.dtype), rng)
+        inner = (slice(None),) * dim
+        frame[(*inner, slice(p.start, p.end))] = x[(*inner, slice(start, start + p.length))]
+        found.append(jnp.asarray(frame))
+    return found
+
+
+def whole_of(parts: list[Any], dim: int, layout: Layout) -> np.ndarray:
+    own = [lax.slice_in_dim(x, p.start, p.end, axis=dim) for x, p in zip(parts, layout, strict=True)]
+    return np.asarray(lax.concatenate(own, dim))
+
+
+def touches(e: Equation) -> Iterator[Touch]:
+    """The factors of an equation that are a dimension of an operand or a result."""
+    assert e.rule is not None
+    for f in range(len(e.rule.factors)):
+        t = touched(e, f)
+        if t is not None and any(d is not None for d in (*t.operands, *t.results)):
+            yield t
+
+
+def run(e: Equation, operands: list[Any]) -> list[Any]:
+    out = e.primitive.bind(*operands, **e.params)
+    return list(out) if e.primitive.multiple_results else [out]
+
+
+def operands_of(row: Row, program: Program, e: Equation) -> list[Any]:
+    """What an equation reads when its row runs."""
+    found: dict[Any, Any] = dict(zip(program.block.inputs, [*program.captured, *jax.tree.leaves(row.arguments)]))
+    for q in program.block.equations:
+        given = [found[x] if isinstance(x, Value) else x.value for x in q.inputs]
+        if q is e:
+            return given
+        found.update(zip(q.outputs, run(q, given), strict=True))
+    raise AssertionError(e.name)
+
+
+@pytest.mark.parametrize("name", [r.name for r in sampled_rows(ROWS.values(), "in_pieces")])
+def test_an_equation_of_pieces_computes_the_whole(name: str, rng: np.random.Generator) -> None:
+    check(ROWS[name], rng, most=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ROWS)
+def test_an_equation_of_pieces_computes_the_whole_in_every_layout(name: str, rng: np.random.Generator) -> None:
+    check(ROWS[name], rng, most=9)
+
+
+def check(row: Row, rng: np.random.Generator, most: int) -> None:
+    """Computes an equation in some layouts for each of its factors."""
+    program = row.program
+    e = next((q for q in program.block.equations if q.name == row.primitive), None)
+    if e is None or e.rule is None or e.mark is not None:
+        pytest.skip("no equation without a body")
+    operands = operands_of(row, program, e)
+    for t in touches(e):
+        size = e.rule.factors[t.factor].size
+        every = list(layouts(size))
+        for i in rng.permutation(len(every))[:most]:
+            layout = every[i]
+            sizes = [x.shape[d] for x, d in zip((*e.inputs, *e.outputs), (*t.operands, *t.results)) if d is not None]
+            if any(n != size for n in sizes) or not may_be_in_pieces(t, layout):
+                continue
+            given = [
+                jnp.asarray(x) if d is None else parts_of(np.asarray(x), d, layout, rng)
+                for x, d in zip(operands, t.operands)
+            ]
+            expected = run(e, operands)
+            found = in_pieces(t, layout)(given)
+            for y, own, d in zip(expected, found, t.results, strict=True):
+                is_same(own if d is None else whole_of(own, d, layout), y, row.tolerance, t)
+
+
+def is_same(x: Any, y: Any, tolerance: float, t: Touch) -> None:
+    x, y = np.asarray(x), np.asarray(y)
+    assert (x.shape, x.dtype) == (y.shape, y.dtype), t
+    summed = t.kind == "reduce" or "dot_general" in t.equation.name
+    tolerance = max(tolerance, 1e-5) if summed else tolerance
+    if jnp.issubdtype(x.dtype, jnp.inexact) and tolerance:
+        np.testing.assert_allclose(x.astype(complex), y.astype(complex), tolerance, tolerance, err_msg=str(t.factor))
+    else:
+        np.testing.assert_array_equal(x, y)
+
+
+NAMES = frozenset(
+    """
+    add argmax argmin broadcast_in_dim cumsum dot_general gather iota reduce_and reduce_max reduce_min reduce_or
+    reduce_prod reduce_sum reshape scatter scatter-add scatter-max select_n sort transpose
+    """.split()
+)
+
+
+def test_these_are_computed_in_pieces() -> None:
+    """The law above says something of them."""
+    seen = set()
+    for row in ROWS.values():
+        for e in row.program.block.equations:
+            if e.name in NAMES and e.rule is not None:
+                seen |= {e.name for t in touches(e) if may_be_in_pieces(t, whole(e.rule.factors[t.factor].size))}
+    assert seen == NAMES
+
+
+MOVERS: dict[str, Callable[[Any, Any], Any]] = {
+    "concatenate": lambda x, y: jnp.concatenate([x, y, x + y]),
+    "slice": lambda x, y: x[1:-1],
+    "little": lambda x, y: x[2:4],
+    "pad": lambda x, y: jnp.pad(x, ((1, 2), (0, 0)), constant_values=3.0),
+    "padded and cut": lambda x, y: lax.pad(x, jnp.float32(-0.0), ((-1, 2, 0), (0, 0, 0))),
+    "split": lambda x, y: tuple(jnp.split(x, [1, 4])),
+}
+
+
+@pytest.mark.parametrize("name", MOVERS)
+def test_segments_are_what_is_moved(name: str) -> None:
+    x, y = (np.random.default_rng(i).standard_normal((7, 2)).astype(np.float32) for i in range(2))
+    program = trace(MOVERS[name], x, y)
+    e = next(q for q in program.block.equations if spans_along(q, 0) is not None)
+    known = {v: np.asarray(a) for v, a in zip(program.block.inputs, (x, y), strict=True)}
+    arrays = [x if name != "concatenate" else known.get(v, x + y) for v in e.inputs[:1]] + [
+        known.get(v, x + y) if isinstance(v, Value) else np.asarray(v.value) for v in e.inputs[1:]
+    ]
+    expected = run(e, [jnp.asarray(a) for a in arrays])
+    for spans, want in zip(spans_along(e, 0) or (), expected, strict=True):
+        own = [a[s.start : s.start + s.count] if a.ndim else np.full((s.count, 2), a, np.float32) for a, s in
+               ((arrays[s.operand], s) for s in spans)]  # fmt: skip
+        np.testing.assert_array_equal(np.concatenate(own), want)
+        sources = sources_of(spans, [whole(a.shape[0]) if a.ndim else None for a in arrays])
+        assert sources is not None
+        assert sum(s.piece.length for s in sources) == want.shape[0]
