@@ -119,6 +119,8 @@ def run(
         equations: of one block, in one context.
         outputs: the values that are read outside of them.
         writer: makes new equations.
+
+    A row that fires without end is a bug of that row. The driver stops it, and the log has a warning.
     """
     found, fired = list(equations), list[Fired]()
     settled: dict[str, int] = {}  # for a row how many had fired when it last did not
@@ -132,6 +134,12 @@ def run(
                     break
                 found = graph.replaced(others)
                 fired.append(recorded(row.name, others))
+    if len(fired) >= _MOST:
+        last = fired[-1]
+        _log.warning(
+            "%s still fires at %s after %d rewrites, so gshard stops here. Results are right. Please report it.",
+            last.rewrite, last.line or "an unknown line", _MOST,
+        )  # fmt: skip
     return found, fired
 
 
