@@ -11,13 +11,14 @@ author = "the gshard authors"
 copyright = "the gshard authors, Apache-2.0"
 version = release = installed_version("gshard")
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["wide.css"]
-html_js_files = ["copy.js"]
 html_title = f"gshard {version}"
+
+copybutton_selector = "div.highlight-python pre, div.highlight-py pre, div.highlight-bash pre"  # no outputs
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
@@ -30,10 +31,15 @@ napoleon_numpy_docstring = False
 napoleon_use_ivar = True  # "Attributes:" become part of the class, not entries of their own
 
 
+FEW_SECTIONS = 4  # with the title of the page
+
+
 def setup(app):
     app.connect("autodoc-skip-member", skip_fields_of_named_tuples)
     app.connect("doctree-read", wrap_outputs)
     app.connect("html-page-context", offer_code)
+    app.connect("html-page-context", offer_sections)
+    app.connect("html-page-context", label_cells)
 
 
 def wrap_outputs(app, doctree):
@@ -73,3 +79,32 @@ def offer_code(app, pagename, templatename, context, doctree):
     file.write_text("\n".join(blocks))
     link = f'<p><a href="{context["pathto"](f"_code/{name}", 1)}" download>All code of this page: {name}</a></p>'
     context["body"] = context["body"].replace("</h1>", f"</h1>\n{link}", 1)
+
+
+def offer_sections(app, pagename, templatename, context, doctree):
+    """Lists the sections of a long page below its title, where the window has no room for the column at the right."""
+    if context.get("toc", "").count("<li>") > FEW_SECTIONS:
+        listed = f'<details class="on-this-page"><summary>On this page</summary>{context["toc"]}</details>'
+        context["body"] = context["body"].replace("</h1>", f"</h1>\n{listed}", 1)
+
+
+def label_cells(app, pagename, templatename, context, doctree):
+    """Repeats the head of a column in each of its cells, for narrow windows, where each row is a list (wide.css)."""
+    context["body"] = re.sub(
+        r"<table.*?</table>", lambda table: labelled(table[0]), context.get("body", ""), flags=re.S
+    )
+
+
+def labelled(table):
+    heads = [re.sub("<.*?>", "", head).strip() for head in re.findall(r"<th.*?>(.*?)</th>", table, re.S)]
+
+    def row(found):
+        columns = iter(heads)
+
+        def cell(part):
+            empty = not re.sub("<.*?>", "", "<td" + part[1]).strip()
+            return f'<td data-label="{next(columns, "")}"{" data-empty" if empty else ""}{part[1]}'
+
+        return re.sub(r"<td\b(.*?</td>)", cell, found[0], flags=re.S)
+
+    return re.sub(r"<tr.*?</tr>", row, table, flags=re.S)
