@@ -1,6 +1,6 @@
-"""Takes the pictures of docs/images: the explain page in light, dark and on a narrow screen, and the documentation.
+"""Takes the pictures of docs/images: the explain page in light, dark and on a narrow screen.
 
-    python scripts/screenshots.py            needs Chromium and, for the documentation, Sphinx
+    python scripts/screenshots.py            needs Chromium
 
 The page is that of ``examples/explained_transformer.py``: planned for devices that need not exist.
 """
@@ -8,8 +8,6 @@ The page is that of ``examples/explained_transformer.py``: planned for devices t
 from __future__ import annotations
 
 import functools
-import importlib.util
-import subprocess
 import sys
 import tempfile
 import time
@@ -42,16 +40,8 @@ def explained(folder: Path) -> Path:
     """The explain page of the example."""
     step, *arguments = explained_transformer.example()
     mesh = gshard.Mesh.abstract(data=8, model=8)
-    found = gshard.explain(gshard.jit(step, mesh=mesh, donate_argnums=(0, 1)), *arguments)
+    found = gshard.explain(gshard.jit(step, mesh=mesh, machine=MACHINE, donate_argnums=(0, 1)), *arguments)
     return found.html(folder / "explain.html", MACHINE)
-
-
-def documented(folder: Path) -> Path | None:
-    """The first page of the documentation; None without Sphinx."""
-    if importlib.util.find_spec("sphinx") is None:
-        return None
-    subprocess.run([sys.executable, "-m", "sphinx", "-q", "-b", "html", ROOT / "docs", folder / "docs"], check=True)
-    return folder / "docs" / "index.html"
 
 
 def main() -> None:
@@ -62,14 +52,10 @@ def main() -> None:
             (explained, "explain", "light", 1280, 1000, ""),
             (explained, "explain-dark", "dark", 1280, 1000, HOTTEST),
             (explained, "explain-narrow", "light", 400, 900, ""),
-            (documented, "documentation", "light", 1280, 860, ""),  # which shows the first
         ]
         made = functools.cache(lambda page: page(Path(name)))
         for page, title, scheme, width, height, script in pictures:
             address = made(page)
-            if address is None:
-                print(f"no picture of {title}: Sphinx is not installed")
-                continue
             browser.look(scheme, width, height)
             browser.open(address.as_uri())
             browser.run(WITHOUT_BARS + script)
