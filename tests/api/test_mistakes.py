@@ -82,6 +82,10 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str, str]] = {
         lambda: gshard.explain(product, mesh=8), TypeError, "missing 2 required positional arguments: 'x' and 'w'",
         "gshard.explain(f, x, mesh=8)",
     ),
+    "explain without mesh and arguments": (
+        lambda: gshard.explain(product), TypeError, "missing 2 required positional arguments: 'x' and 'w'",
+        "gshard.explain(f, x, mesh=8)",
+    ),
     "search with too many arguments": (
         lambda: gshard.search(product, X, X, X, mesh=8, machine=H100), TypeError, "takes 2 positional arguments but 3",
         "gshard.search(f, x, mesh=8)",

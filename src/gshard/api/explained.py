@@ -85,10 +85,10 @@ def explain(
         jitted = jitted._with(**{name: value for name, value in changed.items() if value is not None})
     else:
         jitted = jit(f, mesh=mesh, machine=machine, memory_limit=limit, plan=plan, finite=finite, **own)
-        if jitted.options.mesh is None:
+    try:
+        if jitted.options.mesh is None and not isinstance(f, Jitted):
             meant = mesh_that_is_meant(args, kwargs, lambda: jitted.trace(*args, **kwargs).jaxpr)
             jitted = jitted if meant is None else jitted.on(meant)
-    try:
         lowered = jitted.lower(*args, **kwargs)
     except TypeError as error:
         if (clear := clear_call_error(explain, f, args, kwargs, error)) is error:
