@@ -2,11 +2,11 @@
 
 As under ``jax.jit`` a callback is called once for each compiled program, with a ``NamedSharding`` over the user's mesh:
 
-- an array of the program: as the plan shards it, in loops and branches as well. An array whose parts are still to be
-  added up (unreduced) is said to be as it is once they are: meshes of Auto axes have no word for it;
-- inside of ``jax.shard_map`` arrays are parts, and the answer is ``P()``, as of ``jax.jit``;
-- an array that the program does not hold, since nothing but the look reads it, or since it became a part of another
-  computation: as it would be sharded if it were computed. The log says so.
+- For an array of the program, also in loops and branches, the callback gets the sharding of the plan. For an unreduced
+  array it gets the sharding after the reduction, because meshes of Auto axes cannot express unreduced axes.
+- Inside ``jax.shard_map`` arrays are parts, and the callback gets ``P()``, as under ``jax.jit``.
+- The program may not hold an array, because only the inspection reads it or because it became part of another
+  computation. The callback then gets the sharding that the array would have. A message is logged.
 """
 
 from __future__ import annotations

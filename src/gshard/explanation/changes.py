@@ -1,14 +1,15 @@
 """Changes: finds marks to add, loosen or remove so that the devices may send less.
 
-A collective moves a value from one sharding to another. Marked where it is made as it is wanted, or, a sum, split over
-the devices that add it up, the value may need no collective, or less of one. And a mark that is there may ask for too
-much: its dimensions that are replicated are left open instead, and what it splits stays.
+A collective moves a value from one sharding to another. A mark where the value is made can ask for the second sharding
+at once. For a sum, a mark can split the result over the devices that add it up. Then the value may need no collective,
+or a smaller one. An existing mark may also ask for too much: the change opens its replicated dimensions and keeps its
+splits.
 
-Whether a change helps only planning again can tell (``trials``), which takes time. So the changes are ordered by the
-bytes that are at stake. Marks that themselves move an array come first: few marks do, and most that are left over by
-mistake. Then come all others, by the bytes of the collectives that they are about or that go back to them; last marks
-that only ask for what planning could have chosen itself. What equal layers have alike is changed in all of them at
-once: it is one line of the user's.
+Only planning again shows whether a change helps (``trials``), and that takes time. So the changes are ordered by the
+bytes that they may save: first marks that move an array themselves, because few do, and most of those are left over by
+mistake; then the other marks, by the bytes of the collectives that they are about or that go back to them; last, marks
+that ask for what planning could have chosen itself. Equal layers are changed together, since one line of the user's
+program is behind them.
 """
 
 from __future__ import annotations
@@ -111,9 +112,9 @@ def _unmarked(program: Program) -> set[Value]:
 
 
 def _wanted(value: Value, before: Sharding, after: Sharding, plan: Plan, is_result: bool = False) -> Iterator[Sharding]:
-    """How the value might be sharded: as it is wanted; a sum, split over those that add it up; a result, as it is.
+    """Shardings that the value might get: the wanted one; for a sum, split over the devices that add it up.
 
-    What no mark says of a result leaves whole, or as an argument of its kind came.
+    A result may also keep its sharding: without a mark it leaves replicated, or with the sharding of an argument.
     """
     here = plan.sharding(value)
     seen = {here.dims}

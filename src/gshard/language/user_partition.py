@@ -2,10 +2,10 @@
 
     partition(mesh, operands, results) -> mesh, lower_fn, shardings of results, shardings of operands
 
-It gets types with a ``NamedSharding`` each, over a mesh with the user's axes, and returns the program of one device
-(``lower_fn``, with collectives over these axes) and the shardings that this program takes and makes. They may be other
-ones than it got. What XLA does while it compiles, gshard does while it plans: a split of an equation is allowed where
-``partition`` takes it as it is and the program of one device can be traced.
+``partition`` gets types with a ``NamedSharding`` each, over a mesh with the user's axes. It returns the program of one
+device (``lower_fn``, with collectives over these axes) and the shardings of that program's operands and results, which
+may differ from those that it got. XLA calls it while it compiles, gshard while it plans: a split of an equation is
+allowed if ``partition`` keeps it and the program of one device can be traced.
 
 Where an axis is split in part (4 of 8 devices), the mesh that the functions get has the parts of this axis as axes.
 """

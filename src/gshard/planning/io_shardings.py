@@ -1,9 +1,10 @@
 """At the boundary: the shardings in which arguments enter and results leave, once the plan is chosen.
 
-JAX has no arrays with unequal parts: arguments with dimensions that do not divide evenly come whole along these, and
-results leave cut as far as parts are equal; inside both are cut further. What comes or leaves in padded parts does so
-as it is. A donated argument comes as the result leaves that takes its memory, and if it came sharded that result leaves
-as it came, so that a training state goes from call to call. The final value of a reference always leaves as it came.
+JAX has no arrays with unequal parts. So arguments enter replicated along dimensions that do not divide evenly, and
+results leave split only as far as their parts are equal; inside the program both are split further. Padded parts
+(``UnevenArray``) enter and leave unchanged. A donated argument has the sharding of the result that takes its memory. If
+the argument was passed with a sharding, the result gets that one, so that a training state keeps its sharding from call
+to call. The final value of a reference always has the sharding that it came with.
 """
 
 from __future__ import annotations

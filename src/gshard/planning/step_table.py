@@ -1,9 +1,9 @@
 """Step table: the steps between all shardings of one rank, priced for arrays of any shape.
 
-Which steps there are depends on the shape only through what divides evenly. So they are found once for each rank, for
-a shape that every cut divides, and for each shape numpy leaves out those whose cuts do not line up. What a step costs
-depends on few numbers: its class (``Moves.price_class``), the sizes of the parts before and after, and whether they are
-laid out anew. One step of each is priced.
+The possible steps depend on the shape only through divisibility. So they are found once for each rank, for a shape that
+every cut divides. For each shape, numpy then removes the steps whose cuts do not line up. The cost of a step depends on
+few numbers: its class (``Moves.price_class``), the sizes of the parts before and after, and whether their layout
+changes. One step of each kind is priced.
 """
 
 from __future__ import annotations
@@ -119,12 +119,12 @@ class StepTable:
         before = np.concatenate([np.zeros((begins.size, 1), np.int64), several.cumsum(1)], 1)
         at = np.arange(begins.size)
         gathers = (kind == _GATHERED) | (kind == _SCATTERED)
-        anew = np.where(kind == _TURNED, before[at, np.maximum(dim, to)] - before[at, np.minimum(dim, to)], 0)
-        anew = np.where(gathers, before[at, dim], anew) > 0
+        changed = np.where(kind == _TURNED, before[at, np.maximum(dim, to)] - before[at, np.minimum(dim, to)], 0)
+        changed = np.where(gathers, before[at, dim], changed) > 0
         sizes, size = np.unique(local.prod(1), return_inverse=True)
         key = ((classes * sizes.size + size[begins]) * sizes.size + size[ends]) * (int(uneven.max()) + 1) + uneven
         chosen = np.flatnonzero(possible)
-        _, first, which = np.unique((2 * key + anew)[chosen], return_index=True, return_inverse=True)
+        _, first, which = np.unique((2 * key + changed)[chosen], return_index=True, return_inverse=True)
         priced = np.array([price(self._steps[k], shape, itemsize, self.mesh) for k in chosen[first].tolist()])
         return begins[chosen], ends[chosen], priced[which] if which.size else np.zeros(0)
 

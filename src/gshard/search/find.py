@@ -1,12 +1,13 @@
 """Find: searches for the best plan of a program, with a bound in the model that is solved.
 
-The problem of ``planning.graph`` is solved; the plan of the solution is partitioned and priced as it would run, and so
-are the presets. What the graph does not know (how kernels are fused, what a moved copy takes of the memory) is learned
-from that: where the plan needs more memory than there is, products become collective matmuls (``planning.rings``) or
-values are recomputed (``remat``), and the problem is solved again with a limit. The best of all that fit is returned.
+The search solves the problem of ``planning.graph``, partitions the plan of the solution and prices the per-device
+program, as it does with the presets. That shows what the graph leaves out, such as fused kernels and the memory of
+moved copies. If the plan needs more memory than the device has, products become collective matmuls
+(``planning.rings``) or values are recomputed (``remat``), and the problem is solved again with a limit. The best plan
+that fits is returned.
 
-All this happens within a time budget. Steps come in the order of what they bring for their time: the program as it is
-marked, so that there is a plan to return; the problem; presets, those that are planned soonest first.
+A time budget limits all of this. The steps with the most benefit for their time come first: the marked program, so that
+there is a plan to return; then the problem; then the presets, those that take the least planning first.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Each rule keeps at least one best solution, and memory is kept to the byte:
 
-* a state that every state of some neighbour forbids goes (arc consistency), as does one whose bytes fit with nobody
-  else's least;
+* a state that every state of some neighbour forbids goes (arc consistency), as does one whose bytes do not fit
+  beside the least of all other nodes;
 * a moment that even the largest bytes do not fill is no moment, and a load without moments is none;
 * a node whose state follows from a neighbour's is merged into it, loads and all;
 * a node without loads and with at most two neighbours is eliminated (node and edge elimination of Jia, Lin, Qi and
