@@ -168,13 +168,16 @@ class SearchResult:
         assert marked is not None, "all of them were tried together"
         return self._priced(f"without mark {i}", marked)
 
-    def with_mark(self, what: str, sharding: Any) -> SearchResult:
+    def with_mark(
+        self, what: str, sharding: Any, *, progress: bool | Callable[[str], object] | None = None
+    ) -> SearchResult:
         """Searches again with one more mark, to see what insisting on it costs; it keeps the mesh.
 
         Args:
             what: the values: a part of an argument's name or of a line, as for ``why``; all that match are marked.
             sharding: a ``PartitionSpec`` over the axes of ``mesh``; with ``unreduced={...}`` the values stay parts of
                 sums over these axes, and so may what is computed from them (they are finite).
+            progress: as for ``search``.
 
         Returns:
             what is found then. To run its plan, write the mark into the program.
@@ -217,7 +220,7 @@ class SearchResult:
                 hint="Give more of an argument's name, or of a line that found.why(...) shows.",
             )
         limit, machine = self.best.limit, self.cost.machine
-        best = best_plan(marked, self.mesh, machine, donated=self.donated, memory_limit=limit, progress=None)
+        best = best_plan(marked, self.mesh, machine, donated=self.donated, memory_limit=limit, progress=progress)
         return dataclasses.replace(self, best=best, tried=(), function=None)
 
     def _priced(self, name: str, program: Program) -> PricedPlan:
