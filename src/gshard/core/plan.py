@@ -41,7 +41,7 @@ class Reason:
         if self.kind == "mark":
             return f"marked {self.equation}{at}"
         if self.kind == "argument":
-            return f"argument came so: {self.equation}"
+            return f"sharding of the argument as passed: {self.equation}"
         if self.kind == "searched":
             return f"chosen by search for {self.equation or 'an argument'}{at}"
         how = "cheapest for" if self.kind == "cost" else "through"
