@@ -1,6 +1,6 @@
 """Claim: collective matmuls send the bytes of the gathers and scatters they replace; memory falls in geometric mean.
 
-Each program goes through ``gshard.jit`` twice, as it is and with ``collective_matmul=True`` (figure 4c of the GShard
+Each program goes through ``gshard.jit`` twice, without and with ``collective_matmul=True`` (figure 4c of the GShard
 paper), on 8 virtual CPU devices; Cannon's algorithm, which sends one more part of each operand, with a number of bytes.
 Bytes and temporary memory are read from the compiled programs; results must be equal. Times of calls in turns are given
 as a ratio: devices that share two cores have nothing to hide behind arithmetic, so it says what the steps themselves

@@ -30,7 +30,7 @@ from gshard.device.network import seconds
 from gshard.moe.config import TABLE_1
 from gshard.moe.param import parameter_count
 from gshard.moe.transformer import param_specs
-from gshard.plan_command import Planned, configured, lower, plan
+from gshard.plan_command import PlannedModel, configured, lower, plan
 
 # Table 1, billions of parameters; table 3, steps per second. Sections 5.2 and 5.3: ratios that the text names.
 PARAMETERS = {
@@ -47,7 +47,7 @@ Rows = list[tuple[Any, ...]]
 
 
 @functools.cache
-def planned(name: str) -> Planned:
+def planned(name: str) -> PlannedModel:
     return plan(name, "v3", remat=True, tokens_of_device=TOKENS)
 
 

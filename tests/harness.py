@@ -50,7 +50,7 @@ class Row:
 
     @functools.cached_property
     def expected(self) -> list[np.ndarray]:
-        """What it computes, compiled as it is written."""
+        """Its results, compiled without XLA's algebraic simplifier."""
         found = jax.jit(self.function, compiler_options=AS_WRITTEN)(*self.arguments)
         return [np.asarray(x) for x in jax.tree.leaves(found)]
 

@@ -16,11 +16,12 @@ import jax
 
 from gshard.explanation.trials import SECONDS
 
+_OF_ARGUMENTS = {"--static": "--static-argnums", "--donate": "--donate-argnums"}
 _OLD_NAMES = {
-    "--topology": "--machine", "--static": "--static-argnums", "--donate": "--donate-argnums",
-    "--seconds": "--budget-seconds",
-}  # fmt: skip
-_KEPT = {("explain", "--seconds")}  # it is not the old name of anything there
+    "explain": _OF_ARGUMENTS,
+    "search": {**_OF_ARGUMENTS, "--seconds": "--budget-seconds"},
+    "plan": {"--topology": "--machine"},
+}
 
 Run = Callable[[argparse.Namespace], None]
 
@@ -36,7 +37,7 @@ def parsed(arguments: Sequence[str], runs: Mapping[str, Run]) -> argparse.Namesp
     made = []
     for text in arguments:
         name, equals, value = text.partition("=")
-        new = name if (command, name) in _KEPT else _OLD_NAMES.get(name, name)
+        new = _OLD_NAMES.get(command, {}).get(name, name)
         if new != name:
             told = f"{name} of gshard {command} is now called {new}; the old name works in this version only."
             print(f"DeprecationWarning: {told}", file=sys.stderr)

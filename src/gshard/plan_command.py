@@ -68,7 +68,7 @@ _CLASSES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Planned:
+class PlannedModel:
     """One model on one machine.
 
     Attributes:
@@ -331,7 +331,7 @@ def plan(
     search_plan: bool = False,
     compiled: bool = False,
     tell: Callable[[str], None] = lambda text: None,
-) -> Planned:
+) -> PlannedModel:
     """Plans a named model for a machine.
 
     Args:
@@ -370,7 +370,7 @@ def plan(
         n, size = collectives.get(c.kind, (0, 0))
         collectives[c.kind] = (n + c.times, size + c.total_bytes)
     costs = cost_of(lowered.spmd, machine, lowered.donated)
-    return Planned(
+    return PlannedModel(
         model_name(name),
         config,
         sum(whole for whole, _ in weights) // 4,

@@ -26,7 +26,7 @@ MESHES = Mesh.abstract(a=2, b=2, c=2), Mesh.abstract(a=2, b=3)
 
 @functools.cache
 def pairs(mesh: Mesh, rank: int = 3, most: int = 1000) -> list[tuple[Sharding, Sharding]]:
-    """Shardings of which one follows from the other by one all-to-all of tiles, among so many pairs at most."""
+    """Pairs of shardings with one all-to-all of tiles between them, found among at most ``most`` pairs."""
     shape = (mesh.size,) * rank
     finished = [s for s in shardings(mesh, rank) if not s.unreduced]
     every = list(itertools.permutations(finished, 2))

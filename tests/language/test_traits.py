@@ -1,4 +1,4 @@
-"""What primitives say of themselves besides their rules is so."""
+"""Traits are true: what they compute of an operator is what the operator computes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import gshard
 from gshard.core.jax_adapter import bind
 from gshard.core.program import Constant, Value
 from gshard.language.registry import known_primitives
@@ -34,7 +33,7 @@ def some(x: Value, seed: int) -> np.ndarray:
 def test_values_are_what_the_operator_gives(primitive: str) -> None:
     count = 0
     for row in (row for row in ROWS if row.primitive == primitive):
-        for e in gshard.trace(row.function, *row.arguments).block.walk():
+        for e in row.program.block.walk():
             if e.name != primitive or not all(isinstance(x.dtype, np.dtype) for x in e.inputs):
                 continue
             arrays = [np.asarray(x.value) if isinstance(x, Constant) else some(x, i) for i, x in enumerate(e.inputs)]
@@ -65,7 +64,7 @@ class Arrays:
 def test_elements_at_some_places_are_those_of_the_whole(primitive: str) -> None:
     count = 0
     for row in (row for row in ROWS if row.primitive == primitive):
-        for e in gshard.trace(row.function, *row.arguments).block.walk():
+        for e in row.program.block.walk():
             if e.name != primitive or not all(isinstance(x.dtype, np.dtype) for x in e.inputs):
                 continue
             if any(0 in x.shape for x in e.inputs):

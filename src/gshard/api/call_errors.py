@@ -6,9 +6,10 @@ gshard.explain(f, mesh=8)         # f needs arguments
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from gshard.core.errors import ArgumentError
@@ -19,17 +20,28 @@ from gshard.tracing.by_jax import name_of
 _OF_CALL = re.compile(r"(missing \d+ required|takes .* positional arguments? but|got an unexpected keyword)")
 
 
-def clear_call_error(
-    asker: Callable[..., Any], f: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], error: TypeError
-) -> TypeError:
-    """The error to raise for a ``TypeError`` in a call of ``f``: if the arguments are wrong, one that names them.
+@contextlib.contextmanager
+def clear_call_errors(
+    asker: Callable[..., Any], f: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Iterator[None]:
+    """Inside, a ``TypeError`` because ``f`` does not take these arguments becomes an error that names them.
 
     Args:
         asker: the function of gshard that was called.
         f: the function.
         args, kwargs: its arguments.
-        error: what was raised; returned if ``f`` takes these arguments.
     """
+    try:
+        yield
+    except TypeError as error:
+        if (clear := _clear(asker, f, args, kwargs, error)) is error:
+            raise
+        raise clear from None
+
+
+def _clear(
+    asker: Callable[..., Any], f: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], error: TypeError
+) -> TypeError:
     signature = _signature(f) if _OF_CALL.search(str(error)) else None
     if signature is None or _fits(signature, args, kwargs):
         return error

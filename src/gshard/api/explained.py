@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from gshard.api.call_errors import clear_call_error
+from gshard.api.call_errors import clear_call_errors
 from gshard.api.jit import jit
 from gshard.api.jitted import Jitted
 from gshard.api.specs import told
@@ -85,15 +85,11 @@ def explain(
         jitted = jitted._with(**{name: value for name, value in changed.items() if value is not None})
     else:
         jitted = jit(f, mesh=mesh, machine=machine, memory_limit=limit, plan=plan, finite=finite, **own)
-    try:
+    with clear_call_errors(explain, f, args, kwargs):
         if jitted.options.mesh is None and not isinstance(f, Jitted):
             meant = mesh_that_is_meant(args, kwargs, lambda: jitted.trace(*args, **kwargs).jaxpr)
             jitted = jitted if meant is None else jitted.on(meant)
         lowered = jitted.lower(*args, **kwargs)
-    except TypeError as error:
-        if (clear := clear_call_error(explain, f, args, kwargs, error)) is error:
-            raise
-        raise clear from None
     target = lowered.target
     made = target.recorded is None and target.search is False
     return explain_program(

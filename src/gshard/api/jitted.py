@@ -172,6 +172,7 @@ class Jitted(OneObject, Generic[P, R]):
         """Forgets all programs."""
         for cache in (self._made, self._traced, self._tables):
             cache.cache_clear()
+        self._seen_last = None
         self._fast.clear()
         forget_traces(self._f)
 
@@ -277,7 +278,7 @@ class Jitted(OneObject, Generic[P, R]):
         program = self._traced.get((signature.traced, "program"), lambda: self._program(signature))
         f = self._parameters.with_statics(signature.statics)
         if self._seen_last is not None:
-            log_new_kind(name_of(self._f), signature.names(f), signature, self._seen_last)
+            log_new_kind(name_of(self._f), lambda: signature.names(f), signature, self._seen_last)
         given = marks_of_in_shardings(self._options.in_shardings, f, *signature.arguments())
         kept = target.takes_arguments_as_marks
         marks = marks_of_arguments(program, [x.array_type for x in signature.every], target.mesh, given, kept)

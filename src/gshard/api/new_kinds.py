@@ -8,7 +8,7 @@ As the records of phases (``core.phases``) these are warnings while ``jax_log_co
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from gshard.api.signature import Leaf, Signature
 from gshard.core.jax_adapter_dispatch import logs_compilations
@@ -17,17 +17,17 @@ _log = logging.getLogger("gshard")
 _SHOWN = 4  # arguments
 
 
-def log_new_kind(name: str, names: Sequence[str], now: Signature, last: Signature) -> None:
+def log_new_kind(name: str, names: Callable[[], Sequence[str]], now: Signature, last: Signature) -> None:
     """Logs why a function is planned again.
 
     Args:
         name: the name of the function.
-        names: its flat arguments.
+        names: ``names()``: its flat arguments.
         now, last: the signatures of this call and of the last one of another kind.
     """
     level = logging.WARNING if logs_compilations() else logging.DEBUG
     if _log.isEnabledFor(level):
-        _log.log(level, "%s is planned again: %s", name, _difference(names, now, last))
+        _log.log(level, "%s is planned again: %s", name, _difference(names(), now, last))
 
 
 def _difference(names: Sequence[str], now: Signature, last: Signature) -> str:

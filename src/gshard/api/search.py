@@ -10,7 +10,7 @@ from typing import Any, Literal, overload
 
 import numpy as np
 
-from gshard.api.call_errors import clear_call_error
+from gshard.api.call_errors import clear_call_errors
 from gshard.api.explained import refuse_options
 from gshard.api.jit import jit
 from gshard.api.jitted import Jitted
@@ -159,12 +159,8 @@ def search(
     asked = _Asked(made, args, kwargs, list(_meshes(mesh)), machine, limit, on_better)
     with stoppable() as stop:
         run = _Run(asked, budget.part(_PLANS) if over == "layout" else budget)
-        try:
+        with clear_call_errors(search, f, args, kwargs):
             found = run.found(stop)
-        except TypeError as error:
-            if (clear := clear_call_error(search, f, args, kwargs, error)) is error:
-                raise
-            raise clear from None
         if found is not None and over == "plan":
             return found
         if found is not None:

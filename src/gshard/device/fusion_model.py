@@ -184,7 +184,8 @@ def _multiplies(e: Equation, rule: Rule) -> bool:
         for f, factor in enumerate(rule.factors)
         if factor.kind == REDUCE and factor.monoid == "add" and sum(f in some for some in held) > 1
     ]
-    return bool(shared) and rule.flops >= 2 * math.prod(shared) * math.prod(e.outputs[0].shape) > 0
+    # A group's sum is over its own rows only.
+    return bool(shared) and rule.flops * rule.groups >= 2 * math.prod(shared) * math.prod(e.outputs[0].shape) > 0
 
 
 @tabulated(4096)

@@ -24,7 +24,7 @@ Axes = tuple[tuple[str, int], ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Boundary:
+class RegionBoundary:
     """The boundary of a region at one array.
 
     Attributes:
@@ -69,13 +69,13 @@ leave_manual_p = Primitive("leave_manual")
 
 
 @enter_manual_p.def_abstract_eval
-def _part(x: Any, *, boundary: Boundary) -> Any:
+def _part(x: Any, *, boundary: RegionBoundary) -> Any:
     shape = tuple(n // parts for n, parts in zip(x.shape, boundary.parts(), strict=True))
     return jax.core.ShapedArray(shape, x.dtype, weak_type=x.weak_type)
 
 
 @leave_manual_p.def_abstract_eval
-def _whole(x: Any, *, boundary: Boundary) -> Any:
+def _whole(x: Any, *, boundary: RegionBoundary) -> Any:
     shape = tuple(n * parts for n, parts in zip(x.shape, boundary.parts(), strict=True))
     return jax.core.ShapedArray(shape, x.dtype, weak_type=x.weak_type)
 

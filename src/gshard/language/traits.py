@@ -70,6 +70,11 @@ class Traits:
         """Whether it is elementwise and no mere remark."""
         return self.elementwise and not self.remark
 
+    @property
+    def adds(self) -> bool:
+        """Whether it adds two arrays."""
+        return self.monoid == "add"
+
 
 _TRAITS: dict[str, Traits] = {}
 _NONE = Traits()

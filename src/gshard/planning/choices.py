@@ -1,7 +1,7 @@
 """Choices: builds the planning problem of a program, its nodes, edges and costs (``planning.graph``).
 
-Costs are those of an objective, those of bodies as often as they run. Marks, shardings of arguments, and propagated
-(``planning.propagated``) leave a sharding group only the states that they allow.
+An objective gives the costs; those of a body count as often as it runs. Marks, shardings of arguments and propagated
+shardings (``planning.propagated``) limit the states of a sharding group.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def graph_of(
     Args:
         program: with the user's marks.
         objective: what choices cost, on a mesh.
-        propagated: what follows from the marks: arguments, and results that are to go round, keep it. Without, they are
-            to be chosen too.
+        propagated: the shardings that follow from the marks. Arguments, and results that become arguments of the next
+            call, keep them. Without, the shardings of these are chosen too.
         boundary: what is asked of arguments and results. A result that takes a donated argument's memory has its
             sharding.
 

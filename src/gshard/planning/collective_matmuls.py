@@ -1,4 +1,4 @@
-"""Overlap: decides which contractions should be collective matmuls (``planning.rings``).
+"""Collective matmuls: decides which contractions should be some (``planning.rings`` finds those that can be).
 
     jit(f, mesh=8, collective_matmul=2**28)                     # what would be larger than 256 MiB when gathered
     jit(f, mesh=mesh, collective_matmul=CollectiveMatmul(machine="v4:4x4x4"))  # where a step hides the next part's way

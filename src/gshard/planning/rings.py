@@ -1,8 +1,8 @@
-"""Windowed: finds the contractions of a plan that can be collective matmuls.
+"""Rings: finds the contractions of a plan that can be collective matmuls.
 
 The plan's splits stay as they are. A contraction that takes an operand by an all-gather, or gives its result to a
 reduce-scatter, can run around a ring instead (``core.ring``); where two of them concern the same factor, both may
-rotate (Cannon's algorithm). What is possible is found here, what is worth it a ``Policy`` says.
+rotate (Cannon's algorithm). A ``Policy`` decides which of them are worth it.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class _Movement:
         found: list[Equation] = []
         for v in e.outputs:
             self.result = v
-            if _is_sum(e):
+            if traits_of(e.name).adds:
                 if (side_by_side := self._addends(v)) is not None:
                     self._join(v, *side_by_side, e, found, result=v, added=True)
             else:
@@ -108,9 +108,9 @@ class _Movement:
         )
 
     def _is_followed(self, e: Equation) -> bool:
-        if _is_sum(e):
+        if traits_of(e.name).adds:
             makers = [self.producers.get(x) for x in e.inputs]
-            return all(p is not None and (p.name == "pad" or _is_sum(p)) for p in makers)
+            return all(p is not None and (p.name == "pad" or traits_of(p.name).adds) for p in makers)
         if (index := index_of(e)) is not None and e.primitive is not concatenate_slices_p:
             return all(span.step == 1 for own in index for spans in own for span in spans)
         return bool(e.outputs) and e.outputs[0] in self.numbers
@@ -201,7 +201,7 @@ class _Movement:
 
     def _side_by_side(self, x: Array, axis: int) -> list[Segment] | None:
         e = self.producers.get(x)
-        if e is None or not _is_sum(e):
+        if e is None or not traits_of(e.name).adds:
             return self.along(x, axis)
         one, other = (self._side_by_side(y, axis) for y in e.inputs)
         if one is None or other is None:
@@ -292,7 +292,3 @@ class _Movement:
              e: Equation, out: list[Equation], result: Value | None) -> Value:  # fmt: skip
         self.made_now[x] = value = self.graph.add(out, e, primitive, params, inputs, x.shape, dtype, result)
         return value
-
-
-def _is_sum(e: Equation) -> bool:
-    return traits_of(e.name).monoid == "add"

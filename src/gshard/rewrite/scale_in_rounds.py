@@ -35,7 +35,7 @@ def _changed(block: Block) -> Block:
     readers: dict[Value, list[Equation]] = {}
     carried, results = set(block.inputs), set(block.outputs)
     for e in block.equations:
-        if (_is_sum(e) or e.name in _SAME) and not carried.isdisjoint(e.inputs):
+        if (traits_of(e.name).adds or e.name in _SAME) and not carried.isdisjoint(e.inputs):
             carried.update(e.outputs)
         for v in e.inputs:
             if isinstance(v, Value):
@@ -44,7 +44,7 @@ def _changed(block: Block) -> Block:
     def is_added(v: Value) -> bool:
         """Whether all that is done with a value is scaling it, and adding it to what came into the round."""
         users = readers.get(v, [])
-        if v in results or len(users) != 1 or not (_is_sum(users[0]) or _scaled(users[0]) is not None):
+        if v in results or len(users) != 1 or not (traits_of(users[0].name).adds or _scaled(users[0]) is not None):
             return False
         (total,) = users[0].outputs
         return is_added(total) or (total in results and not carried.isdisjoint(users[0].inputs))
@@ -58,10 +58,6 @@ def _changed(block: Block) -> Block:
 
     equations = tuple(map(changed, block.equations))
     return block if equations == block.equations else Block(block.inputs, equations, block.outputs)
-
-
-def _is_sum(e: Equation) -> bool:
-    return traits_of(e.name).monoid == "add"
 
 
 def _scaled(e: Equation) -> int | None:

@@ -116,4 +116,4 @@ def _is_only_added_to(body: Block, start: Value, end: Value | Constant) -> bool:
     users = [q for q in body.equations for x in q.inputs if x is start or x is end]
     if producer is None or users != [producer] or sum(x is start or x is end for x in body.outputs) != 1:
         return False
-    return traits_of(producer.name).monoid == "add" or (producer.name == "sub" and producer.inputs[0] is start)
+    return traits_of(producer.name).adds or (producer.name == "sub" and producer.inputs[0] is start)

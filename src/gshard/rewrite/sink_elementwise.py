@@ -27,7 +27,7 @@ _CUTS = ("slice", "split")
 _TIMES = 2  # elements that are computed for one that is kept: half of rotary positions changes its sign
 
 
-@at("concatenate", *names_where(lambda traits: traits.monoid == "add"))
+@at("concatenate", *names_where(lambda traits: traits.adds))
 def sink_elementwise(graph: Graph, e: Equation) -> Sequence[Equation] | None:
     """``concatenate(f(slice), slice)`` becomes ``where(first, f(y), y)`` of ``y = concatenate(slice, slice)``."""
     if (pieces := _pieces(graph, e)) is None:

@@ -97,7 +97,7 @@ class _Frames:
         return known_values
 
     def _moves(self, e: Equation) -> bool:
-        if traits_of(e.name).monoid == "add":
+        if traits_of(e.name).adds:
             return all(self.producer(x, "pad") for x in e.inputs)
         return not traits_of(e.name).computes
 

@@ -20,7 +20,7 @@ from gshard.core.mesh import Atoms, Mesh
 from gshard.core.program import itemsize
 from gshard.core.rule import Manual, Rule, RuleMaker
 from gshard.core.split import Split, place
-from gshard.language.manual_primitives import MANUAL_COLLECTIVES, Boundary, Collective
+from gshard.language.manual_primitives import MANUAL_COLLECTIVES, Collective, RegionBoundary
 from gshard.language.per_device import collective as run_collective
 from gshard.language.registry import Call, rule
 from gshard.rules.manual import atoms_of_axes, check_devices
@@ -35,12 +35,12 @@ def boundary(call: Call) -> Rule:
     """A whole array and the part of it that belongs to one position along the manual axes.
 
     >>> from gshard.core.mesh import Mesh
-    >>> at = Boundary((("a", 2), ("b", 4)), ("a",), (("a",), ()))
+    >>> at = RegionBoundary((("a", 2), ("b", 4)), ("a",), (("a",), ()))
     >>> found = boundary(Call("enter_manual", {"boundary": at}, ((8, 3),), ((4, 3),), ("f4",)))
     >>> print(found, found.manual.pinned(Mesh.abstract(a=2, b=4)))
     (a b) c -> b c {0: ('a',)}
     """
-    at: Boundary = call.params["boundary"]
+    at: RegionBoundary = call.params["boundary"]
     enters = call.name == "enter_manual"
     (inside,) = call.out_shapes if enters else call.in_shapes
     make = RuleMaker()

@@ -18,8 +18,8 @@ from gshard.core.jax_adapter import closed, shapes_of, user_line
 from gshard.core.mark import Mark
 from gshard.language.manual_primitives import (
     MANUAL_COLLECTIVES,
-    Boundary,
     Collective,
+    RegionBoundary,
     enter_manual_p,
     leave_manual_p,
 )
@@ -64,13 +64,13 @@ class _Region(Rewritten):
         own = _manual_axes(params)
         inside = _Region(self._axes, self._devices, (*self._manual, *own))
 
-        def boundary(spec: Any, ndim: int) -> Boundary:
+        def boundary(spec: Any, ndim: int) -> RegionBoundary:
             for kind in ("unreduced", "reduced"):
                 if getattr(spec, kind, None):
                     raise ShardingError(f"a spec of a shard_map asks for {kind} values.", line, str(spec))
             entries = [() if entry is None else names_of(entry) for entry in spec]
             named = tuple(tuple(map(str, entry)) for entry in (*entries, *((),) * (ndim - len(entries))))
-            return Boundary(self._axes, own, named, self._devices)
+            return RegionBoundary(self._axes, own, named, self._devices)
 
         parts = [
             enter_manual_p.bind(x, boundary=boundary(spec, jax.numpy.ndim(x)))

@@ -107,7 +107,7 @@ def program_of(
     marks = (*given, *(None,) * closed_over)
     if references:
         out_tree = jax.tree_util.treedef_tuple((out_tree, jax.tree.structure([0] * len(references))))
-    looks = Looks(whole)
+    looks, unread = Looks(whole), unread_marks(whole)
 
     def made(whole: Any, looks: Looks | None) -> Program:
         jaxpr, consts = closed(whole)
@@ -126,7 +126,7 @@ def program_of(
         return Program(
             block, tuple(consts), marks, every, out_tree, name, weak, tuple(builder.named), layout, mutable,
             finite=finite, input_memories=come, output_memories=leave, dropped=tuple(dict.fromkeys(builder.dropped)),
-            fired=tuple(builder.fired), unread_marks=unread_marks(whole),
+            fired=tuple(builder.fired), unread_marks=unread,
         )  # fmt: skip
 
     program = made(looks.plain, looks)

@@ -174,7 +174,7 @@ def what_next(run: Path) -> str:
         f"gshard-m4 translate --run {name}": "type sentences, or name a file",
         f"gshard-m4 serve --run {name}": "the same as a web page",
         f"gshard-m4 evaluate --run {name}": "both tests in full",
-        "gshard explain gshard_m4.planned:newest_step --mesh 8 --html step.html": "why a step is split as it is",
+        "gshard explain gshard_m4.planned:newest_step --mesh 8 --html step.html": "how a step is split, and why",
     }
     wide = max(map(len, lines))
     return "\n".join(["next:", *(f"  {folder}{line:<{wide}}  {why}" for line, why in lines.items())])
