@@ -4,9 +4,10 @@ Training programs are compiled by libtpu for a TPU that need not exist: by ``gsh
 that products become collective matmuls where the cost model expects that to be faster; the same without
 (``collective_matmul=False``); and by XLA's own partitioner with the same marks and shardings of arguments, which makes
 windowed einsums by itself. The benchmark reads from the compiled schedule: the compiler's estimate of cycles, which
-counts no collective; the MiB that a device sends while products run, and those for which everything waits; and the time that both
-make. For that a collective takes what the links need (``device.network``, the same for all three), less the cycles that
-the compiler put between its start and its end; a cycle is what the matrix units do in one over the peak rate.
+counts no collective; the MiB that a device sends while products run, and those for which everything waits; and the
+time that both make. For that a collective takes what the links need (``device.network``, the same for all three), less
+the cycles that the compiler put between its start and its end; a cycle is what the matrix units do in one over the
+peak rate.
 
     pip install libtpu    # the version that belongs to jaxlib
     python benchmarks/overlap.py [--topology v5e:2x4] [--programs ...]
