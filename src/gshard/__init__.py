@@ -82,6 +82,7 @@ from gshard.planning.saved_plan import SavedPlan as SavedPlan
 from gshard.remat.rematerialise import MemoryLimitError as MemoryLimitError
 from gshard.search.layouts import LayoutResult as LayoutResult
 from gshard.tracing.trace import trace as trace
+from gshard.xla_programs.compiled_explanation import CompiledExplanation as CompiledExplanation
 
 compile = _compile.compile_spmd
 
@@ -90,6 +91,7 @@ __all__ = [
     "Call",
     "CollectiveMatmul",
     "Compiled",
+    "CompiledExplanation",
     "Cost",
     "Dimensions",
     "Executable",

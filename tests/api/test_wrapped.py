@@ -93,7 +93,7 @@ def test_what_jax_jit_was_given_counts_as_if_given_to_gshard(given: dict[str, An
     assert (ours.argument_shardings, ours.out_info) == (theirs.argument_shardings, theirs.out_info)
     assert (str(ours.spmd), ours.donated) == (str(theirs.spmd), theirs.donated)
     assert wrapped.options == plain.options
-    found = gshard.explain(jax.jit(update, **given), w, x)
+    found = gshard.explain(jax.jit(update, **given), w, x, partitioner="gshard")
     assert found.bytes_by_kind == gshard.explain(plain, w, x).bytes_by_kind
     assert found.argument_bytes[1] < found.argument_bytes[0]
 
@@ -139,7 +139,7 @@ def test_explain_takes_the_mesh_that_is_meant() -> None:
     assert (inside.mesh.size, inside.argument_bytes) == (8, (1024, 128))
     with pytest.raises(gshard.MeshError, match="no mesh was given"):
         gshard.explain(lambda x: jax.jit(step)(x), X)
-    found = gshard.explain(jax.jit(lambda x: x.sum()), jax.device_put(X, D))
+    found = gshard.explain(jax.jit(lambda x: x.sum()), jax.device_put(X, D), partitioner="gshard")
     assert (found.mesh.size, found.bytes_by_kind) == (8, {"all_reduce": 7})
     assert gshard.explain(jax.jit(gshard.jit(lambda x: x.sum(), mesh=8)), X).mesh.size == 8
 

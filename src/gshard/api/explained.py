@@ -1,11 +1,27 @@
-"""explain: plans and partitions a function and explains the result, without compiling or running it."""
+"""explain: how a function is partitioned, by gshard or by XLA, and what it costs.
+
+By gshard a function is planned and partitioned, and neither compiled nor run. A function from ``jax.jit`` whose
+arguments are placed on several devices is compiled and read, as XLA's partitioner split it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import jax
 
 from gshard.api.call_errors import clear_call_errors
+from gshard.api.compiled_programs import (
+    GSHARD,
+    XLA,
+    explain_compiled,
+    is_compiled,
+    is_from_jax_jit,
+    lowered_by_jax,
+    partitions_of,
+)
 from gshard.api.jit import jit
 from gshard.api.jitted import Jitted
 from gshard.api.specs import told
@@ -21,10 +37,18 @@ from gshard.explanation.explain import Explanation
 from gshard.explanation.explain_program import explain_program
 from gshard.planning.saved_plan import SavedPlan
 from gshard.remat.rematerialise import bytes_of
+from gshard.xla_programs.compiled_explanation import CompiledExplanation
+
+CompiledLike = jax.stages.Compiled | jax.stages.Lowered | jax.export.Exported | str | Path
 
 
-@without_our_frames
-@with_tables
+@overload  # a compiled program can be called, too, so that it is of the last kind as well: the first one counts
+def explain(  # type: ignore[overload-overlap]
+    f: CompiledLike, *, mesh: MeshLike = None, machine: str | Machine | None = None
+) -> CompiledExplanation: ...
+@overload
+def explain(f: Callable[..., Any], *args: Any, partitioner: Literal["xla"], **kwargs: Any) -> CompiledExplanation: ...
+@overload
 def explain(
     f: Callable[..., Any],
     *args: Any,
@@ -37,12 +61,34 @@ def explain(
     donate_argnums: int | Sequence[int] | None = None,
     donate_argnames: str | Sequence[str] | None = None,
     finite: bool = False,
+    partitioner: Literal["gshard"] | None = None,
     **kwargs: Any,
-) -> Explanation:
-    """Tells how a function would be partitioned, without compiling or running it.
+) -> Explanation: ...
+
+
+@without_our_frames
+@with_tables
+def explain(
+    f: Any,
+    *args: Any,
+    mesh: MeshLike = None,
+    machine: str | Machine | None = None,
+    memory_limit: int | str | None = None,
+    plan: Plan | SavedPlan | None = None,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Sequence[str] | None = None,
+    finite: bool = False,
+    partitioner: Literal["gshard", "xla"] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Tells how a function is partitioned: by gshard, without compiling it; or by XLA, as it compiled it.
 
     Args:
-        f: a marked function, or one that ``gshard.jit`` or ``jax.jit`` returned.
+        f: a marked function, or one that ``gshard.jit`` or ``jax.jit`` returned. Or a compiled program:
+            ``jax.jit(f).lower(...)``, the same after ``.compile()``, a ``jax.export.Exported``, the text of a compiled
+            program, or the path of a file with it.
         args, kwargs: its arguments: arrays or ``jax.ShapeDtypeStruct``, and values for static ones.
         mesh: as for ``jit``, or an abstract mesh of any size (``gshard.Mesh.abstract(data=64, expert=32)``). None takes
             the mesh that ``gshard.jit`` was given, that of the shardings that ``jax.jit`` was given, the one that
@@ -52,9 +98,13 @@ def explain(
         memory_limit, plan: as for ``jit``. None takes those of a function from ``gshard.jit``.
         static_argnums, static_argnames, donate_argnums, donate_argnames, finite: as for ``jit``; a function from
             ``gshard.jit`` has its own.
+        partitioner: ``"gshard"`` or ``"xla"``, which explains what XLA compiles. None takes XLA for a compiled program,
+            and for a function from ``jax.jit`` whose arguments are placed on several devices, unless ``mesh``,
+            ``memory_limit``, ``plan`` or ``finite`` is given; and gshard otherwise.
 
     Returns:
-        the explanation; print it, or write it as a page by ``.html(path)``.
+        the explanation, an ``Explanation`` by gshard and a ``CompiledExplanation`` by XLA; print it, or write it as a
+        page by ``.html(path)``.
 
     Raises:
         MeshError: no mesh was given and none is set. ArgumentError: ``f`` is no function, or is one from
@@ -67,16 +117,20 @@ def explain(
     >>> found.bytes_by_kind
     {'all_reduce': 6}
     """
+    own: dict[str, Any] = {
+        "static_argnums": static_argnums, "static_argnames": static_argnames,
+        "donate_argnums": donate_argnums, "donate_argnames": donate_argnames,
+    }  # fmt: skip
+    ours = {"memory_limit": memory_limit, "plan": plan, "finite": finite or None, **own}
+    compiled = _as_compiled(f, args, kwargs, mesh, machine, partitioner, ours)
+    if compiled is not None:
+        return compiled
     if not callable(f):
         raise ArgumentError(
             f"gshard.explain got {told(f)} where the function stands.",
             user_line(),
             hint="Give the function first: gshard.explain(f, x, mesh=8).",
         )
-    own: dict[str, Any] = {
-        "static_argnums": static_argnums, "static_argnames": static_argnames,
-        "donate_argnums": donate_argnums, "donate_argnames": donate_argnames,
-    }  # fmt: skip
     limit = None if memory_limit is None else bytes_of(memory_limit)
     if isinstance(f, Jitted):
         refuse_options("explain", f, finite, **own)
@@ -97,6 +151,59 @@ def explain(
         by_bytes=made and target.machine is None, machine=target.machine,
         marked_by_bytes=None if target.machine is None else lowered.marked_by_bytes, choice=lowered.choice,
     )  # fmt: skip
+
+
+def _as_compiled(
+    f: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    mesh: MeshLike,
+    machine: str | Machine | None,
+    partitioner: str | None,
+    ours: Mapping[str, Any],
+) -> CompiledExplanation | None:
+    """The explanation of what XLA compiles; None if gshard is to partition.
+
+    Args:
+        f, args, kwargs, mesh, machine, partitioner: as for ``explain``.
+        ours: options of gshard's partitioner; None where they are not given.
+    """
+    if partitioner not in (None, XLA, GSHARD):
+        raise ArgumentError(f"there is no partitioner {partitioner!r}.", user_line(), hint='Give "gshard" or "xla".')
+    given = [name for name, value in ours.items() if value is not None]
+    if is_compiled(f):
+        if given or args or kwargs or partitioner == GSHARD:
+            raise ArgumentError(
+                "a compiled program takes mesh= and machine= only.",
+                user_line(),
+                got=", ".join([*(f"{name}=" for name in [*given, *kwargs]), *map(told, args)])
+                or "partitioner='gshard'",
+                hint="Give the function itself, with its arguments.",
+            )
+        return explain_compiled(f, mesh, machine)
+    if isinstance(f, Jitted) or not is_from_jax_jit(f) or partitioner == GSHARD:
+        if partitioner == XLA:
+            raise ArgumentError(
+                f'partitioner="xla" explains a function from jax.jit, not {told(f)}.',
+                user_line(),
+                hint="Give jax.jit(f) and arguments with shardings; what gshard.jit compiled is "
+                "gshard.explain(jitted.lower(...).compile().as_text()).",
+            )
+        return None
+    if partitioner is None and (given or mesh is not None):
+        return None
+    if given or mesh is not None:
+        raise ArgumentError(
+            'partitioner="xla" takes the devices and the options of jax.jit.',
+            user_line(),
+            got=", ".join(f"{name}=" for name in [*given, *(["mesh"] if mesh is not None else [])]),
+            hint="Place the arguments, or give jax.jit in_shardings.",
+        )
+    with clear_call_errors(explain, f, args, kwargs):
+        lowered = lowered_by_jax(f, args, kwargs)
+    if partitioner is None and partitions_of(lowered) == 1:
+        return None
+    return explain_compiled(lowered, None, machine)
 
 
 def refuse_options(asker: str, f: Jitted, finite: bool, **own: Any) -> None:

@@ -102,3 +102,10 @@ def bound_without_shardings(primitive: Any, params: Mapping[str, Any], arrays: S
     no_layout = {k: (None,) * len(params[k]) for k in ("in_layouts", "out_layouts")}
     made: list[Any] = primitive.bind(*arrays, **{**params, **unspecified, **no_layout})
     return made
+
+
+def axes_of_exported(exported: Any) -> dict[str, int] | None:
+    """The axes of the mesh that a function was exported on; None if its shardings name none."""
+    shardings = getattr(exported, "_in_named_shardings", None) or ()
+    mesh = next((s.mesh for s in shardings if s is not None and s.mesh.axis_names), None)
+    return None if mesh is None else dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))

@@ -31,6 +31,10 @@ OPCODE = re.compile(
     r"(-start)?"
 )
 
+LOOP = ("condition", "body")  # attributes of an instruction that name the computations that it runs
+BRANCHES = ("branch_computations", "true_computation", "false_computation")
+_CHANNEL = re.compile(r"\bchannel_id=(\d+)")
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CompiledCollective:
@@ -67,17 +71,45 @@ class CompiledCollective:
         return self.bytes_moved * self.executions
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sent:
+    """One collective where it runs.
+
+    Attributes:
+        collective: what it sends, and how often it runs.
+        computation: where it is scheduled;
+        made: the instruction there, which may be a fusion;
+        ends: and the one with which it ends; the same for one that stops everything.
+        inside: the computation that lists the collective itself;
+        itself: and the collective.
+    """
+
+    collective: CompiledCollective
+    computation: str
+    made: Instruction
+    ends: Instruction
+    inside: str
+    itself: Instruction
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether other instructions run between its start and its end."""
+        return self.made is not self.ends
+
+
 def collectives(text: str) -> tuple[CompiledCollective, ...]:
     """The collectives of ``jax.jit(f).lower(...).compile().as_text()``, in the order of the program.
 
     A computation that is called from two places gives its collectives twice. The two halves of an asynchronous
-    collective count once.
+    collective count once, and so do the fusions that carry one on while they compute.
     """
-    module = read_module(text)
+    return tuple(sent.collective for sent in sent_by(read_module(text)))
+
+
+def sent_by(module: Module) -> tuple[Sent, ...]:
+    """The collectives of a program in the order in which they start, each with where it is scheduled."""
     return tuple(
-        collective_of(module, computation, instruction, found[1], bool(found[2]), times, exact)
-        for computation, instruction, times, exact in executed(module)
-        if (found := OPCODE.fullmatch(instruction.opcode))
+        sent for name, times, exact in computations_run(module) for sent in sent_in(module, name, times, exact)
     )
 
 
@@ -122,17 +154,75 @@ def executed(
                 yield from executed(module, module.computations[inner], times * inner_times, exact and inner_exact)
 
 
-def computations_run(module: Module) -> Iterator[tuple[Computation, int]]:
-    """The computations that run as programs of their own, loops' bodies and branches, and how often."""
+def computations_run(module: Module) -> Iterator[tuple[str, int, bool]]:
+    """The computations that run as programs of their own, loops' bodies and branches.
 
-    def walk(computation: Computation, times: int) -> Iterator[tuple[Computation, int]]:
-        yield computation, times
+    Returns:
+        the name of each, how often it runs in one call, and whether that is certain.
+    """
+
+    def walk(name: str, times: int, exact: bool) -> Iterator[tuple[str, int, bool]]:
+        yield name, times, exact
+        computation = module.computations[name]
         for made in computation.instructions.values():
             if made.opcode in ("while", "conditional", "call"):
-                for name, inner_times, _ in _calls(module, computation, made):
-                    yield from walk(module.computations[name], times * inner_times)
+                for inner, inner_times, inner_exact in _calls(module, computation, made):
+                    yield from walk(inner, times * inner_times, exact and inner_exact)
 
-    yield from walk(module.computations[module.entry], 1)
+    if module.entry:
+        yield from walk(module.entry, 1, True)
+
+
+def sent_in(module: Module, name: str, times: int = 1, exact: bool = True) -> list[Sent]:
+    """The collectives that start in one computation, in order.
+
+    Args:
+        module, name: the computation.
+        times, exact: how often it runs, and whether that is certain.
+    """
+    computation = module.computations[name]
+    rows = [
+        (made, inside, itself, channel)
+        for made in computation.instructions.values()
+        for inside, itself, channel in _held(module, name, made)
+    ]
+    # Fusions that carry one collective on share its channel.
+    last = {channel: made for made, _, _, channel in rows if channel}
+    done = {m.operands[0]: m for m in computation.instructions.values() if m.opcode.endswith("-done") and m.operands}
+    found: list[Sent] = []
+    seen: set[str] = set()
+    for made, inside, itself, channel in rows:
+        match = OPCODE.fullmatch(itself.opcode)
+        assert match is not None, "it was found by this"
+        if channel in seen:
+            continue
+        place = module.computations[inside]
+        read = collective_of(module, place, itself, match[1], bool(match[2]), times, exact)
+        if read.kind == "all_reduce" and inside.startswith("all-reduce-scatter"):
+            # libtpu writes a reduce-scatter as an all-reduce of which each device keeps a part.
+            part = read.operand_bytes // read.group_size
+            read = dataclasses.replace(
+                read, kind="reduce_scatter", bytes_moved=read.bytes_moved // 2, result_bytes=part
+            )
+        seen |= {channel} if channel else set()
+        found.append(Sent(read, name, made, last.get(channel) or done.get(made.name) or made, inside, itself))
+    return found
+
+
+def _held(module: Module, name: str, made: Instruction) -> Iterator[tuple[str, Instruction, str]]:
+    """The collectives that an instruction is, or that a fusion or an asynchronous call holds.
+
+    Returns:
+        the computation that lists each, it, and the channel by which other fusions carry it on; empty without.
+    """
+    if OPCODE.fullmatch(made.opcode):
+        yield name, made, ""
+    elif made.opcode in ("fusion", "async-start"):
+        for inner in made.called("calls"):
+            for part in module.computations[inner].instructions.values():
+                if OPCODE.fullmatch(part.opcode):
+                    channel = _CHANNEL.search(part.attributes) if made.opcode == "fusion" else None
+                    yield inner, part, channel[1] if channel else ""
 
 
 def _calls(module: Module, computation: Computation, instruction: Instruction) -> Iterator[tuple[str, int, bool]]:
@@ -143,8 +233,7 @@ def _calls(module: Module, computation: Computation, instruction: Instruction) -
         yield from ((inner, rounds + known, known) for inner in instruction.called("condition"))
         yield from ((inner, rounds, known) for inner in instruction.called("body"))
     elif instruction.opcode == "conditional":
-        for attribute in ("branch_computations", "true_computation", "false_computation"):
-            yield from ((inner, 1, False) for inner in instruction.called(attribute))
+        yield from ((inner, 1, False) for attribute in BRANCHES for inner in instruction.called(attribute))
     elif instruction.opcode in ("call", "fusion", "async-start", "custom-call"):
         for attribute in ("to_apply", "calls", "called_computations"):
             yield from ((inner, 1, True) for inner in instruction.called(attribute))
@@ -193,22 +282,18 @@ def _group_size(attributes: str, devices: int) -> int:
     """
     if listed := re.search(r"\breplica_groups=\{(\{[^=]*?\})\}", attributes):
         return max(len(group.split(",")) for group in re.findall(r"\{([^{}]+)\}", listed[1]))
-    if iota := re.search(r"\breplica_groups=\[\d+,(\d+)\]<=", attributes):
-        return int(iota[1])
-    if mesh := re.search(r"\breplica_groups=@?mesh\[([^\]]*)\][^{]*\{([^}]*)\}", attributes):
-        sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", mesh[1])}
-        axes = re.findall(r"'([^']*)'(?::\(\d+\)(\d+))?", mesh[2])  # 'b':(2)4 is a part of size 4 of 'b'
-        return math.prod(int(part) if part else sizes[name] for name, part in axes)
-    return devices
+    return len(_group_of_first(attributes)) or devices
 
 
 def _group_of_first(attributes: str) -> tuple[int, ...]:
-    """The group of device 0, if ``replica_groups`` lists it.
+    """The group of device 0, if ``replica_groups`` tells.
 
     >>> _group_of_first("replica_groups={{0,2},{1,3}}, dimensions={0}")
     (0, 2)
     >>> _group_of_first("replica_groups=[4,2]<=[2,4]T(1,0), dimensions={0}")
     (0, 4)
+    >>> _group_of_first("replica_groups=mesh['a'=2,'b'=4] {'b':(2)2,'a'}, dimensions={0}")
+    (0, 1, 4, 5)
     """
     if listed := re.search(r"\breplica_groups=\{(\{[^=]*?\})\}", attributes):
         groups = [tuple(map(int, group.split(","))) for group in re.findall(r"\{([^{}]+)\}", listed[1])]
@@ -219,6 +304,19 @@ def _group_of_first(attributes: str) -> tuple[int, ...]:
         if iota[4]:
             ids = ids.transpose(tuple(map(int, iota[4].split(","))))
         return tuple(sorted(ids.reshape(int(iota[1]), int(iota[2]))[0].tolist()))
+    if mesh := re.search(r"\breplica_groups=@?mesh\[([^\]]*)\][^{]*\{([^}]*)\}", attributes):
+        sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", mesh[1])}
+        strides, stride = {}, math.prod(sizes.values())
+        for name, size in sizes.items():
+            stride //= size
+            strides[name] = stride
+        group = [0]
+        for name, before, part in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", mesh[2]):
+            # 'b':(2)4 is the part of size 4 of 'b' that stands after a part of size 2.
+            count = int(part) if part else sizes[name]
+            step = strides[name] * (sizes[name] // (int(before) * count) if part else 1)
+            group = [device + k * step for device in group for k in range(count)]
+        return tuple(sorted(group))
     return ()
 
 

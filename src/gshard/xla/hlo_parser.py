@@ -1,7 +1,7 @@
 """HLO parser: reads the instructions of a compiled program, and the iterations of its loops.
 
 Only what the text says about structure is read: names, types, operation codes, operands, attributes and the
-table of source lines. What a collective costs is next door, in ``hlo``.
+table of source lines. What a collective costs is in ``hlo_collectives``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,10 @@ _COMMENT = re.compile(r"/\*[^*]*\*/")
 _NAME = re.compile(r"%([\w.\-]+)")
 _HEADER = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s*\(.*\{\s*$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT\s+)?%?([\w.\-]+) = (.*)$")
+_PARENTHESIS = re.compile(r"[()]")
+_OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
+_ESCAPED = re.compile(r"\\(.)")
+_INDEX = re.compile(r"\bindex=(\d+)")
 _ARRAY = re.compile(r"\b([a-z]+)(\d*)[a-z0-9]*\[([\d,<=]*)\]")
 
 
@@ -44,6 +48,21 @@ class Instruction:
         found = re.search(rf"\b{attribute}=(\{{[^}}]*\}}|%[\w.\-]+)", self.attributes)
         return tuple(_NAME.findall(found[1])) if found else ()
 
+    @property
+    def op_name(self) -> str:
+        """JAX's name stack of the operator that it comes from; of a parameter the argument's name. Empty without."""
+        found = _OP_NAME.search(self.attributes)
+        return _ESCAPED.sub(r"\1", found[1]) if found else ""
+
+    @property
+    def number(self) -> int:
+        """Which element of a tuple a ``get-tuple-element`` takes, or which parameter it is."""
+        if self.opcode == "parameter":
+            return int(self.literal)
+        found = _INDEX.search(self.attributes)
+        assert found is not None, f"{self.opcode} has no number"
+        return int(found[1])
+
 
 @dataclasses.dataclass(frozen=True)
 class Computation:
@@ -61,13 +80,17 @@ class Module:
         computations: by name.
         entry: the name of the one that runs.
         devices: how many devices it runs on.
-        frames: the user's ``file:line`` by the number that instructions call ``stack_frame_id``.
+        frames: the user's ``file:line`` by the number that instructions call ``stack_frame_id``;
+        places: the same with the whole path of the file.
+        header: the first line, with attributes of the module.
     """
 
     computations: Mapping[str, Computation]
     entry: str
     devices: int
     frames: Mapping[int, str]
+    places: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    header: str = ""
 
 
 def type_bytes(text: str) -> int:
@@ -103,7 +126,9 @@ def read_module(text: str) -> Module:
             root = found[2] if found[1] else root
     top = text.split("\n", 1)[0]
     counts = (re.search(rf"\b{key}=(\d+)", top) for key in ("replica_count", "num_partitions"))
-    return Module(computations, entry, math.prod(int(c[1]) for c in counts if c), _read_frames(text))
+    places = _read_places(text)
+    frames = {i: place.rpartition("/")[2] for i, place in places.items()}
+    return Module(computations, entry, math.prod(int(c[1]) for c in counts if c), frames, places, top)
 
 
 def _read_instruction(name: str, text: str) -> Instruction:
@@ -118,18 +143,18 @@ def _read_instruction(name: str, text: str) -> Instruction:
 def _closing(text: str, start: int) -> int:
     """The position after the parenthesis that closes the one at ``start``."""
     depth = 0
-    for i in range(start, len(text)):
-        depth += {"(": 1, ")": -1}.get(text[i], 0)
+    for found in _PARENTHESIS.finditer(text, start):
+        depth += 1 if found[0] == "(" else -1
         if depth == 0:
-            return i + 1
+            return found.end()
     return len(text)
 
 
-def _read_frames(text: str) -> dict[int, str]:
+def _read_places(text: str) -> dict[int, str]:
     """JAX writes frames innermost last, its own left out; the innermost one is the line to name."""
     files = {int(i): path for i, path in re.findall(r'^(\d+) "([^"\n]*)"$', _section(text, "FileNames"), re.M)}
     places = re.findall(r"^(\d+) \{file_name_id=(\d+).*?\bline=(\d+)", _section(text, "FileLocations"), re.M)
-    lines = {int(i): f"{files.get(int(f), '').rsplit('/', 1)[-1]}:{line}" for i, f, line in places}
+    lines = {int(i): f"{files.get(int(f), '')}:{line}" for i, f, line in places}
     frames = re.findall(r"^(\d+) \{file_location_id=(\d+)", _section(text, "StackFrames"), re.M)
     return {int(i): lines.get(int(place), "") for i, place in frames}
 

@@ -1,0 +1,186 @@
+"""Compiled programs: reads what XLA compiles, or has compiled, for ``explain``.
+
+a function from jax.jit      lowered and compiled with the shardings of its arguments
+jax.stages.Lowered           compiled
+jax.stages.Compiled          read
+jax.export.Exported          compiled for as many devices as it was exported for
+the text of a program        read: a dump of XLA's, from whatever machine
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from gshard.core.errors import ArgumentError, MeshError
+from gshard.core.jax_adapter import user_line
+from gshard.core.jax_adapter_given import axes_of_exported
+from gshard.core.mesh import Mesh, MeshLike
+from gshard.device.hardware import kind_of_devices, machine_of
+from gshard.device.machine import Machine
+from gshard.xla_programs.compiled_explanation import CompiledExplanation
+from gshard.xla_programs.compiled_program import WHOLE, read_program
+
+XLA, GSHARD = "xla", "gshard"  # partitioners
+
+
+def is_compiled(f: Any) -> bool:
+    """Whether this is a compiled program, or becomes one without arguments."""
+    return isinstance(f, jax.stages.Compiled | jax.stages.Lowered | jax.export.Exported | str | Path)
+
+
+def is_from_jax_jit(f: Any) -> bool:
+    """Whether this is a function that ``jax.jit`` returned."""
+    return callable(getattr(f, "lower", None)) and callable(getattr(f, "trace", None)) and hasattr(f, "eval_shape")
+
+
+def explain_compiled(f: Any, mesh: MeshLike = None, machine: str | Machine | None = None) -> CompiledExplanation:
+    """Explains a program that is compiled, or is compiled here.
+
+    Args:
+        f: what ``is_compiled`` accepts.
+        mesh: the devices and the names of their axes, for a text or an exported function, which do not tell.
+        machine: what times are modelled on; None takes the devices that it was compiled for.
+
+    Raises:
+        ArgumentError: a text is no compiled program, or cannot be read.
+        MeshError: the mesh has another number of devices; there are not enough devices to compile for.
+    """
+    if isinstance(f, str | Path):
+        return _told_on(read_program(_text_of(f), None if mesh is None else Mesh.of(mesh)), None, machine)
+    if isinstance(f, jax.export.Exported):
+        f = _of_exported(f, mesh)
+    compiled = f.compile() if isinstance(f, jax.stages.Lowered) else f
+    text = compiled.as_text()
+    if not text:
+        raise ArgumentError("this compiled program has no text.", user_line(), hint="Its backend does not give one.")
+    shardings = jax.tree.leaves(compiled.input_shardings, is_leaf=lambda s: isinstance(s, jax.sharding.Sharding))
+    found = _mesh_of([*shardings, *jax.tree.leaves(compiled.output_shardings)]) if mesh is None else Mesh.of(mesh)
+    program = read_program(
+        text, found, whole=_whole(compiled, shardings, found), results=_results(compiled),
+        platform=str(found.devices[0].platform) if found is not None and found.devices else "",
+        memory=_memory(compiled),
+    )  # fmt: skip
+    return _told_on(program, found, machine)
+
+
+def lowered_by_jax(f: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> jax.stages.Lowered:
+    """Lowers a function from ``jax.jit``; abstract meshes of arguments become meshes of the first devices.
+
+    Raises:
+        MeshError: there are fewer devices.
+    """
+    args, kwargs = jax.tree.map(_on_devices, (tuple(args), dict(kwargs)))
+    return f.lower(*args, **kwargs)
+
+
+def partitions_of(lowered: jax.stages.Lowered) -> int:
+    """For how many devices a program was lowered."""
+    module: Any = lowered.compiler_ir("stablehlo")
+    attributes = module.operation.attributes
+    return int(attributes["mhlo.num_partitions"].value) if "mhlo.num_partitions" in attributes else 1
+
+
+def _told_on(program: Any, mesh: Mesh | None, machine: str | Machine | None) -> CompiledExplanation:
+    found = CompiledExplanation(program)
+    if machine is not None:
+        return found.on(machine)
+    if mesh is None or mesh.devices is None or kind_of_devices(mesh) is None:
+        return found
+    return found.on(machine_of(mesh))
+
+
+def _text_of(given: str | Path) -> str:
+    if isinstance(given, str) and given.lstrip().startswith("HloModule"):
+        return given
+    try:
+        return Path(given).read_text("utf-8", errors="replace")
+    except (OSError, ValueError) as error:
+        raise ArgumentError(
+            "this is neither a compiled program nor a file of one.",
+            user_line(),
+            got=repr(given)[:80],
+            hint="Give the text that compiled.as_text() returns, or the path of a file with it.",
+        ) from error
+
+
+def _of_exported(exported: Any, mesh: MeshLike) -> jax.stages.Lowered:
+    n = exported.nr_devices
+    on = Mesh.of(axes_of_exported(exported) or n if mesh is None else mesh)
+    if on.size != n or on.devices is None:
+        raise MeshError(
+            f"the function was exported for {n} devices.",
+            user_line(),
+            got=f"mesh: {on}",
+            hint=f"Give mesh={n}, or {n} devices with the axes that it was exported with.",
+        )
+    shardings = exported.in_shardings_jax(on.user_jax_mesh)
+    leaves = [
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
+        for aval, sharding in zip(exported.in_avals, shardings, strict=True)
+    ]
+    args, kwargs = jax.tree.unflatten(exported.in_tree, leaves)
+    return jax.jit(exported.call).lower(*args, **kwargs)
+
+
+def _on_devices(leaf: Any) -> Any:
+    """An argument whose sharding is on an abstract mesh, on a mesh of the first devices."""
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(leaf, jax.ShapeDtypeStruct) or not isinstance(sharding, NamedSharding):
+        return leaf
+    if not isinstance(sharding.mesh, jax.sharding.AbstractMesh):
+        return leaf
+    concrete = Mesh.of(dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_sizes, strict=True))).user_jax_mesh
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(concrete, sharding.spec))
+
+
+def _mesh_of(shardings: Sequence[Any]) -> Mesh | None:
+    """The mesh of shardings: the largest, with the names of its axes; else the devices in their order."""
+    named = [s.mesh for s in shardings if isinstance(s, NamedSharding) and isinstance(s.mesh, jax.sharding.Mesh)]
+    if named:
+        return Mesh.of(max(named, key=lambda mesh: mesh.size))
+    devices = max((getattr(s, "_device_assignment", ()) for s in shardings), key=len, default=())
+    return Mesh.of(list(devices)) if devices else None
+
+
+def _whole(compiled: Any, shardings: Sequence[Any], mesh: Mesh | None) -> list[tuple[int, str] | None]:
+    """Of each argument the bytes of the whole array and its sharding, if all arguments are kept."""
+    avals = jax.tree.leaves(compiled.in_avals)
+    if len(avals) != len(shardings) or mesh is None:
+        return []
+    return [_one_whole(aval, sharding, mesh) for aval, sharding in zip(avals, shardings, strict=True)]
+
+
+def _one_whole(aval: Any, sharding: Any, mesh: Mesh) -> tuple[int, str] | None:
+    try:
+        size = aval.size * aval.dtype.itemsize
+    except (AttributeError, TypeError):
+        return None  # a key: its numbers are another array
+    if mesh.size > 1 and sharding.is_fully_replicated:
+        return size, WHOLE
+    spec = getattr(sharding, "spec", None)
+    return size, f"P({', '.join(map(_word, spec))})" if spec is not None else str(sharding)
+
+
+def _word(entry: Any) -> str:
+    return f"({', '.join(map(str, entry))})" if isinstance(entry, tuple) else str(entry)
+
+
+def _results(compiled: Any) -> list[str]:
+    tree = compiled.out_tree
+    paths = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(tree, range(tree.num_leaves)))[0]
+    return [f"result{jax.tree_util.keystr(path)}" for path, _ in paths]
+
+
+def _memory(compiled: Any) -> dict[str, int] | None:
+    found = compiled.memory_analysis()
+    if found is None:
+        return None
+    return {
+        "arguments": found.argument_size_in_bytes, "results": found.output_size_in_bytes,
+        "shared": found.alias_size_in_bytes, "temporaries": found.temp_size_in_bytes,
+    }  # fmt: skip

@@ -1,0 +1,197 @@
+"""Buffers: what a device holds while a compiled program runs, and which arrays make the peak.
+
+A scheduled program lists the instructions of a computation in the order in which they run. Each result is held from
+there to its last use. What updates an array in place, passes it on or names an element of it needs no buffer of its
+own: slices of a loop's state, bitcasts, tuples. The compiler may share buffers in more ways, and keeps some of its own,
+so its figure (``compiled.memory_analysis()``), where it is known, is the one to trust; this one tells what holds it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+
+from gshard.xla.dataflow import Array
+from gshard.xla.hlo_parser import Computation, Instruction, Module
+from gshard.xla.kernels import arrays_of, bytes_in_memory
+
+_SAME = ("bitcast", "opt-barrier", "add-dependency", "get-tuple-element", "tuple", "while", "after-all", "domain")
+_ALIAS = re.compile(r"\{(\d*)\}: \((\d+), \{")
+_Buffers = tuple[int, ...]  # one for each element of a result; -1 for what takes no memory here
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Held:
+    """An array that a device holds.
+
+    Attributes:
+        array: which.
+        bytes: of it.
+        type: ``f32[8,4]``.
+    """
+
+    array: Array
+    bytes: int
+    type: str
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldMemory:
+    """What a device holds in one call, in bytes.
+
+    Attributes:
+        arguments, results: of the program; results that take the memory of donated arguments are in both.
+        shared: bytes of these.
+        temporaries: the most that is held besides.
+        alive: what makes that moment, largest first.
+    """
+
+    arguments: int
+    results: int
+    shared: int
+    temporaries: int
+    alive: tuple[Held, ...]
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that a device holds."""
+        return self.arguments + self.results - self.shared + self.temporaries
+
+
+def held_by(module: Module) -> HeldMemory:
+    """Reads what a scheduled program holds; arrays on the chip and on the host do not count."""
+    entry = module.computations[module.entry]
+    arguments = {i.number: bytes_in_memory(i.type) for i in entry.instructions.values() if i.opcode == "parameter"}
+    results = [a.bytes for a in arrays_of(entry.instructions[entry.root].type)]
+    shared = sum(results[out] for out in aliased_results(module) if out < len(results))
+    peak, alive = _peak(module, module.entry, is_entry=True)
+    ordered = sorted(alive, key=lambda h: -h.bytes)
+    return HeldMemory(sum(arguments.values()), sum(results), shared, peak, tuple(ordered))
+
+
+def aliased_results(module: Module) -> dict[int, int]:
+    """The results that take the memory of an argument, by number, with the number of the argument."""
+    start = module.header.find("input_output_alias={")
+    if start < 0:
+        return {}
+    end = module.header.find("entry_computation_layout", start)
+    found = _ALIAS.findall(module.header[start : end if end > 0 else None])
+    return {int(out or 0): int(argument) for out, argument in found}
+
+
+def _peak(module: Module, name: str, *, is_entry: bool = False) -> tuple[int, list[Held]]:
+    """The most bytes of temporaries in one computation, those of the computations that it runs included."""
+    computation = module.computations[name]
+    order = list(computation.instructions.values())
+    held: list[Held] = []
+    of: dict[str, _Buffers] = {}
+    last: dict[int, int] = {}
+    made_at: list[int] = []
+    for i, made in enumerate(order):
+        of[made.name] = _buffers(module, name, computation, made, of, held)
+        last |= {buffer: i for buffer in range(len(made_at), len(held))}
+        made_at += [i] * (len(held) - len(made_at))
+        for operand in made.operands:
+            last.update(dict.fromkeys(of.get(operand, ()), i))
+    # The results of the whole program count by themselves; those of a body are the state that its caller holds.
+    returned = set(of.get(computation.root, ()))
+    ends: dict[int, list[int]] = {}
+    for buffer, i in last.items():
+        ends.setdefault(i, []).append(buffer)
+    now, most, at_most = 0, 0, -1
+    live: set[int] = set()
+    alive: list[Held] = []
+    counted = 0
+    inner_alive: list[Held] = []
+    for i, made in enumerate(order):
+        while counted < len(held) and made_at[counted] == i:
+            if not (is_entry and counted in returned):
+                live.add(counted)
+                now += held[counted].bytes
+            counted += 1
+        inside, inner = _inside(module, made)
+        if now + inside > most:
+            most, at_most = now + inside, i
+            alive, inner_alive = [held[b] for b in live], inner
+        for buffer in ends.get(i, ()):
+            if buffer in live and (is_entry or buffer not in returned):
+                live.discard(buffer)
+                now -= held[buffer].bytes
+    return (most, [*alive, *inner_alive]) if at_most >= 0 else (0, [])
+
+
+def _inside(module: Module, made: Instruction) -> tuple[int, list[Held]]:
+    """The most that the computations hold that an instruction runs."""
+    if made.opcode == "while":
+        names: Sequence[str] = (*made.called("body"), *made.called("condition"))
+    elif made.opcode == "conditional":
+        attributes = ("branch_computations", "true_computation", "false_computation")
+        names = [name for a in attributes for name in made.called(a)]
+    elif made.opcode == "call":
+        names = made.called("to_apply")
+    else:
+        return 0, []
+    return max((_peak(module, name) for name in names), key=lambda found: found[0], default=(0, []))
+
+
+def _buffers(
+    module: Module, name: str, computation: Computation, made: Instruction, of: dict[str, _Buffers], held: list[Held]
+) -> _Buffers:
+    """The buffers of an instruction's result: those of its operands where it passes them on, and new ones."""
+    operands = [of.get(operand, ()) for operand in made.operands]
+    match made.opcode:
+        case "parameter":
+            return (-1,) * max(1, len(arrays_of(made.type)))
+        case "tuple":
+            return tuple(b for buffers in operands for b in buffers)
+        case "get-tuple-element":
+            return _elements(computation, made, operands[0])
+        case "while" | "bitcast" | "opt-barrier" | "add-dependency" | "domain" | "copy-done" | "async-update":
+            return operands[0]
+        case "constant" | "after-all" | "partition-id" | "replica-id":
+            return (-1,)
+        case "dynamic-update-slice" | "scatter":
+            return operands[0]
+    if made.opcode.endswith("-done"):
+        return operands[0][-1:] if len(arrays_of(made.type)) == 1 else operands[0]
+    types = arrays_of(made.type)
+    kept = types[-1:] if made.opcode.endswith("-start") else types  # what starts lists its operands, too
+    updated = _updated(module, made) if made.opcode in ("fusion", "fusion-start") else {}
+    found = []
+    for i, array in enumerate(kept):
+        given = updated.get(i)
+        if given is not None and given < len(operands) and operands[given]:
+            found.append(operands[given][0])
+        elif array.is_on_chip or not array.bytes:
+            found.append(-1)
+        else:
+            held.append(Held(Array(name, made.name, i if len(kept) > 1 else None), array.bytes, str(array)))
+            found.append(len(held) - 1)
+    return tuple(found)
+
+
+def _elements(computation: Computation, made: Instruction, buffers: _Buffers) -> _Buffers:
+    """Those of one element of a tuple, which may be a tuple itself."""
+    source = computation.instructions[made.operands[0]]
+    if len(buffers) <= 1 or "((" in source.type:
+        return buffers[-1:]
+    return buffers[made.number : made.number + 1]
+
+
+def _updated(module: Module, made: Instruction) -> dict[int, int]:
+    """The results of a fusion that update an operand in place: the number of the operand."""
+    (name,) = made.called("calls")
+    inner = module.computations[name]
+    root = inner.instructions[inner.root]
+    roots = [inner.instructions[o] for o in root.operands] if root.opcode == "tuple" else [root]
+    found = {}
+    for i, part in enumerate(roots):
+        while part.opcode in ("bitcast", "copy", "convert") and part.operands[0] in inner.instructions:
+            part = inner.instructions[part.operands[0]]
+        while part.opcode in ("dynamic-update-slice", "scatter", "bitcast"):
+            part = inner.instructions[part.operands[0]]
+            if part.opcode == "parameter":
+                found[i] = part.number
+                break
+    return found

@@ -1,0 +1,184 @@
+"""Compiled cost: the modelled time, FLOPs, bytes and memory of one call of a compiled program on a machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+
+from gshard.core.mesh import Mesh
+from gshard.core.program import format_bytes, format_flops
+from gshard.device.cost import BOUNDS
+from gshard.device.fusion_model import COLLECTIVE, OPERATOR, PRODUCT
+from gshard.device.machine import Machine, MachineError
+from gshard.device.network import permutation_seconds, seconds, seconds_among
+from gshard.xla.elapsed import Ran, ran
+from gshard.xla.hlo_collectives import CompiledCollective, Sent
+from gshard.xla.hlo_parser import Instruction
+from gshard.xla_programs.compiled_program import CompiledProgram
+from gshard.xla_programs.moved_parts import atoms_of, pairs_of
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CompiledKernel:
+    """What one instruction takes; attributes as of ``device.cost.KernelCost``.
+
+    Attributes:
+        ran: where it runs.
+        kind: collective, product or operator.
+        times: how often it runs in one call.
+        flops, moved, sent: operations, bytes of memory and bytes on links of one run.
+        seconds: that a call waits for one run.
+        overlapped: seconds of a collective that pass while other instructions run.
+        parts: the seconds by what they are spent on.
+    """
+
+    ran: Ran
+    kind: str
+    times: int
+    flops: int
+    moved: int
+    sent: int
+    seconds: float
+    overlapped: float
+    parts: tuple[tuple[str, float], ...]
+
+    @property
+    def bound(self) -> str:
+        """What most of the seconds is spent on."""
+        return max(self.parts, key=lambda part: part[1])[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledCost:
+    """What one call of a compiled program takes on each device, as modelled.
+
+    Attributes:
+        machine: what was assumed.
+        kernels: the instructions that take time, in order.
+        peak: the most bytes that a device holds.
+        unknown: custom calls whose operations the text does not tell: they count by their bytes.
+    """
+
+    machine: Machine
+    kernels: tuple[CompiledKernel, ...]
+    peak: int
+    unknown: tuple[str, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """Of one call."""
+        return sum(k.seconds * k.times for k in self.kernels)
+
+    @property
+    def overlapped(self) -> float:
+        """Seconds of collectives that pass while other instructions run, which ``seconds`` leaves out."""
+        return sum(k.overlapped * k.times for k in self.kernels)
+
+    @property
+    def flops(self) -> int:
+        """Operations of one call."""
+        return sum(k.flops * k.times for k in self.kernels)
+
+    @property
+    def products(self) -> int:
+        """Operations of products in one call."""
+        return sum(k.ran.work.products * k.times for k in self.kernels if k.ran.work is not None)
+
+    @property
+    def sent(self) -> int:
+        """Bytes that a device sends in one call."""
+        return sum(k.sent * k.times for k in self.kernels)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within a device's memory."""
+        return self.peak <= self.machine.memory
+
+    @functools.cached_property
+    def by_bound(self) -> dict[str, float]:
+        """Seconds by what they are spent on, one of ``BOUNDS`` each; the largest first."""
+        found = dict.fromkeys(BOUNDS, 0.0)
+        for k in self.kernels:
+            for what, spent in k.parts:
+                found[what] += spent * k.times
+        return dict(sorted(((w, s) for w, s in found.items() if s), key=lambda pair: -pair[1]))
+
+    @functools.cached_property
+    def by_collective(self) -> Mapping[Sent, tuple[float, float]]:
+        """For each collective the seconds of all its runs, and those that a call waits for."""
+        return {
+            k.ran.sent: (k.ran.seconds * k.times, k.seconds * k.times) for k in self.kernels if k.ran.sent is not None
+        }
+
+    def __str__(self) -> str:
+        bounds = ", ".join(f"{what} {s * 1e3:.3g} ms" for what, s in self.by_bound.items())
+        beside = f"; {self.overlapped * 1e3:.3g} ms of network beside them" if self.overlapped else ""
+        return (
+            f"{self.seconds * 1e3:.4g} ms a call on {self.machine.name} ({bounds}{beside}); "
+            f"{format_flops(self.flops)}, {format_bytes(self.sent)} sent, "
+            f"peak {format_bytes(self.peak)} of {format_bytes(self.machine.memory)}"
+        )
+
+
+def compiled_cost(program: CompiledProgram, machine: Machine) -> CompiledCost:
+    """Prices a compiled program.
+
+    Args:
+        program: what was compiled.
+        machine: as many devices as it runs on.
+
+    Raises:
+        MachineError: the machine has another number of devices.
+    """
+    mesh = program.mesh
+    if machine.size != mesh.size:
+        raise MachineError(
+            f"{machine.name} has {machine.size} devices, and the program runs on {mesh.size}.", got=f"mesh: {mesh}"
+        )
+    by_made = {id(sent.itself): sent for sent in program.sent}
+
+    def network(collective: CompiledCollective, made: Instruction) -> float:
+        return _network_seconds(program, by_made[id(made)], collective, made, mesh, machine)
+
+    kernels = tuple(_kernel(row) for row in ran(program.module, machine, network))
+    unknown = {
+        row.ran.made.attributes.partition('custom_call_target="')[2].partition('"')[0]
+        for row in kernels
+        if row.ran.work is not None and not row.ran.work.is_known
+    }
+    return CompiledCost(machine, kernels, program.peak, tuple(sorted(unknown)))
+
+
+def _kernel(row: Ran) -> CompiledKernel:
+    if row.sent is not None:
+        sent = row.sent.collective.bytes_moved
+        return CompiledKernel(row, COLLECTIVE, row.times, 0, 0, sent, row.exposed, row.seconds - row.exposed, row.parts)
+    assert row.work is not None, "it is a collective or computes"
+    kind = PRODUCT if row.work.products else OPERATOR
+    flops = row.work.products + row.work.others
+    return CompiledKernel(row, kind, row.times, flops, row.work.moved, 0, row.exposed, 0.0, row.parts)
+
+
+def _network_seconds(
+    program: CompiledProgram, sent: Sent, read: CompiledCollective, made: Instruction, mesh: Mesh, machine: Machine
+) -> float:
+    """Seconds of one run of a collective, by the links of its groups."""
+    # A ragged exchange is priced as a full one, and a broadcast as a gather.
+    kind = "all_to_all" if read.kind.endswith("all_to_all") else read.kind.replace("collective_broadcast", "all_gather")
+    if kind == "collective_permute":
+        pairs = [(a, b) for a, b in pairs_of(made) if a != b]
+        size = min(read.operand_bytes, read.bytes_moved)
+        order = mesh.order
+        return (
+            permutation_seconds(size, [(order[a], order[b]) if order else (a, b) for a, b in pairs], machine)
+            if pairs
+            else 0.0
+        )
+    if read.group_size < 2:
+        return 0.0
+    atoms = atoms_of(program, sent)
+    if atoms is not None:
+        return seconds(kind, read.operand_bytes, mesh, machine, atoms)
+    group = read.group or tuple(range(read.group_size))
+    return seconds_among(kind, read.operand_bytes, sorted(mesh.order[d] if mesh.order else d for d in group), machine)

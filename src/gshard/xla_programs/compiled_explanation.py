@@ -1,0 +1,174 @@
+"""Compiled explanation: a program as XLA compiled it: its collectives, what causes them, its time and its memory.
+
+    print(gshard.explain(jax.jit(step), state, batch))          # as XLA's partitioner split it
+    print(gshard.explain(jax.jit(step).lower(state, batch).compile()))
+
+Everything is read from the text of the compiled program, so it is the same for programs of XLA's partitioner, of
+``jax.shard_map`` and of gshard, and for CPU, GPU and TPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import Counter
+
+from gshard.core.errors import ArgumentError
+from gshard.core.mesh import Mesh
+from gshard.core.program import format_bytes
+from gshard.device.machine import Machine
+from gshard.xla_programs.compiled_cost import CompiledCost, compiled_cost
+from gshard.xla_programs.compiled_program import CompiledArgument, CompiledProgram
+from gshard.xla_programs.compiled_rows import CompiledRow, compiled_rows
+from gshard.xla_programs.compiled_text import (
+    argument_lines,
+    collective_lines_of,
+    memory_lines,
+    regathered_lines,
+    whole_lines,
+)
+from gshard.xla_programs.compiled_verdict import CompiledVerdict
+from gshard.xla_programs.whole_arrays import Regathered, regathered, whole_arguments
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class CompiledExplanation:
+    """What a compiled program sends, holds and computes; print it, or read its rows.
+
+    Attributes:
+        program: what was read.
+        machine: what its times are modelled on where none is named; None if the devices are not known.
+    """
+
+    program: CompiledProgram
+    machine: Machine | None = None
+
+    @property
+    def name(self) -> str:
+        """The function."""
+        return self.program.name
+
+    @property
+    def mesh(self) -> Mesh:
+        """The devices."""
+        return self.program.mesh
+
+    @functools.cached_property
+    def collectives(self) -> tuple[CompiledRow, ...]:
+        """The collectives, most bytes first; those of equal layers in one row."""
+        return compiled_rows(self.program, None if self.machine is None else self.cost().by_collective)
+
+    @functools.cached_property
+    def arguments(self) -> tuple[CompiledArgument, ...]:
+        """The arguments, largest first."""
+        return tuple(sorted(self.program.arguments, key=lambda a: -(a.bytes or a.local_bytes)))
+
+    @functools.cached_property
+    def whole(self) -> tuple[CompiledArgument, ...]:
+        """The large arguments that every device holds whole, largest first."""
+        return whole_arguments(self.program)
+
+    @functools.cached_property
+    def regathered(self) -> tuple[Regathered, ...]:
+        """Arrays that are gathered although each device then keeps a part only, most bytes first."""
+        return regathered(self.program)
+
+    @functools.cached_property
+    def bytes_by_kind(self) -> dict[str, int]:
+        """Bytes that each device sends in one call, by kind of collective; the largest first."""
+        total: Counter[str] = Counter()
+        for sent in self.program.sent:
+            total[sent.collective.kind] += sent.collective.total_bytes
+        return dict(total.most_common())
+
+    @functools.cached_property
+    def times_by_kind(self) -> dict[str, int]:
+        """How many collectives of each kind run in one call; one that moves several arrays counts once."""
+        total: Counter[str] = Counter()
+        for sent in self.program.sent:
+            total[sent.collective.kind] += sent.collective.executions
+        return dict(total)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that each device sends in one call."""
+        return sum(self.bytes_by_kind.values())
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that a device holds."""
+        return self.program.peak
+
+    @property
+    def attributed(self) -> float:
+        """The share of the bytes sent whose line or module is known; 1 if nothing is sent."""
+        total = sum(row.bytes for row in self.collectives)
+        return sum(row.bytes for row in self.collectives if row.is_attributed) / total if total else 1.0
+
+    def on(self, machine: Machine | str) -> CompiledExplanation:
+        """The same with the times of another machine.
+
+        Args:
+            machine: the devices, such as ``h100:1x8``, or the name of a kind for as many as the program runs on.
+
+        Raises:
+            MachineError: no such machine, or not as many devices as the program runs on.
+        """
+        return dataclasses.replace(self, machine=Machine.read(machine, self.mesh.size))
+
+    @functools.cached_property
+    def _own_cost(self) -> CompiledCost:
+        if self.machine is None:
+            raise ArgumentError(
+                "no machine is known for this compiled program, so that no times are.",
+                hint='Name one: machine="h100:1x8", on the command line --machine h100:1x8.',
+            )
+        return compiled_cost(self.program, self.machine)
+
+    def cost(self, machine: Machine | str | None = None) -> CompiledCost:
+        """Time, FLOPs, bytes and memory of one call, as modelled.
+
+        Args:
+            machine: as for ``on``; None takes the devices that the program was compiled for.
+
+        Raises:
+            MachineError: no such machine, or not as many devices as the program runs on.
+            ArgumentError: none is named, and nothing tells what the program was compiled for.
+        """
+        return self._own_cost if machine is None else self.on(machine)._own_cost
+
+    def verdict(self, machine: Machine | str | None = None) -> CompiledVerdict:
+        """What bounds a call, in a few sentences; arguments and errors as for ``cost``."""
+        there = self if machine is None else self.on(machine)
+        return CompiledVerdict(there._own_cost, there.collectives)
+
+    def format(self, collectives: int = 30, arguments: int = 8, held: int = 6) -> str:
+        """The explanation as text with at most so many rows of each kind."""
+        program = self.program
+        local, sizes = sum(a.local_bytes for a in program.arguments), [a.bytes for a in program.arguments]
+        whole = "" if None in sizes else f"{format_bytes(sum(filter(None, sizes)))} in all, "
+        compiled = f"compiled by XLA{f' for {program.platform}' if program.platform else ''}"
+        size = f"{program.instructions:,} instructions"
+        lines = [
+            f"{self.name}, {compiled}, on {self.mesh.size} devices ({self.mesh}), {size}",
+            f"arguments: {whole}{format_bytes(local)} on each device",
+            *whole_lines(self.whole),
+            *regathered_lines(self.regathered),
+            *argument_lines(self.arguments, arguments),
+            "",
+            f"collectives ({sum(self.times_by_kind.values()):,} in one call)",
+            *collective_lines_of(self.collectives, collectives),
+        ]
+        kinds = ", ".join(f"{kind} {format_bytes(n)}" for kind, n in self.bytes_by_kind.items())
+        lines.append(f"  each device sends {format_bytes(self.total_bytes)} in one call{': ' + kinds if kinds else ''}")
+        lines += memory_lines(program, held)
+        if self.machine is not None:
+            lines += ["", str(self.verdict())]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.format()
+
+    def __repr__(self) -> str:
+        sent = format_bytes(self.total_bytes)
+        return f"<CompiledExplanation of {self.name} on {self.mesh}: {sent} sent, peak {format_bytes(self.peak)}>"

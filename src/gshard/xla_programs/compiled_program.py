@@ -1,0 +1,219 @@
+"""Compiled program: what the text of a compiled program, and the objects of JAX it came from, tell of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+from gshard.core.errors import ArgumentError, MeshError
+from gshard.core.mesh import Mesh
+from gshard.naming.short_names import ShortName, short_names
+from gshard.xla.buffers import HeldMemory, aliased_results, held_by
+from gshard.xla.dataflow import PRODUCTS, Array, Dataflow
+from gshard.xla.hlo_collectives import Sent, sent_by
+from gshard.xla.hlo_parser import Module, read_module
+from gshard.xla.kernels import arrays_of
+
+WHOLE = "whole on each device"
+_MESH = re.compile(r"\bmesh\[((?:'[^']*'=\d+,?\s*)+)\]")
+_TILES = re.compile(r"\bsharding=\{devices=\[([\d,]+)\]([^}]*)\}")
+_NAMED = re.compile(r"\bsharding=\{@?mesh\[[^\]]*\][^\[]*\[(.*?)\]\s*(?:,[^}]*)?\}")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CompiledArgument:
+    """One argument of a compiled program.
+
+    Attributes:
+        name: its path, ``params['up']``; ``argument 3`` if the program does not tell.
+        short: what it is called in tables.
+        type: of one device's part, ``f32[8,4]``.
+        local_bytes: of this part;
+        bytes: and of the whole array; None if the program does not tell.
+        sharding: how it is cut, as text; empty if the program does not tell.
+    """
+
+    name: str
+    short: ShortName
+    type: str
+    local_bytes: int
+    bytes: int | None
+    sharding: str
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every device holds all of it."""
+        return self.bytes == self.local_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledProgram:
+    """A compiled program that can be explained.
+
+    Attributes:
+        name: of the function.
+        module: what was read.
+        mesh: the devices and the names of their axes.
+        arguments: in order.
+        results: names of the results in order, as far as they are known.
+        platform: ``cpu``, ``gpu`` or ``tpu``; empty if that is not known.
+        memory: the compiler's own figures in bytes: ``arguments``, ``results``, ``shared``, ``temporaries``; or None.
+    """
+
+    name: str
+    module: Module
+    mesh: Mesh
+    arguments: tuple[CompiledArgument, ...]
+    results: tuple[str, ...] = ()
+    platform: str = ""
+    memory: Mapping[str, int] | None = None
+
+    @functools.cached_property
+    def flow(self) -> Dataflow:
+        """Where its arrays come from, and what reads them."""
+        return Dataflow(self.module)
+
+    @functools.cached_property
+    def sent(self) -> tuple[Sent, ...]:
+        """Its collectives."""
+        return sent_by(self.module)
+
+    @functools.cached_property
+    def held(self) -> HeldMemory:
+        """What a device holds, as read from the schedule."""
+        return held_by(self.module)
+
+    @functools.cached_property
+    def updates(self) -> Mapping[int, int]:
+        """The results that take the memory of a donated argument, with its number."""
+        return aliased_results(self.module)
+
+    @functools.cached_property
+    def weights(self) -> frozenset[int]:
+        """The arguments that products and look-ups read."""
+        found = (
+            self.flow.argument(Array(name, operand))
+            for name, computation in self.module.computations.items()
+            for made in computation.instructions.values()
+            if made.opcode in PRODUCTS or ("custom_call_target" in made.attributes and "dot" in made.attributes)
+            for operand in made.operands
+        )
+        return frozenset(number for number in found if number is not None)
+
+    @property
+    def instructions(self) -> int:
+        """How many instructions it has, those of fusions included."""
+        return sum(len(computation.instructions) for computation in self.module.computations.values())
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that a device holds: by the compiler where it tells, else as read from the schedule."""
+        if self.memory is None:
+            return self.held.peak
+        m = self.memory
+        return m["arguments"] + m["results"] - m["shared"] + m["temporaries"]
+
+    @property
+    def temporaries(self) -> int:
+        """Bytes that a device holds besides arguments and results; as ``peak``."""
+        return self.held.temporaries if self.memory is None else self.memory["temporaries"]
+
+
+def read_program(
+    text: str,
+    mesh: Mesh | None = None,
+    *,
+    whole: Sequence[tuple[int, str] | None] = (),
+    results: Sequence[str] = (),
+    platform: str = "",
+    memory: Mapping[str, int] | None = None,
+) -> CompiledProgram:
+    """Reads a compiled program.
+
+    Args:
+        text: what ``compiled.as_text()`` gives, or a dump of XLA's after optimisation.
+        mesh: its devices and their axes. None takes the axes that the text names, or one axis called ``devices``.
+        whole: of each argument the bytes of the whole array and its sharding as text, where they are known.
+        results: names of the results.
+        platform: what it was compiled for.
+        memory: as ``CompiledProgram.memory``.
+
+    Raises:
+        ArgumentError: the text is no compiled program.
+        MeshError: the mesh has another number of devices than the program.
+    """
+    if not text.lstrip().startswith("HloModule"):
+        raise ArgumentError(
+            "this is no compiled program.",
+            got=f"text that begins with {text.lstrip()[:40]!r}",
+            hint="Give what jax.jit(f).lower(...).compile().as_text() prints, or a file of --xla_dump_to whose name "
+            "ends in after_optimizations.txt.",
+        )
+    module = read_module(text[text.index("HloModule") :])
+    if not module.entry:
+        raise ArgumentError("this compiled program has no entry.", hint="The text may be cut off: give all of it.")
+    mesh = mesh or _mesh_in(text) or Mesh.abstract(devices=module.devices)
+    if mesh.size != module.devices:
+        raise MeshError(
+            f"the program runs on {module.devices} devices, and the mesh has {mesh.size}.",
+            got=f"mesh: {mesh}",
+            hint=f"Give a mesh of {module.devices} devices, such as --mesh {module.devices}.",
+        )
+    name = module.header.partition(",")[0].removeprefix("HloModule ").strip()
+    program = CompiledProgram(
+        name.removeprefix("jit_"), module, mesh, (), tuple(results), platform or _platform_of(text), memory
+    )
+    return dataclasses.replace(program, arguments=_arguments(program, whole))
+
+
+def _mesh_in(text: str) -> Mesh | None:
+    """The mesh that shardings and groups in the text name."""
+    found = _MESH.search(text)
+    if found is None:
+        return None
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", found[1])}
+    return Mesh.abstract(**({name: size for name, size in sizes.items() if size > 1} or sizes))
+
+
+def _platform_of(text: str) -> str:
+    if '"estimated_cycles"' in text or ":T(8,128)" in text:
+        return "tpu"
+    return "gpu" if "gpu_backend_config" in text or "native_emitter_backend_config" in text else ""
+
+
+def _arguments(program: CompiledProgram, whole: Sequence[tuple[int, str] | None]) -> tuple[CompiledArgument, ...]:
+    entry = program.module.computations[program.module.entry]
+    found = sorted((i for i in entry.instructions.values() if i.opcode == "parameter"), key=lambda i: i.number)
+    names = [i.op_name or f"argument {i.number}" for i in found]
+    names = [name if names.count(name) == 1 else f"{name} ({i})" for i, name in enumerate(names)]
+    types = [arrays_of(i.type) for i in found]
+    weights = [names[i] for i in program.weights if i < len(names)]
+    short = short_names({name: str(type) for name, type in zip(names, types, strict=True)}, weights)
+    rows = []
+    for i, (made, name, arrays) in enumerate(zip(found, names, types, strict=True)):
+        local = sum(a.bytes for a in arrays)
+        known = whole[i] if i < len(whole) else None
+        parts, text = _cut(made.attributes, program.mesh)
+        size, sharding = known if known is not None else (local * parts or None, text)
+        rows.append(CompiledArgument(name, short[name], " ".join(map(str, arrays)), local, size, sharding))
+    return tuple(rows)
+
+
+def _cut(attributes: str, mesh: Mesh) -> tuple[int, str]:
+    """In how many parts the sharding of a parameter cuts it, and the sharding as text; 0 parts if none is told."""
+    if named := _NAMED.search(attributes):
+        sizes = dict(mesh.axes)
+        dims = [re.findall(r"'([^']*)'", entry) for entry in re.findall(r"\{([^{}]*)\}", named[1])]
+        parts = math.prod(sizes.get(axis, 1) for axes in dims for axis in axes)
+        words = [axes[0] if len(axes) == 1 else f"({', '.join(axes)})" if axes else "None" for axes in dims]
+        return parts, f"P({', '.join(words)})" if parts > 1 else WHOLE
+    if tiles := _TILES.search(attributes):
+        sizes_of = [int(n) for n in tiles[1].split(",")]
+        if "last_tile_dim" in tiles[2]:
+            sizes_of = sizes_of[:-1]
+        parts = math.prod(sizes_of)
+        return parts, f"in {' x '.join(map(str, sizes_of))} parts" if parts > 1 else WHOLE
+    return (1, WHOLE) if "sharding={replicated}" in attributes else (0, "")

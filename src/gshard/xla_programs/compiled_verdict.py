@@ -1,0 +1,102 @@
+"""Compiled verdict: what bounds a call of a compiled program, in a few sentences."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from gshard.core.program import format_bytes
+from gshard.explanation.bounds import bounds_of, format_seconds, headline, remedies, shares_of
+from gshard.xla_programs.compiled_cost import CompiledCost
+from gshard.xla_programs.compiled_rows import CompiledRow
+
+_HIDDEN = 0.005  # of the network's seconds: less is not worth a sentence
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledVerdict:
+    """What bounds one call of a compiled program on a machine, as modelled.
+
+    Attributes:
+        cost: what it was read from.
+        rows: the collectives, with their seconds on this machine.
+    """
+
+    cost: CompiledCost
+    rows: Sequence[CompiledRow] = dataclasses.field(repr=False)
+
+    @property
+    def bounds(self) -> tuple[str, ...]:
+        """What most of a call is spent on, and the second where the first takes no more than half."""
+        return bounds_of(self.cost)
+
+    @property
+    def bound(self) -> str:
+        """What most of a call is spent on: compute, memory, network, launch or latency."""
+        return self.bounds[0]
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """What a call is spent on, as parts of its seconds."""
+        return shares_of(self.cost)
+
+    @property
+    def share(self) -> float:
+        """What the products take at the machine's peak rate, as a part of a call."""
+        return self._ideal / self.cost.seconds if self.cost.seconds else 0.0
+
+    @property
+    def _ideal(self) -> float:
+        works = ((k.ran.work, k.times) for k in self.cost.kernels)
+        return sum(w.products * times / self.cost.machine.peak(w.dtype) for w, times in works if w is not None)
+
+    @property
+    def headline(self) -> str:
+        """The first sentence."""
+        return headline(self.cost)
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """The others."""
+        found = (*remedies(self.cost), self._compute(), self._network(), self._memory(), self._unknown())
+        return tuple(text for text in found if text)
+
+    def _compute(self) -> str:
+        if not self._ideal:
+            return "There is no matrix product whose operations are known."
+        return (
+            f"The products of a device would take {format_seconds(self._ideal)} at the peak rate: "
+            f"{100 * self.share:.0f} % of the call."
+        )
+
+    def _network(self) -> str:
+        if not self.rows:
+            return "No device sends anything."
+        most, total = self.rows[0], max(self.cost.sent, 1)
+        text = (
+            f"Of {format_bytes(self.cost.sent)} that each device sends, {100 * most.bytes / total:.0f} % is the "
+            f"{most.kind} of {most.array} over {most.axes} at {most.line or most.module or 'no known line'}."
+        )
+        taken, hidden = sum(row.seconds for row in self.rows), self.cost.overlapped
+        if taken and hidden > _HIDDEN * taken:
+            text += f" {100 * hidden / taken:.0f} % of the network's {format_seconds(taken)} passes while kernels run."
+        longest = max(self.rows, key=lambda row: row.exposed)
+        if longest is not most and longest.exposed:
+            text += (
+                f" The call waits longest, {format_seconds(longest.exposed)}, for the {longest.kind} of "
+                f"{longest.array} at {longest.line or longest.module or 'no known line'}."
+            )
+        return text
+
+    def _memory(self) -> str:
+        says = "it fits" if self.cost.fits else "it does not fit"
+        memory = format_bytes(self.cost.machine.memory)
+        return f"Peak memory of a device: {format_bytes(self.cost.peak)} of {memory}, {says}."
+
+    def _unknown(self) -> str:
+        if not self.cost.unknown:
+            return ""
+        return f"Kernels whose operations are not known count by their bytes only: {', '.join(self.cost.unknown)}."
+
+    def __str__(self) -> str:
+        return "\n".join([self.headline, *self.sentences])
