@@ -9,10 +9,11 @@ so its figure (``compiled.memory_analysis()``), where it is known, is the one to
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Sequence
 
-from gshard.xla.dataflow import Array
+from gshard.xla.dataflow import ELEMENTWISE, Array
 from gshard.xla.hlo_parser import Computation, Instruction, Module
 from gshard.xla.kernels import arrays_of, bytes_in_memory
 
@@ -107,6 +108,14 @@ def _peak(module: Module, name: str, *, is_entry: bool = False) -> tuple[int, li
     for i, made in enumerate(order):
         while counted < len(held) and made_at[counted] == i:
             if not (is_entry and counted in returned):
+                if made.opcode == "fusion" or made.opcode in ELEMENTWISE:
+                    # Each element is read before it is written: an operand of that size that nothing else reads is the
+                    # buffer of the result.
+                    size = held[counted].bytes
+                    ending = (b for b in ends.get(i, ()) if b in live and held[b].bytes == size)
+                    for taken in itertools.islice((b for b in ending if is_entry or b not in returned), 1):
+                        live.discard(taken)
+                        now -= size
                 live.add(counted)
                 now += held[counted].bytes
             counted += 1

@@ -65,8 +65,9 @@ def compiled_rows(
         taken: seconds of all runs of each collective, and the exposed ones.
     """
     parts = parts_of(program)
-    paths = {tuple(p.origin.module.split("/")): None for p in parts if p.origin.module}
-    folded = equal_layers(paths, same_inside=False)
+    # With the operator inside, so that a scope with a number that holds no other scope may be a layer, too.
+    paths = {(*p.origin.module.split("/"), p.origin.operation): None for p in parts if p.origin.module}
+    folded = {path[:-1]: alike[:-1] for path, alike in equal_layers(paths, same_inside=False).items()}
     rows: dict[Hashable, list[Part]] = {}
     for part in parts:
         path = tuple(part.origin.module.split("/"))

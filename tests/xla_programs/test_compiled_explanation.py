@@ -1,0 +1,226 @@
+"""Programs as XLA compiled them: what is sent, why, what is held, and in which forms they can be given."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+import gshard
+from gshard.xla.hlo_collectives import collectives
+
+P = PartitionSpec
+WIDE, NARROW = 2048, 512
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Mesh:
+    return Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("data", "model"))
+
+
+def given(mesh: Mesh | AbstractMesh, shape: tuple[int, ...], *spec: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P(*spec)))
+
+
+def step(params: dict[str, jax.Array], x: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
+    def loss(p: dict[str, jax.Array]) -> jax.Array:
+        with jax.named_scope("mlp"):
+            h = jnp.tanh(x @ p["up"])
+        with jax.named_scope("head"):
+            return jnp.mean((h @ p["down"]) ** 2)
+
+    value, gradients = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, params, gradients), value
+
+
+def tensor_parallel(mesh: Mesh | AbstractMesh) -> tuple[Any, ...]:
+    params = {"up": given(mesh, (NARROW, WIDE), None, "model"), "down": given(mesh, (WIDE, NARROW), "model")}
+    return params, given(mesh, (256, NARROW), "data")
+
+
+def test_each_collective_has_its_axes_array_module_and_line(mesh: Mesh) -> None:
+    found = gshard.explain(jax.jit(step, donate_argnums=0), *tensor_parallel(mesh))
+    assert isinstance(found, gshard.CompiledExplanation)
+    rows = {row.array: row for row in found.collectives}
+    up, down = rows["gradient of params.up"], rows["gradient of params.down"]
+    assert (up.kind, up.axes, up.module, up.why) == ("all_reduce", "data", "mlp", "result of dot_general, backward")
+    assert (down.kind, down.axes, down.module) == ("all_reduce", "data", "head")
+    assert up.bytes == down.bytes == 2 * (NARROW * WIDE // 4 * 4) * (2 - 1) // 2
+    product = rows["dot_general"]
+    assert (product.axes, product.module, product.times) == ("model", "head", 1)
+    assert product.bytes == 2 * (128 * NARROW * 4) * 3 // 4
+    assert all(re.fullmatch(r"test_compiled_explanation\.py:\d+", row.line) for row in found.collectives)
+    assert found.attributed == 1
+    text = str(found)
+    assert "gradient of params.up" in text
+    assert "P(None, model)" in text
+    assert "whole" not in text
+
+
+def test_bytes_are_those_of_the_text(mesh: Mesh) -> None:
+    arguments = tensor_parallel(mesh)
+    found = gshard.explain(jax.jit(step), *arguments)
+    text = jax.jit(step).lower(*arguments).compile().as_text()
+    assert found.total_bytes == sum(c.total_bytes for c in collectives(text)) > 0
+    assert abs(sum(row.bytes for row in found.collectives) - found.total_bytes) <= len(found.collectives)
+    assert sum(found.times_by_kind.values()) == sum(c.executions for c in collectives(text))
+
+
+def test_a_combined_collective_has_a_row_for_each_array(mesh: Mesh) -> None:
+    found = gshard.explain(jax.jit(step), *tensor_parallel(mesh))
+    combined = [sent for sent in found.program.sent if len(sent.itself.operands) > 1]
+    assert combined, "XLA combines the two gradients"
+    parts = [part for row in found.collectives for part in row.parts if part.sent is combined[0]]
+    assert {part.array.text for part in parts} >= {"gradient of params.up", "gradient of params.down"}
+
+
+def test_one_program_in_all_its_forms(mesh: Mesh, tmp_path: Path) -> None:
+    arguments = tensor_parallel(mesh)
+    jitted = jax.jit(step)
+    lowered = jitted.lower(*arguments)
+    compiled = lowered.compile()
+    file = tmp_path / "step.after_optimizations.txt"
+    file.write_text(compiled.as_text(), "utf-8")
+    forms = [
+        gshard.explain(jitted, *arguments),
+        gshard.explain(jitted, *arguments, partitioner="xla"),
+        gshard.explain(lowered),
+        gshard.explain(compiled),
+        gshard.explain(compiled.as_text(), mesh=mesh),
+        gshard.explain(file, mesh={"data": 2, "model": 4}, machine="cpu"),
+        gshard.explain(jitted, *tensor_parallel(AbstractMesh((2, 4), ("data", "model")))),
+    ]
+    told = [
+        [(r.kind, r.axes, r.times, r.bytes, r.array, r.module, r.line, r.why) for r in f.collectives] for f in forms
+    ]
+    assert all(rows == told[0] for rows in told)
+    assert {f.total_bytes for f in forms} == {forms[0].total_bytes}
+    exported = gshard.explain(jax.export.export(jitted)(*arguments))
+    assert exported.total_bytes == forms[0].total_bytes
+
+
+def test_gshard_partitions_where_it_is_told_to(mesh: Mesh) -> None:
+    arguments = tensor_parallel(mesh)
+    for options in ({"partitioner": "gshard"}, {"mesh": mesh}, {"finite": True}):
+        assert isinstance(gshard.explain(jax.jit(step), *arguments, **options), gshard.Explanation)
+    one_device = [jax.ShapeDtypeStruct((8, 8), jnp.float32)] * 2
+    assert isinstance(gshard.explain(jax.jit(jnp.matmul), *one_device, mesh=8), gshard.Explanation)
+
+
+def test_arrays_that_every_device_holds_come_first(mesh: Mesh) -> None:
+    params = {"up": given(mesh, (NARROW, WIDE)), "down": given(mesh, (WIDE, NARROW), "model")}
+    found = gshard.explain(jax.jit(step), params, given(mesh, (256, NARROW), "data"))
+    assert [a.name for a in found.whole] == ["params['up']"]
+    lines = str(found).splitlines()
+    assert lines[3] == "arguments that every device holds whole, 4.0 MiB on each"
+    assert lines.index(lines[3]) < next(i for i, line in enumerate(lines) if line.startswith("collectives"))
+
+
+def test_a_gather_that_is_cut_again_is_named() -> None:
+    text = """HloModule jit_f, is_scheduled=true, num_partitions=4
+
+ENTRY %main (x: f32[16,8]) -> f32[64,2] {
+  %x = f32[16,8]{1,0} parameter(0), sharding={devices=[4,1]<=[4]}, metadata={op_name="x"}
+  %zero = u32[] constant(0)
+  %id = u32[] partition-id()
+  %two = u32[] constant(2)
+  %at = u32[] multiply(%id, %two)
+  %all = f32[64,8]{1,0} all-gather(%x), replica_groups=[1,4]<=[4], metadata={op_name="jit(f)/mlp/reshape"}
+  %form = f32[64,8]{0,1} copy(%all)
+  ROOT %own = f32[64,2]{1,0} dynamic-slice(%form, %zero, %at), dynamic_slice_sizes={64,2}
+}
+"""
+    found = gshard.explain(text, machine="h100")
+    (row,) = found.regathered
+    assert (row.part.array.text, row.kept, row.part.origin.module) == ("x", "f32[64,2]", "mlp")
+    assert "gathered on every device, which then keeps a part only" in str(found)
+    by_loop = text.replace("partition-id()", 'custom-call(), custom_call_target="round"')
+    assert not gshard.explain(by_loop, machine="h100").regathered
+
+
+def test_equal_layers_are_one_row(mesh: Mesh) -> None:
+    def f(ws: list[dict[str, jax.Array]], x: jax.Array) -> jax.Array:
+        for i, w in enumerate(ws):
+            with jax.named_scope(f"layer_{i}"):
+                x = jnp.tanh(x @ w["up"]) @ w["down"]
+        return x
+
+    layer = {"up": given(mesh, (64, 128), None, "model"), "down": given(mesh, (128, 64), "model")}
+    found = gshard.explain(jax.jit(f), [layer] * 3, given(mesh, (32, 64), "data"))
+    (row,) = found.collectives
+    assert (row.kind, row.axes, row.times, row.module, row.arrays) == ("all_reduce", "model", 3, "layer_*", 3)
+    assert "dot_general  x3" in str(found)
+
+
+def test_a_scan_counts_its_iterations(mesh: Mesh) -> None:
+    def f(ws: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0]
+
+    found = gshard.explain(jax.jit(f), given(mesh, (5, 64, 64), None, "data"), given(mesh, (32, 64), None, None))
+    rows = [row for row in found.collectives if row.times >= 5]
+    assert rows
+    assert all(row.exact and row.times % 5 == 0 for row in rows)
+
+
+def test_times_need_a_machine(mesh: Mesh) -> None:
+    arguments = tensor_parallel(mesh)
+    text = jax.jit(step).lower(*arguments).compile().as_text()
+    found = gshard.explain(text)
+    assert found.machine is None
+    assert "a call on" not in str(found)
+    assert "exposed" not in str(found)
+    with pytest.raises(gshard.ArgumentError, match="no machine is known"):
+        found.cost()
+    on = found.on("h100:1x8")
+    cost = on.cost()
+    assert cost.sent == found.total_bytes
+    assert cost.products == 6 * 256 * NARROW * WIDE * 2 // 8 - 2 * 256 * NARROW * WIDE // 8  # x needs no gradient
+    assert abs(sum(cost.by_bound.values()) - cost.seconds) < 1e-12
+    assert on.verdict().bound in ("launch", "latency")
+    assert abs(sum(row.exposed for row in on.collectives) + 1e-12 - sum(
+        k.seconds * k.times for k in cost.kernels if k.ran.sent is not None
+    )) < 1e-9  # fmt: skip
+    with pytest.raises(gshard.MachineError, match="4 devices"):
+        found.on("h100:1x4")
+
+
+def test_the_compilers_figures_of_memory_are_taken(mesh: Mesh) -> None:
+    compiled = jax.jit(step, donate_argnums=0).lower(*tensor_parallel(mesh)).compile()
+    report = compiled.memory_analysis()
+    found = gshard.explain(compiled)
+    whole = report.argument_size_in_bytes + report.output_size_in_bytes - report.alias_size_in_bytes
+    assert found.peak == whole + report.temp_size_in_bytes
+    assert "as the compiler reports" in str(found)
+    assert "as read from the schedule" in str(gshard.explain(compiled.as_text()))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m: gshard.explain("HloModule"), "no entry"),
+        (lambda m: gshard.explain("no/such/file.txt"), "neither a compiled program nor a file"),
+        (lambda m: gshard.explain(Path(__file__)), "this is no compiled program"),
+        (lambda m: gshard.explain(jax.jit(step).lower(*tensor_parallel(m)), mesh=4), "8 devices, and the mesh has 4"),
+        (lambda m: gshard.explain(jax.jit(step).lower(*tensor_parallel(m)), 3), "takes mesh= and machine= only"),
+        (lambda m: gshard.explain(step, *tensor_parallel(m), partitioner="xla"), "a function from jax.jit"),
+        (lambda m: gshard.explain(jax.jit(step), *tensor_parallel(m), partitioner="shardy"), "no partitioner 'shardy'"),
+        (lambda m: gshard.explain(jax.jit(step), *tensor_parallel(m), mesh=8, partitioner="xla"), "the options of"),
+        (lambda m: gshard.explain(jax.jit(step), tensor_parallel(m)[0]), "missing 1 required"),
+        (lambda m: gshard.explain(jax.jit(step), *tensor_parallel(AbstractMesh((8, 8), ("data", "model")))), "64 dev"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_explained(mesh: Mesh, call: Any, message: str) -> None:
+    with pytest.raises((gshard.GShardError, ValueError), match=message):
+        call(mesh)
+
+
+def test_a_program_of_gshard_is_read_like_any_other(mesh: Mesh) -> None:
+    arguments = tensor_parallel(mesh)
+    ours = gshard.jit(step, mesh=mesh)
+    found = gshard.explain(ours.lower(*arguments).compile().as_text(), mesh=mesh)
+    planned = gshard.explain(ours, *arguments)
+    assert found.total_bytes == planned.total_bytes
