@@ -47,16 +47,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Draws the sample of ``--one-in``, which is the same at every run."""
+    """Draws the sample of ``--one-in`` and, of a test that is marked ``one_in``, the cases that are not slow.
+
+    Both are the same at every run.
+    """
     n = config.getoption("--one-in")
     seen: set[str] = set()
     kept, left_out = [], []
     for item in items:
         function, _, _ = item.nodeid.partition("[")
-        first, whole = function not in seen, item.get_closest_marker("quick")
-        drawn = first or whole or zlib.crc32(item.nodeid.encode()) % n == 0
+        first, drawn_from = function not in seen, zlib.crc32(item.nodeid.encode())
         seen.add(function)
+        marked = item.get_closest_marker("one_in")
+        if marked is not None and not first and drawn_from // n % marked.args[0]:
+            item.add_marker(pytest.mark.slow)
+        drawn = first or item.get_closest_marker("quick") or drawn_from % n == 0
         (kept if drawn else left_out).append(item)
     items[:] = kept
     config.hook.pytest_deselected(items=left_out)
@@ -64,11 +71,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Without garbage collection: modules and tests stay."""
+    """Without garbage collection: modules and tests stay, and later collections need not look at them either."""
     gc.disable()
     try:
         return (yield)
     finally:
+        gc.freeze()
         gc.enable()
 
 

@@ -50,6 +50,7 @@ ONE_OF_EACH_MAKER = ("v3", "h100", "mi300x", "cpu")
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=() if kind in ONE_OF_EACH_MAKER else pytest.mark.slow) for kind in KINDS]
 )
+@pytest.mark.one_in(3)
 def test_renaming_a_machine_changes_its_name_only(kind: str, tmp_path: Path) -> None:
     machine = Machine.of(kind, MESH.size)
     renamed = dataclasses.replace(machine, name=LABEL)

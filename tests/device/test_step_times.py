@@ -42,6 +42,7 @@ def some(mesh: Mesh, rank: int, rng: random.Random) -> Sharding:
 
 
 @pytest.mark.parametrize(("named", "joined"), crossed(MACHINES, [False, True], one_in=4))
+@pytest.mark.one_in(2)
 def test_ways_are_no_dearer_for_what_is_known_to_remain(named: str, joined: bool) -> None:
     rng = random.Random(len(named))
     machine = Machine.of(named)

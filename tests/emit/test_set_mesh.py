@@ -106,6 +106,7 @@ KEYS: dict[str, Callable[[Any, Any], Any]] = {
     "name, impl, kind",
     crossed(list(KEYS), ["rbg", "unsafe_rbg", "threefry2x32"], [AxisType.Auto, AxisType.Explicit], one_in=6),
 )
+@pytest.mark.one_in(3)
 def test_random_keys(name: str, impl: str, kind: AxisType) -> None:
     def f(x: Any) -> Any:
         return KEYS[name](random.key(7, impl=impl), x)

@@ -91,6 +91,7 @@ def deep(params, x):
     return jnp.mean(x * x)
 
 
+@pytest.mark.slow
 def test_a_page_of_a_thousand_equations_takes_linear_time_and_no_two_megabytes(tmp_path):
     def found(layers):
         params = [(f32(64, 128), f32(128, 64))] * layers

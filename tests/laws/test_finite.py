@@ -47,6 +47,7 @@ FINITE = [
 
 
 @pytest.mark.parametrize("row", others_slow(FINITE, "finite"))
+@pytest.mark.one_in(3)
 def test_finite_parts_pass(row: Row) -> None:
     program, equation, first = with_permission(row)
     given = [*program.captured, *(np.asarray(_array(x)) for x in jax.tree.leaves(row.arguments))]

@@ -100,6 +100,7 @@ LINEAR = [
 
 
 @pytest.mark.parametrize("row", sampled_rows((r for r, _ in LINEAR), "linear"), ids=lambda row: row.name)
+@pytest.mark.one_in(3)
 def test_parts_pass(row: Row) -> None:
     """What only moves elements lets nine monoids pass: each such row takes three of them, not all the same ones."""
     check_ways(row, every=3 if len(the_rule(row).linear) == len(MONOIDS) else 1)
@@ -224,6 +225,7 @@ EXTREME = [
 
 
 @pytest.mark.parametrize("row", others_slow(EXTREME, "extreme"))
+@pytest.mark.one_in(3)
 def test_the_worst_parts_pass(row: Row) -> None:
     program = row.program
     equation = the_equation(program, row.primitive)

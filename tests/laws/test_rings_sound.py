@@ -91,6 +91,7 @@ def sent_in(ring: Ring, e: Equation, split: Split, mesh: Mesh) -> int:
 
 
 @pytest.mark.parametrize(("name", "on"), crossed(list(PRODUCTS), list(MESHES), one_in=3))
+@pytest.mark.one_in(3)
 def test_rings_of_every_kind_compute_the_whole(name: str, on: str) -> None:
     check(name, on, 1, np.int32)
     if name == "uneven":

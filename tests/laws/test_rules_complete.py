@@ -65,6 +65,7 @@ def is_right(row: Row, f: int, atom: str) -> bool:
 
 
 @pytest.mark.parametrize("row", others_slow(rows(), "rules_complete"))
+@pytest.mark.one_in(3)
 def test_whole_factors_are_whole_for_a_reason(row: Row) -> None:
     equation = the_equation(row.program, row.primitive)
     if equation is None:

@@ -82,6 +82,7 @@ def assert_equal(results: Sequence[Any], wanted: Sequence[Any]) -> None:
 
 
 @pytest.mark.parametrize("numbers", NUMBERS)
+@pytest.mark.one_in(2)
 def test_moves_are_exact(numbers: str) -> None:
     x = NUMBERS[numbers]
     for what, f in MOVES.items():
@@ -99,6 +100,7 @@ def test_a_zero_that_was_looked_up_divides_to_the_same_infinity() -> None:
 
 
 @pytest.mark.parametrize("numbers", ["special", "negative zeros", "bfloat16", "float16", "float8"])
+@pytest.mark.one_in(2)
 def test_extremes_keep_nan_and_the_sign_of_a_zero(numbers: str) -> None:
     """Also where most devices hold nothing but padding."""
     x = NUMBERS[numbers]
@@ -161,6 +163,7 @@ KEYS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize(("what", "impl"), crossed(list(KEYS), ["threefry2x32", "rbg", "unsafe_rbg"], one_in=3))
+@pytest.mark.one_in(3)
 def test_keys_pass_every_operator(what: str, impl: str) -> None:
     """Five keys over eight devices."""
     keys = jax.random.split(jax.random.key(7, impl=impl), 5)
@@ -218,6 +221,7 @@ WEAK: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("what", WEAK)
+@pytest.mark.one_in(3)
 def test_weak_types_are_those_of_jax(what: str) -> None:
     """So that a number added to a result in bfloat16 stays what it would have been."""
     for x in (*weak_and_strong(), 3.0, 2):

@@ -129,6 +129,7 @@ def test_a_long_run_takes_no_more_memory_and_no_more_files(whole: Path) -> None:
     assert len(losses(whole.with_name("long"))) == 2000
 
 
+@pytest.mark.slow
 def test_two_runs_in_one_folder(whole: Path) -> None:
     folder = whole.with_name("shared")
     first = start(folder, 10_000)

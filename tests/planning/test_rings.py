@@ -78,6 +78,7 @@ def sent(lowered: Any) -> int:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.one_in(3)
 def test_bytes_memory_and_numbers(name: str, mesh_2x4: jax.sharding.Mesh) -> None:
     f, *shapes = CASES[name]
     arguments = [whole(i, *shape) for i, shape in enumerate(shapes)]

@@ -105,6 +105,7 @@ def test_the_gradient_of_a_weight_that_is_brought_is_scattered_once() -> None:
     "name",
     [pytest.param(name, marks=() if name == "accumulated" else pytest.mark.slow) for name in STEPS],
 )
+@pytest.mark.slow
 def test_steps_of_todays_training_code(name: str) -> None:
     """Three steps give what ``jax.jit`` gives, and the compiled program needs no more temporaries, bytes and FLOPs."""
     step = STEPS[name]

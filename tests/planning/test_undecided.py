@@ -87,6 +87,7 @@ def test_a_mark_on_an_undecided_argument_decides_it() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.one_in(3)
 def test_arguments_come_as_propagation_says(name: str) -> None:
     """Beyond that they are split only where arrays disagree, and over what these disagree about."""
     case = CASES[name]

@@ -115,6 +115,7 @@ def check(how: str, what: str) -> None:
 
 
 @pytest.mark.parametrize(("how", "what"), FEW)
+@pytest.mark.one_in(2)
 def test_the_same_numbers_and_nothing_is_laid_out_anew(how: str, what: str) -> None:
     check(how, what)
 
@@ -136,6 +137,7 @@ def ends(f: Function, *arguments: Any) -> Any:
 
 
 @pytest.mark.parametrize(("how", "what"), FEW[1::2])
+@pytest.mark.one_in(2)
 def test_gradients(how: str, what: str) -> None:
     f, x, y = case(how, what)
     g = ends(f, x, y)

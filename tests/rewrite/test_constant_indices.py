@@ -169,6 +169,7 @@ def test_one_index_in_nothing() -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
+@pytest.mark.one_in(2)
 def test_any_constant_indices(seed: int) -> None:
     rng = np.random.default_rng(seed)
     n, dim, count = int(rng.integers(1, 20)), int(rng.integers(2)), int(rng.integers(1, 40))

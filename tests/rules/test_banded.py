@@ -70,6 +70,7 @@ def check(f: Function, x: Any, dim: int = 0, rounding: float = 4.0) -> None:
 
 
 @pytest.mark.parametrize(("sizes", "method"), crossed(SIZES, METHODS[:2], one_in=4))
+@pytest.mark.one_in(2)
 def test_images_in_another_size(sizes: tuple[int, int], method: str, rng: np.random.Generator) -> None:
     n, m = sizes
     check(resized(m, method), columns(rng, n))
@@ -103,6 +104,7 @@ def table(rng: np.random.Generator, n: int, m: int, dtype: Any) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", ["float32", "int32", "int8"])
 @pytest.mark.parametrize(("n", "m"), [(64, 64), (96, 64), (61, 87), (64, 9), (40, 200)])
+@pytest.mark.one_in(2)
 def test_any_band(n: int, m: int, dtype: str, rng: np.random.Generator) -> None:
     weights = table(rng, n, m, dtype)
     x = columns(rng, n) if dtype == "float32" else rng.integers(-128, 128, (n, 3)).astype(dtype)

@@ -101,6 +101,7 @@ def troublesome(rng: np.random.Generator, n: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("parts", [3, 5, 8, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4, 6))])
+@pytest.mark.one_in(3)
 def test_sorted_parts_have_the_bits_of_the_whole(parts: int, rng: np.random.Generator) -> None:
     """Lengths on both sides of what columnsort needs; the longest have columns that do and do not divide."""
     border = parts * (parts - 1)
