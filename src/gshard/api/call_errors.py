@@ -6,10 +6,9 @@ gshard.explain(f, mesh=8)         # f needs arguments
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from gshard.core.errors import ArgumentError
@@ -20,10 +19,7 @@ from gshard.tracing.by_jax import name_of
 _OF_CALL = re.compile(r"(missing \d+ required|takes .* positional arguments? but|got an unexpected keyword)")
 
 
-@contextlib.contextmanager
-def clear_call_errors(
-    asker: Callable[..., Any], f: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Iterator[None]:
+class clear_call_errors:
     """Inside, a ``TypeError`` because ``f`` does not take these arguments becomes an error that names them.
 
     Args:
@@ -31,12 +27,18 @@ def clear_call_errors(
         f: the function.
         args, kwargs: its arguments.
     """
-    try:
-        yield
-    except TypeError as error:
-        if (clear := _clear(asker, f, args, kwargs, error)) is error:
-            raise
-        raise clear from None
+
+    # A class, since a generator in ``contextlib`` leaves a frame in the traceback that the user sees.
+    def __init__(
+        self, asker: Callable[..., Any], f: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        self._call = asker, f, args, kwargs
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, TypeError) and (clear := _clear(*self._call, error)) is not error:
+            raise clear from None
 
 
 def _clear(
