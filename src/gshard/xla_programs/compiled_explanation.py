@@ -140,7 +140,7 @@ class CompiledExplanation:
     def verdict(self, machine: Machine | str | None = None) -> CompiledVerdict:
         """What bounds a call, in a few sentences; arguments and errors as for ``cost``."""
         there = self if machine is None else self.on(machine)
-        return CompiledVerdict(there._own_cost, there.collectives)
+        return CompiledVerdict(there._own_cost, there.collectives, self.program.platform)
 
     def format(self, collectives: int = 30, arguments: int = 8, held: int = 6) -> str:
         """The explanation as text with at most so many rows of each kind."""

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from gshard.core.program import format_bytes
+from gshard.device.machine_kinds import COMPILERS
 from gshard.explanation.bounds import bounds_of, format_seconds, headline, remedies, shares_of
 from gshard.xla_programs.compiled_cost import CompiledCost
 from gshard.xla_programs.compiled_rows import CompiledRow
@@ -20,10 +21,12 @@ class CompiledVerdict:
     Attributes:
         cost: what it was read from.
         rows: the collectives, with their seconds on this machine.
+        platform: what the program was compiled for; empty if that is not known.
     """
 
     cost: CompiledCost
     rows: Sequence[CompiledRow] = dataclasses.field(repr=False)
+    platform: str = ""
 
     @property
     def bounds(self) -> tuple[str, ...]:
@@ -58,8 +61,8 @@ class CompiledVerdict:
     @property
     def sentences(self) -> tuple[str, ...]:
         """The others."""
-        found = (*remedies(self.cost), self._compute(), self._network(), self._memory(), self._unknown())
-        return tuple(text for text in found if text)
+        more = self._compute(), self._network(), self._memory(), self._unknown(), self._elsewhere()
+        return tuple(text for text in (*remedies(self.cost), *more) if text)
 
     def _compute(self) -> str:
         if not self._ideal:
@@ -97,6 +100,15 @@ class CompiledVerdict:
         if not self.cost.unknown:
             return ""
         return f"Kernels whose operations are not known count by their bytes only: {', '.join(self.cost.unknown)}."
+
+    def _elsewhere(self) -> str:
+        machine = self.cost.machine
+        if not self.platform or machine.compiler == COMPILERS.get(self.platform, machine.compiler):
+            return ""
+        return (
+            f"XLA compiled this program for {self.platform}. For {machine.kind or machine.name} it fuses and combines "
+            "otherwise, and may choose other collectives: compile for the devices themselves to see those."
+        )
 
     def __str__(self) -> str:
         return "\n".join([self.headline, *self.sentences])
