@@ -31,7 +31,6 @@ from typing import Any
 import jax
 
 import gshard
-from gshard.ahead_of_time import topology_mesh
 from gshard.emit.compile import named_sharding
 from gshard.moe.config import TransformerConfig
 from gshard.moe.transformer import param_specs
@@ -42,6 +41,7 @@ from gshard.xla import hlo_collectives
 from gshard.xla.cycles import estimated_cycles
 from gshard.xla.hlo_parser import Computation, Instruction, Module, read_module, type_bytes
 from gshard.xla.peer import xla_function
+from gshard.xla.topology import topology_mesh
 
 MODELS = ("MoE(128E, 12L)", "v3:8x8", "MoE(2048E, 12L)", "v3:32x32", "MoE(2048E, 36L)", "v3:32x32")
 _TILE = (8, 128)  # of the last two dimensions of an array on a TPU

@@ -103,6 +103,7 @@ def _search(options: argparse.Namespace) -> None:
         "budget_seconds": options.budget_seconds,
         "finite": options.finite,
         "progress": True,
+        "compile_best": options.compile_best,
         **told_by(f, len(arguments), options),
     }
     if options.over == "layout":

@@ -127,6 +127,9 @@ def _parser(runs: Mapping[str, Run]) -> argparse.ArgumentParser:
         metavar="TEXT",
         help="what else could be: arguments or lines that contain this",
     )
+    command.add_argument(
+        "--compile-best", type=int, metavar="3", help="compile so many of the best plans, and take the best of those"
+    )
     command.add_argument("--marks", action="store_true", help="say the plan in few marks, each tried; takes a while")
     command.add_argument(
         "--patch", type=Path, metavar="marks.diff", help="write these marks into the source files, as a diff"

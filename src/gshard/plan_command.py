@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gshard.ahead_of_time import compiled_by_libtpu, topology_mesh
+from gshard.ahead_of_time import compiled_by_libtpu
 from gshard.api.jit import jit
 from gshard.api.lowered import Lowered
 from gshard.api.search import search
@@ -42,6 +42,7 @@ from gshard.moe.param import Param, shapes
 from gshard.moe.transformer import loss, param_specs
 from gshard.remat.rematerialise import MemoryLimitError, bytes_of
 from gshard.search.meshes import meshes
+from gshard.xla.topology import topology_mesh
 
 # Table 3: "Batch sz. (Tokens)", per side of the translation, by number of experts. The paper does not say how long
 # sentences are; ``LENGTH`` tokens is an assumption that only attention notices.

@@ -24,6 +24,7 @@ from gshard.device.hardware import kind_of_devices, machine_of
 from gshard.device.machine import Machine
 from gshard.xla_programs.compiled_explanation import CompiledExplanation
 from gshard.xla_programs.compiled_program import WHOLE, read_program
+from gshard.xla_programs.program_memory import memory_figures
 
 XLA, GSHARD = "xla", "gshard"  # partitioners
 
@@ -63,7 +64,7 @@ def explain_compiled(f: Any, mesh: MeshLike = None, machine: str | Machine | Non
     program = read_program(
         text, found, whole=_whole(compiled, shardings, found), results=_results(compiled),
         platform=str(found.devices[0].platform) if found is not None and found.devices else "",
-        memory=_memory(compiled),
+        memory=memory_figures(compiled),
     )  # fmt: skip
     return _told_on(program, found, machine)
 
@@ -174,13 +175,3 @@ def _results(compiled: Any) -> list[str]:
     tree = compiled.out_tree
     paths = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(tree, range(tree.num_leaves)))[0]
     return [f"result{jax.tree_util.keystr(path)}" for path, _ in paths]
-
-
-def _memory(compiled: Any) -> dict[str, int] | None:
-    found = compiled.memory_analysis()
-    if found is None:
-        return None
-    return {
-        "arguments": found.argument_size_in_bytes, "results": found.output_size_in_bytes,
-        "shared": found.alias_size_in_bytes, "temporaries": found.temp_size_in_bytes,
-    }  # fmt: skip

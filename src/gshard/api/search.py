@@ -17,6 +17,7 @@ from gshard.api.jitted import Jitted
 from gshard.api.lowered import Lowered
 from gshard.api.names import paths_of_arguments, with_names_of_arguments
 from gshard.core.errors import ArgumentError, MeshError
+from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_dispatch import without_our_frames
 from gshard.core.layout import Layout, Names
 from gshard.core.mesh import Mesh
@@ -33,6 +34,7 @@ from gshard.search.meshes import meshes
 from gshard.search.priced import PricedPlan
 from gshard.search.stopping import Stop, stoppable
 from gshard.search.time_budget import TimeBudget
+from gshard.xla_programs.compiled_ranking import ranked
 
 _OVER = ("plan", "layout")
 _FINISHED = 3  # of the meshes that are tried, the most promising ones, whose plans are priced
@@ -61,6 +63,7 @@ def search(
     progress: bool | Callable[[str], object] | None = None,
     over: Literal["plan"] = "plan",
     finite: bool = False,
+    compile_best: int | None = None,
     **kwargs: Any,
 ) -> SearchResult: ...
 
@@ -81,6 +84,7 @@ def search(
     progress: bool | Callable[[str], object] | None = None,
     over: str = "plan",
     finite: bool = False,
+    compile_best: int | None = None,
     **kwargs: Any,
 ) -> SearchResult | LayoutResult:
     """Searches for the plan of a function that takes least time on a machine, and tells how near the best it may be.
@@ -113,6 +117,10 @@ def search(
             of dimensions and mesh axes (``gshard.Layout``), which says less and is short. Names are those that the
             function and its arguments have, and letters for the rest; rows of a layout that it has are kept.
         finite: as for ``jit``; a function from ``gshard.jit`` has its own.
+        compile_best: compiles so many of the best plans, and returns the one that is best as XLA compiled it, with the
+            ranking (``found.compiled``): time on the machine with the kernels and the schedule that XLA chose, bytes,
+            memory, and what the cost model had said. They are compiled for the mesh's devices; for an abstract mesh by
+            libtpu if ``machine`` is a TPU, and otherwise for the first devices that JAX has.
 
     Returns:
         what was found; print it. ``gshard.jit(f, mesh=found.mesh, plan=found.plan)`` runs a plan,
@@ -123,7 +131,8 @@ def search(
             model of the mesh's devices.
         ArgumentError: static or donated arguments or ``finite`` for a function that ``gshard.jit`` returned, which has
             its own; ``over`` is another word, ``budget_seconds`` no time; a table for a function with ordered rules
-            (``Layout.of``).
+            (``Layout.of``); ``compile_best`` is no number from 1 on, or given with ``over="layout"``.
+        MeshError, PlanningError: there are no devices to compile for; libtpu is missing, for a TPU.
         ShardingError, TraceError: as ``jit``.
 
     >>> import jax
@@ -155,6 +164,7 @@ def search(
             got=f"over={over!r}",
             hint="Write over='plan', the sharding of every value, or over='layout', a table of names and axes.",
         )
+    _check_number(compile_best, over)
     limit = None if memory_limit is None else bytes_of(memory_limit)
     asked = _Asked(made, args, kwargs, list(_meshes(mesh)), machine, limit, on_better)
     with stoppable() as stop:
@@ -162,13 +172,24 @@ def search(
         with clear_call_errors(search, f, args, kwargs):
             found = run.found(stop)
         if found is not None and over == "plan":
-            return found
+            return found if compile_best is None else ranked(found, compile_best)
         if found is not None:
             budget.left_out = run.budget.left_out
             tables = [layout_of(best, run.namable(one), found.donated, budget, stop) for one, best in run.bests(stop)]
             return min(tables, key=lambda table: table.priced.rank(table.limit))
     stop.deliver()
     raise KeyboardInterrupt
+
+
+def _check_number(compile_best: int | None, over: str) -> None:
+    """Refuses a number of plans to compile that is none, or that is given where tables are searched."""
+    is_number = isinstance(compile_best, int) and not isinstance(compile_best, bool) and compile_best > 0
+    if compile_best is not None and (not is_number or over != "plan"):
+        raise ArgumentError(
+            f"compile_best={compile_best!r} with over={over!r} compiles nothing.",
+            user_line(),
+            hint="Give how many plans to compile, from 1 on; tables are not compiled.",
+        )
 
 
 def _seconds_of(budget_seconds: float | None) -> float | None:

@@ -55,6 +55,7 @@ class SearchResult:
         donated: the arguments whose memory results may take.
         in_tree: the structure of the arguments, positional and named.
         function: the function as its dimensions can be named.
+        compiled: the ranking of the best plans as XLA compiled them (``search(compile_best=...)``); prints as a table.
     """
 
     best: Best
@@ -62,6 +63,7 @@ class SearchResult:
     donated: tuple[int, ...] = ()
     in_tree: Any = None
     function: Namable | None = None
+    compiled: Any = None
 
     @property
     def plan(self) -> Plan:
@@ -367,6 +369,7 @@ class SearchResult:
             if other is not best:
                 axes = ", ".join(f"{name}={size}" for name, size in other.mesh.axes)
                 lines.append(f"mesh ({axes}): {other.chosen.cost.seconds * 1e3:.4g}{self._note(other.chosen.cost)}")
+        lines += [] if self.compiled is None else [str(self.compiled)]
         return "\n".join([*lines, "arguments", *self._arguments()])
 
     __repr__ = __str__

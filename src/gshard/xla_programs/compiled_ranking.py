@@ -1,0 +1,179 @@
+"""Compiled ranking: compiles the best plans of a search, and orders them by what the compiler made of them.
+
+The cost model prices a per-device program before XLA fuses, combines and schedules it. Here each plan is compiled for
+the machine, and the compiled program is read: what it sends, what it holds, and its time on the same machine with the
+kernels and the schedule that XLA chose. How far the model was off is shown beside.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import jax
+
+from gshard.core.mesh import Mesh
+from gshard.core.planning_tables import with_tables
+from gshard.core.program import format_bytes
+from gshard.emit.compile import compile_spmd
+from gshard.explanation.found import SearchResult
+from gshard.search.find import Best
+from gshard.search.pipeline import as_run
+from gshard.search.planned import Planned
+from gshard.search.priced import PricedPlan
+from gshard.xla.cycles import estimated_cycles
+from gshard.xla.topology import topology_mesh
+from gshard.xla_programs.compiled_cost import CompiledCost, compiled_cost
+from gshard.xla_programs.compiled_program import read_program
+from gshard.xla_programs.program_memory import memory_figures
+
+_HIDDEN = 0.005  # of the network's seconds: less is not worth a column
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CompiledPlan:
+    """A plan as XLA compiled it.
+
+    Attributes:
+        best: the search on its mesh;
+        priced: the plan, with what the cost model says of it.
+        cost: of the compiled program; None if XLA does not compile it.
+        cycles: the compiler's own estimate, where it notes one (TPU); 0 elsewhere.
+        refused: what XLA says if it does not compile it: that it does not fit, for example.
+    """
+
+    best: Best
+    priced: PricedPlan
+    cost: CompiledCost | None
+    cycles: int = 0
+    refused: str = ""
+
+    @property
+    def error(self) -> float:
+        """The compiled program's time as a multiple of the modelled one; 0 if there is none."""
+        modelled = self.priced.cost.seconds
+        return self.cost.seconds / modelled if self.cost is not None and modelled else 0.0
+
+    def rank(self, limit: float) -> tuple[bool, bool, float]:
+        """Orders plans, the better first: those that compile, of them those that fit, of them by time."""
+        if self.cost is None:
+            return True, True, self.priced.cost.seconds
+        return False, self.cost.peak > limit, self.cost.seconds
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CompiledRanking:
+    """The best plans of a search, as XLA compiled them; the best first.
+
+    Attributes:
+        plans: those that were compiled.
+        platform: what they were compiled for.
+        machine: what their times are modelled on.
+    """
+
+    plans: tuple[CompiledPlan, ...]
+    platform: str
+    machine: str
+
+    @property
+    def best(self) -> CompiledPlan:
+        """The best of them."""
+        return self.plans[0]
+
+    def __str__(self) -> str:
+        title = f"as XLA compiled them for {self.platform}, on {self.machine}"
+        rows = [("plan", "modelled", "compiled", "sent", "peak", "hidden", "cycles")]
+        for plan in self.plans:
+            axes = ", ".join(f"{name}={size}" for name, size in plan.best.mesh.axes)
+            name, modelled = f"{plan.priced.name} ({axes})", f"{plan.priced.cost.seconds * 1e3:.4g} ms"
+            if plan.cost is None:
+                rows.append((name, modelled, plan.refused[:60], "", "", "", ""))
+                continue
+            network = sum(seconds for seconds, _ in plan.cost.by_collective.values())
+            hidden = f"{100 * plan.cost.overlapped / network:.0f} %" if plan.cost.overlapped > _HIDDEN * network else ""
+            compiled = f"{plan.cost.seconds * 1e3:.4g} ms (x {plan.error:.2f})"
+            sizes = format_bytes(plan.cost.sent), format_bytes(plan.cost.peak)
+            rows.append((name, modelled, compiled, *sizes, hidden, f"{plan.cycles:,}" if plan.cycles else ""))
+        shown = [i for i in range(len(rows[0])) if any(row[i] for row in rows[1:])]
+        wide = {i: max(len(row[i]) for row in rows) for i in shown}
+        lines = ["  ".join(row[i].ljust(wide[i]) for i in shown).rstrip() for row in rows]
+        return "\n".join([title, *(f"  {line}" for line in lines)])
+
+
+def ranked(found: SearchResult, k: int) -> SearchResult:
+    """A search with the plan that is the best as XLA compiled it, of the best ``k``.
+
+    Raises:
+        MeshError: there are fewer devices than the mesh has.
+        PlanningError: the machine is a TPU, and libtpu does not describe it.
+    """
+    ranking = compiled_ranking(found, k, _devices(found))
+    best, priced = ranking.best.best, ranking.best.priced
+    if priced is not best.chosen:  # nothing is proven about a plan that the simplified model did not choose
+        best = dataclasses.replace(best, chosen=priced, predicted=None)
+    return dataclasses.replace(found, best=best, compiled=ranking)
+
+
+def _devices(found: SearchResult) -> Sequence[object]:
+    """What plans are compiled for."""
+    mesh, machine = found.plan.mesh, found.cost.machine
+    if mesh.devices is not None:
+        return mesh.devices
+    on = topology_mesh(machine) if machine.topology else Mesh.of(mesh.size)
+    assert on.devices is not None, "both have devices"
+    return on.devices
+
+
+@with_tables
+def compiled_ranking(found: SearchResult, k: int, devices: Sequence[object]) -> CompiledRanking:
+    """Compiles the best plans that a search priced, on all meshes that it tried.
+
+    Args:
+        found: the search.
+        k: how many plans at most; plans that are equal count once.
+        devices: what to compile for, in the order of the mesh; as many as it has.
+    """
+    made = [
+        _compiled(best, priced, found.donated, devices) for best, priced in _best_plans(found.tried or (found.best,), k)
+    ]
+    ordered = tuple(sorted(made, key=lambda plan: plan.rank(plan.best.limit)))
+    return CompiledRanking(ordered, str(getattr(devices[0], "platform", "")), found.cost.machine.name)
+
+
+def _best_plans(tried: Iterable[Best], k: int) -> list[tuple[Best, PricedPlan]]:
+    """The best plans of all meshes, by the cost model."""
+    every = [(best, priced) for best in tried for priced in {best.chosen: 0, **dict.fromkeys(_others(best), 0)}]
+    every.sort(key=lambda pair: pair[1].rank(pair[0].limit))
+    different: dict[tuple[str, int, int], tuple[Best, PricedPlan]] = {}
+    for best, priced in every:
+        # Meshes of other shapes have the same plan in other words: it takes, sends and holds the same.
+        cost = priced.cost
+        different.setdefault((f"{cost.seconds:.9g}", cost.sent, cost.peak), (best, priced))
+    return list(different.values())[:k]
+
+
+def _others(best: Best) -> list[PricedPlan]:
+    return [*([] if best.searched is None else [best.searched]), *best.others]
+
+
+def _compiled(best: Best, priced: PricedPlan, donated: Sequence[int], devices: Sequence[object]) -> CompiledPlan:
+    """Compiles one plan for devices."""
+    there = _on(priced.plan.mesh, devices)
+    plan = dataclasses.replace(priced.plan, mesh=there)
+    machine = priced.cost.machine
+    run = as_run(Planned(plan), machine, donated, int(best.limit), recomputes=priced.recomputed)
+    assert run.spmd is not None, "it is partitioned to be priced"
+    try:
+        compiled = compile_spmd(run.spmd, frozenset(donated)).compiled
+    except jax.errors.JaxRuntimeError as error:
+        return CompiledPlan(best, priced, None, refused=str(error).splitlines()[0])
+    text = compiled.as_text()
+    program = read_program(text, Mesh.of(there.user_jax_mesh), memory=memory_figures(compiled))
+    return CompiledPlan(best, priced, compiled_cost(program, machine), estimated_cycles(text))
+
+
+def _on(mesh: Mesh, devices: Sequence[object]) -> Mesh:
+    """A mesh with devices; its own, if it has some."""
+    if mesh.devices is not None:
+        return mesh
+    return dataclasses.replace(mesh, devices=tuple(devices))
