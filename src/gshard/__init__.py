@@ -9,6 +9,7 @@ Mark a few tensors of a program written for one device, and run it on all of the
     explain                     what each tensor got and why, and what the devices communicate
     dimensions                  which dimensions of a program are the same one, and what they are called
     search                      the fastest plan found for a machine, with no marks or some, and how near the best
+    export_plan                 such a plan as shardings for jax.jit, compared with what XLA compiles
 
 What ``jit`` does, verb by verb, each from one noun to the next::
 
@@ -32,6 +33,7 @@ from gshard import testing as testing
 from gshard.api.by_path import shard_by_path as shard_by_path
 from gshard.api.dimensions import dimensions as dimensions
 from gshard.api.explained import explain as explain
+from gshard.api.export import export_plan as export_plan
 from gshard.api.instead_of_jit import instead_of_jit as instead_of_jit
 from gshard.api.jit import jit as jit
 from gshard.api.jitted import Jitted as Jitted
@@ -83,6 +85,7 @@ from gshard.remat.rematerialise import MemoryLimitError as MemoryLimitError
 from gshard.search.layouts import LayoutResult as LayoutResult
 from gshard.tracing.trace import trace as trace
 from gshard.xla_programs.compiled_explanation import CompiledExplanation as CompiledExplanation
+from gshard.xla_programs.exported_plan import ExportedPlan as ExportedPlan
 
 compile = _compile.compile_spmd
 
@@ -96,6 +99,7 @@ __all__ = [
     "Dimensions",
     "Executable",
     "Explanation",
+    "ExportedPlan",
     "GShardError",
     "Jitted",
     "Layout",
@@ -125,6 +129,7 @@ __all__ = [
     "compile",
     "dimensions",
     "explain",
+    "export_plan",
     "instead_of_jit",
     "jit",
     "manual",

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from gshard.api.explained import explain
+from gshard.api.export import export_plan
 from gshard.api.jit import jit
 from gshard.api.jitted import Jitted
 from gshard.api.search import search
@@ -37,6 +38,7 @@ from gshard.planning.saved_plan import SavedPlan
 from gshard.xla.calibrate import calibrate
 
 FAILED = 3  # exit status
+_OF_PLANS = ("why", "marks", "patch", "html", "export", "save")  # options of search that are about a plan
 
 
 def _mesh(mesh: str | None, machine: str | None) -> Mesh:
@@ -107,7 +109,9 @@ def _search(options: argparse.Namespace) -> None:
         **told_by(f, len(arguments), options),
     }
     if options.over == "layout":
-        if of_plans := [f"--{name}" for name in ("why", "marks", "patch", "html", "save") if getattr(options, name)]:
+        if of_plans := [
+            f"--{name}" for name in ("why", "marks", "patch", "html", "export", "save") if getattr(options, name)
+        ]:
             raise ArgumentError(
                 f"--over layout finds a table, and {', '.join(of_plans)} would tell of a plan.",
                 hint="Leave one of them out.",
@@ -131,6 +135,8 @@ def _search(options: argparse.Namespace) -> None:
             print(f"git apply {options.patch}")
         else:
             print("no mark in it that git could apply")
+    if options.export:
+        print(f"\n{export_plan(found)}")
     if options.save:
         found.save(options.save)
         print(

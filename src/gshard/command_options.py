@@ -135,6 +135,9 @@ def _parser(runs: Mapping[str, Run]) -> argparse.ArgumentParser:
         "--patch", type=Path, metavar="marks.diff", help="write these marks into the source files, as a diff"
     )
     command.add_argument("--html", type=Path, help="write the report of the plan as one page")
+    command.add_argument(
+        "--export", action="store_true", help="print the plan as shardings for jax.jit, and what XLA compiles of them"
+    )
     command.add_argument("--save", type=Path, metavar="plan.json", help="write the plan, for gshard.jit(plan=...)")
     command.set_defaults(run=runs["search"])
 

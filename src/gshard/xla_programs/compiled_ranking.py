@@ -107,15 +107,19 @@ def ranked(found: SearchResult, k: int) -> SearchResult:
         MeshError: there are fewer devices than the mesh has.
         PlanningError: the machine is a TPU, and libtpu does not describe it.
     """
-    ranking = compiled_ranking(found, k, _devices(found))
+    ranking = compiled_ranking(found, k, devices_for(found))
     best, priced = ranking.best.best, ranking.best.priced
     if priced is not best.chosen:  # nothing is proven about a plan that the simplified model did not choose
         best = dataclasses.replace(best, chosen=priced, predicted=None)
     return dataclasses.replace(found, best=best, compiled=ranking)
 
 
-def _devices(found: SearchResult) -> Sequence[object]:
-    """What plans are compiled for."""
+def devices_for(found: SearchResult) -> Sequence[object]:
+    """What plans are compiled for: the mesh's devices, those of a TPU by libtpu, or the first that JAX has.
+
+    Raises:
+        MeshError, PlanningError: as ``ranked``.
+    """
     mesh, machine = found.plan.mesh, found.cost.machine
     if mesh.devices is not None:
         return mesh.devices
