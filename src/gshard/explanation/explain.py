@@ -81,6 +81,8 @@ class Explanation:
         by_bytes: whether it is the plan that sends least.
         dropped: what the program says and gshard does not keep: line, parameter, value, what is done instead.
         choice: what planning or a search chose, and from what; None for a plan that was given, or is a preset.
+        returned: results that a ``jax.Array`` cannot hold in the shards of the plan: these, those that are returned,
+            the bytes of both on a device, the way out.
     """
 
     name: str
@@ -104,6 +106,7 @@ class Explanation:
     dropped: tuple[str, ...] = ()
     marked_by_bytes: Callable[[Program], SpmdProgram] | None = dataclasses.field(default=None, repr=False)
     choice: Callable[[], Compared | None] | None = dataclasses.field(default=None, repr=False)
+    returned: tuple[str, ...] = ()
 
     def cost(self, machine: Machine | str | None = None) -> Cost:
         """Time, FLOPs, bytes and memory of one call.
@@ -276,6 +279,7 @@ class Explanation:
         for title, texts in (
             ("work that every device repeats although an operand is split", self.replicated),
             ("operands gathered because moving the larger arrays sends less", moved),
+            ("results returned in fewer shards than they have inside: a jax.Array cannot have these", self.returned),
             ("layout", self.layout),
             (
                 "marks and rows of the layout without effect, probably by mistake (strict=True refuses them)",

@@ -13,6 +13,7 @@ from gshard.device.machine import Machine
 from gshard.explanation.explain import Explanation
 from gshard.explanation.layout_usage import unused_of_layout, uses_of_layout
 from gshard.explanation.replicated import notes_of_whole_values, replicated_work
+from gshard.explanation.returned import returned_in_fewer_shards
 from gshard.explanation.rows import rows_of_collectives, rows_of_equal_layers, rows_of_tensors
 from gshard.explanation.value_costs import Compared
 from gshard.naming.array_names import ArrayNames
@@ -67,4 +68,5 @@ def explain_program(
         tuple(map(str, program.dropped)),
         marked_by_bytes,
         choice,
+        returned_in_fewer_shards(plan, names),
     )
