@@ -14,8 +14,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
-import jax
-
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Constant, Value
@@ -67,6 +65,7 @@ def as_returned(sharding: Sharding, shape: tuple[int, ...], mesh: Mesh, *, padde
     >>> split = Sharding((("x", "y.0"), ("y.1",)))
     >>> as_returned(split, (6, 4), Mesh.abstract(x=2, y=4)).dims
     (('x',), ('y.1',))
+    >>> import jax
     >>> as_returned(split, (6, 4), Mesh.of(jax.sharding.AbstractMesh((2, 4), ("x", "y")))).dims
     (('x',), ())
     """
