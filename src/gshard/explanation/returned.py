@@ -31,7 +31,7 @@ def _rows(plan: Plan, names: ArrayNames) -> Iterator[str]:
             continue
         if mesh.count(_atoms(leave)) >= mesh.count(_atoms(inside)):
             continue
-        what = names.array(v).text or f"result {i}"
+        what = names.array(v).alike or f"result {i}"
         shown = [s.format(mesh, v.shape, v.dtype_name) for s in (inside, leave)]
         sizes = [format_bytes(local_bytes(v, s, mesh)) for s in (inside, leave)]
         way = (
