@@ -69,7 +69,7 @@ def _after(
             break
         moved, vector = moved + more, vector + kernel.vector_flops
         both = roofline(
-            machine, dtype_of(product.equation), product.product_flops, vector, moved, returns=kernel.returns
+            machine, dtype_of(product.equation), product.product_flops, vector, moved, returns=kernel.starts
         )
         longest = both.seconds
         found[kernel] = min(seconds[kernel], max(0.0, longest - taken))

@@ -62,6 +62,11 @@ class Kernel:
     returns: bool = False
 
     @property
+    def starts(self) -> bool:
+        """Whether it starts however few bytes it moves: it writes a result of the program itself."""
+        return self.returns and not self.spared.issuperset(self.writes)
+
+    @property
     def product_flops(self) -> int:
         """Operations of products, in one run."""
         return flops(self.equation) if self.kind == PRODUCT else 0

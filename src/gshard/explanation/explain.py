@@ -45,6 +45,7 @@ from gshard.explanation.rows import (
 )
 from gshard.explanation.timeline import timeline
 from gshard.explanation.trials import SECONDS, Trials, trials
+from gshard.explanation.unsplit_work import unsplit_work
 from gshard.explanation.value_costs import Compared, ValueCosts, value_costs
 from gshard.explanation.verdict import Verdict, verdict
 from gshard.explanation.what_if import Instead, instead
@@ -72,8 +73,9 @@ class Explanation:
         marked_by_bytes: and if it were planned by bytes, where ``marked`` plans for a machine.
         names: what its arrays are called, and in which module each operation is.
         donated: arguments whose memory results may take.
-        replicated: operations that every device computes whole although an operand is split: line, how many times its
-            share, bytes spared, the mark that forbids it.
+        replicated: axes whose devices repeat each other's work, dimensions with too few elements for their devices;
+            operations that every device computes whole although an operand is split: line, how many times its share,
+            bytes spared, the mark that forbids it.
         layout: how many values each row of the layout applies to, which names are open, where the order of rules
             decided;
         unused: marks whose results nothing reads, and parts of the layout that apply to nothing.
@@ -142,7 +144,8 @@ class Explanation:
 
     def _verdict(self, found: Cost, seconds: float) -> Verdict:
         rows = merged(self.spmd, found, self.names)
-        return verdict(self.plan, found, rows, self._trials(seconds), self.by_bytes, self.machine)
+        unsplit = unsplit_work(self.plan, found, self.names, self.marked_by_bytes)
+        return verdict(self.plan, found, rows, self._trials(seconds), self.by_bytes, self.machine, unsplit)
 
     def _trials(self, seconds: float) -> Trials:
         if seconds not in self._tried:
@@ -277,7 +280,7 @@ class Explanation:
             lines += ["", str(self.spmd.prefetched)]
         moved = tuple(map(str, moved_instead(self.plan)))
         for title, texts in (
-            ("work that every device repeats although an operand is split", self.replicated),
+            ("work that every device repeats, and devices without work", self.replicated),
             ("operands gathered because moving the larger arrays sends less", moved),
             ("results returned in fewer shards than they have inside: a jax.Array cannot have these", self.returned),
             ("layout", self.layout),

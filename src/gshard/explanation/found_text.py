@@ -8,6 +8,7 @@ from gshard.core.program import format_bytes
 from gshard.device.cost import Cost
 from gshard.device.held import held_at_peak
 from gshard.explanation.bounds import does_not_pay, headline
+from gshard.explanation.idle import idle_devices
 from gshard.naming.array_names import ArrayNames
 from gshard.search.find import Best
 from gshard.search.how_near import ended, how_near
@@ -45,6 +46,7 @@ def text_of_search(best: Best, tried: Sequence[Best], names: ArrayNames) -> str:
         beside = "" if known is None else f"; the searched plan takes {known.cost.seconds * 1e3:.4g} ms"
         lines.append(f"this is the plan of '{best.chosen.name}'{beside}")
     lines += filter(None, (headline(cost), does_not_pay(plan, cost)))
+    lines += _idle(best, names)
     lines += ended(best.seconds, best.left_out, best.stopped)
     shown = sorted(best.others, key=lambda o: o.rank(best.limit))[:_PRESETS]
     lines += ["presets"] if shown else []
@@ -54,6 +56,14 @@ def text_of_search(best: Best, tried: Sequence[Best], names: ArrayNames) -> str:
             axes = ", ".join(f"{name}={size}" for name, size in other.mesh.axes)
             lines.append(f"mesh ({axes}): {other.chosen.cost.seconds * 1e3:.4g}{_note(other.chosen.cost, best)}")
     return "\n".join([*lines, "arguments", *_arguments(best, names)])
+
+
+def _idle(best: Best, names: ArrayNames) -> list[str]:
+    """Devices without work of their own, and those of this computer that the mesh leaves out."""
+    mesh, lines = best.mesh, list(idle_devices(best.chosen.plan, names))
+    if mesh.devices is not None and mesh.size < (there := len(mesh.devices[0].client.devices())):
+        lines.append(f"the mesh has {mesh.size} of the {there} devices that there are; the others are not used")
+    return lines
 
 
 def _held(best: Best, names: ArrayNames) -> list[str]:

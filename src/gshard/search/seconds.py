@@ -105,15 +105,16 @@ class Seconds(Moves):
             more = 0.0
             if emitted is not None:
                 more = emitted.seconds - self.work(e, *_of(as_kernel(e), part), made + sum(read.values()))
-            start = launch_seconds(self.machine, moved, returns=kernel.returns)
-            taken.append(max(self.work(e, *_of(kernel, part), moved, returns=kernel.returns) + more, start))
+            returns = kernel.returns and written > 0
+            start = launch_seconds(self.machine, moved, returns=returns)
+            taken.append(max(self.work(e, *_of(kernel, part), moved, returns=returns) + more, start))
         return np.array(taken)
 
     def of_shardings(self, kernel: Kernel, states: Sequence[Sharding]) -> Floats:
         """float64 [states]: one run of an elementwise kernel, all of whose arrays are sharded so."""
         v = kernel.equation.outputs[0]
         parts = [math.prod(s.local_shape(self.mesh, v.shape)) / max(math.prod(v.shape), 1) for s in states]
-        e, returns = kernel.equation, kernel.returns
+        e, returns = kernel.equation, kernel.starts
         return np.array([self.work(e, *_of(kernel, part), kernel.moved * part, returns=returns) for part in parts])
 
     def windows(self, e: Equation, ways: Sequence[Split]) -> Iterator[tuple[int, Windows]]:
