@@ -235,11 +235,10 @@ def test_siblings_that_differ_inside_are_no_equal_layers() -> None:
 
 @pytest.mark.parametrize("scanned", [True, False])
 def test_gradients_of_micro_batches_are_those_of_weights(scanned: bool) -> None:
-    """Added up, divided and clipped before Adam's moments read them: of weights, joined biases among them."""
+    """Added up, divided and clipped before Adam's moments read them: of weights and biases, and of no moment."""
 
     def loss(p: Any, x: Any) -> Any:
-        q, k = jnp.split(x @ p["qk"] + p["bias"], 2, -1)
-        return jnp.mean((jnp.tanh(q * k) @ p["out"]) ** 2)
+        return jnp.mean((jnp.tanh(x @ p["up"] + p["bias"]) @ p["down"]) ** 2)
 
     def step(p: Any, mu: Any, nu: Any, batches: Any) -> Any:
         p, batches = split(p), gshard.split(batches, 1, "data")
@@ -259,7 +258,7 @@ def test_gradients_of_micro_batches_are_those_of_weights(scanned: bool) -> None:
         nu = jax.tree.map(lambda v, g: 0.99 * v + 0.01 * g * g, nu, g)
         return jax.tree.map(lambda p, m, v: p - m / (jnp.sqrt(v) + 1e-8), p, mu, nu), mu, nu
 
-    p = {"qk": f32(64, 128), "bias": f32(128), "out": f32(64, 64)}
+    p = {"up": f32(64, 128), "bias": f32(128), "down": f32(128, 64)}
     found = gshard.explain(step, p, p, p, f32(4, 4096, 64), mesh=MESH)
     reduced = {row.array for row in found.all_rows if row.kind == "reduce_scatter"}
-    assert reduced == {"gradient of p.qk", "gradient of p.bias", "gradient of p.out"}
+    assert reduced == {"gradient of p.up", "gradient of p.bias", "gradient of p.down"}

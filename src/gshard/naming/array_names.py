@@ -203,10 +203,10 @@ class ArrayNames:
         used = self._read_besides(found.keys())
         for v, rows in found.items():
             if v in self._gradients:
-                *_, nearest = min((other, states[i] not in used, far, i) for other, far, i in rows)
+                *_, first = min((other, states[i] not in used, far, i) for other, far, i in rows)
             else:
-                *_, nearest = min((far, other, i) for other, far, i in rows)
-            self._made[v] = states[nearest]
+                *_, first = min((far, other, i) for other, far, i in rows)
+            self._made[v] = states[first]
 
     def _read_besides(self, updates: Collection[Value]) -> set[Value]:
         """The arguments that equations read which make none of these values: biases, but not moments."""
@@ -287,7 +287,7 @@ def _in_another_form(e: Equation) -> tuple[Value | None, ...]:
     arrays = [(i, x) for i, x in enumerate(e.inputs) if isinstance(x, Value) and x.shape]
     if len(arrays) != 1 or len(e.outputs) != 1:
         return ()
-    if any(factor.kind == REDUCE and factor.monoid != "pick" for factor in e.rule.factors):
+    if any(f.kind == REDUCE and f.size > 1 and f.monoid != "pick" for f in e.rule.factors):
         return ()
     ((i, source),) = arrays
     alone = len(e.inputs) == 1
