@@ -17,7 +17,7 @@ from gshard.api.jitted import Jitted
 from gshard.api.lowered import Lowered
 from gshard.api.names import paths_of_arguments, with_names_of_arguments
 from gshard.core.errors import ArgumentError, MeshError
-from gshard.core.jax_adapter_dispatch import without_our_frames
+from gshard.core.jax_adapter_tracebacks import without_our_frames
 from gshard.core.layout import Layout, Names
 from gshard.core.mesh import Mesh
 from gshard.core.paths import place_of_definition

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from gshard.core.errors import ArgumentError
+from gshard.core.jax_adapter_tracebacks import without_our_frames_in_methods
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.planning_tables import with_tables
@@ -54,6 +55,7 @@ from gshard.naming.array_names import ArrayNames
 _FRAME = "width: 100%; height: 800px; border: 1px solid #8884; border-radius: 8px"
 
 
+@without_our_frames_in_methods
 @dataclasses.dataclass(frozen=True, repr=False)
 class Explanation:
     """Everything ``explain`` found; print it, or read its rows.

@@ -12,6 +12,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from gshard.core.errors import ArgumentError, known_names
+from gshard.core.jax_adapter_tracebacks import without_our_frames_in_methods
 from gshard.core.mark import Mark, mark_of_cut
 from gshard.core.mesh import Mesh
 from gshard.core.partition_spec import words_of
@@ -42,6 +43,7 @@ from gshard.search.time_budget import TimeBudget, seconds_of
 _SHOWN = 24  # names of arguments in messages
 
 
+@without_our_frames_in_methods
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class SearchResult:
     """The plan that was found for a function, and what is known of it.
