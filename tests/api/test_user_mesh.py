@@ -201,3 +201,22 @@ def test_inside_shard_map_it_says_why_not(auto: jax.sharding.Mesh) -> None:
     inner = gshard.jit(lambda y: y * 2, mesh=8)
     with pytest.raises(gshard.GShardError, match=r"inside jax\.shard_map(.|\n)*manual axes: data, model(.|\n)*outside"):
         jax.shard_map(inner, mesh=auto, in_specs=P("data"), out_specs=P("data"))(x)
+
+
+def test_explain_says_the_mesh_of_a_sharding_on_another_one(auto: jax.sharding.Mesh) -> None:
+    """``data`` of 8 devices where ``data`` of the function's mesh is 4."""
+    other = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+    def f(x: Any) -> Any:
+        return jax.lax.with_sharding_constraint(x * 2, NamedSharding(other, P("data")))
+
+    told = str(gshard.explain(f, jnp.ones((16, 4)), mesh=auto))
+    assert "marked shard(x, P('data', None)) on a mesh of data=8 at" in told
+    own = str(gshard.explain(lambda x: gshard.shard(x, NamedSharding(auto, P("data"))), jnp.ones((16, 4)), mesh=auto))
+    assert "marked shard(x, P('data', None)) at" in own
+
+
+def test_jax_pmap_around_is_named() -> None:
+    step = gshard.jit(lambda x: x + 1, mesh=8)
+    with pytest.raises(gshard.TraceError, match="Leave out jax.pmap, which is a jax.shard_map"):
+        jax.pmap(step)(jnp.ones((8, 3)))

@@ -95,7 +95,7 @@ def _marked_on_another_mesh(plan: Plan) -> set[Value]:
     block = plan.program.block
     marks = [(v, e.mark) for e in block.equations for v in e.outputs]
     marks += zip(block.inputs, plan.program.input_marks, strict=True)
-    return {v for v, mark in marks if mark is not None and mark.axes and mark.axes != plan.mesh.axes}
+    return {v for v, mark in marks if mark is not None and mark.is_foreign(plan.mesh)}
 
 
 def _as_they_leave(
