@@ -221,7 +221,9 @@ def test_shard_takes_a_pytree_of_what_it_takes(x: np.ndarray, mesh: jax.sharding
     out = f(tree)
     assert is_sharded(out["l"]["w"], mesh, None, "model")
     assert is_sharded(out["l"]["b"], mesh, "data")
-    assert out["ids"].sharding.shard_shape((16, 24)) == (8, 6)
+    assert is_sharded(out["ids"], mesh), "no axes of the user's mesh are these parts"
+    parts = gshard.jit(lambda t: shard(t, said), mesh={"data": 4, "model": 2})(tree)
+    assert parts["ids"].sharding.shard_shape((16, 24)) == (8, 6)
     assert [e.mark.leaf for e in f.lower(tree).program.block.equations] == [
         "x['count']", "x['ids']", "x['l']['b']", "x['l']['w']",
     ]  # fmt: skip

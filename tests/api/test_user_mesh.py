@@ -1,5 +1,6 @@
 """Results, errors and plans speak of the mesh and the axis names that the user gave; explicit axes work."""
 
+import contextlib
 from typing import Any
 
 import jax
@@ -38,10 +39,89 @@ def test_results_have_the_sharding_that_was_asked_for(spec: P, auto: jax.shardin
     assert under_jit.sharding.mesh.axis_names == ("data", "model")
 
 
-def test_a_part_of_an_axis_is_said_in_parts_of_it(auto: jax.sharding.Mesh) -> None:
-    y = gshard.jit(lambda x: gshard.split(x, 0, 2), mesh=auto)(jnp.arange(8.0))
+def test_a_part_of_an_axis_is_said_in_parts_of_it_where_no_mesh_of_jax_was_given() -> None:
+    y = gshard.jit(lambda x: gshard.split(x, 0, 2), mesh={"data": 4, "model": 2})(jnp.arange(8.0))
     assert y.sharding.spec == P("data.0")
     np.testing.assert_array_equal(y, np.arange(8.0))
+
+
+PARTS = {
+    "10 rows": (10, lambda x: gshard.split(x, 0, "data") * 2),
+    "6 rows, marked": (6, lambda x: gshard.split(x * 2, 0, ("data", "model"))),
+    "12 rows": (12, lambda x: gshard.split(x, 0, ("data", "model")) * 2),
+    "3 rows": (3, lambda x: gshard.split(x, 0, "data") * 2),
+    "a part of an axis": (16, lambda x: gshard.split(x, 0, 2) * 2),
+    "a part of an axis, marked": (16, lambda x: gshard.split(x * 2, 0, 2)),
+    "devices by number": (16, lambda x: gshard.shard(x * 2, np.array([[0, 4], [1, 5], [2, 6], [3, 7]]))),
+}
+USES = {
+    "eager": lambda y, on: y + 1,
+    "eager, with an array on the mesh": lambda y, on: y.sum() + on,
+    "jax.jit": lambda y, on: jax.jit(lambda a: a + 1)(y),
+    "jax.jit, with an array on the mesh": lambda y, on: jax.jit(lambda a, b: a.sum(0, keepdims=True) + b)(y, on),
+    "gradient": lambda y, on: jax.grad(lambda a: jnp.sum(a * a))(y),
+}
+
+
+@pytest.mark.parametrize("set_mesh", [False, True])
+@pytest.mark.parametrize("case", PARTS)
+def test_a_result_can_be_used_beside_arrays_on_the_users_mesh(
+    case: str, set_mesh: bool, auto: jax.sharding.Mesh, rng: np.random.Generator
+) -> None:
+    """Also where its parts inside are uneven, or over a part of an axis: JAX has neither under ``jax.set_mesh``."""
+    rows, f = PARTS[case]
+    x = jnp.asarray(rng.integers(-9, 9, (rows, 4)), jnp.float32)  # whole numbers: sums are exact in any order
+    on = jax.device_put(jnp.asarray(rng.integers(-9, 9, (8, 4)), jnp.float32), NamedSharding(auto, P("data")))
+    step = gshard.jit(f, mesh=auto)
+    for _ in range(3):
+        y = step(x)
+        assert y.sharding.mesh is auto
+        np.testing.assert_array_equal(y, x * 2)
+        for use in USES.values():
+            want = use(jnp.asarray(np.asarray(y)), np.asarray(on))
+            with jax.set_mesh(auto) if set_mesh else contextlib.nullcontext():
+                np.testing.assert_array_equal(use(y, on), want)
+        x = y  # the next call takes what this one returned
+
+
+def test_a_donated_state_is_on_the_users_mesh(auto: jax.sharding.Mesh) -> None:
+    step = gshard.jit(lambda x: gshard.split(x, 0, "data") + 1, mesh=auto, donate_argnums=0)
+    x = jnp.zeros((10, 4))
+    for n in range(1, 4):
+        x = step(x)
+        assert x.sharding == NamedSharding(auto, P())
+        with jax.set_mesh(auto):
+            np.testing.assert_array_equal(x + 1, np.full((10, 4), n + 1.0))
+
+
+def test_a_sharding_on_another_mesh_of_the_devices_is_kept(auto: jax.sharding.Mesh) -> None:
+    """Where the result was asked for in it: over the first half of ``data``, which ``auto`` has no name for."""
+    other = jax.sharding.Mesh(auto.devices.reshape(2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    said = NamedSharding(other, P("a"))
+    x = jnp.arange(32.0).reshape(8, 4)
+    for f in (
+        gshard.jit(lambda x: x * 2, mesh=auto, out_shardings=said),
+        gshard.jit(lambda x: jax.lax.with_sharding_constraint(x * 2, said), mesh=auto),
+    ):
+        y = f(x)
+        assert y.sharding.is_equivalent_to(said, 2)
+        np.testing.assert_array_equal(y, x * 2)
+
+
+def test_explain_lists_the_results_in_fewer_shards(auto: jax.sharding.Mesh) -> None:
+    ten = gshard.explain(lambda x: gshard.split(x, 0, "data") * 2, jnp.ones((10, 4)), mesh=auto)
+    (row,) = ten.returned
+    assert "f32[10@data,4] inside (48 B a device), f32[10,4] returned (160 B)" in row
+    assert 'uneven="keep"' in row
+    assert row in str(ten)
+    part = gshard.explain(lambda x: gshard.split(x, 0, 2) * 2, jnp.ones((16, 4)), mesh=auto)
+    (row,) = part.returned
+    assert "f32[16@data.0,4] inside (128 B a device), f32[16,4] returned (256 B)" in row
+    assert "an axis of the mesh" in row
+    assert part.bytes_by_kind == {"all_gather": 128}  # and what it costs is among the collectives
+    even = gshard.explain(lambda x: gshard.split(x, 0, "data") * 2, jnp.ones((16, 4)), mesh=auto)
+    assert even.returned == ()
+    assert even.total_bytes == 0
 
 
 def test_what_is_in_place_is_passed_on(auto: jax.sharding.Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,3 +201,22 @@ def test_inside_shard_map_it_says_why_not(auto: jax.sharding.Mesh) -> None:
     inner = gshard.jit(lambda y: y * 2, mesh=8)
     with pytest.raises(gshard.GShardError, match=r"inside jax\.shard_map(.|\n)*manual axes: data, model(.|\n)*outside"):
         jax.shard_map(inner, mesh=auto, in_specs=P("data"), out_specs=P("data"))(x)
+
+
+def test_explain_says_the_mesh_of_a_sharding_on_another_one(auto: jax.sharding.Mesh) -> None:
+    """``data`` of 8 devices where ``data`` of the function's mesh is 4."""
+    other = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+    def f(x: Any) -> Any:
+        return jax.lax.with_sharding_constraint(x * 2, NamedSharding(other, P("data")))
+
+    told = str(gshard.explain(f, jnp.ones((16, 4)), mesh=auto))
+    assert "marked shard(x, P('data', None)) on a mesh of data=8 at" in told
+    own = str(gshard.explain(lambda x: gshard.shard(x, NamedSharding(auto, P("data"))), jnp.ones((16, 4)), mesh=auto))
+    assert "marked shard(x, P('data', None)) at" in own
+
+
+def test_jax_pmap_around_is_named() -> None:
+    step = gshard.jit(lambda x: x + 1, mesh=8)
+    with pytest.raises(gshard.TraceError, match=r"Leave out jax\.pmap, which is a jax\.shard_map"):
+        jax.pmap(step)(jnp.ones((8, 3)))

@@ -42,9 +42,9 @@ def test_all_callers_price_a_product_the_same(shape: tuple[int, int, int], machi
     (emitted,) = device_program(lowered.spmd).kernels
     parts, short = m // 8, {"float32": "f32", "bfloat16": "bf16"}[dtype]
     moved = itemsize(e.inputs[0].dtype) * (parts * k + k * n + parts * n)
-    expected = roofline(on, short, 2 * parts * k * n, moved=moved).seconds
+    expected = roofline(on, short, 2 * parts * k * n, moved=moved, returns=True).seconds
     assert expected == max(2 * parts * k * n / on.rate(short), moved / on.memory_bandwidth) + (
-        on.launch if moved > INDICES else 0.0
+        on.launch  # the product is the result of the program
     )
     mesh = lowered.mesh
     explained = cost(lowered.spmd, on)
@@ -55,6 +55,31 @@ def test_all_callers_price_a_product_the_same(shape: tuple[int, int, int], machi
         "searched": float(option[0]),
         "in a ring": product_seconds(e, lowered.plan, on),
     } == dict.fromkeys(("explained", "recomputed", "searched", "in a ring"), expected)
+
+
+def test_a_result_of_the_program_is_launched_for_however_small() -> None:
+    """Parts of eight bytes: what only a kernel of the program reads starts none, and what is returned starts one."""
+    mesh, on = Mesh.abstract(d=64), Machine.of("h100:8x8")
+    b, x = jax.ShapeDtypeStruct((64,), "float32"), jax.ShapeDtypeStruct((1 << 20, 64), "float32")
+
+    def updated(b: Any, g: Any) -> Any:
+        return split(b, 0, "d") - 0.1 * split(g, 0, "d")
+
+    def read(b: Any, x: Any) -> Any:  # the steps are read by a loop of a thousand times their size
+        return split(x, 0, "d") * (b[:1] - 0.1 * b[1:2])
+
+    lowered = gshard.jit(updated, mesh=mesh).lower(b, b)
+    (kernel,) = device_program(lowered.spmd).kernels
+    assert kernel.moved <= INDICES
+    assert kernel.returns
+    assert cost(lowered.spmd, on).seconds == pytest.approx(on.launch, rel=1e-3)
+    (planned,) = kernels_of(lowered.plan.program.block).kernels
+    whole, parts = Seconds(mesh, on, axes_of(mesh)).of_shardings(
+        planned, [Sharding(((),)), lowered.plan.shardings[planned.equation.outputs[0]]]
+    )
+    assert parts == pytest.approx(whole, rel=1e-3), "a split of so little saves no launch"
+    inside = cost(gshard.jit(read, mesh=mesh).lower(b, x).spmd, on)
+    assert sum(spent for k in inside.kernels for what, spent in k.parts if what == "launch") == on.launch
 
 
 def test_the_end_of_a_product_takes_what_the_roofline_of_both_takes_more() -> None:

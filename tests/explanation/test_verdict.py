@@ -97,6 +97,28 @@ def test_how_good_the_plan_is_among_those_that_keep_the_marks():
     assert "By the planner's cost model" not in str(unmarked)
 
 
+def test_a_proposed_mark_and_the_cost_model_do_not_contradict():
+    """A mark on an unmarked result sends less, and the model does not choose it: both are said, with the reason."""
+    mesh = gshard.Mesh.abstract(data=8)
+
+    def layers(ws, x):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, gshard.split(ws, 0, "data"))[0]
+
+    added = told(layers, f32(8, 512, 512), f32(4096, 512), mesh=mesh)
+    assert added.proposal is not None
+    assert added.proposal.instead == ""
+    assert added.proposal.after < added.sent
+    assert "Fewer bytes: gshard.shard(x, P('data', None)) on the result of scan" in str(added)
+    assert "no plan that keeps the marks is cheaper" not in str(added)
+    assert "By the planner's cost model (bytes sent), a plan with this change is not cheaper: it also counts" in str(
+        added
+    )
+    removed = told(lambda x: gshard.replicate(gshard.split(x, 0, "data") * 2), f32(16, 4), mesh=mesh)
+    assert removed.proposal is not None
+    assert removed.proposal.instead
+    assert "no plan that keeps the marks is cheaper" in str(removed), "the change takes one of them away"
+
+
 def test_what_the_plan_was_made_for_is_told_where_it_is_priced_for_something_else():
     arguments = {"w": f32(128, 384), "b": f32(384)}, f32(32, 64, 128)
     step = lambda p, x: jax.grad(  # noqa: E731

@@ -231,3 +231,34 @@ def test_siblings_that_differ_inside_are_no_equal_layers() -> None:
     pairs = {("layers", f"[{i}]", f"wi_{j}", "kernel"): 1 for i in range(2) for j in range(2)}
     assert len(set(equal_layers(pairs).values())) == 2, "the gate is another weight than what it gates"
     assert equal_layers({("w_0",): 1, ("w_1",): 1}) == {}, "two weights, not two layers"
+
+
+@pytest.mark.parametrize("scanned", [True, False])
+def test_gradients_of_micro_batches_are_those_of_weights(scanned: bool) -> None:
+    """Added up, divided and clipped before Adam's moments read them: of weights and biases, and of no moment."""
+
+    def loss(p: Any, x: Any) -> Any:
+        return jnp.mean((jnp.tanh(x @ p["up"] + p["bias"]) @ p["down"]) ** 2)
+
+    def step(p: Any, mu: Any, nu: Any, batches: Any) -> Any:
+        p, batches = split(p), gshard.split(batches, 1, "data")
+        if scanned:
+            g, _ = jax.lax.scan(
+                lambda g, x: (jax.tree.map(jnp.add, g, jax.grad(loss)(p, x)), None),
+                jax.tree.map(jnp.zeros_like, p),
+                batches,
+            )
+        else:
+            parts = [jax.grad(loss)(p, x) for x in batches]
+            g = jax.tree.map(lambda *gs: sum(gs), *parts)
+        g = jax.tree.map(lambda g: g / len(batches), g)
+        norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(g)))
+        g = jax.tree.map(lambda g: (g * jnp.minimum(1.0, 1 / norm)).astype(jnp.float32), g)
+        mu = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, mu, g)
+        nu = jax.tree.map(lambda v, g: 0.99 * v + 0.01 * g * g, nu, g)
+        return jax.tree.map(lambda p, m, v: p - m / (jnp.sqrt(v) + 1e-8), p, mu, nu), mu, nu
+
+    p = {"up": f32(64, 128), "bias": f32(128), "down": f32(128, 64)}
+    found = gshard.explain(step, p, p, p, f32(4, 4096, 64), mesh=MESH)
+    reduced = {row.array for row in found.all_rows if row.kind == "reduce_scatter"}
+    assert reduced == {"gradient of p.up", "gradient of p.bias", "gradient of p.down"}

@@ -113,6 +113,6 @@ def test_a_result_leaves_in_as_many_equal_parts_as_there_can_be(rows: int, parts
         return jnp.tanh(gshard.split(x, 0, "x"))
 
     x = np.linspace(-1, 1, rows * 7, dtype=np.float32).reshape(rows, 7)
-    y = gshard.jit(f, mesh=jax.make_mesh((8,), ("x",)))(x)
+    y = gshard.jit(f, mesh={"x": 8})(x)
     assert y.sharding.shard_shape(y.shape) == (rows // parts, 7)
     np.testing.assert_allclose(np.asarray(y), np.tanh(x), rtol=1e-5)

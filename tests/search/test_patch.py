@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 import gshard
+from gshard.core.errors import ArgumentError
 from gshard.core.program import Value
 from gshard.core.sharding import Sharding
 from gshard.device.cost import cost
@@ -95,9 +96,56 @@ def test_the_patched_program_takes_what_the_marks_took(tmp_path: Path, monkeypat
     (tmp_path / "marks.diff").write_text(found.patch())
     assert "not written" not in found.patch()
     assert found.marks.marks
+    assert found.patch().splitlines()[0] == f"# modelled on h100:1x8: {found.marks.nearness}"
+    assert "as the plan" in found.marks.nearness
+    assert "plan=found.plan" not in found.patch()
     subprocess.run(["git", "apply", "marks.diff"], cwd=tmp_path, check=True)
     after = gshard.jit(loaded(tmp_path / "model.py", "model_marked").net, mesh=MESH, in_shardings=whole).lower(
         *arguments
     )
     assert cost(after.spmd, machine).seconds == pytest.approx(found.marks.seconds)
     assert jnp.dtype("float32") == after.program.block.outputs[0].dtype
+
+
+def test_a_patch_keeps_to_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With no time it says how far the unmarked program is from the plan; with more time it looks again."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.py").write_text(SOURCE)
+    arguments, machine = (shape(4096, 4096), shape(4096, 8192), shape(8192, 4096)), Machine.of("h100:1x8")
+    whole = (jax.P(), jax.P(), jax.P())
+    step = gshard.jit(loaded(tmp_path / "model.py", "model_timed").net, mesh=MESH, in_shardings=whole)
+    found = gshard.search(step, *arguments, machine=machine)
+    lines: list[str] = []
+    told = found.patch(budget_seconds=1e-6, progress=lines.append)
+    assert [line.partition(": ")[2] for line in lines] == ["the program without further marks"]
+    bare = found.marks.bare.cost.seconds
+    assert not found.marks.marks
+    assert bare > 1.1 * found.cost.seconds
+    assert f"{bare * 1e3:.4g} ms with them, {100 * (bare / found.cost.seconds - 1):.2g} % above the plan" in told
+    assert "# the time was over after" in told
+    assert "not tried, or cut: further marks" in told
+    assert "# gshard.jit(f, mesh=found.mesh, plan=found.plan) runs the plan itself" in told
+    assert "\n@@" not in told
+    lines.clear()
+    assert found.patch() == told, "without a time of its own it takes what is known"
+    assert not lines
+    told = found.patch(budget_seconds=60, progress=lines.append)
+    assert "as the plan" in told
+    assert "the time was over" not in told
+    assert "\n@@" in told
+    assert len(lines) > 1
+    with pytest.raises(ArgumentError, match="no time to search for"):
+        found.patch(budget_seconds=0)
+
+
+def test_what_is_found_later_has_the_time_of_the_search() -> None:
+    def f(x: Any, w: Any) -> Any:
+        return jnp.tanh(x @ w)
+
+    given = {"mesh": MESH, "machine": "h100:1x8", "progress": False}
+    found = gshard.search(f, shape(4096, 4096), shape(4096, 8192), budget_seconds=1e-6, **given)
+    assert found.budget_seconds == 1e-6
+    assert found.marks.left_out == ("further marks",) or found.marks.is_near
+    again = found.with_mark("w", jax.P(None, "x"), progress=False)
+    assert again.left_out, "cut as the search was"
+    assert not found.with_mark("w", jax.P(None, "x"), budget_seconds=60, progress=False).left_out

@@ -10,6 +10,7 @@ import jax
 from gshard.api.marks import shard
 from gshard.core.errors import ShardingError, known_names
 from gshard.core.jax_adapter import user_line
+from gshard.core.jax_adapter_tracebacks import without_our_frames
 from gshard.core.paths import component, is_below
 
 T = TypeVar("T")
@@ -17,6 +18,7 @@ T = TypeVar("T")
 _SHOWN = 12  # paths in a message
 
 
+@without_our_frames
 def shard_by_path(x: T, assignments: Mapping[str, Any]) -> T:
     """Marks the arrays of a pytree whose paths match a pattern; all other arrays stay open.
 

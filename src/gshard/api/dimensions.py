@@ -10,10 +10,12 @@ import jax
 from gshard.api.jitted import Jitted
 from gshard.api.names import names_of_arguments, paths_of_arguments, with_names_of_arguments
 from gshard.core.errors import ArgumentError
+from gshard.core.jax_adapter_tracebacks import without_our_frames
 from gshard.naming.dimension_classes import Dimensions, dimensions_of
 from gshard.tracing.trace import trace
 
 
+@without_our_frames
 def dimensions(f: Callable[..., Any], *args: Any, names: Any = None, **kwargs: Any) -> Dimensions:
     """Tells which dimensions of a function are the same one, without planning or running it.
 

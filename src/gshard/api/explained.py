@@ -28,7 +28,7 @@ from gshard.api.specs import told
 from gshard.api.wrapped import mesh_that_is_meant
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
-from gshard.core.jax_adapter_dispatch import without_our_frames
+from gshard.core.jax_adapter_tracebacks import without_our_frames
 from gshard.core.mesh import MeshLike
 from gshard.core.plan import Plan
 from gshard.core.planning_tables import with_tables

@@ -22,7 +22,7 @@ from gshard.api.operands import tell_unknown
 from gshard.api.target import Target
 from gshard.core.errors import TraceError
 from gshard.core.jax_adapter import as_traced_here, closed, no_mesh_set, shapes_of, user_line
-from gshard.core.jax_adapter_manual import with_mapping
+from gshard.core.jax_adapter_manual import PMAP_AXIS, with_mapping
 from gshard.core.mesh import Mesh
 from gshard.core.sharding import Sharding
 from gshard.core.spmd import SpmdProgram
@@ -51,6 +51,8 @@ def target_inside(target: Target, jaxpr: Any, name: str) -> Target:
     if not automatic:
         why = "all axes of its mesh are manual: arrays are one device's parts."
         hint = "Leave axes automatic (axis_names={...}), or partition outside: gshard.jit of what holds the shard_map."
+        if PMAP_AXIS in around.manual_axes:
+            hint = "Leave out jax.pmap, which is a jax.shard_map: gshard.jit takes whole arrays and splits them itself."
     elif any(n in around.explicit_axes for n in automatic):
         why = "its other axes are of type Explicit."
         hint = "Make them of type Auto, or call gshard.jit outside, of the function that holds the jax.shard_map."

@@ -44,9 +44,9 @@ from gshard.core.jax_adapter_dispatch import (
     nan_found,
     refused_by_dispatch,
     without_constants,
-    without_our_frames,
 )
 from gshard.core.jax_adapter_references import references_in
+from gshard.core.jax_adapter_tracebacks import without_our_frames
 from gshard.core.layout import Layout
 from gshard.core.mesh import Mesh, MeshLike
 from gshard.core.phases import phase
@@ -95,6 +95,7 @@ class Jitted(OneObject, Generic[P, R]):
         if options.mesh is not None:
             options.target()  # errors of the mesh or the machine are raised at once
 
+    @without_our_frames
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         if self._fixes:
             return freed(self._dispatched(*self._parameters.fixed(args, kwargs)))  # type: ignore[no-any-return]
@@ -128,6 +129,7 @@ class Jitted(OneObject, Generic[P, R]):
         where = "the mesh that is set" if self._options.mesh is None else str(self._options.mesh)
         return f"<gshard.jit of {getattr(self._f, '__qualname__', None) or name_of(self._f)} on {where}>"
 
+    @without_our_frames
     def on(self, mesh: MeshLike) -> Jitted[P, R]:
         """The same function for another mesh."""
         return self._with(mesh=Mesh.of(mesh))
@@ -149,6 +151,7 @@ class Jitted(OneObject, Generic[P, R]):
         signature, leaves = self._parameters.signature(*self._on_this_mesh(args, kwargs))
         return self._lowered(signature, self._options.target())
 
+    @without_our_frames
     def trace(self, /, *args: Any, **kwargs: Any) -> Traced:
         """The function's jaxpr for these arguments, before anything is planned."""
         args, kwargs = self._on_this_mesh(args, kwargs)
@@ -160,6 +163,7 @@ class Jitted(OneObject, Generic[P, R]):
         donated = self._parameters.donated(signature)
         return Traced(jaxpr, signature.tree, out_tree, name_of(self._f), donated, lowered, by_jax)
 
+    @without_our_frames
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
         """Shapes and dtypes of the results, as ``jax.eval_shape``; nothing is planned."""
         return self.trace(*args, **kwargs).out_info

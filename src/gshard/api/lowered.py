@@ -23,6 +23,7 @@ from gshard.api.target import Target
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_dispatch import kept_arguments
+from gshard.core.jax_adapter_tracebacks import without_our_frames, without_our_frames_in_methods
 from gshard.core.mesh import Mesh
 from gshard.core.phases import phase
 from gshard.core.plan import Plan
@@ -36,6 +37,7 @@ from gshard.planning.propagate import Choice
 from gshard.search.planned import Planned
 
 
+@without_our_frames_in_methods
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Lowered:
     """One function made ready for one kind of arguments; each stage is made when it is first asked for.
@@ -264,6 +266,7 @@ class Compiled:
 
     lowered: Lowered
 
+    @without_our_frames
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs on arrays; they are moved to where the program expects them.
 

@@ -28,6 +28,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gshard.api.specs import as_array, describe, hidden_by_vmap, is_spec, mark_of_spec, spread
 from gshard.core.errors import ShardingError
 from gshard.core.jax_adapter import user_line
+from gshard.core.jax_adapter_tracebacks import without_our_frames
 from gshard.core.keywords import keywords
 from gshard.core.layout import Names
 from gshard.core.mark import Mark
@@ -37,6 +38,7 @@ from gshard.language.mark_primitive import bind_mark, bind_names
 T = TypeVar("T")  # an array or a pytree of arrays: marks return what they get
 
 
+@without_our_frames
 def replicate(x: T) -> T:
     """Marks an array, or every array of a pytree, to be whole on every device.
 
@@ -191,6 +193,7 @@ def shard(x: T, spec: Any) -> T:
     return _marked(x, leaves, marks)
 
 
+@without_our_frames
 def name(x: T, names: Any) -> T:
     """Names the dimensions of an array: a mark whose meaning comes from the layout.
 

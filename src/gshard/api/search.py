@@ -18,7 +18,7 @@ from gshard.api.lowered import Lowered
 from gshard.api.names import paths_of_arguments, with_names_of_arguments
 from gshard.core.errors import ArgumentError, MeshError
 from gshard.core.jax_adapter import user_line
-from gshard.core.jax_adapter_dispatch import without_our_frames
+from gshard.core.jax_adapter_tracebacks import without_our_frames
 from gshard.core.layout import Layout, Names
 from gshard.core.mesh import Mesh
 from gshard.core.paths import place_of_definition
@@ -33,7 +33,7 @@ from gshard.search.layouts import LayoutResult, Namable, layout_of
 from gshard.search.meshes import meshes
 from gshard.search.priced import PricedPlan
 from gshard.search.stopping import Stop, stoppable
-from gshard.search.time_budget import TimeBudget
+from gshard.search.time_budget import TimeBudget, seconds_of
 from gshard.xla_programs.compiled_ranking import ranked
 
 _OVER = ("plan", "layout")
@@ -144,7 +144,7 @@ def search(
     >>> search(lambda w, x: x @ w, w, x, mesh=Mesh.abstract(x=8), machine="h100:1x8", over="layout").layout
     Layout(b='x')
     """
-    budget = TimeBudget.of(_seconds_of(budget_seconds), progress)
+    budget = TimeBudget.of(seconds_of(budget_seconds), progress)
     own: dict[str, Any] = {
         "static_argnums": static_argnums, "static_argnames": static_argnames,
         "donate_argnums": donate_argnums, "donate_argnames": donate_argnames,
@@ -166,7 +166,7 @@ def search(
         )
     _check_number(compile_best, over)
     limit = None if memory_limit is None else bytes_of(memory_limit)
-    asked = _Asked(made, args, kwargs, list(_meshes(mesh)), machine, limit, on_better)
+    asked = _Asked(made, args, kwargs, list(_meshes(mesh)), machine, limit, on_better, budget_seconds)
     with stoppable() as stop:
         run = _Run(asked, budget.part(_PLANS) if over == "layout" else budget)
         with clear_call_errors(search, f, args, kwargs):
@@ -192,16 +192,6 @@ def _check_number(compile_best: int | None, over: str) -> None:
         )
 
 
-def _seconds_of(budget_seconds: float | None) -> float | None:
-    is_number = isinstance(budget_seconds, int | float) and not isinstance(budget_seconds, bool)
-    if budget_seconds is None or (is_number and budget_seconds > 0):
-        return budget_seconds
-    raise ArgumentError(
-        f"budget_seconds={budget_seconds!r} is no time to search for.",
-        hint="Give seconds above zero, or None for a number of steps that follows from the size of the program.",
-    )
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Asked:
     """What is searched: a function for its arguments, on meshes of one machine."""
@@ -213,6 +203,7 @@ class _Asked:
     machine: str | Machine | None
     limit: int | None
     on_better: Callable[[PricedPlan], None] | None
+    budget_seconds: float | None
 
 
 class _Run:
@@ -241,7 +232,10 @@ class _Run:
         one, best = min(bests, key=lambda pair: pair[1].chosen.rank(pair[1].limit))
         lowered = self.begun[one]
         donated = tuple(sorted(lowered.donated))
-        return SearchResult(best, tuple(best for _, best in bests), donated, lowered.in_tree, self.namable(one))
+        return SearchResult(
+            best, tuple(best for _, best in bests), donated, lowered.in_tree, self.namable(one),
+            self.asked.budget_seconds,
+        )  # fmt: skip
 
     def _search(self) -> None:
         asked, budget = self.asked, self.budget

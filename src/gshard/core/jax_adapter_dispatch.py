@@ -8,7 +8,6 @@ returns the results and what is to be run from then on. ``FastFunction`` is that
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import weakref
 from collections import OrderedDict
@@ -23,7 +22,6 @@ from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src import distributed as _distributed
 from jax._src import sharding_impls as _sharding_impls
-from jax._src import traceback_util as _traceback_util
 from jax._src import tree_util as _tree_util
 from jax._src import util as _util
 from jax._src.interpreters import batching as _batching
@@ -34,9 +32,6 @@ from jax._src.lib import _jax
 from gshard.core.jax_adapter import closed as open_jaxpr
 
 ArrayImpl = _jax.ArrayImpl
-without_our_frames = _traceback_util.api_boundary
-# JAX leaves frames of this folder, which is gshard, out of the tracebacks that it filters.
-_traceback_util.register_exclusion(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
 def trace_settings() -> Hashable:

@@ -13,6 +13,9 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+# The axis of a jax.pmap whose axis_name= is not given: such a jax.pmap is a jax.shard_map.
+PMAP_AXIS = "_internal_pmap_axis_name"
+
 
 def with_mapping(outer: Any, run: Callable[..., Sequence[Any]], arrays: Sequence[Any]) -> list[Any]:
     """The results of a jaxpr of one ``shard_map``, with another function in the place of that.

@@ -19,8 +19,10 @@ from typing import Any, TypeVar
 
 from gshard.core.errors import ArgumentError, known_names
 from gshard.core.jax_adapter import user_line
+from gshard.core.jax_adapter_tracebacks import without_our_frames
 
 F = TypeVar("F", bound=Callable[..., Any])
+_CALLER = 5  # frames up from a warning: the boundary of the traceback is two of them
 
 
 def keywords(hint: str = "", /, **new_of_old: str) -> Callable[[F], F]:
@@ -40,6 +42,7 @@ def keywords(hint: str = "", /, **new_of_old: str) -> Callable[[F], F]:
     def decorated(f: F) -> F:
         known = inspect.signature(f).parameters
 
+        @without_our_frames
         @functools.wraps(f)
         def checked(*args: Any, **kwargs: Any) -> Any:
             if kwargs.keys() <= known.keys():
@@ -63,7 +66,7 @@ def _with_new_names(
             raise ArgumentError(f"gshard.{name} got {new}= and its old name {key}=.", user_line(), hint=f"Give {new}=.")
         if new != key:
             text = f"{key}= of gshard.{name} is now called {new}=; the old name works in this version only."
-            warnings.warn(text, DeprecationWarning, stacklevel=3)
+            warnings.warn(text, DeprecationWarning, stacklevel=_CALLER)
         made[new] = value
     return made
 

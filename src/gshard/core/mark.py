@@ -101,6 +101,14 @@ class Mark:
             case _:
                 return f"shard(x, {self.spec_text})"
 
+    def is_foreign(self, mesh: Mesh) -> bool:
+        """Whether it came with another mesh than this one, on whose axes it is read by its devices."""
+        return bool(self.axes) and self.axes not in (mesh.axes, tuple(mesh.atom_sizes.items()))
+
+    def text_on(self, mesh: Mesh) -> str:
+        """The mark as text; with the axes of its own mesh, if that is another one."""
+        return f"{self} on a mesh of {_axes(self.axes)}" if self.is_foreign(mesh) else str(self)
+
     @property
     def spec_text(self) -> str:
         """The source text of this mark's ``PartitionSpec``."""

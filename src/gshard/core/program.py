@@ -251,6 +251,11 @@ class Program:
         typed = kind_in_space(isinstance(made, Value) and made.on_host)
         return self.output_memories[i] if self.output_memories else typed
 
+    @property
+    def input_marks(self) -> tuple[Mark | None, ...]:
+        """For each input, captured arrays included, its mark or None."""
+        return (*(None for _ in self.captured), *self.argument_marks)
+
     def final_values(self) -> list[tuple[int, Value | Constant]]:
         """The inputs that are references, and the results that are their final values."""
         if not self.references:

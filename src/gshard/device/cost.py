@@ -260,7 +260,7 @@ def kernel_cost(
         )
     products, others, moved = kernel.product_flops, kernel.vector_flops, kernel.moved
     repeated = e.rule.groups if e.rule is not None and machine.compiler.multiplies_groups else 1
-    own = roofline(machine, dtype_of(e), products * repeated, others, moved)
+    own = roofline(machine, dtype_of(e), products * repeated, others, moved, returns=kernel.starts)
     starts += own.launch
     bound = "compute" if own.compute >= own.memory else "memory"
     parts = ((bound, own.work), ("memory", copies), ("launch", starts))

@@ -68,7 +68,10 @@ def _after(
         else:
             break
         moved, vector = moved + more, vector + kernel.vector_flops
-        longest = roofline(machine, dtype_of(product.equation), product.product_flops, vector, moved).seconds
+        both = roofline(
+            machine, dtype_of(product.equation), product.product_flops, vector, moved, returns=kernel.starts
+        )
+        longest = both.seconds
         found[kernel] = min(seconds[kernel], max(0.0, longest - taken))
         taken, last = taken + found[kernel], kernel
         if kernel.kind == OPERATOR:

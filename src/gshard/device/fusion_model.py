@@ -46,6 +46,7 @@ class Kernel:
         spared: buffers of these that a compiler keeps in registers, or reads in another kernel (``device``).
         carried: buffers that it reads or writes in place of another kernel.
         spares_rows: whether it spares them only as long as no dimension that it reduces is split.
+        returns: whether it writes a result of the program, which no other kernel can compute for itself.
     """
 
     equation: Equation
@@ -58,6 +59,12 @@ class Kernel:
     spared: frozenset[Value] = frozenset()
     carried: tuple[Value, ...] = ()
     spares_rows: bool = False
+    returns: bool = False
+
+    @property
+    def starts(self) -> bool:
+        """Whether it starts however few bytes it moves: it writes a result of the program itself."""
+        return self.returns and not self.spared.issuperset(self.writes)
 
     @property
     def product_flops(self) -> int:
@@ -225,14 +232,17 @@ def kernels_of(block: Block, *, windows: bool = True, inside: bool = False) -> K
         return v not in producer or producer[v] in roots
 
     made: list[Kernel] = []
+    results = {home.get(v, v) for v in block.outputs if isinstance(v, Value)}
     for e in block.equations:
         if e in roots:
             fused: dict[Equation, None] = {}
             reads: dict[Value, None] = {}
             _collect(e, producer, is_buffer, home, fused, reads)
             bodies = tuple(kernels_of(body, windows=windows, inside=True) for body in e.blocks)
-            made.append(Kernel(e, kinds[e], tuple(reversed(fused)), tuple(reads), e.outputs, bodies))
-    needed = {home.get(v, v) for v in block.outputs if isinstance(v, Value)}
+            returns = not inside and not results.isdisjoint(e.outputs)
+            kernel = Kernel(e, kinds[e], tuple(reversed(fused)), tuple(reads), e.outputs, bodies, returns=returns)
+            made.append(kernel)
+    needed = set(results)
     needed.update(() if inside else block.inputs)
     for i, kernel in reversed(list(enumerate(made))):
         e = kernel.equation

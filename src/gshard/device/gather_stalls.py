@@ -77,7 +77,8 @@ def product_seconds(e: Equation, plan: Plan, machine: Machine) -> float:
     """One run of a product on one device, with its operands there."""
     assert e.rule is not None
     products = e.rule.flops / parts(plan.splits[e], plan.mesh)
-    return roofline(machine, dtype_of(e), products, moved=sum(local_sizes(e, plan))).seconds
+    returns = not {*e.outputs}.isdisjoint(plan.program.block.outputs)
+    return roofline(machine, dtype_of(e), products, moved=sum(local_sizes(e, plan)), returns=returns).seconds
 
 
 def local_sizes(e: Equation, plan: Plan) -> list[int]:

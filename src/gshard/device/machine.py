@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from gshard.core.errors import GShardError
+from gshard.core.jax_adapter_tracebacks import without_our_frames
 from gshard.device.machine_kinds import COMPILERS, DIRECT, KINDS, LINE, RING, SWITCH, Compiler, Kind
 
 
@@ -108,6 +109,7 @@ class Machine:
         return vendor.get(dtype) or vendor.get("f32") or self.rate(dtype)
 
     @staticmethod
+    @without_our_frames
     def of(text: str, devices: int | None = None) -> Machine:
         """Reads ``kind:shape``, or the file that ``gshard calibrate`` wrote.
 

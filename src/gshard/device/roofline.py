@@ -16,7 +16,8 @@ from gshard.core.program import Equation, short_dtype
 from gshard.device.machine import Machine
 
 # Bytes of the indices into an array of up to eight dimensions, int32 each. XLA computes so few numbers (the position of
-# a device, an offset) inside of the kernels that read them, so nothing is launched for them.
+# a device, an offset) inside of the kernels that read them, so nothing is launched for them. A result of the program
+# has no such kernel: it is launched for, however small.
 INDICES = 32
 
 
@@ -44,7 +45,15 @@ class Roofline(NamedTuple):
         return self.work + self.launch
 
 
-def roofline(machine: Machine, dtype: str, products: float = 0.0, others: float = 0.0, moved: float = 0.0) -> Roofline:
+def roofline(
+    machine: Machine,
+    dtype: str,
+    products: float = 0.0,
+    others: float = 0.0,
+    moved: float = 0.0,
+    *,
+    returns: bool = False,
+) -> Roofline:
     """Prices one run of a kernel.
 
     Args:
@@ -53,13 +62,14 @@ def roofline(machine: Machine, dtype: str, products: float = 0.0, others: float 
         products: operations of products.
         others: all other operations.
         moved: bytes read and written.
+        returns: whether it writes a result of the program.
 
     >>> found = roofline(Machine.of("h100:1x1"), "bf16", products=2 * 1024**3, moved=3 * 2 * 1024**2)
     >>> [f"{part * 1e6:.2f} µs" for part in (*found, found.seconds)]
     ['3.10 µs', '2.09 µs', '3.00 µs', '6.10 µs']
     """
     compute = products / machine.rate(dtype) + others / machine.vector_flops
-    return Roofline(compute, moved / machine.memory_bandwidth, launch_seconds(machine, moved))
+    return Roofline(compute, moved / machine.memory_bandwidth, launch_seconds(machine, moved, returns=returns))
 
 
 def dtype_of(e: Equation) -> str:
@@ -67,9 +77,12 @@ def dtype_of(e: Equation) -> str:
     return short_dtype(e.inputs[0].dtype) if e.inputs else "f32"
 
 
-def launch_seconds(machine: Machine, moved: float) -> float:
-    """Seconds until a kernel starts that reads and writes ``moved`` bytes; 0 for a few numbers (``INDICES``)."""
-    return machine.launch if moved > INDICES else 0.0
+def launch_seconds(machine: Machine, moved: float, *, returns: bool = False) -> float:
+    """Seconds until a kernel starts that reads and writes ``moved`` bytes.
+
+    0 for a few numbers (``INDICES``), unless they are a result of the program (``returns``): no kernel reads that.
+    """
+    return machine.launch if moved > INDICES or returns else 0.0
 
 
 def copy_seconds(machine: Machine, array: float) -> float:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from gshard.core.errors import ArgumentError
+from gshard.core.jax_adapter_tracebacks import without_our_frames_in_methods
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.planning_tables import with_tables
@@ -45,6 +46,7 @@ from gshard.explanation.rows import (
 )
 from gshard.explanation.timeline import timeline
 from gshard.explanation.trials import SECONDS, Trials, trials
+from gshard.explanation.unsplit_work import unsplit_work
 from gshard.explanation.value_costs import Compared, ValueCosts, value_costs
 from gshard.explanation.verdict import Verdict, verdict
 from gshard.explanation.what_if import Instead, instead
@@ -53,6 +55,7 @@ from gshard.naming.array_names import ArrayNames
 _FRAME = "width: 100%; height: 800px; border: 1px solid #8884; border-radius: 8px"
 
 
+@without_our_frames_in_methods
 @dataclasses.dataclass(frozen=True, repr=False)
 class Explanation:
     """Everything ``explain`` found; print it, or read its rows.
@@ -72,8 +75,9 @@ class Explanation:
         marked_by_bytes: and if it were planned by bytes, where ``marked`` plans for a machine.
         names: what its arrays are called, and in which module each operation is.
         donated: arguments whose memory results may take.
-        replicated: operations that every device computes whole although an operand is split: line, how many times its
-            share, bytes spared, the mark that forbids it.
+        replicated: axes whose devices repeat each other's work, dimensions with too few elements for their devices;
+            operations that every device computes whole although an operand is split: line, how many times its share,
+            bytes spared, the mark that forbids it.
         layout: how many values each row of the layout applies to, which names are open, where the order of rules
             decided;
         unused: marks whose results nothing reads, and parts of the layout that apply to nothing.
@@ -81,6 +85,8 @@ class Explanation:
         by_bytes: whether it is the plan that sends least.
         dropped: what the program says and gshard does not keep: line, parameter, value, what is done instead.
         choice: what planning or a search chose, and from what; None for a plan that was given, or is a preset.
+        returned: results that a ``jax.Array`` cannot hold in the shards of the plan: these, those that are returned,
+            the bytes of both on a device, the way out.
     """
 
     name: str
@@ -104,6 +110,7 @@ class Explanation:
     dropped: tuple[str, ...] = ()
     marked_by_bytes: Callable[[Program], SpmdProgram] | None = dataclasses.field(default=None, repr=False)
     choice: Callable[[], Compared | None] | None = dataclasses.field(default=None, repr=False)
+    returned: tuple[str, ...] = ()
 
     def cost(self, machine: Machine | str | None = None) -> Cost:
         """Time, FLOPs, bytes and memory of one call.
@@ -139,7 +146,8 @@ class Explanation:
 
     def _verdict(self, found: Cost, seconds: float) -> Verdict:
         rows = merged(self.spmd, found, self.names)
-        return verdict(self.plan, found, rows, self._trials(seconds), self.by_bytes, self.machine)
+        unsplit = unsplit_work(self.plan, found, self.names, self.marked_by_bytes)
+        return verdict(self.plan, found, rows, self._trials(seconds), self.by_bytes, self.machine, unsplit)
 
     def _trials(self, seconds: float) -> Trials:
         if seconds not in self._tried:
@@ -274,8 +282,9 @@ class Explanation:
             lines += ["", str(self.spmd.prefetched)]
         moved = tuple(map(str, moved_instead(self.plan)))
         for title, texts in (
-            ("work that every device repeats although an operand is split", self.replicated),
+            ("work that every device repeats, and devices without work", self.replicated),
             ("operands gathered because moving the larger arrays sends less", moved),
+            ("results returned in fewer shards than they have inside: a jax.Array cannot have these", self.returned),
             ("layout", self.layout),
             (
                 "marks and rows of the layout without effect, probably by mistake (strict=True refuses them)",

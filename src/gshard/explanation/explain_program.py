@@ -11,8 +11,10 @@ from gshard.core.program import Program
 from gshard.core.spmd import SpmdProgram
 from gshard.device.machine import Machine
 from gshard.explanation.explain import Explanation
+from gshard.explanation.idle import idle_devices
 from gshard.explanation.layout_usage import unused_of_layout, uses_of_layout
 from gshard.explanation.replicated import notes_of_whole_values, replicated_work
+from gshard.explanation.returned import returned_in_fewer_shards
 from gshard.explanation.rows import rows_of_collectives, rows_of_equal_layers, rows_of_tensors
 from gshard.explanation.value_costs import Compared
 from gshard.naming.array_names import ArrayNames
@@ -59,7 +61,7 @@ def explain_program(
         marked,
         names,
         donated,
-        tuple(map(str, replicated)),
+        (*idle_devices(plan, names), *map(str, replicated)),
         uses_of_layout(program),
         (*program.unread_marks, *unused_of_layout(program, mesh)),
         by_bytes,
@@ -67,4 +69,5 @@ def explain_program(
         tuple(map(str, program.dropped)),
         marked_by_bytes,
         choice,
+        returned_in_fewer_shards(plan, names),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +12,19 @@ import jax
 from jax.sharding import PartitionSpec
 
 from gshard.core.errors import ArgumentError, known_names
+from gshard.core.jax_adapter_tracebacks import without_our_frames_in_methods
 from gshard.core.mark import Mark, mark_of_cut
 from gshard.core.mesh import Mesh
 from gshard.core.partition_spec import words_of
 from gshard.core.plan import Plan
-from gshard.core.program import Program, Value, format_bytes
+from gshard.core.program import Program, Value
 from gshard.core.program_boundary import Boundary
 from gshard.core.spmd import SpmdProgram
 from gshard.device.cost import Cost
-from gshard.device.held import held_at_peak
 from gshard.emit.partition import partition
-from gshard.explanation.bounds import does_not_pay, headline
 from gshard.explanation.explain import Explanation
 from gshard.explanation.explain_program import explain_program
+from gshard.explanation.found_text import text_of_search
 from gshard.explanation.report.page import page
 from gshard.naming.array_names import ArrayNames
 from gshard.planning.added_marks import spec_of_cut, with_marks
@@ -33,18 +33,17 @@ from gshard.planning.saved_plan import SavedPlan
 from gshard.search.alternatives import SearchChoice, alternatives, tries
 from gshard.search.as_marks import Marks, marks_of
 from gshard.search.find import Best, best_plan
-from gshard.search.how_near import ended, how_near
 from gshard.search.layouts import LayoutResult, Namable, layout_of
 from gshard.search.patch import patch_of
 from gshard.search.pipeline import as_run, plans_of
 from gshard.search.planned import Planned
 from gshard.search.priced import PricedPlan, Pricing
-from gshard.search.time_budget import TimeBudget
+from gshard.search.time_budget import TimeBudget, seconds_of
 
-_SHOWN = 24  # rows of arguments
-_PRESETS = 5  # that are shown beside, the best
+_SHOWN = 24  # names of arguments in messages
 
 
+@without_our_frames_in_methods
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class SearchResult:
     """The plan that was found for a function, and what is known of it.
@@ -56,6 +55,7 @@ class SearchResult:
         in_tree: the structure of the arguments, positional and named.
         function: the function as its dimensions can be named.
         compiled: the ranking of the best plans as XLA compiled them (``search(compile_best=...)``); prints as a table.
+        budget_seconds: the time that the search was given; what is found later has as much, unless it is given its own.
     """
 
     best: Best
@@ -64,6 +64,7 @@ class SearchResult:
     in_tree: Any = None
     function: Namable | None = None
     compiled: Any = None
+    budget_seconds: float | None = None
 
     @property
     def plan(self) -> Plan:
@@ -125,8 +126,16 @@ class SearchResult:
 
     @functools.cached_property
     def marks(self) -> Marks:
-        """The plan said in few marks, each of them tried: how much of its speed they alone give. Takes a while."""
-        return marks_of(self.best.chosen, self.best.limit, lambda marked: self._priced("marks", marked))
+        """The plan said in few marks, each of them tried: how much of its speed they alone give.
+
+        Takes as long as the search may take (``budget_seconds``, or 300 seconds) at most, and prints its progress on
+        stderr. The marks that were found by then are returned, with ``left_out``.
+        """
+        return self._marks(None, None)
+
+    def _marks(self, budget_seconds: float | None, progress: bool | Callable[[str], object] | None) -> Marks:
+        budget = TimeBudget.of(self.budget_seconds if budget_seconds is None else budget_seconds, progress)
+        return marks_of(self.best.chosen, self.best.limit, lambda marked: self._priced("marks", marked), budget)
 
     @functools.cached_property
     def layout(self) -> LayoutResult:
@@ -140,12 +149,33 @@ class SearchResult:
                 "a plan with a mark that the function does not have is not said as a layout.",
                 hint="Write the mark into the function, and search again.",
             )
-        return layout_of(self.best, self.function, self.donated, TimeBudget.of(None))
+        return layout_of(self.best, self.function, self.donated, TimeBudget.of(self.budget_seconds))
 
-    def patch(self) -> str:
-        """The marks as a change of the source files, for ``git apply``; those that it leaves out in front of it."""
+    def patch(
+        self, *, budget_seconds: float | None = None, progress: bool | Callable[[str], object] | None = None
+    ) -> str:
+        """The marks as a change of the source files, for ``git apply``.
+
+        In front of it, in lines that begin with ``#``, are the time of a call with the marks beside that of the plan,
+        and the marks that cannot be written. If ``marks`` are known and all was tried, they are not sought again.
+
+        Args:
+            budget_seconds: how long finding the marks may take; by default what the search was given, or 300 seconds.
+                It takes longer by no more than one planning of the program.
+            progress: as for ``search``.
+
+        Raises:
+            ArgumentError: ``budget_seconds`` is no time.
+        """
+        seconds = seconds_of(budget_seconds)
+        known = self.__dict__.get("marks")
+        if known is None or (known.left_out and seconds is not None):
+            known = self.__dict__["marks"] = self._marks(seconds, progress)
         paths, defined = ((), None) if self.function is None else (self.function.paths, self.function.defined)
-        return patch_of(self.marks.marks, self.plan.program, paths, defined, self.plan.mesh)
+        notes = [f"modelled on {self.cost.machine.name}: {known.nearness}", *known.cut]
+        if not known.is_near:
+            notes.append("gshard.jit(f, mesh=found.mesh, plan=found.plan) runs the plan itself")
+        return patch_of(known.marks, self.plan.program, paths, defined, self.plan.mesh, notes)
 
     def without(self, i: int) -> PricedPlan:
         """The plan that follows from all of ``marks`` but one, and what it costs.
@@ -171,7 +201,12 @@ class SearchResult:
         return self._priced(f"without mark {i}", marked)
 
     def with_mark(
-        self, what: str, sharding: Any, *, progress: bool | Callable[[str], object] | None = None
+        self,
+        what: str,
+        sharding: Any,
+        *,
+        budget_seconds: float | None = None,
+        progress: bool | Callable[[str], object] | None = None,
     ) -> SearchResult:
         """Searches again with one more mark, to see what insisting on it costs; it keeps the mesh.
 
@@ -179,6 +214,7 @@ class SearchResult:
             what: the values: a part of an argument's name or of a line, as for ``why``; all that match are marked.
             sharding: a ``PartitionSpec`` over the axes of ``mesh``; with ``unreduced={...}`` the values stay parts of
                 sums over these axes, and so may what is computed from them (they are finite).
+            budget_seconds: as for ``search``; by default what the search was given.
             progress: as for ``search``.
 
         Returns:
@@ -221,8 +257,11 @@ class SearchResult:
                 got=f"{len(matching)} values match",
                 hint="Give more of an argument's name, or of a line that found.why(...) shows.",
             )
-        limit, machine = self.best.limit, self.cost.machine
-        best = best_plan(marked, self.mesh, machine, donated=self.donated, memory_limit=limit, progress=progress)
+        seconds = seconds_of(self.budget_seconds if budget_seconds is None else budget_seconds)
+        best = best_plan(
+            marked, self.mesh, self.cost.machine, donated=self.donated, memory_limit=self.best.limit,
+            budget_seconds=seconds, progress=progress,
+        )  # fmt: skip
         return dataclasses.replace(self, best=best, tried=(), function=None)
 
     def _priced(self, name: str, program: Program) -> PricedPlan:
@@ -343,54 +382,7 @@ class SearchResult:
         SavedPlan.of(self.plan).save(path)
 
     def __str__(self) -> str:
-        best, cost = self.best, self.cost
-        shape = ", ".join(f"{name}={size}" for name, size in self.mesh.axes)
-        memory = f"peak {format_bytes(cost.peak)} of {format_bytes(int(best.limit))}"
-        lines = [
-            f"{cost.seconds * 1e3:.4g} ms a call on {cost.machine.name}, mesh ({shape}); {memory}; "
-            f"{format_bytes(cost.sent)} sent by each device"
-        ]
-        if best.chosen.recomputed:
-            lines[0] += f"; give jit memory_limit={int(best.limit)} too, so that some values are recomputed"
-        if not best.fits:
-            lines += ["this DOES NOT FIT, and needs least of all that was tried. At its peak it holds:", *self._held()]
-        else:
-            lines.append(f"{how_near(best)}; {best.seconds:.1f} s")
-        if best.chosen is not best.searched:
-            known = best.searched
-            beside = "" if known is None else f"; the searched plan takes {known.cost.seconds * 1e3:.4g} ms"
-            lines.append(f"this is the plan of '{best.chosen.name}'{beside}")
-        lines += filter(None, (headline(cost), does_not_pay(self.plan, cost)))
-        lines += ended(best.seconds, best.left_out, best.stopped)
-        shown = sorted(best.others, key=lambda o: o.rank(best.limit))[:_PRESETS]
-        lines += ["presets"] if shown else []
-        lines += [f"  {o.name} {o.cost.seconds * 1e3:.4g}{self._note(o.cost)}" for o in shown]
-        for other in self.tried:
-            if other is not best:
-                axes = ", ".join(f"{name}={size}" for name, size in other.mesh.axes)
-                lines.append(f"mesh ({axes}): {other.chosen.cost.seconds * 1e3:.4g}{self._note(other.chosen.cost)}")
-        lines += [] if self.compiled is None else [str(self.compiled)]
-        return "\n".join([*lines, "arguments", *self._arguments()])
+        text = text_of_search(self.best, self.tried, self.names)
+        return text if self.compiled is None else f"{text}\n{self.compiled}"
 
     __repr__ = __str__
-
-    def _held(self) -> list[str]:
-        """What takes most memory at the peak."""
-        memory = self.cost.memory
-        held = held_at_peak(memory, self.cost.program.block, self.plan.program, self.names)
-        rows = [(memory.arguments, "arguments"), *((row.bytes, str(row)) for row in held[:5])]
-        return [f"  {format_bytes(n):>10} {what}" for n, what in rows]
-
-    def _note(self, cost: Cost) -> str:
-        return " ms" if cost.peak <= self.best.limit else " ms, does not fit"
-
-    def _arguments(self) -> Sequence[str]:
-        """The largest arguments with their shardings; those of equal layers in one row."""
-        rows: dict[tuple[str, str], int] = {}
-        program = self.plan.program
-        for v in sorted(program.block.inputs, key=lambda v: -v.bytes):
-            if v.shape:
-                key = self.names.arguments[v].alike, self.plan.format(v)
-                rows[key] = rows.get(key, 0) + 1
-        shown = [f"  {text:<44} {name}{f'  x{n}' if n > 1 else ''}" for (name, text), n in rows.items()]
-        return shown[:_SHOWN] + ([f"  and {len(shown) - _SHOWN} more"] if len(shown) > _SHOWN else [])

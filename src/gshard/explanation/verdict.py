@@ -29,6 +29,12 @@ from gshard.planning.objective import BY_BYTES
 PROVEN = 1e-6  # of what a plan costs: a smaller gap is none
 ALSO = 2  # other changes of marks that are named
 EVEN = 1.02  # of its share of the products: more is no rounding of uneven parts any more
+# Why a plan that sends less, or is faster, is not cheaper for the planner.
+_BYTES = (
+    "it also counts messages, repeated work, memory and, of a result without a mark, a part of the bytes that moving "
+    "it into another sharding would send"
+)
+_TIME = "it prices each kernel and each collective by itself, and the change is priced in full"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +55,7 @@ class Verdict:
         by_bytes: whether the plan was made by bytes;
         planned_for: or for which machine; None if that is not known.
         alone: that a call is no faster than on one device, if so.
+        unsplit: that a product is not split as its operand is, and what a call would take if it were, if so.
     """
 
     cost: Cost
@@ -65,6 +72,7 @@ class Verdict:
     by_bytes: bool = False
     planned_for: Machine | None = None
     alone: str = ""
+    unsplit: str = ""
 
     @property
     def proposal(self) -> Proposal | None:
@@ -107,8 +115,8 @@ class Verdict:
         return tuple(
             text
             for text in (
-                *remedies(self.cost), self.alone, self._compute(), self._network(), self._hint(), self._choice(),
-                self._memory(),
+                *remedies(self.cost), self.alone, self._compute(), self.unsplit, self._network(), self._hint(),
+                self._choice(), self._memory(),
             )
             if text
         )  # fmt: skip
@@ -166,9 +174,12 @@ class Verdict:
             sentences.append(f"Of the plans priced for {name}, the one planned by bytes is the fastest.")
         if self.gap is not None:
             by = "" if self.gap < PROVEN else f" by more than {100 * self.gap:.2g} %"
-            sentences.append(
-                f"By the planner's cost model ({self.counted}), no plan that keeps the marks is cheaper{by}."
-            )
+            model, p = f"By the planner's cost model ({self.counted})", self.proposal
+            if p is None or p.instead:
+                sentences.append(f"{model}, no plan that keeps the marks is cheaper{by}.")
+            else:  # the program with one more mark has a plan that keeps the others
+                why = _BYTES if self.counted.startswith(BY_BYTES) else _TIME
+                sentences.append(f"{model}, a plan with this change is not cheaper{by}: {why}.")
         return " ".join(sentences)
 
     def _memory(self) -> str:
@@ -187,6 +198,7 @@ def verdict(
     tried: Trials,
     by_bytes: bool = False,
     planned_for: Machine | None = None,
+    unsplit: str = "",
 ) -> Verdict:
     """Reads the verdict off a cost.
 
@@ -197,6 +209,7 @@ def verdict(
         tried: the changes of marks that were tried, for each of these rows.
         by_bytes: whether the plan was made by bytes;
         planned_for: or for which machine.
+        unsplit: a sentence on products that are not split as their operands are (``unsplit_work``).
     """
     machine, devices = found.machine, plan.mesh.size
     whole: Counter[str] = Counter()
@@ -221,7 +234,7 @@ def verdict(
     largest = rows[:1] if longest is None or longest is rows[0] else (rows[0], longest)
     return Verdict(
         found, plan.mesh, ideal, work, repeated, sent, tuple(largest), tried, tuple(proposals), plan.gap, plan.counted,
-        by_bytes, planned_for, does_not_pay(plan, found),
+        by_bytes, planned_for, does_not_pay(plan, found), unsplit,
     )  # fmt: skip
 
 

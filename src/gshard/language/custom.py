@@ -26,12 +26,14 @@ from typing import Any
 from gshard.comm.shards import Shards
 from gshard.core.errors import GShardError, RuleError
 from gshard.core.jax_adapter import body_of_call
+from gshard.core.jax_adapter_tracebacks import without_our_frames
 from gshard.core.rule import Rule
 from gshard.language.notation import check_without_local, parse
 from gshard.language.region import REGIONS
 from gshard.language.registry import Call, RuleFunction, contradiction, is_our_own, register_custom
 
 
+@without_our_frames
 def rule(primitive: Any, *, target: Any = None, replace: bool = False) -> Callable[..., Any]:
     """Registers how a primitive may be split.
 
@@ -78,6 +80,7 @@ def rule(primitive: Any, *, target: Any = None, replace: bool = False) -> Callab
             hint="Say gshard.rule(..., replace=True) if yours is to take its place.",
         )
 
+    @without_our_frames
     def enter(what: str | RuleFunction, local: Callable[..., Any] | None = None) -> str | RuleFunction:
         if isinstance(what, str):
             read = parse(what)

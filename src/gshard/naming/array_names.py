@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -69,6 +69,9 @@ class ArrayNames:
         called = called or [short[name] for name in program.names]
         self.arguments: dict[Value, ShortName] = dict(zip(program.block.inputs, called, strict=True))
         self._module_of = {v: _module(self.arguments[v], name) for v, name in zip(program.block.inputs, program.names)}
+        self._gradients: set[Value] = set()
+        self._plain: set[Value] = set()  # arrays of numbers alone: scales, zeros, and sums that begin as zeros
+        self._follow_gradients(program.block)
         self._made: dict[Value, Value] = {}  # what becomes of an argument, or is added to it: the argument
         self._follow_back(program)
         self._is_scoped = any(self._scopes.values())
@@ -95,9 +98,8 @@ class ArrayNames:
             return ShortName("", "")
         if (root := self._roots.get(v)) is not None:
             return self.arguments[root]
-        e = self._producers.get(v)
         if (state := self._made.get(v)) is not None:
-            what = GRADIENT if e is not None and self._is_backward(e) else UPDATE
+            what = GRADIENT if v in self._gradients else UPDATE
             name = self.arguments[state]
             return ShortName(what + name.text, what + name.alike)
         text = self._made_by(v)
@@ -198,10 +200,49 @@ class ArrayNames:
                     found.setdefault(v, []).append((state not in self.read, far, len(states)))
                 states.append(state)
         # A gradient is that of a weight, though it is added to moments too; else the result that is nearest counts.
+        used = self._read_besides(found.keys())
         for v, rows in found.items():
-            e = self._producers.get(v)
-            backward = e is not None and self._is_backward(e)
-            self._made[v] = states[min(rows if backward else ((far, other, i) for other, far, i in rows))[2]]
+            if v in self._gradients:
+                *_, first = min((other, states[i] not in used, far, i) for other, far, i in rows)
+            else:
+                *_, first = min((far, other, i) for other, far, i in rows)
+            self._made[v] = states[first]
+
+    def _read_besides(self, updates: Collection[Value]) -> set[Value]:
+        """The arguments that equations read which make none of these values: biases, but not moments."""
+        return {
+            self._roots[x]
+            for e in self._producers.values()
+            if not e.blocks and not any(v in updates or v in self._roots for v in e.outputs)
+            for x in e.inputs
+            if isinstance(x, Value) and x in self._roots
+        }
+
+    def _follow_gradients(self, block: Block) -> None:
+        """Notes the gradients, and what they become as they are scaled, joined, and added up over micro-batches."""
+        for e in block.equations:
+            for body in e.blocks:
+                self._plain.update(v for v in body.inputs if self._begins_plain(v))
+                self._follow_gradients(body)
+            if e.blocks:
+                self._gradients.update(edge.outer for edge in e.edges if edge.inner in self._gradients)
+            if self._is_backward(e):
+                self._gradients.update(e.outputs)
+            elif not e.blocks:
+                arrays = {
+                    i for i, x in enumerate(e.inputs) if isinstance(x, Value) and x not in self._plain and x.shape
+                }
+                if not arrays:
+                    self._plain.update(e.outputs)
+                elif self._gradients.issuperset(e.inputs[i] for i in arrays) and _adds(e, arrays):
+                    self._gradients.update(e.outputs)
+
+    def _begins_plain(self, v: Value) -> bool:
+        """Whether a value of a body that rounds change comes into the loop as zeros, or as other numbers alone."""
+        region = self._inside[v]
+        come = {edge.outer for edge in region.edges if edge.inner is v} - {*region.outputs}
+        changes = v not in self._outside and v not in self._roots
+        return changes and all(x in self._plain for x in come if self._inside.get(x) is not region)
 
     def _cone(self, result: Value) -> tuple[dict[Value, int], Value | None]:
         """What elementwise equations and changes of form make a result of, how far away, and the nearest argument."""
@@ -246,12 +287,17 @@ def _in_another_form(e: Equation) -> tuple[Value | None, ...]:
     arrays = [(i, x) for i, x in enumerate(e.inputs) if isinstance(x, Value) and x.shape]
     if len(arrays) != 1 or len(e.outputs) != 1:
         return ()
-    if any(factor.kind == REDUCE and factor.monoid != "pick" for factor in e.rule.factors):
+    if any(f.kind == REDUCE and f.size > 1 and f.monoid != "pick" for f in e.rule.factors):
         return ()
     ((i, source),) = arrays
     alone = len(e.inputs) == 1
     ways = [monoid for monoid, operands in e.rule.linear if operands == {i}]
     return (source,) if "add" in ways or (alone and ways) or e.mark is not None else ()
+
+
+def _adds(e: Equation, operands: set[int]) -> bool:
+    """Whether the results of a sum of these operands are the sum of their results."""
+    return e.rule is not None and any(monoid == "add" and operands <= some for monoid, some in e.rule.linear)
 
 
 def _is_elementwise(e: Equation) -> bool:

@@ -19,12 +19,12 @@ from gshard.core.program_boundary import AS_MARKED, Boundary
 from gshard.core.rule import Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, operand_sharding, result_sharding
-from gshard.core.uneven import cut_evenly
 from gshard.device.fusion_model import PASSING, REGION, Kernel
 from gshard.language.region import REGIONS, Crossing
 from gshard.planning.demands import demands
 from gshard.planning.graph import CARRIED, STACKED, Brought, Graph
 from gshard.planning.interned import Once
+from gshard.planning.io_shardings import as_returned
 from gshard.planning.objective import Objective
 from gshard.planning.propagated import Propagated
 from gshard.planning.room import Room
@@ -361,13 +361,12 @@ class _Builder:
 
     def _leaving(self, v: Value, own: Sequence[Sharding], kept: Sharding | None) -> tuple[Sharding, ...]:
         """The shardings in which a result may leave."""
-        uneven = self.boundary.keep_uneven
 
         def find() -> Iterable[Sharding]:
             if kept is not None:
-                return (kept if uneven else cut_evenly(kept, v.shape, self.mesh),)
-            equal = (s if uneven else cut_evenly(s, v.shape, self.mesh) for s in own if not s.unreduced)
-            return dict.fromkeys((*self._shardings(v, even=not uneven), *equal))
+                return (kept,)
+            every = *self._shardings(v, even=not self.boundary.keep_uneven), *(s for s in own if not s.unreduced)
+            return dict.fromkeys(self._returned(v, s) for s in every)
 
         return self.once.states(("leaves", self.kinds[v], id(own), kept), find)
 
@@ -377,13 +376,16 @@ class _Builder:
     def _kept(self, v: Value, came: Mapping[Value, Value]) -> Sharding | None:
         """How a result leaves that has no choice: as the argument whose place it takes, or as propagation says."""
         if self.propagated is None:
-            return Sharding(self.said[v][0].dims) if v in self.said else None
+            return self._returned(v, Sharding(self.said[v][0].dims)) if v in self.said else None
         known = self.propagated.shardings
         if came.get(v) in self.propagated.undecided:
             return None
         if v in came and (self.boundary.keep_uneven or known[came[v]].is_even(self.mesh, v.shape)):
-            return known[came[v]]
-        return Sharding(known[v].dims) if v in self.propagated.kept else None  # finished, if a mark had it in parts
+            return known[came[v]] if came[v] in self.said else self._returned(v, known[came[v]])  # placed: as it is
+        return self._returned(v, Sharding(known[v].dims)) if v in self.propagated.kept else None  # finished
+
+    def _returned(self, v: Value, s: Sharding) -> Sharding:
+        return as_returned(s, v.shape, self.mesh, padded=self.boundary.keep_uneven)
 
     def _charged(self, v: Value, states: Sequence[Sharding]) -> Floats:
         """What leaving otherwise than the marks say costs: some callers have to bring it there."""

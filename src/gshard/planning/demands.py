@@ -58,7 +58,7 @@ def demands(program: Program, mesh: Mesh) -> Iterator[tuple[Value, Demand, Reaso
     for e in program.block.walk():
         if e.mark is not None:
             (value,) = e.outputs
-            yield value, _demand_of(e, mesh, program), Reason("mark", e.line, str(e.mark))
+            yield value, _demand_of(e, mesh, program), Reason("mark", e.line, e.mark.text_on(mesh))
 
 
 def _refuse_unreduced(mark: Mark, value: Value, name: str) -> None:

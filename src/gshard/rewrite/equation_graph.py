@@ -127,9 +127,13 @@ def written(
         return function(*(next(rest) if isinstance(x, Value) else x.value for x in inputs))
 
     def traced(f: Callable[..., Any], given: Sequence[Value], names: Sequence[Array]) -> Any:
+        def placed(*arrays: Any) -> Any:
+            with as_if_at(at.source_info):  # inside: JAX begins a trace without named scopes
+                return f(*arrays)
+
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak) for x in given]
         with as_if_at(at.source_info):
-            jaxpr, consts = closed(jax.make_jaxpr(f)(*shapes))
+            jaxpr, consts = closed(jax.make_jaxpr(placed)(*shapes))
         return writer.made_of(jaxpr, consts, names)
 
     writer.context = at.context

@@ -4,12 +4,15 @@ A plan has a sharding for every value; of most of them propagation says the same
 greedy choice finds: of the values that are sharded otherwise than in the plan, those of the same name in equal layers
 taken together, the largest are tried, and what lowers the price most is kept. Then those that are not needed any more
 are left out. Where marks do not reach the price of the plan, the plan itself does (``gshard.jit(plan=...)``).
+
+A time budget limits this: the program without further marks is priced in any case, and the marks that were found until
+the time is over are returned.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import time
 from collections.abc import Callable, Mapping, Sequence
 
 from gshard.core.errors import GShardError
@@ -20,9 +23,13 @@ from gshard.core.program import Program, Value, format_bytes
 from gshard.core.sharding import Sharding
 from gshard.naming.array_names import ArrayNames
 from gshard.planning.added_marks import text_of_mark, with_marks
+from gshard.search.how_near import ended
 from gshard.search.priced import PricedPlan
+from gshard.search.time_budget import TimeBudget
 
 _LARGEST, _FIRST = 3, 2  # candidates of each round
+_NEAR = 5e-4  # of the plan's time: a smaller difference is none
+_MORE = "further marks"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +68,8 @@ class Marks:
         bare: that without any of them.
         goal: the plan that they are to say.
         limit: bytes that a device may hold.
+        took: seconds that finding them took.
+        left_out: what was not tried, or cut, since the time was over.
     """
 
     marks: tuple[FoundMark, ...]
@@ -68,6 +77,8 @@ class Marks:
     bare: PricedPlan
     goal: PricedPlan
     limit: float
+    took: float = 0.0
+    left_out: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -79,12 +90,26 @@ class Marks:
         """Seconds of a call with none of them."""
         return self.bare.cost.seconds
 
-    def __str__(self) -> str:
+    @property
+    def is_near(self) -> bool:
+        """Whether a call takes as long as the plan with them, to the digits that are shown."""
+        return abs(self.seconds / self.goal.cost.seconds - 1) < _NEAR
+
+    @property
+    def nearness(self) -> str:
+        """The time of a call with all of them, that of the plan, and how far one is from the other."""
         over = 100 * (self.seconds / self.goal.cost.seconds - 1)
-        near = "as the plan" if abs(over) < 0.05 else f"{abs(over):.2g} % {'above' if over > 0 else 'below'} the plan"
+        near = "as the plan" if self.is_near else f"{abs(over):.2g} % {'above' if over > 0 else 'below'} the plan"
+        return f"{self._text(self.priced)} with them, {near} ({self._text(self.goal)})"
+
+    @property
+    def cut(self) -> list[str]:
+        """A line on what the time was too short for, if on anything."""
+        return ended(self.took, self.left_out, None)
+
+    def __str__(self) -> str:
         rows = [f"  {i}  {mark}" for i, mark in enumerate(self.marks, 1)]
-        end = f"{self._text(self.priced)} with them, {near} ({self._text(self.goal)})"
-        return "\n".join([f"{self._text(self.bare)} without further marks", *rows, end])
+        return "\n".join([f"{self._text(self.bare)} without further marks", *rows, self.nearness, *self.cut])
 
     def _text(self, plan: PricedPlan) -> str:
         size = f", {format_bytes(plan.cost.peak)}: does not fit" if plan.cost.peak > self.limit else ""
@@ -108,10 +133,10 @@ def marks_of(
     goal: PricedPlan,
     limit: float,
     price: Callable[[Program], PricedPlan],
+    budget: TimeBudget,
     *,
     tolerance: float = 0.01,
     most: int = 12,
-    budget_seconds: float = 180.0,
 ) -> Marks:
     """Says a plan in marks.
 
@@ -119,34 +144,37 @@ def marks_of(
         goal: the plan; its program has the marks that the user wrote.
         limit: bytes that a device may hold; marks with which a call takes more are as good as none.
         price: plans the program with other marks, and prices that.
+        budget: the time that is left; the program without further marks is priced in any case.
         tolerance: how far above the goal is near enough.
         most: how many marks at most.
-        budget_seconds: when to stop looking for more.
     """
     program, mesh = goal.plan.program, goal.plan.mesh
-    end = time.monotonic() + budget_seconds
     near = goal.cost.seconds * (1 + tolerance)
     chosen: list[_Candidate] = []
 
-    def tried(candidates: Sequence[_Candidate]) -> PricedPlan | None:
+    def tried(candidates: Sequence[_Candidate], doing: str, *, always: bool = False) -> PricedPlan | None:
         marks = {v: mark_of_cut(s.dims, mesh) for c in candidates for v, s in c.shardings.items()}
-        marked = with_marks(program, marks)
-        try:
-            return None if marked is None else price(marked)
-        except GShardError:
-            return None
+        marked, found = with_marks(program, marks), None
+        with budget.step(doing, always=always), contextlib.suppress(GShardError):
+            found = None if marked is None else price(marked)
+        return found
+
+    def is_over() -> bool:
+        if budget.is_over and _MORE not in budget.left_out:
+            budget.left_out.append(_MORE)
+        return budget.is_over
 
     def is_near(found: PricedPlan) -> bool:
         return found.cost.seconds <= near and (found.cost.peak <= limit or goal.cost.peak > limit)
 
-    without = tried([])
+    without = tried([], "the program without further marks", always=True)
     assert without is not None
     now, saved = without, []
-    while not is_near(now) and len(chosen) < most and time.monotonic() < end:
+    while not is_near(now) and len(chosen) < most and not is_over():
         results = [
             (found, candidate)
             for candidate in _candidates(goal.plan, now.plan, chosen)
-            if time.monotonic() < end and (found := tried([*chosen, candidate])) is not None
+            if not is_over() and (found := tried([*chosen, candidate], f"{candidate.text} {candidate.at}")) is not None
         ]
         if not results:
             break
@@ -163,12 +191,12 @@ def marks_of(
         now = after
     for candidate in list(chosen):
         rest = [c for c in chosen if c is not candidate]
-        found = tried(rest) if len(chosen) > 1 and time.monotonic() < end else None
+        found = tried(rest, f"without {candidate.text} {candidate.at}") if len(chosen) > 1 and not is_over() else None
         if found is not None and (is_near(found) or found.rank(limit) <= now.rank(limit)):
             del saved[chosen.index(candidate)]
             chosen, now = rest, found
     marks = [FoundMark(c.at, c.text, s, c.shardings) for c, s in zip(chosen, saved, strict=True)]
-    return Marks(tuple(marks), now, without, goal, limit)
+    return Marks(tuple(marks), now, without, goal, limit, budget.spent, tuple(budget.left_out))
 
 
 def _candidates(plan: Plan, now: Plan, chosen: Sequence[_Candidate]) -> list[_Candidate]:

@@ -29,8 +29,9 @@ def patch_of(
     paths: Sequence[str] = (),
     defined: tuple[str, int] | None = None,
     mesh: Mesh | None = None,
+    notes: Sequence[str] = (),
 ) -> str:
-    """The diff; with the marks that it leaves out in lines that begin with ``#``.
+    """The diff; in front of it, in lines that begin with ``#``, notes and the marks that it leaves out.
 
     Args:
         marks: of values of the program.
@@ -38,6 +39,7 @@ def patch_of(
         paths: of its arguments.
         defined: file and first line of the function's definition.
         mesh: the devices.
+        notes: what to say of the marks.
     """
     producers = {v: e for e in program.block.walk() for v in e.outputs}
     at: dict[tuple[str, int], list[tuple[int, Equation]]] = {}
@@ -58,6 +60,7 @@ def patch_of(
         done = [v not in of_arguments and _write(mark.text, producers.get(v), at, files) for v in others]
         if not all(done):
             left.append(f"# {mark.text} {mark.at}: not written, do it by hand")
+    left = [*(f"# {note}" for note in notes), *left]
     return "\n".join([*left, *(line for file in files.values() for line in file.diff())]) + "\n"
 
 

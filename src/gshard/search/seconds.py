@@ -80,7 +80,7 @@ class Seconds(Moves):
         same = tuple(numbers.setdefault(v, len(numbers)) for v in (*e.inputs, *needed))
         read = tuple(v.bytes for v in needed)
         spared = tuple(v in kernel.spared for v in (*kernel.reads, *kernel.writes)), kernel.spares_rows
-        return e.rule, kernel.kind, arrays, same, read, kernel.vector_flops, kernel.moved, spared
+        return e.rule, kernel.kind, arrays, same, read, kernel.vector_flops, kernel.moved, spared, kernel.returns
 
     def of_splits(self, kernel: Kernel, ways: Sequence[Split], asked: float) -> Floats:
         """float64 [ways]: one run of a kernel, its equation split so, and what its own way to run on shards takes."""
@@ -105,14 +105,17 @@ class Seconds(Moves):
             more = 0.0
             if emitted is not None:
                 more = emitted.seconds - self.work(e, *_of(as_kernel(e), part), made + sum(read.values()))
-            taken.append(max(self.work(e, *_of(kernel, part), moved) + more, launch_seconds(self.machine, moved)))
+            returns = kernel.returns and written > 0
+            start = launch_seconds(self.machine, moved, returns=returns)
+            taken.append(max(self.work(e, *_of(kernel, part), moved, returns=returns) + more, start))
         return np.array(taken)
 
     def of_shardings(self, kernel: Kernel, states: Sequence[Sharding]) -> Floats:
         """float64 [states]: one run of an elementwise kernel, all of whose arrays are sharded so."""
         v = kernel.equation.outputs[0]
         parts = [math.prod(s.local_shape(self.mesh, v.shape)) / max(math.prod(v.shape), 1) for s in states]
-        return np.array([self.work(kernel.equation, *_of(kernel, part), kernel.moved * part) for part in parts])
+        e, returns = kernel.equation, kernel.starts
+        return np.array([self.work(e, *_of(kernel, part), kernel.moved * part, returns=returns) for part in parts])
 
     def windows(self, e: Equation, ways: Sequence[Split]) -> Iterator[tuple[int, Windows]]:
         """What an equation fetches of its operands, that others may share."""
@@ -124,7 +127,7 @@ class Seconds(Moves):
         """What is emitted for an equation that runs on shards in a way of its own; None for others."""
         return self._own_ways.of(e, split)
 
-    def work(self, e: Equation, products: float, others: float, moved: float) -> float:
+    def work(self, e: Equation, products: float, others: float, moved: float, *, returns: bool = False) -> float:
         """Of one kernel on one device.
 
         Args:
@@ -132,8 +135,9 @@ class Seconds(Moves):
             products: operations of products, of the device's share.
             others: all other operations.
             moved: bytes that it reads and writes.
+            returns: whether it writes a result of the program.
         """
-        return roofline(self.machine, dtype_of(e), products, others, moved).seconds
+        return roofline(self.machine, dtype_of(e), products, others, moved, returns=returns).seconds
 
 
 def _splits_a_row(rule: Rule, split: Split) -> bool:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from gshard.core.deadline import OutOfTime, until
+from gshard.core.errors import ArgumentError
 from gshard.search.progress import Progress
 
 DEFAULT_SECONDS = 300.0  # of a search for which the user gives none
@@ -82,3 +83,18 @@ class TimeBudget:
                 yield
         except OutOfTime:
             self.left_out.append(name)
+
+
+def seconds_of(budget_seconds: float | None) -> float | None:
+    """The ``budget_seconds`` that a user gave.
+
+    Raises:
+        ArgumentError: it is neither None nor a number above zero.
+    """
+    is_number = isinstance(budget_seconds, int | float) and not isinstance(budget_seconds, bool)
+    if budget_seconds is None or (is_number and budget_seconds > 0):
+        return budget_seconds
+    raise ArgumentError(
+        f"budget_seconds={budget_seconds!r} is no time to search for.",
+        hint="Give seconds above zero, or None for a number of steps that follows from the size of the program.",
+    )

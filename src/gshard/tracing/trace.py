@@ -22,6 +22,7 @@ from gshard.core.jax_adapter import (
     jaxpr_without_dead_code,
     no_mesh_set,
 )
+from gshard.core.jax_adapter_tracebacks import without_our_frames
 from gshard.core.layout import Layout
 from gshard.core.mark import Mark
 from gshard.core.memory_kinds import is_on_host, kind_in_space
@@ -41,6 +42,7 @@ from gshard.tracing.unread_marks import unread_marks
 assert _rules  # imported for the rules it registers
 
 
+@without_our_frames
 @collected_seldom()
 def trace(
     f: Callable[..., Any], *args: Any, argument_marks: Sequence[Mark | None] | None = None, **kwargs: Any

@@ -55,6 +55,8 @@ class Explained(Protocol):
     @property
     def replicated(self) -> tuple[str, ...]: ...
     @property
+    def returned(self) -> tuple[str, ...]: ...
+    @property
     def layout(self) -> tuple[str, ...]: ...
     @property
     def unused(self) -> tuple[str, ...]: ...
@@ -125,6 +127,7 @@ def report_data(
         "gathered": list(explanation.gathered),
         "dropped": list(explanation.dropped),
         "replicated": list(explanation.replicated),
+        "returned": list(explanation.returned),
         "layout": list(explanation.layout),
         "unused": list(explanation.unused),
         "searched": "",  # what a search tells of its plan

@@ -25,7 +25,7 @@ function verdict() {
     ["peak memory / memory of a device", pair(T.peak, D.machine.memory), T.peak > D.machine.memory],
     ["arguments: total / per device", pair(...T.arguments)], ["FLOPs per device", flop(T.flops)]];
   $("tiles").replaceChildren(...tiles.map(([name, value, over]) => el("div", { className: over ? "tile over" : "tile" }, el("b", {}, value), el("span", { className: "soft" }, name))));
-  const notes = [["Work that is not split although an operand is", D.replicated], ["No rule, so operands are gathered", D.gathered], ["Said by the program and not kept", D.dropped], ["Layout", D.layout], ["Marks and rows of the layout without effect", D.unused]];
+  const notes = [["Work that every device repeats, and devices without work", D.replicated], ["Results returned in fewer shards than they have inside", D.returned || []], ["No rule, so operands are gathered", D.gathered], ["Said by the program and not kept", D.dropped], ["Layout", D.layout], ["Marks and rows of the layout without effect", D.unused]];
   $("notes").replaceChildren(...notes.filter(([, rows]) => rows.length).map(([name, rows]) =>
     el("details", { open: rows.length < 4 }, el("summary", {}, `${name} (${rows.length})`), el("ul", {}, ...rows.map(row => el("li", {}, row))))));
   if (D.searched) { $("searched").hidden = false; $("searched").querySelector("pre").textContent = D.searched; }

@@ -1,0 +1,91 @@
+"""Text of a search: what ``print(found)`` shows of the plan, the presets and meshes beside it, and the arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gshard.core.program import format_bytes
+from gshard.device.cost import Cost
+from gshard.device.held import held_at_peak
+from gshard.explanation.bounds import does_not_pay, headline
+from gshard.explanation.idle import idle_devices
+from gshard.naming.array_names import ArrayNames
+from gshard.search.find import Best
+from gshard.search.how_near import ended, how_near
+
+_SHOWN = 24  # rows of arguments
+_PRESETS = 5  # that are shown beside, the best
+
+
+def text_of_search(best: Best, tried: Sequence[Best], names: ArrayNames) -> str:
+    """The best plan, why it takes its time, what was tried beside it, and how it splits the arguments.
+
+    Args:
+        best: the search on the mesh that was chosen.
+        tried: the searches on all meshes that were tried.
+        names: of the arrays of the program.
+    """
+    plan, cost = best.chosen.plan, best.chosen.cost
+    shape = ", ".join(f"{name}={size}" for name, size in best.mesh.axes)
+    memory = f"peak {format_bytes(cost.peak)} of {format_bytes(int(best.limit))}"
+    lines = [
+        f"{cost.seconds * 1e3:.4g} ms a call on {cost.machine.name}, mesh ({shape}); {memory}; "
+        f"{format_bytes(cost.sent)} sent by each device"
+    ]
+    if best.chosen.recomputed:
+        lines[0] += f"; give jit memory_limit={int(best.limit)} too, so that some values are recomputed"
+    if not best.fits:
+        lines += [
+            "this DOES NOT FIT, and needs least of all that was tried. At its peak it holds:",
+            *_held(best, names),
+        ]
+    else:
+        lines.append(f"{how_near(best)}; {best.seconds:.1f} s")
+    if best.chosen is not best.searched:
+        known = best.searched
+        beside = "" if known is None else f"; the searched plan takes {known.cost.seconds * 1e3:.4g} ms"
+        lines.append(f"this is the plan of '{best.chosen.name}'{beside}")
+    lines += filter(None, (headline(cost), does_not_pay(plan, cost)))
+    lines += _idle(best, names)
+    lines += ended(best.seconds, best.left_out, best.stopped)
+    shown = sorted(best.others, key=lambda o: o.rank(best.limit))[:_PRESETS]
+    lines += ["presets"] if shown else []
+    lines += [f"  {o.name} {o.cost.seconds * 1e3:.4g}{_note(o.cost, best)}" for o in shown]
+    for other in tried:
+        if other is not best:
+            axes = ", ".join(f"{name}={size}" for name, size in other.mesh.axes)
+            lines.append(f"mesh ({axes}): {other.chosen.cost.seconds * 1e3:.4g}{_note(other.chosen.cost, best)}")
+    return "\n".join([*lines, "arguments", *_arguments(best, names)])
+
+
+def _idle(best: Best, names: ArrayNames) -> list[str]:
+    """Devices without work of their own, and those of this computer that the mesh leaves out."""
+    mesh, lines = best.mesh, list(idle_devices(best.chosen.plan, names))
+    if mesh.devices is not None and mesh.size < (there := len(mesh.devices[0].client.devices())):
+        lines.append(f"the mesh has {mesh.size} of the {there} devices that there are; the others are not used")
+    return lines
+
+
+def _held(best: Best, names: ArrayNames) -> list[str]:
+    """What takes most memory at the peak."""
+    cost = best.chosen.cost
+    held = held_at_peak(cost.memory, cost.program.block, best.chosen.plan.program, names)
+    rows = [(cost.memory.arguments, "arguments"), *((row.bytes, str(row)) for row in held[:5])]
+    return [f"  {format_bytes(n):>10} {what}" for n, what in rows]
+
+
+def _note(cost: Cost, best: Best) -> str:
+    return " ms" if cost.peak <= best.limit else " ms, does not fit"
+
+
+def _arguments(best: Best, names: ArrayNames) -> list[str]:
+    """The largest arguments with their shardings, those that are split first; those of equal layers in one row."""
+    rows: dict[tuple[str, str], int] = {}
+    plan = best.chosen.plan
+    whole = {v: not any(plan.shardings[v].dims) for v in plan.program.block.inputs}
+    for v in sorted(plan.program.block.inputs, key=lambda v: (whole[v], -v.bytes)):
+        if v.shape:
+            key = names.arguments[v].alike, plan.format(v)
+            rows[key] = rows.get(key, 0) + 1
+    shown = [f"  {text:<44} {name}{f'  x{n}' if n > 1 else ''}" for (name, text), n in rows.items()]
+    return shown[:_SHOWN] + ([f"  and {len(shown) - _SHOWN} more"] if len(shown) > _SHOWN else [])

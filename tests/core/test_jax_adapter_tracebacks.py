@@ -1,0 +1,108 @@
+"""Tracebacks of errors show the user's frames, by JAX's switch, and the causes of the errors."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import gshard
+
+MESH = gshard.Mesh.abstract(data=8)
+OURS = str(Path(gshard.__file__).parent)
+X = jax.ShapeDtypeStruct((16, 4), jnp.float32)
+
+
+def bad_mark(x: Any) -> Any:
+    return gshard.split(x, 5, "data")
+
+
+def bad_product(x: Any) -> Any:
+    return x @ jnp.ones((3, 3))
+
+
+def of_the_user(x: Any) -> Any:
+    raise KeyError("mine")
+
+
+def jitted(f: Callable[..., Any] = bad_mark) -> Any:
+    return gshard.jit(f, mesh=8)
+
+
+PUBLIC: dict[str, Callable[[], Any]] = {
+    "call": lambda: jitted()(jnp.ones((16, 4))),
+    "call, another shape": lambda: jitted(bad_product)(jnp.ones((16, 4))),
+    "call, the user's own": lambda: jitted(of_the_user)(jnp.ones((16, 4))),
+    "lower": lambda: jitted().lower(X),
+    "trace": lambda: jitted().trace(X),
+    "eval_shape": lambda: jitted().eval_shape(X),
+    "on": lambda: jitted().on(99),
+    "jit": lambda: gshard.jit(bad_mark, mesh=99),
+    "an option": lambda: gshard.jit(bad_mark, mseh=8),  # type: ignore[call-overload]
+    "split": lambda: gshard.split(jnp.ones(8), 5, "data"),
+    "replicate": lambda: gshard.replicate("text"),
+    "name": lambda: gshard.name(jnp.ones(8), "a b"),
+    "gshard.trace": lambda: gshard.trace(bad_mark, X),
+    "explain": lambda: gshard.explain(bad_mark, X, mesh=MESH),
+    "search": lambda: gshard.search(bad_mark, X, mesh=MESH, machine="h100:1x8"),
+    "explanation": lambda: gshard.explain(jnp.sin, X, mesh=MESH).why("nothing"),
+    "cost": lambda: gshard.explain(jnp.sin, X, mesh=MESH).cost("q100"),
+    "machine": lambda: gshard.Machine.of("q100"),
+    "strict": lambda: gshard.jit(lambda x: (gshard.split(x, 0, "data"), x)[1], mesh={"data": 8}, strict=True)(
+        jnp.ones((16, 4))
+    ),
+    "compiled": lambda: gshard.jit(jnp.sin, mesh=8).lower(X).compile()(jnp.ones(3)),
+    "a rule": lambda: gshard.rule("primitive_of_a_test")("a ->"),
+    "under jax.grad": lambda: jax.grad(lambda x: jitted()(x).sum())(jnp.ones((16, 4))),
+}
+
+
+def error_of(act: Callable[[], Any]) -> BaseException:
+    with pytest.raises(Exception) as raised:  # noqa: PT011  of any kind
+        act()
+    return raised.value
+
+
+def files(error: BaseException) -> set[str]:
+    return {frame.filename for frame in traceback.extract_tb(error.__traceback__)}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_errors_show_the_frames_of_the_user_alone(name: str) -> None:
+    error = error_of(PUBLIC[name])
+    assert files(error) == {__file__}
+    cause = error.__cause__
+    while cause is not None:
+        assert not [file for file in files(cause) if file.startswith(OURS)]
+        cause = cause.__cause__
+
+
+def test_the_frames_of_the_user_inside_of_the_function_stay() -> None:
+    error = error_of(PUBLIC["call, the user's own"])
+    assert type(error) is KeyError
+    assert [f.name for f in traceback.extract_tb(error.__traceback__)][-1] == "of_the_user"
+
+
+def test_the_cause_stays() -> None:
+    error = error_of(PUBLIC["call, another shape"])
+    assert isinstance(error, gshard.TraceError)
+    assert isinstance(error.__cause__, TypeError)
+    assert "bad_product" in [f.name for f in traceback.extract_tb(error.__cause__.__traceback__)]
+
+
+@pytest.mark.parametrize("name", ["call", "lower", "split", "explain", "explanation"])
+def test_jax_switches_it_off(name: str, request: pytest.FixtureRequest) -> None:
+    before = jax.config.jax_traceback_filtering
+    request.addfinalizer(lambda: jax.config.update("jax_traceback_filtering", before))
+    jax.config.update("jax_traceback_filtering", "off")
+    assert any(f.startswith(OURS) for f in files(error_of(PUBLIC[name])))
+    jax.config.update("jax_traceback_filtering", "tracebackhide")
+    error = error_of(PUBLIC[name])
+    shown = [f for f, _ in traceback.walk_tb(error.__traceback__) if f.f_code.co_filename.startswith(OURS)]
+    assert shown
+    assert all(frame.f_locals.get("__tracebackhide__") for frame in shown)
