@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+
 from gshard.api.compiled_programs import (
     explain_compiled,
     explain_compiled_by_gshard,
@@ -73,8 +75,22 @@ def compiled_subject(
     if is_compiled(f):
         return explain_compiled(f, mesh)
     if is_function:
-        return explain_compiled(lowered_by_jax(f, args, kwargs))
+        return explain_compiled(_lowered(f, args, kwargs))
     raise _not_jitted(f)
+
+
+def _lowered(f: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> jax.stages.Lowered:
+    try:
+        return lowered_by_jax(f, args, kwargs)
+    except ValueError as error:
+        if "AbstractMesh" not in str(error):
+            raise
+        raise ArgumentError.like(
+            error,
+            "the shardings inside this function are on an abstract mesh, for which XLA cannot compile.",
+            user_line(),
+            hint="Check it inside `with jax.set_mesh(jax.make_mesh((8,), ('data',))):`, with the axes of that mesh.",
+        ) from error
 
 
 def _of_jitted(f: Jitted, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CompiledExplanation:

@@ -183,4 +183,4 @@ def _word(text: str) -> str:
 
 
 def _line(kind: str, axes: str, array: str, module: str, times: int, size: int) -> str:
-    return f"{kind:<18}  {f'x{times}':<6} {size:>15,}  over {axes:<10}  {array:<24}  {module}".rstrip()
+    return f"{kind:<18}  {f'x{times}':<6}  {size:>15,}  over {axes:<10}  {array:<24}  {module}".rstrip()
