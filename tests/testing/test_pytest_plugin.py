@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import pages
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 STEPS = """
@@ -136,3 +138,17 @@ def test_it_imports_nothing_before_it_is_used(folder: Path) -> None:
     assert code == 0, text
     code, text = run(folder, "--fixtures", "--help")
     assert "--gshard-update" in text
+
+
+def test_the_page_is_a_file_of_tests(folder: Path) -> None:
+    pages.run(ROOT / "docs" / "budgets.md", folder / "tests")
+    baseline = folder / "tests" / "collectives" / "test_step.test_step.txt"
+    code, text = run(folder, "--gshard-update", "tests/test_step.py")
+    assert code == 0, text
+    assert "x13" in baseline.read_text()
+    code, text = run(folder, "tests/test_step.py")
+    assert code == 0, text
+    baseline.write_text(baseline.read_text().replace("x13", "x12"))
+    code, text = run(folder, "tests/test_step.py")
+    assert code == 1
+    assert "all_gather over data: 13 in one call, 3.9 MiB; was 12, 3.9 MiB" in text

@@ -148,8 +148,8 @@ def compiled(found: CompiledExplanation) -> str:
 def row_lines(rows: Sequence[CompiledRow], most: int = ROWS) -> list[str]:
     """Collectives as an explanation prints them, without modelled times."""
     lines = collective_lines_of([dataclasses.replace(row, seconds=0.0) for row in rows], most)
-    parts = [part for row in rows[:most] for part in row.parts]
-    if len({id(part.sent) for part in parts}) < len(parts):
+    moved = [{id(part.sent) for part in row.parts} for row in rows[:most]]
+    if sum(map(len, moved)) > len(set().union(*moved)):
         lines.append("  a collective that moves several arrays has several rows, and counts once")
     if any(not row.exact for row in rows[:most]):
         lines.append("  ~ marks a number that depends on data: a branch counts as taken, a loop as one iteration")

@@ -1,13 +1,16 @@
 """Sent record: what a compiled program sends and holds, as the text of a baseline file and read from it.
 
-# Collectives in one call of step on each device. gshard writes this file: pytest --gshard-update.
+# Collectives in one call of step: number, bytes that each device sends, axes, array, module.
+# gshard writes this file: review it, and write it again with pytest --gshard-update.
 # jax 0.10.2, cpu
 
 mesh  data=8
-peak  1,089,000 bytes
+peak  1,089,856 bytes
 
-all_gather      x12           2,752,512  over data   params.w
-all_gather      x12           2,752,512  over data   in all
+all_gather          x12           2,752,512  over data        params.w
+all_gather          x12           2,752,512  over data        in all
+
+total               x12           2,752,512  over all axes    in all
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from collections.abc import Iterator, Mapping
 import jax
 
 from gshard.core.program import format_bytes
+from gshard.xla.hlo_collectives import Sent
 from gshard.xla_programs.compiled_explanation import CompiledExplanation
 from gshard.xla_programs.compiled_rows import CompiledRow
 from gshard.xla_programs.moved_parts import axes_text
@@ -58,11 +62,13 @@ class SentRecord:
     @staticmethod
     def of(found: CompiledExplanation) -> SentRecord:
         """Records a compiled program."""
-        rows: dict[Key, tuple[int, int]] = {}
+        runs: dict[Key, dict[Sent, int]] = {}
+        sizes: Counter[Key] = Counter()
         for row in found.collectives:
             key = as_recorded(row)
-            times, size = rows.get(key, (0, 0))
-            rows[key] = times + row.times, size + row.bytes
+            runs.setdefault(key, {}).update((part.sent, part.sent.collective.executions) for part in row.parts)
+            sizes[key] += row.bytes
+        rows = {key: (sum(times.values()), sizes[key]) for key, times in runs.items()}
         times_of: Counter[tuple[str, str]] = Counter()
         size_of: Counter[tuple[str, str]] = Counter()
         for sent in found.program.sent:
@@ -88,11 +94,10 @@ class SentRecord:
     def body(self) -> list[str]:
         """The lines of the file that are no comments."""
         lines = [f"mesh  {self.mesh}", f"peak  {self.peak:,} bytes"]
-        ordered = sorted(self.sums.items(), key=lambda item: (-item[1][1], item[0]))
-        for where, (times, size) in ordered:
+        for where, (times, size) in sorted(self.sums.items()):  # whatever the figures: a difference is short
             own = [(key, of) for key, of in self.rows.items() if key[:2] == where]
             lines.append("")
-            lines += [_line(*key, *of) for key, of in sorted(own, key=lambda item: (-item[1][1], item[0]))]
+            lines += [_line(*key, *of) for key, of in sorted(own)]
             lines.append(_line(*where, IN_ALL, "", times, size))
         times, size = (sum(of[i] for of in self.sums.values()) for i in (0, 1))
         return [*lines, "", _line("total", "all axes", IN_ALL, "", times, size)]
