@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -57,3 +58,8 @@ def marked_mlp(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
     """The same product for gshard."""
     up, down = gshard.split(up, 1, "model"), gshard.split(down, 0, "model")
     return gshard.shard(mlp(gshard.split(x, 0, "data"), up, down), PartitionSpec("data"))
+
+
+def without_lines(text: str) -> str:
+    """Text without the numbers of lines: versions of XLA note the line of a scan, or of what its body applies."""
+    return re.sub(r"\.py:\d+", ".py:N", text)
