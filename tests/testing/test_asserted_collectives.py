@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,9 @@ import pytest
 from jax.sharding import AbstractMesh
 
 import gshard
+from gshard.api.compiled_programs import on_first_devices
 from gshard.testing import assert_collectives
+from gshard.testing.collective_limits import crosses
 from stepped import (
     BATCH,
     DATA,
@@ -186,6 +189,23 @@ def test_a_permutation_crosses_the_axis_along_which_it_sends() -> None:
     assert_collectives(found, over="data", collective_permute=0)
 
 
+def test_what_crosses_an_axis_runs_over_it() -> None:
+    """For collectives along axes, the devices of a group tell the same as their names."""
+    looked = 0
+    for mesh in (AbstractMesh((2, 4), ("data", "model")), AbstractMesh((2, 2, 2), ("data", "model", "expert"))):
+        for spec in itertools.product((None, *mesh.axis_names, mesh.axis_names[::-1]), repeat=2):
+            if len(set(jax.tree.leaves(spec))) < len(jax.tree.leaves(spec)):
+                continue
+            args = (array((16, 16), mesh, *spec), array((16, 16), mesh, mesh.axis_names[-1]))
+            found = assert_collectives(jax.jit(jnp.dot), args, total=range(100))
+            for row in found.collectives:
+                for axis in mesh.axis_names:
+                    looked += 1
+                    over = axis in re.findall(r"[a-z]+", row.axes)  # model.0 is a part of an axis
+                    assert crosses(found.program, row.parts[0].sent, (axis,)) == over, f"{row.axes}, {axis}, {spec}"
+    assert looked > 50
+
+
 def test_a_loop_of_unknown_length_is_marked() -> None:
     def f(x: jax.Array, n: jax.Array) -> jax.Array:
         return jax.lax.while_loop(lambda c: c[1] < n, lambda c: (c[0] / jnp.sum(c[0]), c[1] + 1), (x, 0))[0]
@@ -200,6 +220,9 @@ def test_an_argument_that_each_device_holds_whole_is_named() -> None:
     args = (array((64, 64), DATA, "data"), array((64, 32), DATA))
     assert_collectives(jax.jit(jnp.dot), args, total=0, max_whole=64 * 32 * 4)
     text = refused(jax.jit(jnp.dot), args, max_whole=64 * 32 * 4 - 1)
+    silent = re.sub(r", sharding=\{[^}]*\}", "", jax.jit(jnp.dot).lower(*on_first_devices(args)).compile().as_text())
+    with pytest.raises(gshard.ArgumentError, match="does not tell them"):
+        assert_collectives(silent, max_whole=0)
     assert "arguments that every device holds whole, 8.0 KiB on each" in text
     assert "max_whole=8192" in text
 

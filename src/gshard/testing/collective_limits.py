@@ -92,12 +92,12 @@ class Limits:
 
     @property
     def is_empty(self) -> bool:
-        """Whether anything is allowed."""
+        """Whether nothing is limited."""
         return not (self.times or self.most_times or self.most_bytes) and self.peak is None and self.whole is None
 
     @property
     def is_of_one_device(self) -> bool:
-        """Whether a program on one device can exceed them."""
+        """Whether only memory is limited, which a program on one device has too."""
         return not (self.times or self.most_times or self.most_bytes) and self.whole is None
 
     def exceeded(self, found: CompiledExplanation) -> list[Exceeded]:
