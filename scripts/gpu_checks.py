@@ -1,7 +1,7 @@
 """Checks on an accelerator: what it is, and whether programs compute there what they compute on CPU.
 
 Each function is a part of ``scripts/gpu.py``. A machine with one accelerator has no eight devices, so programs for
-eight are run on it device after device (``gshard.testing.run_on_all``): what a device computes between two collectives
+eight are run on it device after device (``gshard.testing.rule_checks``): what a device computes between two collectives
 runs compiled on the accelerator, and what devices say to each other is done in numpy. Everything is compared at JAX's
 highest precision of products; by default XLA takes TF32 for those of float32 on a GPU.
 """
@@ -27,9 +27,9 @@ import numpy as np
 from resumable import ROOT, Asked, Found, answer
 
 import gshard
-from gshard import testing
 from gshard.api.jitted import Jitted
 from gshard.core.sharding import Sharding
+from gshard.testing import rule_checks
 
 NEAR = 1e-4  # of the largest element of a result
 CALLS = 4  # of partitioned functions that are looked at in an example
@@ -83,7 +83,7 @@ def whole(parts: Sequence[Any], sharding: Sharding, mesh: Any, shape: tuple[int,
     if is_key(parts[0]):
         parts = [numbers(part) for part in parts]
         shape, sharding = (*shape, parts[0].shape[-1]), Sharding((*sharding.dims, ()))
-    places = testing.parts_of(np.arange(int(np.prod(shape)), dtype=np.int64).reshape(shape), sharding, mesh)
+    places = rule_checks.parts_of(np.arange(int(np.prod(shape)), dtype=np.int64).reshape(shape), sharding, mesh)
     made = np.empty(shape, np.asarray(parts[0]).dtype)
     for part, place in zip(parts, places, strict=True):
         made.reshape(-1)[place.reshape(-1)] = np.asarray(part).reshape(-1)
@@ -93,7 +93,7 @@ def whole(parts: Sequence[Any], sharding: Sharding, mesh: Any, shape: tuple[int,
 def device_after_device(lowered: Any, leaves: Sequence[Any], expected: Sequence[Any]) -> list[np.ndarray]:
     """The results of a partitioned program, computed for each of its devices on the default one."""
     spmd = lowered.spmd
-    results = testing.run_on_all(spmd, [*lowered.program.captured, *leaves])
+    results = rule_checks.run_on_all(spmd, [*lowered.program.captured, *leaves])
     together = zip(results, spmd.out_shardings, expected, strict=True)
     return [whole(parts, sharding, spmd.mesh, np.shape(want)) for parts, sharding, want in together]
 

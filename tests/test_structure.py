@@ -19,7 +19,7 @@ SRC, SRC_M4 = SOURCES = ROOT / "src", ROOT / "packages" / "m4" / "src"
 # An import may point to an earlier layer or to its own.
 LAYERS = [
     "core", "comm", "language", "rules", "rewrite", "tracing", "solver", "naming", "device", "planning", "emit",
-    "remat", "search", "xla", "explanation", "xla_programs", "simulator", "testing", "api", "moe", "ahead_of_time",
+    "remat", "search", "xla", "explanation", "xla_programs", "simulator", "api", "testing", "moe", "ahead_of_time",
     "plan_command", "named_target", "baselines", "command_options", "__main__",
 ]  # fmt: skip
 MAX_LINES = 400

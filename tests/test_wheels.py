@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PROJECTS = {"gshard": ROOT, "gshard_m4": ROOT / "packages" / "m4"}
 COMMANDS = {"gshard": "gshard", "gshard_m4": "gshard-m4"}
 PACKAGES = list(PROJECTS)
+HELD = {"gshard": ("gshard", "gshard_pytest"), "gshard_m4": ("gshard_m4",)}  # packages of a distribution
 
 
 def project(package: str) -> dict[str, Any]:
@@ -79,14 +80,20 @@ def test_a_wheel_holds_its_package_and_nothing_else(wheels: dict[str, Path], pac
         names = set(wheel.namelist())
         (about,) = {name.partition("/")[0] for name in names if ".dist-info/" in name}
         metadata = HeaderParser().parsestr(wheel.read(f"{about}/METADATA").decode())
-        commands = wheel.read(f"{about}/entry_points.txt").decode().split()
+        entries = wheel.read(f"{about}/entry_points.txt").decode().split()
     source = PROJECTS[package] / "src"
-    files = [path for path in (source / package).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    files = [
+        path
+        for held in HELD[package]
+        for path in (source / held).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    ]
     assert {name for name in names if not name.startswith(about)} == {
         path.relative_to(source).as_posix() for path in files
     }
-    assert commands[:3] == ["[console_scripts]", COMMANDS[package], "="]
-    assert len(commands) == 4
+    assert entries[:3] == ["[console_scripts]", COMMANDS[package], "="]
+    plugins = ["[pytest11]", "gshard_pytest", "=", "gshard_pytest"] if package == "gshard" else []
+    assert entries[4:] == plugins
     required = [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
     assert {wanted.name for wanted in required if wanted.marker is None} == set(needed(package))
     assert metadata["Author"] == "the gshard authors"
@@ -115,5 +122,6 @@ def test_wheels_run_in_a_fresh_environment(wheels: dict[str, Path], tmp_path: Pa
         name = COMMANDS[package]
         assert said(bin_ / name, "--version").startswith(f"{name} {project(package)['version']} (")
     assert "train" in said(bin_ / "gshard-m4", "--help")
+    assert "--gshard-update" in said(bin_ / "python", "-m", "pytest", "--help"), "pytest finds the plugin by itself"
     installed = {path.name for path in bin_.iterdir() if not path.name.lower().startswith(("activate", "python"))}
     assert installed == set(COMMANDS.values())

@@ -23,7 +23,8 @@ Besides::
     Mesh, Sharding              the devices, and how an array is cut over them
     Machine, Cost               what a program takes on given devices; CollectiveMatmul: which products run so
     manual, auto_to_manual ...  parts of a program that you partition yourself
-    rule, testing               register a rule of an operator (RuleMaker, Call, Shards, Rule), and check it
+    rule                        register a rule of an operator (RuleMaker, Call, Shards, Rule)
+    testing                     check a rule; limits and baselines of what a jitted function sends, for your tests
     GShardError                 the base of all errors raised on purpose
 """
 

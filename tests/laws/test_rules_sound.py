@@ -1,7 +1,7 @@
 """The law: an equation run on shards, in every way its rule allows, computes what it computes whole.
 
-``gshard.testing`` is what runs it: each way of splitting is put into a plan by hand, emitted by the partitioner as in a
-real program, and simulated for all devices, padding poisoned on the way in.
+``gshard.testing.rule_checks`` is what runs it: each way of splitting is put into a plan by hand, emitted by the
+partitioner as in a real program, and simulated for all devices, padding poisoned on the way in.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import numpy as np
 import pytest
 
 from emitted import emitted, reported
-from gshard import testing
 from gshard.core.plan import Plan
 from gshard.core.program import Equation, Program
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split
 from gshard.language.registry import known_primitives
+from gshard.testing import rule_checks
 from harness import Row, elementwise, rows
 from sampled import sampled_rows
 
-MESH = testing.SMALL
+MESH = rule_checks.SMALL
 SPLITS = 2  # of each row, drawn with a fixed seed where there are more
 SPLITS_ELEMENTWISE = 1  # of rows that differ in the primitive only: one rule serves them all
 ROWS = {r.name: r for r in rows()}
@@ -38,24 +38,24 @@ def the_equation(program: Program, primitive: str) -> Equation | None:
 def splits_of(equation: Equation, most: int) -> list[Split]:
     """Ways to split an equation: all of them, or a sample."""
     assert equation.rule is not None
-    return testing.splits_of(equation.rule, MESH, most)
+    return rule_checks.splits_of(equation.rule, MESH, most)
 
 
 def plan_of(program: Program, equation: Equation, split: Split) -> Plan:
     """One equation is split, everything else is whole on every device."""
-    return testing.plan_of(program, equation, split, MESH)
+    return rule_checks.plan_of(program, equation, split, MESH)
 
 
 def run_everywhere(plan: Plan, arguments: Sequence[Any]) -> list[list[np.ndarray]]:
     """The results on every device."""
-    spmd = testing.emit(plan)
+    spmd = rule_checks.emit(plan)
     assert emitted(spmd.jaxpr, MESH.atom_sizes) == reported(spmd.collectives)
-    return testing.run_on_all(spmd, arguments)
+    return rule_checks.run_on_all(spmd, arguments)
 
 
 def parts_of(x: Any, sharding: Sharding) -> list[Any]:
     """Each device's part of a whole array."""
-    return testing.parts_of(x, sharding, MESH)
+    return rule_checks.parts_of(x, sharding, MESH)
 
 
 @pytest.mark.quick
@@ -79,7 +79,7 @@ def check(row: Row, most: int) -> None:
         pytest.skip(f"this JAX has no primitive {row.primitive} here")
     assert equation.rule is not None
     assert equation.rule.known
-    alone = testing.Alone.of(program, equation, jax.tree.leaves(row.arguments))
+    alone = rule_checks.Alone.of(program, equation, jax.tree.leaves(row.arguments))
     for split in splits_of(equation, most):
         results = run_everywhere(plan_of(alone.program, equation, split), alone.arguments)
         alone.compare(results, split, MESH, row.tolerance)

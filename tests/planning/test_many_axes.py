@@ -17,7 +17,7 @@ from gshard.planning.objective import Bytes
 from gshard.planning.propagate import propagate
 from gshard.planning.reshard_costs import axes_of, in_two, joined
 from gshard.planning.strategies import places_for, shardings
-from gshard.testing import emit, parts_of, run_on_all
+from gshard.testing.rule_checks import emit, parts_of, run_on_all
 from gshard.tracing.trace import trace
 
 

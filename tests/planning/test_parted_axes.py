@@ -16,7 +16,7 @@ from gshard.core.mesh import Mesh
 from gshard.planning.propagate import propagate
 from gshard.planning.reshard_costs import axes_of, is_considered
 from gshard.planning.strategies import shardings
-from gshard.testing import emit, parts_of, run_on_all
+from gshard.testing.rule_checks import emit, parts_of, run_on_all
 from gshard.tracing.trace import trace
 
 SHAPES = ((16, 6), (2, 12), (4, 6), (8, 5))

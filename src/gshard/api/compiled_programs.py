@@ -16,6 +16,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from gshard.api.lowered import Compiled
 from gshard.core.errors import ArgumentError, MeshError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_given import axes_of_exported
@@ -69,14 +70,40 @@ def explain_compiled(f: Any, mesh: MeshLike = None, machine: str | Machine | Non
     return _told_on(program, found, machine)
 
 
+def explain_compiled_by_gshard(compiled: Compiled) -> CompiledExplanation:
+    """Explains what XLA compiled of a function from ``gshard.jit``: the arguments have the names of the function's.
+
+    Args:
+        compiled: what ``gshard.jit(f).lower(...).compile()`` returned.
+    """
+    lowered, made = compiled.lowered, compiled.lowered.executable.compiled
+    mesh = lowered.mesh
+    shardings = jax.tree.leaves(made.input_shardings, is_leaf=lambda s: isinstance(s, jax.sharding.Sharding))
+    program = read_program(
+        made.as_text(), mesh, whole=_whole(made, shardings, mesh), results=_results(compiled),
+        platform=str(mesh.devices[0].platform) if mesh.devices else "", memory=_memory(made),
+        names={f"arrays[{i}]": name for i, name in enumerate(lowered.program.names)},
+    )  # fmt: skip
+    return _told_on(program, mesh, None)
+
+
 def lowered_by_jax(f: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> jax.stages.Lowered:
     """Lowers a function from ``jax.jit``; abstract meshes of arguments become meshes of the first devices.
 
     Raises:
         MeshError: there are fewer devices.
     """
-    args, kwargs = jax.tree.map(_on_devices, (tuple(args), dict(kwargs)))
+    args, kwargs = on_first_devices((tuple(args), dict(kwargs)))
     return f.lower(*args, **kwargs)
+
+
+def on_first_devices(tree: Any) -> Any:
+    """The same arguments with their abstract meshes as meshes of the first devices.
+
+    Raises:
+        MeshError: there are fewer devices.
+    """
+    return jax.tree.map(_on_devices, tree)
 
 
 def partitions_of(lowered: jax.stages.Lowered) -> int:
@@ -84,6 +111,26 @@ def partitions_of(lowered: jax.stages.Lowered) -> int:
     module: Any = lowered.compiler_ir("stablehlo")
     attributes = module.operation.attributes
     return int(attributes["mhlo.num_partitions"].value) if "mhlo.num_partitions" in attributes else 1
+
+
+def with_devices(mesh: Mesh) -> Mesh:
+    """An abstract mesh on the first devices; a mesh of devices itself.
+
+    Raises:
+        MeshError: there are fewer devices.
+    """
+    if mesh.devices is not None:
+        return mesh
+    there = len(jax.devices())
+    if mesh.size > there:
+        raise MeshError(
+            f"XLA compiles for devices that exist: the mesh has {mesh.size}, and there are {there}.",
+            user_line(),
+            got=f"mesh: {mesh}",
+            hint=f"On CPU, set XLA_FLAGS=--xla_force_host_platform_device_count={mesh.size}, or call "
+            f'jax.config.update("jax_num_cpu_devices", {mesh.size}), before JAX starts; for tests, in conftest.py.',
+        )
+    return Mesh.of(dict(mesh.axes))
 
 
 def _told_on(program: Any, mesh: Mesh | None, machine: str | Machine | None) -> CompiledExplanation:
@@ -135,7 +182,7 @@ def _on_devices(leaf: Any) -> Any:
         return leaf
     if not isinstance(sharding.mesh, jax.sharding.AbstractMesh):
         return leaf
-    concrete = Mesh.of(dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_sizes, strict=True))).user_jax_mesh
+    concrete = with_devices(Mesh.of(sharding.mesh)).user_jax_mesh
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(concrete, sharding.spec))
 
 

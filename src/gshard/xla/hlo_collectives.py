@@ -26,10 +26,11 @@ import numpy as np
 
 from gshard.xla.hlo_parser import Computation, Instruction, Module, read_module, trip_count, type_bytes
 
-OPCODE = re.compile(
-    r"(all-gather|all-reduce|reduce-scatter|all-to-all|ragged-all-to-all|collective-permute|collective-broadcast)"
-    r"(-start)?"
+_OPCODES = (
+    "all-gather all-reduce reduce-scatter all-to-all ragged-all-to-all collective-permute collective-broadcast".split()
 )
+OPCODE = re.compile(rf"({'|'.join(_OPCODES)})(-start)?")
+KINDS = tuple(opcode.replace("-", "_") for opcode in _OPCODES)  # of collectives
 
 LOOP = ("condition", "body")  # attributes of an instruction that name the computations that it runs
 BRANCHES = ("branch_computations", "true_computation", "false_computation")

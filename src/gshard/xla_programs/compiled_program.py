@@ -130,6 +130,7 @@ def read_program(
     results: Sequence[str] = (),
     platform: str = "",
     memory: Mapping[str, int] | None = None,
+    names: Mapping[str, str] | None = None,
 ) -> CompiledProgram:
     """Reads a compiled program.
 
@@ -140,6 +141,7 @@ def read_program(
         results: names of the results.
         platform: what it was compiled for.
         memory: as ``CompiledProgram.memory``.
+        names: other names of arguments, by those in the text.
 
     Raises:
         ArgumentError: the text is no compiled program.
@@ -166,7 +168,7 @@ def read_program(
     program = CompiledProgram(
         name.removeprefix("jit_"), module, mesh, (), tuple(results), platform or _platform_of(text), memory
     )
-    return dataclasses.replace(program, arguments=_arguments(program, whole))
+    return dataclasses.replace(program, arguments=_arguments(program, whole, names or {}))
 
 
 def _mesh_in(text: str) -> Mesh | None:
@@ -184,10 +186,12 @@ def _platform_of(text: str) -> str:
     return "gpu" if "gpu_backend_config" in text or "native_emitter_backend_config" in text else ""
 
 
-def _arguments(program: CompiledProgram, whole: Sequence[tuple[int, str] | None]) -> tuple[CompiledArgument, ...]:
+def _arguments(
+    program: CompiledProgram, whole: Sequence[tuple[int, str] | None], called: Mapping[str, str]
+) -> tuple[CompiledArgument, ...]:
     entry = program.module.computations[program.module.entry]
     found = sorted((i for i in entry.instructions.values() if i.opcode == "parameter"), key=lambda i: i.number)
-    names = [i.op_name or f"argument {i.number}" for i in found]
+    names = [called.get(i.op_name, i.op_name) or f"argument {i.number}" for i in found]
     names = [name if names.count(name) == 1 else f"{name} ({i})" for i, name in enumerate(names)]
     types = [arrays_of(i.type) for i in found]
     weights = [names[i] for i in program.weights if i < len(names)]

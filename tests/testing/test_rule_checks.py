@@ -41,7 +41,7 @@ def lie(primitive: Any, rule: Any, x: Any = X) -> str:
         check_rule(lambda x: primitive.bind(x), x, primitive=primitive)
     text = str(error.value)
     assert f"the rule of '{primitive.name}'" in text
-    assert "at test_testing.py:" in text
+    assert "at test_rule_checks.py:" in text
     return text
 
 

@@ -1,4 +1,4 @@
-"""Testing: checks a rule by simulating every split of its equation.
+"""Rule checks: checks a rule by simulating every split of its equation.
 
     gshard.testing.check_rule(f, *args, primitive="my_primitive")
 
