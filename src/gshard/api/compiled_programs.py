@@ -81,7 +81,7 @@ def explain_compiled_by_gshard(compiled: Compiled) -> CompiledExplanation:
     shardings = jax.tree.leaves(made.input_shardings, is_leaf=lambda s: isinstance(s, jax.sharding.Sharding))
     program = read_program(
         made.as_text(), mesh, whole=_whole(made, shardings, mesh), results=_results(compiled),
-        platform=str(mesh.devices[0].platform) if mesh.devices else "", memory=_memory(made),
+        platform=str(mesh.devices[0].platform) if mesh.devices else "", memory=memory_figures(made),
         names={f"arrays[{i}]": name for i, name in enumerate(lowered.program.names)},
     )  # fmt: skip
     return _told_on(program, mesh, None)
