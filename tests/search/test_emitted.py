@@ -108,7 +108,7 @@ def test_windows_are_priced_once(monkeypatch: pytest.MonkeyPatch) -> None:
         made.append(original.__name__)
         return original(*args)
 
-    for original in (emitted.partition, emitted._that_fetches):
+    for original in (emitted.partition, emitted._fetching_jaxpr):
         monkeypatch.setattr(emitted, original.__name__, functools.partial(counted, original))
     ways, found = OwnWays(mesh, machine), list[emitted.Emitted]()
     with tables():
@@ -120,7 +120,7 @@ def test_windows_are_priced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     fetching = [window for own in found for window in own.windows]
     assert fetching
     assert made.count("partition") <= len(found)
-    assert 0 < 2 * made.count("_that_fetches") <= len(fetching)
+    assert 0 < 2 * made.count("_fetching_jaxpr") <= len(fetching)
 
 
 @pytest.mark.parametrize("name", ["h100", "v5e"])

@@ -65,7 +65,7 @@ class OwnWays:
         self._mesh, self._machine = mesh, machine
         self._alike = {a: alike for alike in interchangeable(mesh, machine) for a in alike}
         self._known: dict[object, Emitted] = {}
-        self._windows: _Fetching = {}
+        self._windows: _FetchSeconds = {}
 
     def of(self, e: Equation, split: Split, *, traces: bool = True) -> Emitted | None:
         """What is emitted for an equation that is split so; None if it does the same on smaller arrays.
@@ -136,12 +136,12 @@ def _with_atoms(what: Hashable, names: Mapping[str, str]) -> Hashable:
 
 
 # What it takes to fetch windows of an array: by its shape, dtype and sharding, and the windows.
-_Fetching = dict[Hashable, float]
+_FetchSeconds = dict[Hashable, float]
 
 
 @no_mesh_set()
 def emitted_alone(
-    e: Equation, split: Split, mesh: Mesh, machine: Machine, fetching: _Fetching | None = None
+    e: Equation, split: Split, mesh: Mesh, machine: Machine, fetch_seconds: _FetchSeconds | None = None
 ) -> Emitted:
     """All that is emitted for one run of an equation, its operands being where the split wants them.
 
@@ -149,9 +149,9 @@ def emitted_alone(
         e: the equation.
         split: how it is split.
         mesh, machine: the devices.
-        fetching: what is known of windows; what is found is added.
+        fetch_seconds: what is known of windows; what is found is added.
     """
-    known: _Fetching = {} if fetching is None else fetching
+    known: _FetchSeconds = {} if fetch_seconds is None else fetch_seconds
     fetched: dict[int, list[Hashable]] = {}
     seconds = _seconds(partition(_alone(e, split, mesh, fetched)).jaxpr, mesh, machine)
     windows = []
@@ -160,7 +160,7 @@ def emitted_alone(
         assert rule is not None
         key = v.shape, short_dtype(v.dtype), operand_sharding(rule, operand, split), tuple(which)
         if key not in known:
-            known[key] = _seconds(_that_fetches(e, split, mesh, operand), mesh, machine)
+            known[key] = _seconds(_fetching_jaxpr(e, split, mesh, operand), mesh, machine)
         windows.append(Windows(operand, tuple(which), known[key]))
     return Emitted(seconds, tuple(windows))
 
@@ -176,7 +176,7 @@ def _seconds(jaxpr: Any, mesh: Mesh, machine: Machine) -> float:
     return sum(kernel_cost(kernel, times, mesh, machine).total_seconds for kernel, times in kernels)
 
 
-def _that_fetches(e: Equation, split: Split, mesh: Mesh, operand: int) -> Any:
+def _fetching_jaxpr(e: Equation, split: Split, mesh: Mesh, operand: int) -> Any:
     """A jaxpr that fetches the windows of an operand."""
     rule = e.rule
     assert rule is not None
