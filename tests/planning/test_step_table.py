@@ -18,6 +18,7 @@ from gshard.device.machine import Machine
 from gshard.planning import reshard_costs as moves_module
 from gshard.planning.objective import bytes_on
 from gshard.planning.reshard_costs import Moves, axes_of, swapped
+from gshard.planning.step_table import StepTable
 from gshard.planning.strategies import shardings
 from gshard.search.seconds import Seconds, on_machine, seconds_on
 
@@ -104,6 +105,14 @@ def test_steps_are_found_once_for_messages_alone_and_joined(monkeypatch: pytest.
         return original(here, *rest)
 
     monkeypatch.setattr(moves_module, "even_steps", counted)
+    possible = StepTable._found
+    shapes: list[tuple[int, ...]] = []
+
+    def noted(self: StepTable, shape: tuple[int, ...]) -> Any:
+        shapes.append(shape)
+        return possible(self, shape)
+
+    monkeypatch.setattr(StepTable, "_found", noted)
     mesh, machine = Mesh.abstract(a=2, b=2, c=2), Machine.of("h100", 8)
     axes, shape = axes_of(mesh), (8, 12, 16)
     states = shardings(shape, mesh, axes, unreduced="add")
@@ -113,6 +122,25 @@ def test_steps_are_found_once_for_messages_alone_and_joined(monkeypatch: pytest.
         )
         costs = [objective.table(states, states, shape, 4) for objective in (alone, joined)]
         assert len(found) == len(set(found))
+        assert shapes == [shape]
     own = Seconds(mesh, machine, axes, joined=True).table(states, states, shape, 4)
     assert np.array_equal(costs[1], own)
     assert (costs[1] < costs[0]).any()
+
+
+def test_steps_are_priced_once_for_an_array(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many times moves from other shardings are asked for, as long as they lead over the same ones."""
+    priced: list[tuple[int, ...]] = []
+    original = StepTable.costs
+
+    def counted(self: StepTable, shape: tuple[int, ...], *rest: Any) -> Any:
+        priced.append(shape)
+        return original(self, shape, *rest)
+
+    monkeypatch.setattr(StepTable, "costs", counted)
+    mesh = Mesh.abstract(a=2, b=2, c=2)
+    moves = bytes_on(mesh, axes_of(mesh))
+    states = shardings((8, 12, 16), mesh, moves.axes)
+    one_by_one = np.vstack([moves.table((state,), states, (8, 12, 16), 4) for state in states])
+    assert len(priced) == 1
+    assert np.array_equal(one_by_one, bytes_on(mesh, axes_of(mesh)).table(states, states, (8, 12, 16), 4))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from typing import Any
 
 import jax
@@ -19,7 +21,7 @@ from gshard.planning.strategies import components, splits
 from gshard.search import emitted
 from gshard.search.emitted import OwnWays, emitted_alone, has_own_way
 from gshard.search.pipeline import plans_of
-from gshard.search.seconds import on_machine
+from gshard.search.seconds import Seconds, on_machine
 from gshard.tracing.trace import trace
 
 MESH = Mesh.abstract(a=2, b=2, c=2)
@@ -83,6 +85,63 @@ def test_of_parallel_factors_only_the_sizes_of_parts_count(monkeypatch: pytest.M
             assert [w[:2] for w in got.windows] == [w[:2] for w in want.windows]
 
 
+def convolved(x: Any, w: Any) -> Any:
+    return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+def convolution() -> Program:
+    """A convolution and the gradient of its weights, which read the same windows of the images."""
+
+    def step(x: Any, w: Any, d: Any) -> Any:
+        return convolved(x, w), jax.vjp(lambda w: convolved(x, w), w)[1](d)[0]
+
+    image, kernel = jax.ShapeDtypeStruct((2, 16, 16, 8), jnp.float32), jax.ShapeDtypeStruct((3, 3, 8, 8), jnp.float32)
+    return trace(step, image, kernel, image)
+
+
+def test_windows_are_priced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each way is traced once; windows of equal parts of arrays once for all equations that fetch them."""
+    machine = Machine.of("h100", MESH.size)
+    mesh, made = on_machine(MESH, machine), list[str]()
+
+    def counted(original: Any, *args: Any) -> Any:
+        made.append(original.__name__)
+        return original(*args)
+
+    for original in (emitted.partition, emitted._fetching_jaxpr):
+        monkeypatch.setattr(emitted, original.__name__, functools.partial(counted, original))
+    ways, found = OwnWays(mesh, machine), list[emitted.Emitted]()
+    with tables():
+        for e in convolution().block.walk():
+            assert e.rule is not None
+            for split in splits(e.rule, components(e.rule)[0], mesh, axes_of(mesh))[::5]:
+                if (own := ways.of(e, split)) is not None:
+                    found.append(own)
+    fetching = [window for own in found for window in own.windows]
+    assert fetching
+    assert made.count("partition") <= len(found)
+    assert 0 < 2 * made.count("_fetching_jaxpr") <= len(fetching)
+
+
+@pytest.mark.parametrize("name", ["h100", "v5e"])
+def test_what_is_emitted_takes_no_less_than_is_assumed(name: str) -> None:
+    """So that no other plan is better than the one that is chosen so."""
+    machine, compared = Machine.of(name, MESH.size), 0
+    mesh = on_machine(MESH, machine)
+    costs = Seconds(mesh, machine, axes_of(mesh))
+    with tables():
+        for program_of in (program, convolution):
+            for kernel, _ in costs.kernels(program_of().block):
+                rule = kernel.equation.rule
+                assert rule is not None
+                some = splits(rule, components(rule)[0], mesh, axes_of(mesh))[::7]
+                own = [split for split in some if has_own_way(rule, split)]
+                least = Seconds(mesh, machine, axes_of(mesh)).assuming().of_splits(kernel, own, math.inf)
+                assert (costs.of_splits(kernel, own, math.inf) >= least * (1 - 1e-9)).all()
+                compared += len(own)
+    assert compared > 20
+
+
 @pytest.mark.parametrize("mode", ["wrap", pytest.param("symmetric", marks=pytest.mark.slow)])
 def test_few_ways_of_a_padding_are_traced(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of some thousand ways to split the equations of one padding, on three axes."""
@@ -99,7 +158,10 @@ def test_few_ways_of_a_padding_are_traced(mode: str, monkeypatch: pytest.MonkeyP
 
     shapes = jax.ShapeDtypeStruct((19, 9, 12), jnp.uint32), jax.ShapeDtypeStruct((16, 4), jnp.float32)
     machine = Machine.of("h100", MESH.size)
-    found = plans_of(trace(padded, *shapes), on_machine(MESH, machine), machine)
-    assert found[0].cost is not None
+    with tables():
+        found = plans_of(trace(padded, *shapes), on_machine(MESH, machine), machine)
+        assert found[0].cost is not None
+        assert len(traced) <= 12, "what is chosen splits nothing that has to be fetched"
+        assert all(made.choice is not None and made.choice() is not None for made in found)  # every choice is priced
     assert 0 < len(traced) <= 120
     assert len({(e.rule, tuple(sorted(split.items()))) for e, split, *_ in traced}) == len(traced)

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from families import CASES
+from families import CASES, SMALL
 from gshard.core.mesh import Mesh
+from gshard.core.planning_tables import tables
 from gshard.device.machine import Machine
+from gshard.planning.propagate import Choice
 from gshard.rewrite import driver
 from gshard.search import emitted
 from gshard.search.pipeline import plans_of
+from gshard.search.planned import Planned
 from gshard.tracing.trace import trace
+
+of_propagate = importlib.import_module("gshard.planning.propagate")
 
 
 def counting(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[None]:
@@ -45,7 +52,50 @@ def test_few_rewrites_fire_while_programs_are_priced(name: str, monkeypatch: pyt
     program = trace(case.function, *case.arguments)
     fired, alone = (counting(monkeypatch, *what) for what in ((driver, "recorded"), (emitted, "emitted_alone")))
     mesh = Mesh.abstract(**case.mesh)
-    made = plans_of(program, mesh, Machine.of("h100", mesh.size))
-    assert made[0].cost is not None
+    with tables():
+        made = plans_of(program, mesh, Machine.of("h100", mesh.size))
+        assert made[0].cost is not None
+        every_choice(made)
     assert 0 < len(alone) <= 100
     assert len(fired) <= 3 * (len(alone) + 3), "some in each of them, and in the programs of three plans"
+
+
+def every_choice(made: Sequence[Planned]) -> list[Choice]:
+    """The problems of plans, with every choice priced."""
+    return [found for one in made if one.choice is not None and (found := one.choice()) is not None]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "windows/convolution_two_axes", "vocabulary/tied",
+        pytest.param("windows/convolution_two_axes'", marks=pytest.mark.slow),
+        pytest.param("small/unet_both_step", marks=pytest.mark.slow),
+        pytest.param("small/lstm_both_step", marks=pytest.mark.slow),
+        pytest.param("small/graphs_both_step", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_few_choices_are_traced_and_the_best_is_the_best_of_all(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has to be traced to be priced is assumed to take little until it is chosen (``choose``).
+
+    The plan costs what the best one costs if every choice is priced first. That takes several times as many traces.
+    """
+    case = {**CASES, **SMALL}[name]
+    program, alone = trace(case.function, *case.arguments), counting(monkeypatch, emitted, "emitted_alone")
+    chosen, choose = list[Choice](), of_propagate.choose
+
+    def noted(*args: Any, **options: Any) -> Choice | None:
+        found = choose(*args, **options)
+        if found is not None:
+            chosen.append(found)
+        return found
+
+    monkeypatch.setattr(of_propagate, "choose", noted)
+    mesh = Mesh.abstract(**case.mesh)
+    with tables():
+        made = plans_of(program, mesh, Machine.of("h100", mesh.size))
+        first = len(alone)
+        every = every_choice(made)
+    assert len(every) == 3
+    assert sorted(found.cost for found in chosen) == pytest.approx(sorted(found.cost for found in every), rel=1e-9)
+    assert 2 * first <= len(alone)

@@ -15,6 +15,7 @@ from gshard.xla.hlo_collectives import collectives
 
 P = PartitionSpec
 WIDE, NARROW = 2048, 512
+NAMES = ("data", "model")
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +211,7 @@ def test_the_compilers_figures_of_memory_are_taken(mesh: Mesh) -> None:
         (lambda m: gshard.explain(jax.jit(step), *tensor_parallel(m), partitioner="shardy"), "no partitioner 'shardy'"),
         (lambda m: gshard.explain(jax.jit(step), *tensor_parallel(m), mesh=8, partitioner="xla"), "the options of"),
         (lambda m: gshard.explain(jax.jit(step), tensor_parallel(m)[0]), "missing 1 required"),
-        (lambda m: gshard.explain(jax.jit(step), *tensor_parallel(AbstractMesh((8, 8), ("data", "model")))), "has 64, and"),
+        (lambda m: gshard.explain(jax.jit(step), *tensor_parallel(AbstractMesh((8, 8), NAMES))), "has 64, and"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_explained(mesh: Mesh, call: Any, message: str) -> None:

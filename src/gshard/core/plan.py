@@ -76,7 +76,8 @@ class Plan:
         spared: what the collective matmuls were chosen for: seconds of a call without them and with them, and on which
             machine; None where it was for something else.
         gap: how much of what the plan costs, as planning counts, a plan that keeps the marks could at most spare, as a
-            part of it; None where nothing was to be chosen, or that is not known.
+            part of it, of the plans that were compared (``planning.nearby``); None where nothing was to be chosen, or
+            that is not known.
         counted: what planning counts: ``bytes sent``, or ``time on h100:1x8``; empty where ``gap`` is None.
     """
 

@@ -7,7 +7,7 @@ shardings (``planning.propagated``) limit the states of a sharding group.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from gshard.planning.demands import demands
 from gshard.planning.graph import CARRIED, STACKED, Brought, Graph
 from gshard.planning.interned import Once
 from gshard.planning.io_shardings import as_returned
+from gshard.planning.nearby import changes
 from gshard.planning.objective import Objective
 from gshard.planning.propagated import Propagated
 from gshard.planning.room import Room
@@ -53,8 +54,7 @@ def graph_of(
         objective: what choices cost, on a mesh.
         propagated: the shardings that follow from the marks. Arguments, and results that become arguments of the next
             call, keep them. Without, the shardings of these are chosen too.
-        boundary: what is asked of arguments and results. A result that takes a donated argument's memory has its
-            sharding.
+        boundary: of arguments and results. A result that takes a donated argument's memory has its sharding.
 
     Raises:
         ShardingError: a mark does not fit its value or the mesh.
@@ -80,7 +80,8 @@ class _Builder:
         finished = {*program.block.inputs, *(self.said.keys() - marked.keys()), *entering}
         self.groups = sharding_groups_of(program, {*finished, *inner, *marked}, finished, marked, fused=objective.fuses)
         self.kinds, tied = kinds_of(program, propagated), self.groups.tied
-        self.suggested = {} if propagated is None else in_parts(propagated, self.kinds, tied, objective.axes)
+        self.changes, given = changes(program, self.mesh, objective.axes), (self.kinds, tied, objective.axes)
+        self.suggested = {} if propagated is None else in_parts(propagated, *given, whole=self.changes is not None)
         if propagated is not None:
             results = {v for v in program.block.outputs if isinstance(v, Value)} - propagated.kept
             self.leaving = free_to_leave(program, self.groups, results - self.said.keys() - self.inputs)
@@ -141,7 +142,7 @@ class _Builder:
         self, v: Value, monoids: Sequence[str] = (), *, even: bool = False, group: Sequence[Value] = ()
     ) -> tuple[Sharding, ...]:
         axes = axes_without(self.objective.axes, self.manual.of_any(self.groups.members[self.groups.of[v]]))
-        return shardings_as(group or (v,), self.propagated, self.mesh, axes, monoids, even=even)
+        return shardings_as(group or (v,), self.propagated, self.mesh, axes, monoids, even=even, changes=self.changes)
 
     def _states(self, k: int, kinds: tuple[int, ...]) -> tuple[Sharding, ...]:
         """The shardings of a group that marks allow."""
@@ -189,7 +190,7 @@ class _Builder:
         if key not in self.ways:
             arrays = () if self.propagated is None else arrays_as(e, self.propagated)
             axes, pinned = axes_without(self.objective.axes, barred), self.manual.pinned(e)
-            self.ways[key] = ways_as(rule, component, passing, arrays, self.mesh, axes, barred, pinned)
+            self.ways[key] = ways_as(rule, component, passing, arrays, self.mesh, axes, barred, pinned, self.changes)
         return self.ways[key]
 
     def _may_pass(self, e: Equation, monoid: str, operands: Collection[int]) -> bool:
@@ -229,12 +230,12 @@ class _Builder:
         """Moves from how a result is made to its group's states."""
         rule, v = _rule(e), e.outputs[i]
         states = self.states[self.groups.of[v]]
-
-        def find() -> Floats:
-            return self._going(v, [result_sharding(rule, i, split) for split in ways], states).T
-
         key = "making", rule, id(ways), i, v.shape, itemsize(v.dtype), id(states), self._cut_kind(v)
-        return self.once.often(self.times[e], self.once.table(key, find))
+        table = self.once.table(key, lambda: self._going(v, self._met(rule, ways, i, result_sharding), states).T)
+        return self.once.often(self.times[e], table)
+
+    def _met(self, rule: Rule, ways: Sequence[Split], i: int, of: Callable[..., Sharding]) -> tuple[Sharding, ...]:
+        return self.once.states((of, rule, id(ways), i), lambda: (of(rule, i, split) for split in ways))
 
     def _cut_kind(self, v: Value) -> int:
         return self.kinds[v] if self.groups.of[v] in self.leaving else -1  # what costs of cuts depend on
@@ -286,8 +287,7 @@ class _Builder:
         assert isinstance(v, Value)
 
         def find() -> Floats:
-            wanted = [operand_sharding(rule, i, split) for split in ways]
-            return self._going(v, states, wanted)
+            return self._going(v, states, self._met(rule, ways, i, operand_sharding))
 
         key = "taking", rule, id(ways), i, v.shape, itemsize(v.dtype), id(states), self._cut_kind(v)
         return self.once.often(self.times[e], self.once.table(key, find))

@@ -7,7 +7,7 @@ seconds (``search.seconds``).
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -73,6 +73,14 @@ class Objective(Protocol):
     fuses: bool  # whether ``kernels`` are of several equations
     counted: str  # what it counts, for messages
 
+    def assuming(self) -> Objective:
+        """The same, which assumes the least for what takes long to price, until ``price`` is told of it."""
+        ...
+
+    def price(self, splits: Mapping[Equation, Split]) -> bool:
+        """Prices equations that are split so. True if something had been assumed of one: other costs hold now."""
+        ...
+
     def visit(self, shardings: Iterable[Sharding]) -> None:
         """Moves lead over these, where there are many axes."""
         ...
@@ -112,6 +120,12 @@ class Bytes(Moves):
 
     a_byte, a_byte_stacked, a_byte_beyond, tie, fuses = 1e-9, _STACKED, _BEYOND, 1e-3, False
     counted = BY_BYTES
+
+    def assuming(self) -> Bytes:
+        return self
+
+    def price(self, splits: Mapping[Equation, Split]) -> bool:
+        return False
 
     def step(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> float:
         if step.kind in LOCAL:

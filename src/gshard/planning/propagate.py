@@ -31,6 +31,7 @@ from gshard.planning.followed import followed
 from gshard.planning.graph import Graph, within_rounds
 from gshard.planning.io_shardings import at_boundary
 from gshard.planning.layers import classes_of_layers
+from gshard.planning.nearby import estimated_entries
 from gshard.planning.objective import Objective, bytes_on
 from gshard.planning.propagated import Propagated
 from gshard.planning.reasons import Reasons
@@ -52,6 +53,8 @@ _LITTLE = 5e-3  # of the costs: what a round over all states of a large problem 
 _ENOUGH = 1e-8  # of the costs: a gap that is none
 _NEARLY = 1e-3  # at which few states are left that could be better
 _SAME = 1.02  # costs: that layers are alike is worth a little
+_SOLVED_SOON = 1e6  # entries of all tables: a larger problem takes longer to solve again than to price
+_ROUNDS = 16  # after which all is priced
 
 
 @no_mesh_set()
@@ -88,7 +91,7 @@ def propagate(
         hint = f"{lost.why} Leave it out, or allow it with strict=False."
         raise PlanError(f"{lost.what} is not kept.", lost.line, f"it is {lost.value}", hint)
     propagated = propagated or settled(program, mesh)
-    if (made := choose(propagated, objective, boundary)) is None:
+    if (made := choose(propagated, objective, boundary, every=False)) is None:
         return at_boundary(_whole(propagated), boundary)
     found = decided(made.graph, made.states, propagated)
     plan = at_boundary(dataclasses.replace(found, gap=made.gap, counted=made.objective.counted), boundary)
@@ -177,20 +180,34 @@ def choose(
     propagated: Propagated,
     objective: Callable[[Mesh, tuple[Atoms, ...]], Objective] = bytes_on,
     boundary: Boundary = AS_MARKED,
+    *,
+    every: bool = True,
 ) -> Choice | None:
     """Chooses what the marks leave open in a settled program; None if nothing is split, so that nothing is open.
+
+    Where not ``every`` choice has to be priced, costs that take long to find are assumed to be the least that they can
+    be (``Objective.assuming``). Those of the chosen states are found, and states are chosen again, until no chosen one
+    has an assumed cost: other states cost at least what was assumed, so they are no better. Large problems take longer
+    to solve than to price, and are priced first.
 
     Args:
         propagated: the settled program with what follows from its marks.
         objective, boundary: as of ``propagate``.
+        every: price every choice, as one has to where costs of others than the chosen ones are read.
     """
     if not any(sharding.atoms for sharding in propagated.shardings.values()):
         return None
     known = {*propagated.shardings.values(), *propagated.moved.values()}
     costs = objective(propagated.mesh, joined(propagated.mesh, axes_of(propagated.mesh, known), known))
-    graph = graph_of(propagated.program, costs, propagated=propagated, boundary=boundary)
-    graph, chosen, gap = _chosen(graph, propagated)
-    return Choice(graph, chosen, gap, propagated, costs)
+    size = estimated_entries(propagated.program, propagated.mesh, costs.axes)
+    rounds = 0 if every or size > _SOLVED_SOON else _ROUNDS
+    while True:
+        used = costs.assuming() if rounds else costs
+        graph = graph_of(propagated.program, used, propagated=propagated, boundary=boundary)
+        graph, chosen, gap = _chosen(graph, propagated)
+        if not rounds or not used.price(graph.splits(chosen)):
+            return Choice(graph, chosen, gap, propagated, used)
+        rounds -= 1
 
 
 def _whole(propagated: Propagated) -> Plan:

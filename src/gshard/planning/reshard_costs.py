@@ -19,15 +19,15 @@ from gshard.core.deadline import check_deadline
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.planning_tables import tabulated
 from gshard.core.sharding import Sharding
-from gshard.planning.step_table import Priced, StepTable, priced, shortest
-from gshard.solver.problem import Floats, Ints
+from gshard.planning.step_table import Priced, Steps, StepTable, priced, shortest
+from gshard.solver.problem import Floats
 
 Monoids = tuple[str, ...]
 
 # Axes of one dimension that are put in every order.
-_FEW = 3
+FEW = 3
 # Parts of one axis that may be anywhere.
-_FEW_PARTS = 2
+FEW_PARTS = 2
 # Lists of shardings whose numbers are kept.
 _MANY = 20_000
 
@@ -77,7 +77,7 @@ def parts_of(mesh: Mesh, axes: Sequence[Atoms]) -> list[tuple[Atoms, ...]]:
 
 def has_many(mesh: Mesh, axes: Sequence[Atoms]) -> bool:
     """Whether there are so many axes that not all they may do at once is considered."""
-    return sum(map(bool, parts_of(mesh, axes))) > _FEW
+    return sum(map(bool, parts_of(mesh, axes))) > FEW
 
 
 def joined(mesh: Mesh, axes: tuple[Atoms, ...], shardings: Iterable[Sharding]) -> tuple[Atoms, ...]:
@@ -124,7 +124,7 @@ def in_two(mesh: Mesh, axes: tuple[Atoms, ...], shardings: Iterable[Sharding]) -
     """
     one = joined(mesh, axes, shardings)
     named = {a for sharding in shardings for a in sharding.atoms}
-    if not has_many(mesh, axes) or len(one) >= _FEW or not named.isdisjoint(one[-1]):
+    if not has_many(mesh, axes) or len(one) >= FEW or not named.isdisjoint(one[-1]):
         return [one]
     ends = list(itertools.accumulate(len(own) for own in axes if own[0] in one[-1]))
     return [(*one[:-1], one[-1][:end], one[-1][end:]) for end in ends[:-1]]
@@ -141,7 +141,16 @@ def is_considered(places: Sequence[object]) -> bool:
     >>> is_considered([0, None, 1]), is_considered([0, 1, 1, 0]), is_considered([0, 1, None, None])
     (False, False, False)
     """
-    return len(places) <= _FEW_PARTS or sum(a != b for a, b in itertools.pairwise(places)) <= 1
+    return len(places) <= FEW_PARTS or sum(a != b for a, b in itertools.pairwise(places)) <= 1
+
+
+def are_together(places: Sequence[object], base: Sequence[object]) -> bool:
+    """Whether those parts of one axis that are elsewhere than in other places are in one place. Two may be anywhere.
+
+    >>> are_together([1, 1, None], [0, 0, 0]), are_together([1, 1, 2], [1, 1, None]), are_together([1, 2], [0, 0])
+    (False, True, True)
+    """
+    return len(places) <= FEW_PARTS or len({a for a, b in zip(places, base, strict=True) if a != b}) <= 1
 
 
 def _runs(names: Atoms) -> Iterator[Atoms]:
@@ -162,27 +171,33 @@ class _Graph:
         costs: of the steps that it can take (``StepTable.costs``).
     """
 
-    def __init__(self, table: StepTable, costs: Callable[[], tuple[Ints, Ints, Floats]]):
+    def __init__(self, table: StepTable, costs: Callable[[], Steps]):
         self._table, self._costs = table, costs
         self._found = np.zeros((0, 0))  # [sources, places]
         self._row = np.zeros(0, dtype=np.int64)  # of each place, -1 if it is no source
+        self._priced: tuple[int, Steps] | None = None  # when the table had so many places
 
     def distances(self, sources: Sequence[Sharding | None], targets: Sequence[Sharding | None]) -> Floats:
         """float64 [sources, targets]: the shortest ways; ``inf`` where steps do not lead, or for None."""
         self._table.add(s for s in sources if s is not None)
         here, there = self._table.places(sources), self._table.places(targets)
-        more = len(self._table) - self._row.size
-        self._row = np.append(self._row, np.full(more, -1))
-        self._found = np.pad(self._found, ((0, 0), (0, more)), constant_values=np.inf)
+        if more := len(self._table) - self._row.size:
+            self._row = np.append(self._row, np.full(more, -1))
+            self._found = np.pad(self._found, ((0, 0), (0, more)), constant_values=np.inf)
         asked = np.unique(here[here >= 0])
         missing = asked[self._row[asked] < 0]
         if missing.size:
             self._row[missing] = len(self._found) + np.arange(missing.size)
-            self._found = np.vstack([self._found, shortest(*self._costs(), self._row.size, missing)])
+            self._found = np.vstack([self._found, shortest(self._steps(), self._row.size, missing)])
         found = np.full((here.size, there.size), np.inf)
         known, reached = np.flatnonzero(here >= 0), np.flatnonzero(there >= 0)
         found[np.ix_(known, reached)] = self._found[np.ix_(self._row[here[known]], there[reached])]
         return found
+
+    def _steps(self) -> Steps:
+        if self._priced is None or self._priced[0] != len(self._table):
+            self._priced = len(self._table), self._costs()
+        return self._priced[1]
 
 
 class Moves:
@@ -202,10 +217,10 @@ class Moves:
         self._names_of = {own: name for name, own in self.atoms_of.items()}
         # Parts of one axis: the axis, and the index of the part.
         self._parts = [tuple(map(self._names_of.__getitem__, own)) for own in parts_of(mesh, axes)]
-        self._is_parted = any(len(own) > _FEW_PARTS for own in self._parts)
+        self._is_parted = any(len(own) > FEW_PARTS for own in self._parts)
         self._visited: set[tuple[Atoms, ...]] | None = set() if has_many(mesh, axes) else None
         # Axes that move in one message: a sum over two of them is cut over both at once.
-        runs = [[(), *_runs(own)] if len(own) > _FEW_PARTS else list(_some(own)) for own in self._parts]
+        runs = [[(), *_runs(own)] if len(own) > FEW_PARTS else list(_some(own)) for own in self._parts]
         chosen = (tuple(itertools.chain(*some)) for some in itertools.product(*runs))
         self._blocks = tuple(sorted(filter(None, chosen), key=lambda b: (len(b), *map(self._coarse.atoms.index, b))))
         self._known: dict[Sharding, Sharding | None] = {}  # over the axes as wholes; None if they take parts of one
@@ -354,7 +369,7 @@ def swapped(here: Sharding, shape: tuple[int, ...], mesh: Mesh) -> Iterator[Shar
     """Two axes in each other's places, and the axes of a dimension in another order."""
     sizes = mesh.atom_sizes
     for d, own in enumerate(here.dims):
-        for turned in itertools.permutations(own) if 1 < len(own) <= _FEW else ():
+        for turned in itertools.permutations(own) if 1 < len(own) <= FEW else ():
             if turned != own:
                 yield Sharding((*here.dims[:d], turned, *here.dims[d + 1 :]), here.unreduced)
     for a, b in itertools.combinations(sizes, 2):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Iterator, Sequence
 
@@ -13,7 +14,7 @@ from gshard.core.sharding import Sharding
 from gshard.core.split import Split, operand_sharding, result_sharding
 from gshard.planning.candidates import Arrays, arrays_of, candidates, key_of, led
 from gshard.planning.propagated import Propagated
-from gshard.planning.reshard_costs import has_many, is_made_of
+from gshard.planning.reshard_costs import is_made_of
 from gshard.planning.strategies import Component, places_of, shardings, share, splits
 from gshard.planning.value_classes import Kinds, kinds_at
 
@@ -26,17 +27,16 @@ def arrays_as(e: Equation, propagated: Propagated) -> tuple[Arrays, ...]:
 
 
 def in_parts(
-    propagated: Propagated, kinds: Kinds, tied: Collection[Equation], axes: Sequence[Atoms]
+    propagated: Propagated, kinds: Kinds, tied: Collection[Equation], axes: Sequence[Atoms], *, whole: bool
 ) -> dict[Value, dict[Sharding, None]]:
     """Shardings, over parts of axes, in which equations make or take a value where it is sharded as propagation says.
-
-    Where there are many axes (``moves.has_many``), also over whole axes.
 
     Args:
         propagated: what follows from the marks.
         kinds: of the values, by that.
         tied: equations that have no choice of their own.
         axes: those that move as wholes.
+        whole: also over whole axes, where not all of these are compared (``planning.nearby``).
     """
     found: dict[Value, dict[Sharding, None]] = {}
     known: dict[object, list[tuple[int, Sharding]]] = {}
@@ -46,7 +46,7 @@ def in_parts(
         key = e.rule, kinds_at(e, kinds)
         if key not in known:
             arrays, mesh = arrays_as(e, propagated), propagated.mesh
-            known[key] = [found for own in arrays for found in _of_rule(e.rule, own, mesh, axes)]
+            known[key] = [found for own in arrays for found in _of_rule(e.rule, own, mesh, axes, whole)]
         values = (*e.inputs, *e.outputs) if known[key] else ()
         for i, sharding in known[key]:
             if isinstance(v := values[i], Value):
@@ -54,10 +54,11 @@ def in_parts(
     return found
 
 
-def _of_rule(rule: Rule, arrays: Arrays, mesh: Mesh, axes: Sequence[Atoms]) -> Iterator[tuple[int, Sharding]]:
-    many = has_many(mesh, axes)
+def _of_rule(
+    rule: Rule, arrays: Arrays, mesh: Mesh, axes: Sequence[Atoms], whole: bool
+) -> Iterator[tuple[int, Sharding]]:
     for split in candidates(rule, arrays, mesh):
-        if many or any(not is_made_of(atoms, axes) for atoms in split.values()):
+        if whole or any(not is_made_of(atoms, axes) for atoms in split.values()):
             yield from enumerate(met_in(rule, (split,)))
 
 
@@ -69,15 +70,20 @@ def shardings_as(
     monoids: Sequence[str] = (),
     *,
     even: bool = False,
+    changes: int | None = None,
 ) -> tuple[Sharding, ...]:
-    """The shardings over whole axes of values that are sharded alike, as they are worth considering by propagation."""
+    """The shardings over whole axes of values that are sharded alike, as they are worth considering by propagation.
+
+    With ``changes``, at most so many axes are elsewhere than it says.
+    """
     v, also, near = group[0], frozenset[tuple[int, Atoms]](), None
     if propagated is not None and not even:
         cut = enumerate(zip(v.shape, propagated.shardings[v].dims, strict=True))
         also = frozenset((d, own) for d, (n, own) in cut if n % mesh.count(own))
-    if propagated is not None and has_many(mesh, axes):
+    if propagated is not None and changes is not None:
         near = tuple(dict.fromkeys(propagated.shardings[u] for u in group))
-    found = [shardings(v.shape, mesh, axes, unreduced=m, even=even, also=also, near=near) for m in monoids or ("",)]
+    find = functools.partial(shardings, v.shape, mesh, axes, even=even, also=also, near=near, changes=changes or 0)
+    found = [find(unreduced=m) for m in monoids or ("",)]
     return found[0] if len(found) == 1 else tuple(dict.fromkeys(s for some in found for s in some))
 
 
@@ -105,6 +111,7 @@ def ways_as(
     axes: tuple[Atoms, ...],
     barred: frozenset[str] = frozenset(),
     pinned: Split | None = None,
+    changes: int | None = None,
 ) -> tuple[tuple[Split, ...], float]:
     """The splits of a component of an equation over whole axes and those that its arrays suggest; what is asked for.
 
@@ -118,6 +125,7 @@ def ways_as(
         axes: those that move as wholes.
         barred: atoms over which it cannot be split, since they are manual there; no axes either.
         pinned: factors that are split over these all the same, in every way.
+        changes: how many axes may be elsewhere than the arrays suggest first; None if all may.
     """
     if rule.manual is not None:
         return splits(rule, component, mesh, axes, passing, pinned=tuple((pinned or {}).items())), math.inf
@@ -127,11 +135,11 @@ def ways_as(
     cuts = ((f, a, rule.factors[f].size) for s in suggested for f, a in s.items() if f >= 0)
     uneven = frozenset((f, a) for f, a, n in cuts if n % mesh.count(a))
     expected = None
-    if arrays and has_many(mesh, axes):
+    if arrays and changes is not None:
         first = (candidates(rule, own, mesh)[0] for own in arrays)
         own_factors = ({f: atoms for f, atoms in split.items() if f in component.factors} for split in first)
         expected = tuple(dict.fromkeys(places_of(split, axes) for split in own_factors))
-    found = splits(rule, component, mesh, axes, passing, uneven, expected)
+    found = splits(rule, component, mesh, axes, passing, uneven, expected, changes or 0)
     known = {key_of(split) for split in found}
     new = {key_of(s): s for s in suggested if all(f >= 0 or f in passing for f, a in s.items() if a)}
     stays = [s for own in arrays for s in led(rule, own, mesh)] if suggested else []

@@ -37,6 +37,21 @@ def priced(step: Step, mesh: Mesh, price_class: int) -> Priced:
     return Priced(step, (kind, max(step.dim, 0), max(step.to, 0), mesh.count(step.atoms), price_class))
 
 
+class Steps(NamedTuple):
+    """Steps that an array can take, in layers: in each of them every place is entered once.
+
+    Attributes:
+        begins, ends: the places that they lead from and to.
+        costs: of each.
+        layer: of each, increasing.
+    """
+
+    begins: Ints
+    ends: Ints
+    costs: Floats
+    layer: Ints
+
+
 class StepTable:
     """The steps between the shardings of arrays of one rank.
 
@@ -53,6 +68,7 @@ class StepTable:
         self._parts: list[list[int]] = []
         self._made: tuple[Ints, Ints] | None = None
         self._known: dict[int, tuple[Sequence[Sharding | None], Ints]] = {}
+        self._possible: dict[tuple[int, ...], tuple[Steps, list[int], Ints]] = {}  # by the shape of an array
 
     def __len__(self) -> int:
         return len(self._places)
@@ -73,6 +89,7 @@ class StepTable:
         if queue:
             self._made = None
             self._known.clear()
+            self._possible.clear()
 
     def _place(self, sharding: Sharding) -> int:
         self._places[sharding] = place = len(self._places)
@@ -98,19 +115,27 @@ class StepTable:
 
     def costs(
         self, shape: tuple[int, ...], itemsize: int, price: Callable[[Step, tuple[int, ...], int, Mesh], float]
-    ) -> tuple[Ints, Ints, Floats]:
-        """The steps that an array of this global shape can take.
+    ) -> Steps:
+        """The steps that an array of this global shape can take, with what they cost.
 
         Args:
             shape, itemsize: of the array.
             price: what one step costs.
+        """
+        if shape not in self._possible:
+            self._possible[shape] = self._found(shape)
+        steps, first, which = self._possible[shape]
+        priced = np.array([price(self._steps[k], shape, itemsize, self.mesh) for k in first])
+        return steps._replace(costs=priced[which]) if first else steps
 
-        Returns:
-            [steps] each: the places that they lead from and to, and what they cost.
+    def _found(self, shape: tuple[int, ...]) -> tuple[Steps, list[int], Ints]:
+        """The steps that an array of this shape can take, one of each that costs something else, and which is like it.
+
+        It does not depend on what the steps cost, so that objectives that share a table share it.
         """
         (begins, ends, kind, dim, to, devices, classes), parts = self._arrays()
         if not begins.size:
-            return begins, ends, np.zeros(0)
+            return Steps(begins, ends, np.zeros(0), begins), [], begins
         n = np.array(shape, dtype=np.int64)
         local = -(-n // parts)
         possible, uneven = _fitting(n, parts[begins], parts[ends], kind, dim, to, devices)
@@ -125,8 +150,18 @@ class StepTable:
         key = ((classes * sizes.size + size[begins]) * sizes.size + size[ends]) * (int(uneven.max()) + 1) + uneven
         chosen = np.flatnonzero(possible)
         _, first, which = np.unique((2 * key + changed)[chosen], return_index=True, return_inverse=True)
-        priced = np.array([price(self._steps[k], shape, itemsize, self.mesh) for k in chosen[first].tolist()])
-        return begins[chosen], ends[chosen], priced[which] if which.size else np.zeros(0)
+        order, layer = _in_layers(ends[chosen])
+        found = Steps(begins[chosen][order], ends[chosen][order], np.zeros(order.size), layer)
+        return found, chosen[first].tolist(), which[order]
+
+
+def _in_layers(ends: Ints) -> tuple[Ints, Ints]:
+    """An order of steps in layers, in each of which every place is entered once, and the layer of each step in it."""
+    order = np.argsort(ends, kind="stable")
+    _, first, count = np.unique(ends[order], return_index=True, return_counts=True)
+    layer = np.arange(ends.size) - np.repeat(first, count)
+    again = np.argsort(layer, kind="stable")
+    return order[again], layer[again]
 
 
 def _fitting(
@@ -161,24 +196,20 @@ def _aligned(n: Ints, parts: Ints, more: Ints) -> NDArray[np.bool_]:
     return (parts == 1) | (-(-n // parts) == more * -(-n // (parts * more)))
 
 
-def shortest(begins: Ints, ends: Ints, costs: Floats, places: int, sources: Ints) -> Floats:
+def shortest(steps: Steps, places: int, sources: Ints) -> Floats:
     """float64 [sources, places]: the lengths of the shortest ways; ``inf`` where none leads.
 
     Args:
-        begins, ends, costs: of the steps.
+        steps: which.
         places: how many there are.
         sources: from which of them.
     """
     if sources.size > (most := max(_FEWEST, _CACHED // max(places, 1))):
         parts = np.split(sources, range(most, sources.size, most))
-        return np.vstack([shortest(begins, ends, costs, places, own) for own in parts])
-    # Steps in layers, with every place entered once in each: a layer is one numpy operation for all sources.
-    order = np.argsort(ends, kind="stable")
-    entered, first = np.unique(ends[order], return_index=True)
-    layer = np.arange(ends.size) - np.repeat(first, np.diff(np.append(first, ends.size)))
-    again = np.argsort(layer, kind="stable")
-    order, layer = order[again], layer[again]
-    begins, ends, costs = begins[order], ends[order], costs[order, None]
+        return np.vstack([shortest(steps, places, own) for own in parts])
+    # A layer is one numpy operation for all sources.
+    begins, ends, costs, layer = steps
+    costs = costs[:, None]
     found = np.full((places, sources.size), np.inf)
     found[sources, np.arange(sources.size)] = 0.0
     changed = np.isfinite(found).any(1)

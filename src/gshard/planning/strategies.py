@@ -20,12 +20,12 @@ from gshard.core.planning_tables import tabulated
 from gshard.core.rule import REPLICATE, Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, is_valid
-from gshard.planning.reshard_costs import has_many, is_considered, parts_of
+from gshard.planning.nearby import LARGE_PROGRAM, MANY_AXES
+from gshard.planning.reshard_costs import are_together, is_considered, parts_of
 
 # Unequal parts are considered where the devices compute at most this much more for padding.
 WASTE = 1.125
 _SUM = -1  # in the place of a dimension: parts of a sum
-_CHANGES = 2  # axes that may be elsewhere than is expected, where there are many
 Cuts = frozenset[tuple[int, Atoms]]
 
 
@@ -39,6 +39,7 @@ def shardings(
     even: bool = False,
     also: Cuts = frozenset(),
     near: tuple[Sharding, ...] | None = None,
+    changes: int = MANY_AXES,
 ) -> tuple[Sharding, ...]:
     """The shardings of an array of this shape, the replicated one first.
 
@@ -50,11 +51,12 @@ def shardings(
         even: whether all parts must be equal, as at the boundary of a program.
         also: dimensions and what may cut them, however unequal the parts are.
         near: what propagation says of it; None if nothing is known.
+        changes: how many axes may be elsewhere.
     """
     found = []
     bases = None if near is None else [places_of(dict(enumerate(s.dims)), given) for s in near]
     places = [None, *range(len(shape)), *([_SUM] if unreduced else [])]
-    for chosen in places_for(places, mesh, given, bases):
+    for chosen in places_for(places, mesh, given, bases, changes):
         dims: list[Atoms] = [()] * len(shape)
         partial: dict[str, str] = {}
         for place, atoms in zip(chosen, given, strict=True):
@@ -73,22 +75,30 @@ Places = tuple[Place, ...]
 
 
 def places_for(
-    places: Sequence[Place], mesh: Mesh, given: tuple[Atoms, ...], near: Sequence[Places] | None = None
+    places: Sequence[Place],
+    mesh: Mesh,
+    given: tuple[Atoms, ...],
+    near: Sequence[Places] | None = None,
+    changes: int = MANY_AXES,
 ) -> Iterable[Places]:
     """A place for each axis; of the parts of an axis only what ``moves.is_considered`` allows.
 
-    Where there are many axes (``moves.has_many``) and it is known ``near`` what they are expected to be, at most two
-    axes are elsewhere than there, or than in no place.
+    Where it is known ``near`` what they are expected to be, at most so many axes are elsewhere than there, or than in
+    no place (``planning.nearby``); if there is only one axis more, all may be. If it is one axis, its parts that are
+    elsewhere are together.
     """
     parts = parts_of(mesh, given)
     each = [[c for c in itertools.product(places, repeat=len(own)) if is_considered(c)] for own in parts]
-    if near is None or not has_many(mesh, given):
-        return (tuple(itertools.chain(*chosen)) for chosen in itertools.product(*each))
     ends = list(itertools.accumulate(map(len, parts), initial=0))
+    bases = [[base[a:b] for a, b in itertools.pairwise(ends)] for base in ((None,) * len(given), *(near or ()))]
+    if near is not None and changes == LARGE_PROGRAM:
+        each = [[c for c in own if any(are_together(c, base[k]) for base in bases)] for k, own in enumerate(each)]
+    if near is None or sum(map(bool, parts)) <= changes + 1:
+        return (tuple(itertools.chain(*chosen)) for chosen in itertools.product(*each))
     found: dict[Places, None] = {}
-    for base in ((None,) * len(given), *near):
-        own = [[base[a:b]] for a, b in itertools.pairwise(ends)]
-        for some in itertools.combinations(range(len(each)), _CHANGES):
+    for base in bases:
+        own = [[c] for c in base]
+        for some in itertools.combinations(range(len(each)), changes):
             ways = (each[k] if k in some else own[k] for k in range(len(each)))
             found.update((tuple(itertools.chain(*chosen)), None) for chosen in itertools.product(*ways))
     return found
@@ -138,6 +148,7 @@ def splits(
     passing: frozenset[int] = frozenset(),
     also: Cuts = frozenset(),
     near: tuple[Places, ...] | None = None,
+    changes: int = MANY_AXES,
     pinned: tuple[tuple[int, Atoms], ...] = (),
 ) -> tuple[Split, ...]:
     """The splits of a component, the one that splits nothing first; where the rule has no choice, its own.
@@ -149,6 +160,7 @@ def splits(
         passing: the ways, by their keys in a split, in which parts still to be combined may pass.
         also: factors and what may split them, however unequal the parts are.
         near: what propagation says of it; None if nothing is known.
+        changes: how many axes may be elsewhere.
         pinned: factors whose atoms are given, and part of every split.
     """
     if rule.fixed is not None:
@@ -161,7 +173,7 @@ def splits(
     ]
     sums = [way for way in component.factors if way < 0 and way in passing]
     found = []
-    for chosen in places_for([None, *factors, *sums], mesh, given, near):
+    for chosen in places_for([None, *factors, *sums], mesh, given, near, changes):
         split: Split = dict(given_already)
         for f, atoms in zip(chosen, given, strict=True):
             if f is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -58,16 +58,20 @@ class Emitted:
 class OwnWays:
     """What is emitted for equations that run on shards in ways of their own, on a machine; what was priced is known.
 
-    Splits that take the same time are traced once (``_class_of``).
+    Splits that take the same time are traced once (``_class_of``), and so are windows of equal parts of arrays.
     """
 
     def __init__(self, mesh: Mesh, machine: Machine):
         self._mesh, self._machine = mesh, machine
         self._alike = {a: alike for alike in interchangeable(mesh, machine) for a in alike}
         self._known: dict[object, Emitted] = {}
+        self._windows: _FetchSeconds = {}
 
-    def of(self, e: Equation, split: Split) -> Emitted | None:
-        """What is emitted for an equation that is split so; None if it does the same on smaller arrays."""
+    def of(self, e: Equation, split: Split, *, traces: bool = True) -> Emitted | None:
+        """What is emitted for an equation that is split so; None if it does the same on smaller arrays.
+
+        Without ``traces`` also None if it has not been traced yet.
+        """
         rule = e.rule
         assert rule is not None
         if not has_own_way(rule, split):
@@ -80,10 +84,12 @@ class OwnWays:
         arrays = tuple((v.shape, short_dtype(v.dtype)) for v in e.inputs)
         key = rule, tuple(sorted(renamed.items())), _class_of(rule, parallel, self._mesh), arrays
         if key not in self._known:
+            if not traces:
+                return None
             check_deadline()
             names = self._renamed(others | parallel)
             renamed |= {f: tuple(names[a] for a in atoms) for f, atoms in parallel.items()}
-            self._known[key] = emitted_alone(e, renamed, self._mesh, self._machine)
+            self._known[key] = emitted_alone(e, renamed, self._mesh, self._machine, self._windows)
         found = self._known[key]
         if not found.windows or all(a == b for a, b in names.items()):
             return found
@@ -129,24 +135,33 @@ def _with_atoms(what: Hashable, names: Mapping[str, str]) -> Hashable:
     return tuple(tuple(names.get(a, a) for a in part) if type(part) is tuple else part for part in what)
 
 
+# What it takes to fetch windows of an array: by its shape, dtype and sharding, and the windows.
+_FetchSeconds = dict[Hashable, float]
+
+
 @no_mesh_set()
-def emitted_alone(e: Equation, split: Split, mesh: Mesh, machine: Machine) -> Emitted:
-    """All that is emitted for one run of an equation, its operands being where the split wants them."""
-    seen: list[bool] = []
-    seconds = _seconds(partition(_alone(e, split, mesh, seen)).jaxpr, mesh, machine)
-    if not any(seen):
-        return Emitted(seconds, ())
-    arrays = [i for i, v in enumerate(e.inputs) if v.shape]
-    only = arrays[0] if len(arrays) == 1 else None
-    fetched, made = _fetched(e, split, mesh, only)
-    windows = [
-        Windows(
-            operand,
-            tuple(which),
-            _seconds(made if operand == only else _fetched(e, split, mesh, operand)[1], mesh, machine),
-        )
-        for operand, which in fetched.items()
-    ]
+def emitted_alone(
+    e: Equation, split: Split, mesh: Mesh, machine: Machine, fetch_seconds: _FetchSeconds | None = None
+) -> Emitted:
+    """All that is emitted for one run of an equation, its operands being where the split wants them.
+
+    Args:
+        e: the equation.
+        split: how it is split.
+        mesh, machine: the devices.
+        fetch_seconds: what is known of windows; what is found is added.
+    """
+    known: _FetchSeconds = {} if fetch_seconds is None else fetch_seconds
+    fetched: dict[int, list[Hashable]] = {}
+    seconds = _seconds(partition(_alone(e, split, mesh, fetched)).jaxpr, mesh, machine)
+    windows = []
+    for operand, which in fetched.items():
+        v, rule = e.inputs[operand], e.rule
+        assert rule is not None
+        key = v.shape, short_dtype(v.dtype), operand_sharding(rule, operand, split), tuple(which)
+        if key not in known:
+            known[key] = _seconds(_fetching_jaxpr(e, split, mesh, operand), mesh, machine)
+        windows.append(Windows(operand, tuple(which), known[key]))
     return Emitted(seconds, tuple(windows))
 
 
@@ -161,39 +176,44 @@ def _seconds(jaxpr: Any, mesh: Mesh, machine: Machine) -> float:
     return sum(kernel_cost(kernel, times, mesh, machine).total_seconds for kernel, times in kernels)
 
 
-def _fetched(e: Equation, split: Split, mesh: Mesh, operand: int | None) -> tuple[dict[int, list[Hashable]], Any]:
-    """The windows that are fetched of each operand; and a jaxpr that fetches those of one."""
+def _fetching_jaxpr(e: Equation, split: Split, mesh: Mesh, operand: int) -> Any:
+    """A jaxpr that fetches the windows of an operand."""
     rule = e.rule
     assert rule is not None
-    if rule.local is None:
-        return {}, None
-    run, masks_itself = rule.local, rule.masks_itself
     taken = {i: operand_sharding(rule, i, split) for i, v in enumerate(e.inputs) if v.shape}
-    found: dict[int, list[Hashable]] = {}
 
     def local(*parts: Any) -> list[Any]:
-        fetched: Fetched = {}
-        shards = Shards(e, split, mesh, fetched=fetched)
         read = dict(zip(taken, parts, strict=True))
         arrays = [read[i] if i in read else jnp.zeros((), v.dtype) for i, v in enumerate(e.inputs)]
-        run(shards, *(x if masks_itself else shards.masked(x, i) for i, x in enumerate(arrays)))
-        of, made = {id(x): i for i, x in read.items()}, []
-        found.clear()
-        for (x, what), (_, got) in fetched.items():
-            if x in of:
-                found.setdefault(of[x], []).append(what)
-                # What other windows are made of is no result: those of a window, those that are filled outside.
-                inner = any(y == id(got) or (y == x and more[:3] == what != more) for y, more in fetched)
-                made += [got] * (of[x] == operand and not inner)
-                of[id(got)] = of[x]
-        return made
+        fetched: Fetched = {}
+        _run(rule, Shards(e, split, mesh, fetched=fetched), arrays)
+        return [got for i, _, got in _windows_of(fetched, arrays) if i == operand and got is not None]
 
     specs = tuple(spec(s) for s in taken.values())
     shapes = (padded_shape(s, mesh, e.inputs[i].shape) for i, s in taken.items())
     takes = [jax.ShapeDtypeStruct(n, e.inputs[i].dtype) for i, n in zip(taken, shapes, strict=True)]
     mapped = jax.shard_map(local, mesh=mesh.jax_mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
     with jax.sharding.use_abstract_mesh(mesh.abstract_jax_mesh):
-        return found, jax.make_jaxpr(mapped)(*takes)
+        return jax.make_jaxpr(mapped)(*takes)
+
+
+def _run(rule: Rule, shards: Shards, parts: Sequence[Any]) -> Any:
+    """Runs an equation in the way of its rule on parts of its operands."""
+    assert rule.local is not None
+    return rule.local(shards, *(x if rule.masks_itself else shards.masked(x, i) for i, x in enumerate(parts)))
+
+
+def _windows_of(fetched: Fetched, parts: Sequence[Any]) -> Iterator[tuple[int, Hashable, Any]]:
+    """The windows that are fetched of each operand: which operand, what names the window, and the window.
+
+    None for what other windows are made of: it is no result. Such are those of a window, those that are filled outside.
+    """
+    of = {id(x): i for i, x in enumerate(parts) if x.shape}
+    for (x, what), (_, got) in fetched.items():
+        if x in of:
+            inner = any(y == id(got) or (y == x and more[:3] == what != more) for y, more in fetched)
+            yield of[x], what, None if inner else got
+            of[id(got)] = of[x]
 
 
 def as_kernel(e: Equation) -> Kernel:
@@ -202,20 +222,21 @@ def as_kernel(e: Equation) -> Kernel:
     return Kernel(e, kind_of(e), (), reads, e.outputs)
 
 
-def _alone(e: Equation, split: Split, mesh: Mesh, seen: list[bool]) -> Plan:
-    """The plan of a program of nothing else; when it is partitioned, ``seen`` gets whether windows are fetched."""
+def _alone(e: Equation, split: Split, mesh: Mesh, windows: dict[int, list[Hashable]]) -> Plan:
+    """The plan of a program of nothing else; when it is partitioned, ``windows`` gets what is fetched of operands."""
     rule = e.rule
     assert rule is not None
-    run = rule.local
 
     def local(shards: Shards, *parts: Any) -> Any:
-        found = run(shards, *parts) if run is not None else None
-        seen.append(bool(shards.fetched))
-        return found
+        made = _run(rule, shards, parts)
+        windows.clear()
+        for operand, what, _ in _windows_of(shards.fetched or {}, parts):
+            windows.setdefault(operand, []).append(what)
+        return made
 
     inputs = [dataclasses.replace(v) if isinstance(v, Value) else v for v in e.inputs]
     outputs = [dataclasses.replace(v) for v in e.outputs]
-    watched = rule if run is None else dataclasses.replace(rule, local=local)
+    watched = rule if rule.local is None else dataclasses.replace(rule, local=local, masks_itself=True)
     alone = dataclasses.replace(e, rule=watched, inputs=tuple(inputs), outputs=tuple(outputs))
     shardings = {v: operand_sharding(rule, i, split) for i, v in enumerate(inputs) if isinstance(v, Value)}
     values = tuple(shardings)

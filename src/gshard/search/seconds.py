@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from gshard.device.step_times import StepTimes
 from gshard.planning.objective import Windows
 from gshard.planning.reshard_costs import Moves, has_many
 from gshard.planning.strategies import share
-from gshard.search.emitted import Emitted, as_kernel, own_ways
+from gshard.search.emitted import Emitted, as_kernel, has_own_way, own_ways
 from gshard.solver.problem import Floats
 
 # Of the time that a state's bytes take to read: among equals the one that takes less memory.
@@ -59,6 +59,7 @@ class Seconds(Moves):
             name: tuple(sum(a in own for a in some) for some in alike) for name, own in self.atoms_of.items()
         }
         self._own_ways = own_ways(on_machine(mesh, machine), machine)  # what messages share changes nothing of it
+        self._traces = True  # an equation that runs in a way of its own, when its cost is needed first
 
     def step(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> float:
         atoms = tuple(a for name in step.atoms for a in self.atoms_of.get(name, (name,)))
@@ -90,7 +91,8 @@ class Seconds(Moves):
         taken = []
         for split in ways:
             part = share(rule, split, self.mesh)
-            made = sum(local_bytes(x, result_sharding(rule, i, split), self.mesh) for i, x in enumerate(e.outputs))
+            results = [result_sharding(rule, i, split) for i in range(len(e.outputs))]
+            made = sum(local_bytes(x, s, self.mesh) for x, s in zip(e.outputs, results, strict=True))
             read = {}
             for i, x in enumerate(e.inputs):
                 if isinstance(x, Value):
@@ -101,11 +103,13 @@ class Seconds(Moves):
             written = 0 if spared.issuperset(kernel.writes) else made
             reads = (*(x for x in kernel.reads if x not in spared), *kernel.carried)
             moved = written + sum(read.get(x, x.bytes * part) for x in reads)
-            emitted = self.own(e, split)
             more = 0.0
-            if emitted is not None:
-                more = emitted.seconds - self.work(e, *_of(as_kernel(e), part), made + sum(read.values()))
-            returns = kernel.returns and written > 0
+            if has_own_way(rule, split):
+                emitted, alone_kernel = self.own(e, split), _of(as_kernel(e), part)
+                least = self.work(e, *alone_kernel, made) if emitted is None else emitted.seconds
+                more = least - self.work(e, *alone_kernel, made + sum(read.values()))
+            # A result in parts is written by the collective that combines them.
+            returns = kernel.returns and written > 0 and not any(s.unreduced for s in results)
             start = launch_seconds(self.machine, moved, returns=returns)
             taken.append(max(self.work(e, *_of(kernel, part), moved, returns=returns) + more, start))
         return np.array(taken)
@@ -114,8 +118,13 @@ class Seconds(Moves):
         """float64 [states]: one run of an elementwise kernel, all of whose arrays are sharded so."""
         v = kernel.equation.outputs[0]
         parts = [math.prod(s.local_shape(self.mesh, v.shape)) / max(math.prod(v.shape), 1) for s in states]
-        e, returns = kernel.equation, kernel.starts
-        return np.array([self.work(e, *_of(kernel, part), kernel.moved * part, returns=returns) for part in parts])
+        e, starts = kernel.equation, [kernel.starts and not s.unreduced for s in states]
+        return np.array(
+            [
+                self.work(e, *_of(kernel, part), kernel.moved * part, returns=returns)
+                for part, returns in zip(parts, starts, strict=True)
+            ]
+        )
 
     def windows(self, e: Equation, ways: Sequence[Split]) -> Iterator[tuple[int, Windows]]:
         """What an equation fetches of its operands, that others may share."""
@@ -124,8 +133,22 @@ class Seconds(Moves):
                 yield from ((i, own) for own in emitted.windows)
 
     def own(self, e: Equation, split: Split) -> Emitted | None:
-        """What is emitted for an equation that runs on shards in a way of its own; None for others."""
-        return self._own_ways.of(e, split)
+        """What is emitted for an equation that runs on shards in a way of its own; None for others.
+
+        None also for one that has not been traced yet, and is not (``assuming``). It takes at least what it takes to
+        compute and to write the same results.
+        """
+        return self._own_ways.of(e, split, traces=self._traces)
+
+    def assuming(self) -> Seconds:
+        """The same, but equations are traced for the splits that ``price`` is given only."""
+        found = copy.copy(self)
+        found._traces = False
+        return found
+
+    def price(self, splits: Mapping[Equation, Split]) -> bool:
+        unknown = [(e, split) for e, split in splits.items() if e.rule is not None and self.own(e, split) is None]
+        return any([self._own_ways.of(e, split) is not None for e, split in unknown])
 
     def work(self, e: Equation, products: float, others: float, moved: float, *, returns: bool = False) -> float:
         """Of one kernel on one device.

@@ -1,0 +1,114 @@
+"""Nearby: of large programs on three axes few choices are compared, and the plans are as good."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import gshard
+from families import SMALL
+from gshard.core.mesh import Mesh
+from gshard.core.program import Program
+from gshard.planning import nearby
+from gshard.planning.choices import graph_of
+from gshard.planning.graph import Graph
+from gshard.planning.nearby import LARGE_PROGRAM, MANY_AXES, changes, estimated_entries
+from gshard.planning.objective import bytes_on
+from gshard.planning.propagate import choose
+from gshard.planning.reshard_costs import axes_of
+from gshard.planning.settled import settled
+from gshard.planning.strategies import places_for, places_of
+from gshard.tracing.trace import trace
+
+CUBE = Mesh.abstract(x=2, y=2, z=2)
+
+
+def layers(depth: int) -> Program:
+    """Dense layers, of which the first one is marked."""
+
+    def f(x: Any, w: Any) -> Any:
+        x = gshard.split(x, 0, ("x", "y"))
+        w = gshard.split(w, 2, "z")
+        for k in range(depth):
+            x = jnp.tanh(jnp.einsum("bsm,mn->bsn", x, w[k]))
+        return x
+
+    return trace(f, jax.ShapeDtypeStruct((8, 8, 16), jnp.float32), jax.ShapeDtypeStruct((depth, 16, 16), jnp.float32))
+
+
+def problem(program: Program) -> Graph:
+    return graph_of(program, bytes_on(CUBE, axes_of(CUBE)), propagated=settled(program, CUBE))
+
+
+def test_it_depends_on_the_axes_and_the_size() -> None:
+    program = layers(4)
+    per_layer = estimated_entries(layers(8), CUBE, axes_of(CUBE)) - estimated_entries(program, CUBE, axes_of(CUBE))
+    assert per_layer > 0
+    assert changes(program, CUBE, axes_of(CUBE)) is None
+    large = layers(4 * (1 + int(nearby.LARGE / per_layer)))
+    assert estimated_entries(large, CUBE, axes_of(CUBE)) > nearby.LARGE
+    assert changes(large, CUBE, axes_of(CUBE)) == LARGE_PROGRAM
+    for mesh, most in ((Mesh.abstract(x=2, y=4), None), (Mesh.abstract(a=2, b=2, c=2, d=2), MANY_AXES)):
+        assert changes(large, mesh, axes_of(mesh)) == changes(program, mesh, axes_of(mesh)) == most
+
+
+def test_one_axis_is_elsewhere_than_expected() -> None:
+    given = axes_of(CUBE)
+    found = {*places_for([None, 0, 1, 2], CUBE, given, [(0, 0, 1)], 1)}
+    assert found == {
+        own
+        for own in places_for([None, 0, 1, 2], CUBE, given)
+        if min(sum(a != b for a, b in zip(own, base, strict=True)) for base in ((0, 0, 1), (None,) * 3)) <= 1
+    }
+    assert {*places_for([None, 0], CUBE, given, [(0, 0, 0)], 2)} == {*places_for([None, 0], CUBE, given)}
+
+
+def test_parts_of_an_axis_are_elsewhere_together() -> None:
+    """Of an axis in three parts, of which two are expected along dimension 0."""
+    mesh = Mesh.abstract(x=8)
+    given, expected = tuple((atom,) for atom in mesh.atoms), (0, 0, None)
+    every = {*places_for([None, 0, 1, 2], mesh, given)}
+    found = {*places_for([None, 0, 1, 2], mesh, given, [expected], LARGE_PROGRAM)}
+    assert {expected, (None,) * 3, (1, 1, 1), (1, 1, None), (0, 0, 1), (None, 2, 2)} <= found < every
+    assert {(1, 1, 2), (2, 1, 1)} <= every - found
+    assert changes(layers(400), mesh, given) == LARGE_PROGRAM
+    assert changes(layers(4), mesh, given) is changes(layers(400), mesh, axes_of(mesh)) is None
+
+
+def test_states_of_a_large_program_are_near_the_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the marks say is among them, and much less than all."""
+    program = layers(4)
+    every = problem(program)
+    monkeypatch.setattr(nearby, "LARGE", 0)
+    few, known = problem(program), settled(program, CUBE)
+    assert 3 * sum(table.size for table in few.problem.tables) < sum(table.size for table in every.problem.tables)
+    axes = axes_of(CUBE)
+    for group, states, all_states in zip(few.groups.members, few.states, every.states, strict=True):
+        assert {known.shardings[v] for v in group} <= {*states} <= {*all_states}
+        bases = [(None,) * 3, *(places_of(dict(enumerate(known.shardings[v].dims)), axes) for v in group)]
+        places = [places_of(dict(enumerate(s.dims)), axes) for s in states if not s.unreduced]
+        far = [s for s in places if min(sum(a != b for a, b in zip(s, base, strict=True)) for base in bases) > 1]
+        assert 4 * len(far) <= len(places), "few more, in which equations make or take it"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "layers",
+        *(pytest.param(f"small/{own}_on_cube_step", marks=pytest.mark.slow) for own in ("diffusion", "protein")),
+    ],
+)
+def test_plans_near_the_marks_are_as_good(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within a millionth of what is found among all choices, or better than that."""
+    case = SMALL.get(name)
+    program = layers(4) if case is None else trace(case.function, *case.arguments)
+    cost = {}
+    for large in (0.0, float("inf")):
+        monkeypatch.setattr(nearby, "LARGE", large)
+        found = choose(settled(program, CUBE))
+        assert found is not None
+        cost[large] = found.cost
+    assert cost[0.0] <= cost[float("inf")] * (1 + 2e-6)
