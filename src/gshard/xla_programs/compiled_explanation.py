@@ -28,7 +28,10 @@ from gshard.xla_programs.compiled_text import (
     whole_lines,
 )
 from gshard.xla_programs.compiled_verdict import CompiledVerdict
+from gshard.xla_programs.moved_parts import Part, parts_of
 from gshard.xla_programs.whole_arrays import Regathered, regathered, whole_arguments
+
+_OF_PROGRAM = ("parts", "arguments", "whole", "regathered", "bytes_by_kind", "times_by_kind")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -56,7 +59,12 @@ class CompiledExplanation:
     @functools.cached_property
     def collectives(self) -> tuple[CompiledRow, ...]:
         """The collectives, most bytes first; those of equal layers in one row."""
-        return compiled_rows(self.program, None if self.machine is None else self.cost().by_collective)
+        return compiled_rows(self.program, self.parts, None if self.machine is None else self.cost().by_collective)
+
+    @functools.cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """The arrays that collectives move, one by one, in the order of the program."""
+        return parts_of(self.program)
 
     @functools.cached_property
     def arguments(self) -> tuple[CompiledArgument, ...]:
@@ -71,7 +79,7 @@ class CompiledExplanation:
     @functools.cached_property
     def regathered(self) -> tuple[Regathered, ...]:
         """Arrays that are gathered although each device then keeps a part only, most bytes first."""
-        return regathered(self.program)
+        return regathered(self.program, self.parts)
 
     @functools.cached_property
     def bytes_by_kind(self) -> dict[str, int]:
@@ -114,7 +122,10 @@ class CompiledExplanation:
         Raises:
             MachineError: no such machine, or not as many devices as the program runs on.
         """
-        return dataclasses.replace(self, machine=Machine.read(machine, self.mesh.size))
+        there = dataclasses.replace(self, machine=Machine.read(machine, self.mesh.size))
+        # What depends on no machine is read once.
+        vars(there).update({name: vars(self)[name] for name in _OF_PROGRAM if name in vars(self)})
+        return there
 
     @functools.cached_property
     def _own_cost(self) -> CompiledCost:

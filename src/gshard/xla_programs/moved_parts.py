@@ -89,12 +89,11 @@ def _result(program: CompiledProgram, sent: Sent, i: int) -> Array:
 
 def _notes(program: CompiledProgram, sent: Sent, i: int) -> list[Instruction]:
     """The instructions whose metadata tell of a part: of a combined collective the one that takes its element."""
-    scheduled = program.module.computations[sent.computation].instructions
     several = len(sent.itself.operands) > 1
     taken = [
         made
-        for made in scheduled.values()
-        if several and made.opcode == "get-tuple-element" and made.operands[0] == sent.ends.name and made.number == i
+        for made in program.flow.users(sent.computation, sent.ends.name)
+        if several and made.opcode == "get-tuple-element" and made.number == i
     ]
     return [*taken, sent.itself, sent.ends, sent.made]
 
