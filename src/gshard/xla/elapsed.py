@@ -76,9 +76,14 @@ class Elapsed:
     rows: tuple[Ran, ...] = ()
     inner: tuple[Inner, ...] = ()
 
+    def in_order(self) -> list[Ran | Inner]:
+        """What takes time here, in the order in which it begins."""
+        every: list[Ran | Inner] = [*self.rows, *self.inner]
+        return sorted(every, key=lambda one: one.start)
+
     def ran(self) -> Iterator[Ran]:
         """All instructions that take time, each body once, in the order in which they begin."""
-        for at in sorted((*self.rows, *self.inner), key=lambda one: one.start):
+        for at in self.in_order():
             if isinstance(at, Ran):
                 yield at
             else:

@@ -114,10 +114,11 @@ def _where(
     if lined is None:
         return origin, "", ""
     line = line_of(lined, program.module.frames)
-    return origin, line, _place(program, lined) or line
+    return origin, line, place_of(program, lined) or line
 
 
-def _place(program: CompiledProgram, made: Instruction) -> str:
+def place_of(program: CompiledProgram, made: Instruction) -> str:
+    """The user's line of an instruction with the whole path of its file, or empty."""
     if frame := re.search(r"\bstack_frame_id=(\d+)", made.attributes):
         return program.module.places.get(int(frame[1]), "")
     found = re.search(r'\bsource_file="([^"]*)".*?\bsource_line=(\d+)', made.attributes)

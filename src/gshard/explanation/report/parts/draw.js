@@ -12,6 +12,11 @@ function draw() {
   tensors();
 }
 
+// What a program does not have has no section.
+for (const [id, is] of [["timeline", T.events.length], ["time", D.time.length], ["tensors", D.tensors.some(t => !t.argument)]]) {
+  $(id).hidden = !is;
+  document.querySelector(`nav a[href='#${id}']`).hidden = !is;
+}
 verdict();
 timelineHead();
 draw();
