@@ -161,6 +161,19 @@ def test_without_a_machine_there_are_bytes_and_no_times():
     assert gshard.explain(GPU, mesh=MESH).data("h100") == timed, "a machine may be named later"
 
 
+def test_what_equal_layers_hold_is_one_row(mesh):
+    def loss(ws, x):
+        for i, w in enumerate(ws):
+            with jax.named_scope(f"layers_{i}"):
+                x = jnp.tanh(x @ w)
+        return jnp.sum(x)
+
+    ws = [jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=NamedSharding(mesh, P()))] * 4
+    x = jax.ShapeDtypeStruct((4096, 64), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+    alive = gshard.explain(jax.jit(jax.grad(loss)), ws, x).data()["memory"]["alive"]
+    assert max(row[4] for row in alive if row[2].endswith("in layers_*")) > 1
+
+
 def test_what_depends_on_no_machine_is_read_once(found):
     one = found["gpu"]
     assert one.parts
@@ -279,11 +292,12 @@ def test_the_page_without_a_machine_has_no_times(browser, tmp_path):
     assert browser.run("document.body.dataset.ready") == "1"
     text = browser.run("document.body.innerText")
     assert NO_MACHINE in text
+    text = text.replace(NO_MACHINE, "")
     assert browser.run("[document.getElementById('timeline').hidden, document.getElementById('time').hidden]") == [
         True,
         True,
     ]
-    for absent in ("of ideal compute", "time of a call", "NaN", "undefined"):
+    for absent in ("of ideal compute", "time of a call", "modelled time", "bytes\ttime", "NaN", "undefined"):
         assert absent not in text
     assert "not on this machine" in text
     browser.run("choose('line', 'layers.py:9')")

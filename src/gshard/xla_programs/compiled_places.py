@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from gshard.explanation.report.places import Places
+from gshard.naming.short_names import equal_layers
 from gshard.tracing.files import names_of_files
 from gshard.xla.dataflow import Array
 from gshard.xla.hlo_parser import Instruction
@@ -66,11 +67,25 @@ class CompiledPlaces:
         """What an instruction computes: the operator, or what XLA calls it."""
         return self.origin(made).operation or self.told(made).opcode
 
-    def described(self, computation: str, name: str) -> tuple[str, str]:
-        """What an instruction computes, with its module; and its line."""
+    def described(self, computation: str, name: str, folded: Mapping[str, str] | None = None) -> tuple[str, str]:
+        """What an instruction computes, with its module; and its line.
+
+        Args:
+            computation, name: which.
+            folded: the modules of equal layers with what they are called together.
+        """
         made = self.program.module.computations[computation].instructions[name]
         what, module = self.called(made), self.origin(made).module
+        module = (folded or {}).get(module, module)
         return f"{what} in {module}" if module else what, self.line(made)
+
+    def folded(self, arrays: Iterable[Array]) -> dict[str, str]:
+        """The modules of what makes arrays, those of equal layers under one name: ``layers_*/mlp``."""
+        computations = self.program.module.computations
+        modules = (self.origin(computations[a.computation].instructions[a.name]).module for a in arrays)
+        # A layer is one if something is inside: here the array.
+        paths = {(*module.split("/"), "array"): None for module in modules if module}
+        return {"/".join(own[:-1]): "/".join(one[:-1]) for own, one in equal_layers(paths, same_inside=False).items()}
 
     def told(self, made: Instruction) -> Instruction:
         """The instruction whose metadata tell of one: of a fusion without any the first inside that has some."""

@@ -37,6 +37,7 @@ NO_MACHINE = (
     'No machine is named, so that no times are modelled. Name one: machine="h100:1x8", '
     "on the command line --machine h100:1x8."
 )
+_HIDDEN = 0.005  # of the network's time: less is nothing
 _READERS = 40  # lines that read an argument, at most
 
 
@@ -108,7 +109,8 @@ class CompiledReport:
         overlap = "modelled"
         if taken:
             hidden = 1 - sum(row.exposed for row in self.rows) / taken
-            overlap += f"; {100 * hidden:.0f} % of the network's time passes while kernels run"
+            part = f"{100 * hidden:.0f} % of the network's time passes while kernels run"
+            overlap += f"; {part}" if hidden > _HIDDEN else "; kernels wait for all collectives"
         return {
             "program": f"{program.instructions:,} instructions, compiled by XLA"
             + (f" for {program.platform}" if program.platform else ""),
@@ -355,8 +357,9 @@ class CompiledReport:
         every = max(1, -(-len(held.moments) // MOMENTS))
         kept = [max(held.moments[i : i + every]) for i in range(0, len(held.moments), every)]
         sizes, counts = Counter[tuple[str, str, str]](), Counter[tuple[str, str, str]]()
+        folded = self._places.folded(one.array for one in held.alive)
         for one in held.alive:
-            key = (one.type, *self._places.described(one.array.computation, one.array.name))
+            key = (one.type, *self._places.described(one.array.computation, one.array.name, folded))
             sizes[key] += one.bytes
             counts[key] += 1
         rows = [

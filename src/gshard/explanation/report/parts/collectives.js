@@ -5,7 +5,7 @@ function collectives() {
     { name: "kind", cell: c => above(broken(c.times > 1 ? `${c.kind} ×${c.times}` : c.kind), `over ${c.axes}`), sort: c => `${c.kind} ${c.axes}` },
     { name: "array", kind: "m name", cell: c => above(broken(alike(c)), c.module && broken(`in ${c.module}`)), sort: c => `${c.array} ${c.module}` },
     { name: "bytes", kind: "n", cell: c => bytes(c.bytes), sort: c => c.bytes },
-    { name: "time", kind: "n", cell: c => above(seconds(c.seconds), c.hidden > 0.005 && `${percent(c.hidden)} hidden`), sort: c => c.seconds },
+    ...D.machine ? [{ name: "time", kind: "n", cell: c => above(seconds(c.seconds), c.hidden > 0.005 && `${percent(c.hidden)} hidden`), sort: c => c.seconds }] : [],
     { name: "caused at", cell: c => above(placeLink(c.cause), c.emitted !== c.cause && el("span", { title: "emitted at" }, "↳ ", placeLink(c.emitted))), sort: c => c.cause }];
   table("collective-table", columns, rows, {
     show: 12, empty: chosen.line && !chosen.query ? `${chosen.line} causes no communication, and none is emitted there` : "nothing here", details: about, picked: c => c.i === chosen.row,

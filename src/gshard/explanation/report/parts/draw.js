@@ -17,6 +17,7 @@ for (const [id, is] of [["timeline", T.events.length], ["time", D.time.length], 
   $(id).hidden = !is;
   document.querySelector(`nav a[href='#${id}']`).hidden = !is;
 }
+$("source-told").textContent = `Bytes that each device sends${D.machine ? " and modelled time" : ""}, at the line that causes them. Select a line to see what it makes.`;
 verdict();
 timelineHead();
 draw();
