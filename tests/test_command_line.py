@@ -1,5 +1,6 @@
 """The command line: what its commands print and write, and errors in the user's terms."""
 
+import gzip
 import json
 import os
 import re
@@ -19,6 +20,8 @@ from gshard.moe.config import TABLE_1
 from gshard.named_target import mesh_of, shape_of
 from gshard.plan_command import configured, lower, plan
 from gshard.xla.calibrate import calibrate
+from gshard.xla_programs.compiled_report import NO_MACHINE
+from xla_programs.compiled_texts import GPU, TPU
 
 MODEL = """
 import gshard, jax, jax.numpy as jnp
@@ -456,3 +459,140 @@ def test_options_of_functions_are_refused_for_named_models(given, capsys):
 def test_seconds_of_explain_is_no_old_name(model, capsys):
     assert main(["explain", f"{model}:reduced", "--mesh", "devices=4", "--seconds", "1"]) == 0
     assert "DeprecationWarning" not in capsys.readouterr().err
+
+
+PLACED = """
+import gshard, jax, jax.numpy as jnp
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
+def loss(w, x):
+    return jnp.sum((x @ w) ** 2)
+def step(w, x):
+    return w - 0.1 * jax.grad(loss)(w, x)
+def array(shape, *spec, devices=16):
+    mesh = AbstractMesh((devices,), ("data",))
+    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P(*spec)))
+def example():
+    return jax.jit(step), array((32, 8)), array((64, 32), "data")
+def small():
+    return jax.jit(step), array((32, 8), devices=8), array((64, 32), "data", devices=8)
+def unplaced():
+    return jax.jit(step), jnp.ones((32, 8)), jnp.ones((64, 32))
+"""
+
+
+@pytest.fixture
+def placed(tmp_path):
+    path = tmp_path / "placed_model.py"
+    path.write_text(PLACED)
+    return path
+
+
+@pytest.fixture
+def dump(tmp_path):
+    path = tmp_path / "step.hlo.txt"
+    path.write_text(GPU)
+    return path
+
+
+def test_explain_reads_a_dump(dump, tmp_path, capsys):
+    page, data, trace = (tmp_path / name for name in ("page.html", "data.json", "trace.json"))
+    command = ["explain", str(dump), "--mesh", "data=2,model=4"]
+    files = ["--html", str(page), "--json", str(data), "--trace", str(trace)]
+    assert main([*command, "--machine", "h100:1x8", *files]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("step, compiled by XLA for gpu, on 8 devices (data=2 model=4), 40 instructions")
+    assert "all_gather" in printed
+    assert "Launch-bound: " in printed
+    assert "ms a call on h100:1x8" in printed
+    assert json.loads(data.read_text())["machine"]["name"] == "h100:1x8"
+    assert "<title>gshard explain" in page.read_text()
+    assert json.loads(trace.read_text())["traceEvents"]
+    assert main([*command, "--against", str(data), "--baseline", str(data), "--fail-above", "1MiB"]) == 0
+    printed = capsys.readouterr().out
+    assert NO_MACHINE in printed
+    assert "no line changed" in printed
+    more = tmp_path / "more.txt"
+    more.write_text(GPU.replace('{"n":"3"}', '{"n":"4"}'))
+    assert main(["explain", str(more), "--mesh", "data=2,model=4", "--baseline", str(data)]) == 3
+    failed = capsys.readouterr().err
+    assert "bytes sent and FLOPs of a device grew since the baseline" in failed
+    assert "layers.py:9" in failed
+    assert main([*command, "--fail-above", "100KiB"]) == 3
+    assert "416.0 KiB in one call of step, and --fail-above allows 100.0 KiB" in capsys.readouterr().err
+
+
+def test_explain_reads_a_compressed_dump(tmp_path, capsys):
+    path = tmp_path / "step.txt.gz"
+    path.write_bytes(gzip.compress(TPU.encode()))
+    assert main(["explain", str(path), "--machine", "v5e:2x4"]) == 0
+    assert "compiled by XLA for tpu, on 8 devices" in capsys.readouterr().out
+    path.write_bytes(gzip.compress(TPU.encode())[:100])
+    assert main(["explain", str(path)]) == 1
+    assert "neither a compiled program nor a file of one" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--why", "w"], "--why is not for a compiled program."),
+        (["--trace", "trace.json"], 'machine="h100:1x8", on the command line --machine h100:1x8'),
+        (["--plan", "plan.json"], "--plan is not for a compiled program."),
+        (["--memory-limit", "1GiB"], "--memory-limit is not for a compiled program."),
+        (["--finite"], "--finite is not for a compiled program."),
+        (["--arg", "f32[8]"], "--arg is not for a compiled program."),
+        (["--donate-argnums", "0"], "--donate-argnums is not for a compiled program."),
+        (["--static-argnames", "x"], "--static-argnames is not for a compiled program."),
+        (["--against", "xla"], "--against xla is not for a compiled program."),
+        (["--partitioner", "gshard"], "a compiled program is partitioned already."),
+        (["--mesh", "4"], "the program runs on 8 devices, and the mesh has 4."),
+        (["--machine", "h100:1x4"], "h100:1x4 has 4 devices"),
+    ],
+)
+def test_what_a_dump_cannot_be_asked_is_one_clear_error(given, message, dump, capsys):
+    assert main(["explain", str(dump), *given]) == 1
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert printed.out == ""
+
+
+def test_a_file_that_is_no_dump_is_one_clear_error(tmp_path, capsys):
+    (tmp_path / "notes.txt").write_text("nothing")
+    assert main(["explain", str(tmp_path / "notes.txt")]) == 1
+    assert "this is no compiled program.\n  text that begins with 'nothing'" in capsys.readouterr().err
+
+
+def test_a_function_from_jax_jit_is_explained_as_xla_compiles_it(placed, tmp_path, capsys):
+    data = tmp_path / "data.json"
+    command = ["explain", f"{placed}:small"]
+    assert main([*command, "--machine", "h100", "--json", str(data)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("step, compiled by XLA for cpu, on 8 devices (data=8)")
+    assert "gradient of w" in printed
+    place = next(iter(json.loads(data.read_text())["lines"]))
+    assert place.startswith("placed_model.py:")
+    assert main([*command, "--machine", "h100", "--partitioner", "gshard", "--against", str(data)]) == 0
+    printed = capsys.readouterr().out
+    assert "step on 8 devices (data=8), " in printed
+    assert "equations" in printed
+    assert "step -> step" in printed
+    assert main([*command, "--mesh", "data=4"]) == 0, "a mesh is for gshard"
+    assert "step on 4 devices (data=4)" in capsys.readouterr().out
+    assert main([*command, "--partitioner", "xla", "--mesh", "data=4"]) == 1
+    assert "--mesh is for what gshard partitions, and XLA partitions this." in capsys.readouterr().err
+    assert main([*command, "--why", "w"]) == 1
+    assert "Leave it out, or give --partitioner gshard." in capsys.readouterr().err
+    assert main(["explain", f"{placed}:unplaced"]) == 0
+    assert "step on 8 devices (devices=8), " in capsys.readouterr().out
+    assert main(["explain", f"{placed}:unplaced", "--partitioner", "xla"]) == 0
+    assert "compiled by XLA for cpu, on 1 device" in capsys.readouterr().out
+    assert main(["explain", f"{placed}:step", "--arg", "f32[32,8]", "--arg", "f32[64,32]", "--partitioner", "xla"]) == 1
+    assert 'partitioner="xla" explains a function from jax.jit' in capsys.readouterr().err
+
+
+def test_devices_of_the_arguments_of_a_function_from_jax_jit_need_not_exist(placed):
+    """In a process of its own, which plays as many devices as the arguments are placed on."""
+    env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    program = [sys.executable, "-m", "gshard", "explain", f"{placed}:example"]
+    done = subprocess.run(program, env=env, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "compiled by XLA for cpu, on 16 devices (data=16)" in done.stdout

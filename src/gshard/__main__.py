@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from gshard.api.compiled_programs import is_from_jax_jit
 from gshard.api.explained import explain
 from gshard.api.export import export_plan
 from gshard.api.jit import jit
@@ -24,11 +25,12 @@ from gshard.api.jitted import Jitted
 from gshard.api.search import search
 from gshard.baselines import SIGNALLED, CheckFailed, check_fits, check_sent, end_search, explanation_in, limit_of
 from gshard.command_options import parsed
+from gshard.compiled_command import is_dump, mesh_of_arguments, of_dump, of_function
 from gshard.core.errors import ArgumentError, GShardError
 from gshard.core.mesh import Mesh
 from gshard.core.program import format_bytes
 from gshard.device.machine import Machine
-from gshard.explanation.difference import difference
+from gshard.explanation.difference import Difference, difference
 from gshard.explanation.explain import Explanation
 from gshard.explanation.report.page import page
 from gshard.moe.models import ModelError
@@ -36,6 +38,8 @@ from gshard.named_target import TOLD, TargetError, load, mesh_of, need_folder, p
 from gshard.plan_command import plan
 from gshard.planning.saved_plan import SavedPlan
 from gshard.xla.calibrate import calibrate
+from gshard.xla_programs.compiled_explanation import CompiledExplanation
+from gshard.xla_programs.compiled_report import NO_MACHINE
 
 FAILED = 3  # exit status
 _OF_PLANS = ("why", "marks", "patch", "html", "export", "save")  # options of search that are about a plan
@@ -65,16 +69,24 @@ def _explain(options: argparse.Namespace) -> None:
     paths = (None if with_xla else options.against, options.baseline)
     before, baseline = (None if path is None else explanation_in(path) for path in paths)
     limit = None if options.fail_above is None else limit_of(options.fail_above)
+    if is_dump(options.target):
+        _tell_compiled(options, of_dump(options), before, baseline, limit)
+        return
     # XLA compiles for devices that exist.
     f, arguments = _load(options, options.target, options.machine, force=with_xla)
+    if (compiled := of_function(f, arguments, options)) is not None:
+        _tell_compiled(options, compiled, before, baseline, limit)
+        return
     saved = options.plan and SavedPlan.load(options.plan)
     mesh = None if isinstance(f, Jitted) and not options.mesh else _mesh(options.mesh, options.machine)
+    if is_from_jax_jit(f) and not isinstance(f, Jitted) and not options.mesh:
+        mesh = mesh_of_arguments(arguments) or mesh
     if saved and not options.mesh:
         mesh = Mesh.abstract(**dict(saved.axes))
     on = dict(mesh.axes) if with_xla and mesh is not None else mesh
     found = explain(
         f, *arguments, mesh=on, machine=options.machine, memory_limit=options.memory_limit, plan=saved,
-        finite=options.finite, **told_by(f, len(arguments), options),
+        finite=options.finite, partitioner=options.partitioner, **told_by(f, len(arguments), options),
     )  # fmt: skip
     data = found.data(options.machine, options.seconds)
     print(found.format(tensors=0, collectives=8) if options.html else found)
@@ -84,15 +96,39 @@ def _explain(options: argparse.Namespace) -> None:
         compared = f"\n{found.costs(name)}" if found.choice is not None else ""
         print("\n  instead ".join([f"\n{found.why(name)}{compared}", *map(str, others)]))
     against = found.against_xla(options.machine) if with_xla else None if before is None else difference(before, data)
+    _write_data(options, data, against)
+    if options.trace:
+        print(f"wrote {found.trace(options.trace, options.machine)}: open it in ui.perfetto.dev")
+    check_sent(data, limit, baseline)
+
+
+def _tell_compiled(
+    options: argparse.Namespace,
+    found: CompiledExplanation,
+    before: dict[str, Any] | None,
+    baseline: dict[str, Any] | None,
+    limit: int | None,
+) -> None:
+    """Prints and writes the explanation of what XLA compiled; other arguments as ``_explain`` reads them."""
+    if options.trace:
+        found.cost()  # refuses a program without a machine before anything is printed
+    data = found.data()
+    print(found.format(collectives=8) if options.html else found)
+    print(f"\n{NO_MACHINE if found.machine is None else found.cost()}")
+    _write_data(options, data, None if before is None else difference(before, data))
+    if options.trace:
+        print(f"wrote {found.trace(options.trace)}: open it in ui.perfetto.dev")
+    check_sent(data, limit, baseline)
+
+
+def _write_data(options: argparse.Namespace, data: dict[str, Any], against: Difference | None) -> None:
+    """Prints the difference, and writes the page and the data of an explanation where that is asked for."""
     if against is not None:
         print(f"\n{against}\n")
     if options.html:
         _write(options.html, page(data if against is None else {**data, "difference": against.data()}))
     if options.json:
         _write(options.json, json.dumps(data))
-    if options.trace:
-        print(f"wrote {found.trace(options.trace, options.machine)}: open it in ui.perfetto.dev")
-    check_sent(data, limit, baseline)
 
 
 def _search(options: argparse.Namespace) -> None:

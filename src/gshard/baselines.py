@@ -142,7 +142,8 @@ def over_baseline(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
     if not grown:
         return ""
     rows = [line for line in found.lines if line.more > 0 or line.after.flops > _GROWTH * line.before.flops]
-    lines = [f"{' and '.join(grown)} grew since the baseline.", *found.format(lines=0).splitlines()[:5], "", "worse"]
+    totals = found.format(lines=0).partition("\n\n")[0]
+    lines = [f"{' and '.join(grown)} grew since the baseline.", *totals.splitlines(), "", "worse"]
     for line in rows[:_SHOWN]:
         flops = f", {line.before.flops:,} -> {line.after.flops:,} FLOPs" if line.after.flops > line.before.flops else ""
         sent = f"{format_bytes(line.before.sent)} -> {format_bytes(line.after.sent)}"

@@ -59,9 +59,15 @@ def _parser(runs: Mapping[str, Run]) -> argparse.ArgumentParser:
         help="how a function is partitioned, why, and what it costs",
         epilog="exit status: 0; 1 an error; 2 wrong options; 3 more than --fail-above or --baseline allows",
     )
-    _target(command)
+    _target(command, ", or a file with the text of a compiled program (also .gz)")
     command.add_argument("--mesh", help="8 or data=4,model=2; they need not exist (default: those of --machine, or 8)")
     command.add_argument("--machine", help=_MACHINES)
+    command.add_argument(
+        "--partitioner",
+        choices=("gshard", "xla"),
+        help="who partitions a function from jax.jit (default: xla if its arguments are placed on several devices and "
+        "none of --mesh, --memory-limit, --plan and --finite is given; else gshard)",
+    )
     command.add_argument("--memory-limit", metavar="70GiB", help="what a device may hold: jit(memory_limit=...)")
     command.add_argument(
         "--plan", type=Path, metavar="plan.json", help="explain this plan, which gshard search --save wrote"
@@ -175,8 +181,8 @@ _FITS = "exit status: 0; 1 an error; 2 wrong options; 3 it does not fit into the
 _MACHINES = "v3:32x32, h100:4x8, cpu:8 or a file of gshard calibrate"
 
 
-def _target(command: argparse.ArgumentParser) -> None:
-    command.add_argument("target", help="module:function or file.py:function")
+def _target(command: argparse.ArgumentParser, more: str = "") -> None:
+    command.add_argument("target", help=f"module:function or file.py:function{more}")
     _arguments(command)
 
 

@@ -83,6 +83,15 @@ def test_thinning_keeps_time_and_counts():
     assert list(thinned([], 10)) == []
 
 
+def test_thinning_joins_nothing_across_a_gap():
+    """As in the lane of the network, where events begin when something is sent."""
+    events = [Event(at, 1e-4, i, "x") for i, at in enumerate([*(1e-4 * k for k in range(99)), 50.0, 99.9999])]
+    kept = list(thinned(events, 10))
+    assert sum(count for _, count in kept) == len(events)
+    assert [(e.start, count) for e, count in kept] == [(0.0, 99), (50.0, 1), (99.9999, 1)]
+    assert sum(e.seconds for e, _ in kept) == pytest.approx(101 * 1e-4)
+
+
 def test_the_trace_is_one_that_perfetto_reads(tmp_path):
     f, args, axes, _ = model("attention")
     found = gshard.explain(f, *args, mesh=gshard.Mesh.abstract(**axes))

@@ -4,11 +4,13 @@ a function from jax.jit      lowered and compiled with the shardings of its argu
 jax.stages.Lowered           compiled
 jax.stages.Compiled          read
 jax.export.Exported          compiled for as many devices as it was exported for
-the text of a program        read: a dump of XLA's, from whatever machine
+the text of a program        read: a dump of XLA's, from whatever machine; also the path of a file with it, or of a .gz
 """
 
 from __future__ import annotations
 
+import gzip
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,10 +26,12 @@ from gshard.core.mesh import Mesh, MeshLike
 from gshard.device.hardware import kind_of_devices, machine_of
 from gshard.device.machine import Machine
 from gshard.xla_programs.compiled_explanation import CompiledExplanation
-from gshard.xla_programs.compiled_program import WHOLE, read_program
+from gshard.xla_programs.compiled_program import read_program
 from gshard.xla_programs.program_memory import memory_figures
+from gshard.xla_programs.read_shardings import WHOLE, ReadSharding, sharding_of_spec
 
 XLA, GSHARD = "xla", "gshard"  # partitioners
+_GZIP = b"\x1f\x8b"  # a file that begins so is compressed
 
 
 def is_compiled(f: Any) -> bool:
@@ -63,7 +67,8 @@ def explain_compiled(f: Any, mesh: MeshLike = None, machine: str | Machine | Non
     shardings = jax.tree.leaves(compiled.input_shardings, is_leaf=lambda s: isinstance(s, jax.sharding.Sharding))
     found = _mesh_of([*shardings, *jax.tree.leaves(compiled.output_shardings)]) if mesh is None else Mesh.of(mesh)
     program = read_program(
-        text, found, whole=_whole(compiled, shardings, found), results=_results(compiled),
+        text, found, whole=_whole(compiled, shardings, found), cuts=_cuts(compiled, shardings, found),
+        results=_results(compiled),
         platform=str(found.devices[0].platform) if found is not None and found.devices else "",
         memory=memory_figures(compiled),
     )  # fmt: skip
@@ -146,13 +151,14 @@ def _text_of(given: str | Path) -> str:
     if isinstance(given, str) and given.lstrip().startswith("HloModule"):
         return given
     try:
-        return Path(given).read_text("utf-8", errors="replace")
-    except (OSError, ValueError) as error:
+        found = Path(given).read_bytes()
+        return (gzip.decompress(found) if found.startswith(_GZIP) else found).decode("utf-8", errors="replace")
+    except (OSError, ValueError, EOFError, zlib.error) as error:
         raise ArgumentError(
             "this is neither a compiled program nor a file of one.",
             user_line(),
             got=repr(given)[:80],
-            hint="Give the text that compiled.as_text() returns, or the path of a file with it.",
+            hint="Give the text that compiled.as_text() returns, or the path of a file with it, which may be a .gz.",
         ) from error
 
 
@@ -208,10 +214,28 @@ def _one_whole(aval: Any, sharding: Any, mesh: Mesh) -> tuple[int, str] | None:
         size = aval.size * aval.dtype.itemsize
     except (AttributeError, TypeError):
         return None  # a key: its numbers are another array
-    if mesh.size > 1 and sharding.is_fully_replicated:
+    if mesh.size == 1:
+        return size, ""
+    if sharding.is_fully_replicated:
         return size, WHOLE
     spec = getattr(sharding, "spec", None)
     return size, f"P({', '.join(map(_word, spec))})" if spec is not None else str(sharding)
+
+
+def _cuts(compiled: Any, shardings: Sequence[Any], mesh: Mesh | None) -> list[ReadSharding | None]:
+    """Of each argument the axes that cut it, where its sharding names them, if all arguments are kept."""
+    avals = jax.tree.leaves(compiled.in_avals)
+    if len(avals) != len(shardings) or mesh is None:
+        return []
+    return [_one_cut(len(aval.shape), sharding, mesh) for aval, sharding in zip(avals, shardings, strict=True)]
+
+
+def _one_cut(rank: int, sharding: Any, mesh: Mesh) -> ReadSharding | None:
+    if not isinstance(sharding, NamedSharding):
+        return None
+    entries = [*sharding.spec, *[None] * (rank - len(sharding.spec))]
+    axes_of = [[] if entry is None else list(entry) if isinstance(entry, tuple) else [str(entry)] for entry in entries]
+    return sharding_of_spec(axes_of, dict(sharding.mesh.shape), mesh)
 
 
 def _word(entry: Any) -> str:

@@ -11,10 +11,11 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from gshard.core.errors import GShardError
 from gshard.core.program import format_bytes, format_flops
+from gshard.device.machine import Machine
 
 FORMAT = 2  # of the data that is compared; it is written into it
 _ALIKE = 0.3  # files of two names with so much in common are one that was renamed
@@ -97,10 +98,9 @@ class Difference:
             rows.append(("peak memory of a device", *self.peaks, format_bytes))
         text = [f"{self.names[0]} -> {self.names[1]}"]
         text += [f"  {what:<24} {show(x):>12} -> {show(y):>12}  {_percent(x, y)}" for what, x, y, show in rows]
-        text.append(
-            f"  {'modelled time of a call':<24} {_ms(a.seconds):>12} -> {_ms(b.seconds):>12}  ",
-        )
-        text[-1] += _percent(a.seconds, b.seconds)
+        if a.seconds or b.seconds:
+            took = f"{_ms(a.seconds):>12} -> {_ms(b.seconds):>12}  {_percent(a.seconds, b.seconds)}"
+            text.append(f"  {'modelled time of a call':<24} {took}")
         if not self.lines:
             return "\n".join([*text, "", "no line changed"])
         text += ["", "lines (bytes sent, FLOPs, time: after minus before)"]
@@ -117,11 +117,30 @@ class Difference:
         return self.format()
 
 
+class Comparable(Protocol):
+    """An explanation, of gshard's program or of XLA's."""
+
+    def data(self, machine: Machine | str | None = None) -> dict[str, Any]:
+        """Everything the report shows, with times on a machine."""
+        ...
+
+
+def data_of(side: Comparable | Mapping[str, Any], machine: Machine | str | None) -> Mapping[str, Any]:
+    """What is compared: the data of an explanation, unless it is that already.
+
+    Args:
+        side: an explanation, or what its ``data`` gave.
+        machine: what times are modelled on.
+    """
+    return side.data(machine) if not isinstance(side, Mapping) and hasattr(side, "data") else side  # type: ignore[return-value]
+
+
 def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> Difference:
     """Compares the data of two explanations.
 
     Args:
-        before, after: what ``Explanation.data`` gives, or was read from the file of ``gshard explain --json``.
+        before, after: what ``Explanation.data`` gives, or was read from the file of ``gshard explain --json``. If one
+            of them was made without a machine, so that it has no times, no times are compared.
 
     Raises:
         DifferenceError: one of them is something else, was written by another version, or has the times of another
@@ -131,10 +150,13 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> Differenc
         if not isinstance(data, Mapping) or data.get("format") != FORMAT:
             raise DifferenceError(
                 "this is no explanation that can be compared.",
-                got="it was written by another version of gshard" if "totals" in (data or ()) else "it has no totals",
+                got="it was written by another version of gshard"
+                if isinstance(data, Mapping) and "totals" in data
+                else "it has no totals",
                 hint="Write it with: gshard explain TARGET --json FILE",
             )
     _check_machines(*(data.get("machine") for data in (before, after)))
+    before, after = _timed_alike(before, after)
     moved = dict(_matched(before["files"], after["files"]))
     texts = {f"{f['name']}:{n} (gone)": text for f in before["files"] for n, text in f["lines"]}
     texts |= {f"{f['name']}:{n}": text for f in after["files"] for n, text in f["lines"]}
@@ -154,6 +176,20 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> Differenc
     was, now = (Figures(t["sent"], t["flops"], t["seconds"]) for t in (a, b))
     peaks = None if a["peak"] is None or b["peak"] is None else (a["peak"], b["peak"])
     return Difference((str(before["name"]), str(after["name"])), was, now, peaks, tuple(changed))
+
+
+def _timed_alike(*sides: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Both sides, without times if one of them has none."""
+    if all(side.get("machine", True) is not None for side in sides):
+        return list(sides)
+    return [
+        {
+            **side,
+            "totals": {**side["totals"], "seconds": 0.0},
+            "lines": {place: [0.0, *row[1:]] for place, row in side["lines"].items()},
+        }
+        for side in sides
+    ]
 
 
 def _check_machines(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> None:
@@ -185,6 +221,9 @@ def _matched(
     for f in before:
         g = later.get(f["name"]) or max(free, key=lambda g: _matcher(f, g).ratio(), default=None)
         if g is None or (g["name"] != f["name"] and _matcher(f, g).ratio() < _ALIKE):
+            continue
+        if not any(text for side in (f, g) for _, text in side["lines"]):  # files that cannot be read here
+            yield from (((f["name"], n), f"{g['name']}:{n}") for n, _ in f["lines"])
             continue
         for kind, i, end, j, stop in _matcher(f, g).get_opcodes():
             pairs = zip(range(i, end), range(j, stop)) if kind == "equal" else _edited(f, g, i, end, j, stop)

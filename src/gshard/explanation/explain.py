@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import html
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -30,13 +29,13 @@ from gshard.device.cost import Cost, cost
 from gshard.device.hardware import machine_of, unknown_devices
 from gshard.device.machine import Machine
 from gshard.device.origin import origins
-from gshard.explanation.difference import Difference, difference
+from gshard.explanation.difference import Comparable, Difference, data_of, difference
 from gshard.explanation.host_memory import HostMemory, host_memory
 from gshard.explanation.merged_collectives import merged, rows_of
 from gshard.explanation.moved_instead import moved_instead
 from gshard.explanation.peer_lines import against_xla
 from gshard.explanation.report.data import report_data
-from gshard.explanation.report.page import page
+from gshard.explanation.report.page import framed, page
 from gshard.explanation.row_text import collective_lines, tensor_lines
 from gshard.explanation.rows import (
     CollectiveRow,
@@ -51,8 +50,6 @@ from gshard.explanation.value_costs import Compared, ValueCosts, value_costs
 from gshard.explanation.verdict import Verdict, verdict
 from gshard.explanation.what_if import Instead, instead
 from gshard.naming.array_names import ArrayNames
-
-_FRAME = "width: 100%; height: 800px; border: 1px solid #8884; border-radius: 8px"
 
 
 @without_our_frames_in_methods
@@ -169,7 +166,7 @@ class Explanation:
         self,
         path: str | Path,
         machine: Machine | str | None = None,
-        against: Explanation | Mapping[str, Any] | None = None,
+        against: Comparable | Mapping[str, Any] | None = None,
         seconds: float = SECONDS,
     ) -> Path:
         """Writes the report as one HTML file that needs no network.
@@ -189,11 +186,12 @@ class Explanation:
         path.write_text(page(data), "utf-8")
         return path
 
-    def difference(self, before: Explanation | Mapping[str, Any], machine: Machine | str | None = None) -> Difference:
+    def difference(self, before: Comparable | Mapping[str, Any], machine: Machine | str | None = None) -> Difference:
         """What became more and what less against another explanation, by line of the source.
 
         Args:
-            before: another explanation, or what its ``data`` gave: the content of a file of ``gshard explain --json``.
+            before: another explanation, of gshard's program or of XLA's, or what its ``data`` gave: the content of a
+                file of ``gshard explain --json``.
             machine: as for ``cost``; for both.
 
         Raises:
@@ -202,7 +200,7 @@ class Explanation:
         return self._difference(self.data(machine), before, machine)
 
     def _difference(self, data: Mapping[str, Any], before: Any, machine: Machine | str | None) -> Difference:
-        return difference(before.data(machine) if isinstance(before, Explanation) else before, data)
+        return difference(data_of(before, machine), data)
 
     def against_xla(self, machine: Machine | str | None = None) -> Difference:
         """The difference from XLA's own partitioner, given the same marks, to this: bytes, products, time by line.
@@ -234,8 +232,7 @@ class Explanation:
         """The report in a frame, for notebooks; None, which shows the text, where there is no model of the devices."""
         if unknown_devices(self.mesh) is not None:
             return None
-        shown = html.escape(page(self.data()), quote=True)
-        return f'<iframe srcdoc="{shown}" title="{html.escape(self.name)}" style="{_FRAME}"></iframe>'
+        return framed(self.data(), self.name)
 
     @functools.cached_property
     def host(self) -> HostMemory:

@@ -64,21 +64,21 @@ class Timeline:
             name: of the program.
         """
         rows: list[dict[str, Any]] = [
-            _named("process_name", 0, f"one device of {self.cost.machine.name}, modelled: {name}"),
-            *(_named("thread_name", i, track) for i, track in enumerate(_TRACKS)),
+            named_track("process_name", 0, f"one device of {self.cost.machine.name}, modelled: {name}"),
+            *(named_track("thread_name", i, track) for i, track in enumerate(TRACKS)),
         ]
         for loop in self.loops:
-            rows.append(_complete(loop, 0, "loop", {}))
+            rows.append(complete_event(loop, 0, "loop", {}))
         for event in self.kernels:
             if event.kernel < 0:
-                rows.append(_complete(event, 0, "rounds", {}))
+                rows.append(complete_event(event, 0, "rounds", {}))
                 continue
             k, c = self.cost.kernels[event.kernel], origins[event.kernel]
-            rows.append(_complete(event, 2 if k.kind == COLLECTIVE else 1, k.bound, _details(k, c)))
+            rows.append(complete_event(event, 2 if k.kind == COLLECTIVE else 1, k.bound, _details(k, c)))
         return {"traceEvents": rows, "displayTimeUnit": "ms", "otherData": {"machine": str(self.cost.machine)}}
 
 
-_TRACKS = ("loops", "compute", "network")
+TRACKS = ("loops", "compute", "network")
 
 
 def timeline(found: Cost) -> Timeline:
@@ -152,6 +152,8 @@ class _Layout:
 def thinned(events: Sequence[Event], most: int) -> Iterator[tuple[Event, int]]:
     """At most about so many events: neighbours that are too short to be seen are one, with how many they are.
 
+    Events far enough apart that the gap between them can be seen stay apart.
+
     Args:
         events: in order of time.
         most: how many to keep.
@@ -162,7 +164,8 @@ def thinned(events: Sequence[Event], most: int) -> Iterator[tuple[Event, int]]:
     first, count, longest = events[0], 0, events[0]
     end = first.start
     for event in events:
-        if count and (end - first.start >= shortest or event.seconds >= shortest or event.kernel < 0 or not shortest):
+        is_seen = event.seconds >= shortest or event.kernel < 0 or event.start - end > shortest
+        if count and (end - first.start >= shortest or is_seen or not shortest):
             yield dataclasses.replace(longest, start=first.start, seconds=end - first.start), count
             first, count, longest = event, 0, event
         count += 1
@@ -171,11 +174,13 @@ def thinned(events: Sequence[Event], most: int) -> Iterator[tuple[Event, int]]:
     yield dataclasses.replace(longest, start=first.start, seconds=end - first.start), count
 
 
-def _named(what: str, track: int, name: str) -> dict[str, Any]:
+def named_track(what: str, track: int, name: str) -> dict[str, Any]:
+    """The name of a track, in the Trace Event Format."""
     return {"ph": "M", "name": what, "pid": 0, "tid": track, "args": {"name": name}}
 
 
-def _complete(event: Event, track: int, category: str, details: dict[str, Any]) -> dict[str, Any]:
+def complete_event(event: Event, track: int, category: str, details: dict[str, Any]) -> dict[str, Any]:
+    """An event of a track, in the Trace Event Format."""
     return {
         "ph": "X", "name": event.name, "cat": category, "pid": 0, "tid": track,
         "ts": event.start * 1e6, "dur": event.seconds * 1e6, "args": details,

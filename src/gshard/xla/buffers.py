@@ -12,10 +12,11 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from gshard.xla.dataflow import ELEMENTWISE, Array
 from gshard.xla.hlo_parser import Computation, Instruction, Module
-from gshard.xla.kernels import arrays_of, bytes_in_memory
+from gshard.xla.kernels import FREE, arrays_of, bytes_in_memory
 
 _SAME = ("bitcast", "opt-barrier", "add-dependency", "get-tuple-element", "tuple", "while", "after-all", "domain")
 _ALIAS = re.compile(r"\{(\d*)\}: \((\d+), \{")
@@ -37,6 +38,28 @@ class Held:
     type: str
 
 
+class Moment(NamedTuple):
+    """What is held while an instruction runs.
+
+    Attributes:
+        bytes: of temporaries.
+        computation, name: of the instruction.
+    """
+
+    bytes: int
+    computation: str
+    name: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Peak:
+    """The most bytes of temporaries in a computation, those of the computations that it runs included."""
+
+    bytes: int = 0
+    alive: Sequence[Held] = ()
+    moments: Sequence[Moment] = ()
+
+
 @dataclasses.dataclass(frozen=True)
 class HeldMemory:
     """What a device holds in one call, in bytes.
@@ -46,6 +69,7 @@ class HeldMemory:
         shared: bytes of these.
         temporaries: the most that is held besides.
         alive: what makes that moment, largest first.
+        moments: the bytes of temporaries while each instruction runs, in order; each body of a loop once.
     """
 
     arguments: int
@@ -53,6 +77,7 @@ class HeldMemory:
     shared: int
     temporaries: int
     alive: tuple[Held, ...]
+    moments: tuple[Moment, ...] = ()
 
     @property
     def peak(self) -> int:
@@ -66,9 +91,9 @@ def held_by(module: Module) -> HeldMemory:
     arguments = {i.number: bytes_in_memory(i.type) for i in entry.instructions.values() if i.opcode == "parameter"}
     results = [a.bytes for a in arrays_of(entry.instructions[entry.root].type)]
     shared = sum(results[out] for out in aliased_results(module) if out < len(results))
-    peak, alive = _peak(module, module.entry, is_entry=True)
-    ordered = sorted(alive, key=lambda h: -h.bytes)
-    return HeldMemory(sum(arguments.values()), sum(results), shared, peak, tuple(ordered))
+    peak = _peak(module, module.entry, is_entry=True)
+    ordered = tuple(sorted(peak.alive, key=lambda h: -h.bytes))
+    return HeldMemory(sum(arguments.values()), sum(results), shared, peak.bytes, ordered, tuple(peak.moments))
 
 
 def aliased_results(module: Module) -> dict[int, int]:
@@ -81,8 +106,8 @@ def aliased_results(module: Module) -> dict[int, int]:
     return {int(out or 0): int(argument) for out, argument in found}
 
 
-def _peak(module: Module, name: str, *, is_entry: bool = False) -> tuple[int, list[Held]]:
-    """The most bytes of temporaries in one computation, those of the computations that it runs included."""
+def _peak(module: Module, name: str, *, is_entry: bool = False) -> _Peak:
+    """What one computation holds."""
     computation = module.computations[name]
     order = list(computation.instructions.values())
     held: list[Held] = []
@@ -100,11 +125,10 @@ def _peak(module: Module, name: str, *, is_entry: bool = False) -> tuple[int, li
     ends: dict[int, list[int]] = {}
     for buffer, i in last.items():
         ends.setdefault(i, []).append(buffer)
-    now, most, at_most = 0, 0, -1
+    now, most = 0, _Peak()
     live: set[int] = set()
-    alive: list[Held] = []
+    moments: list[Moment] = []
     counted = 0
-    inner_alive: list[Held] = []
     for i, made in enumerate(order):
         while counted < len(held) and made_at[counted] == i:
             if not (is_entry and counted in returned):
@@ -119,18 +143,21 @@ def _peak(module: Module, name: str, *, is_entry: bool = False) -> tuple[int, li
                 live.add(counted)
                 now += held[counted].bytes
             counted += 1
-        inside, inner = _inside(module, made)
-        if now + inside > most:
-            most, at_most = now + inside, i
-            alive, inner_alive = [held[b] for b in live], inner
+        inside = _inside(module, made)
+        if now + inside.bytes > most.bytes:
+            most = _Peak(now + inside.bytes, [*(held[b] for b in live), *inside.alive])
+        if inside.moments:
+            moments += [moment._replace(bytes=moment.bytes + now) for moment in inside.moments]
+        elif made.opcode not in FREE:
+            moments.append(Moment(now, name, made.name))
         for buffer in ends.get(i, ()):
             if buffer in live and (is_entry or buffer not in returned):
                 live.discard(buffer)
                 now -= held[buffer].bytes
-    return (most, [*alive, *inner_alive]) if at_most >= 0 else (0, [])
+    return dataclasses.replace(most, moments=moments)
 
 
-def _inside(module: Module, made: Instruction) -> tuple[int, list[Held]]:
+def _inside(module: Module, made: Instruction) -> _Peak:
     """The most that the computations hold that an instruction runs."""
     if made.opcode == "while":
         names: Sequence[str] = (*made.called("body"), *made.called("condition"))
@@ -140,8 +167,8 @@ def _inside(module: Module, made: Instruction) -> tuple[int, list[Held]]:
     elif made.opcode == "call":
         names = made.called("to_apply")
     else:
-        return 0, []
-    return max((_peak(module, name) for name in names), key=lambda found: found[0], default=(0, []))
+        return _Peak()
+    return max((_peak(module, name) for name in names), key=lambda found: found.bytes, default=_Peak())
 
 
 def _buffers(

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection, Iterator
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from gshard.xla.hlo_parser import Instruction, Module
@@ -72,6 +73,8 @@ class Dataflow:
         self.module = module
         self._callers: dict[str, list[tuple[str, Instruction]]] = {}
         self._users: dict[str, dict[str, list[Instruction]]] = {}
+        self._sources: dict[Array, Array] = {}
+        self._called: dict[tuple[str, str], list[str]] = {}
         for name, computation in module.computations.items():
             users = self._users[name] = {}
             for made in computation.instructions.values():
@@ -91,14 +94,22 @@ class Dataflow:
 
     def source(self, array: Array) -> Array:
         """The array that this is a copy or a part of: one that is computed, or a parameter of the program."""
-        seen = set()
+        seen: dict[Array, None] = {}
         while array not in seen:
-            seen.add(array)
+            if (known := self._sources.get(array)) is not None:
+                array = known
+                break
+            seen[array] = None
             before = self._before(array)
             if before is None:
                 break
             array = before
+        self._sources |= dict.fromkeys(seen, array)
         return array
+
+    def users(self, computation: str, name: str) -> Sequence[Instruction]:
+        """The instructions that have an array as an operand, in order."""
+        return self._users[computation].get(name, ())
 
     def argument(self, array: Array) -> int | None:
         """The number of the argument that an array is a copy or a part of; None if it is computed."""
@@ -186,9 +197,9 @@ class Dataflow:
 
     def _walk(self, array: Array, through: Collection[str]) -> Iterator[tuple[str, Instruction, int | None]]:
         """What reads an array, and what reads the results of ``through``; of a tuple as a result its element."""
-        waiting, seen = [array], {array}
+        waiting, seen = deque([array]), {array}
         while waiting and len(seen) < _MOST:
-            at = waiting.pop(0)
+            at = waiting.popleft()
             following: list[Array] = []
             body = self.module.computations[at.computation]
             if at.name == body.root:
@@ -222,13 +233,20 @@ class Dataflow:
         elif user.opcode == "tuple":
             yield from (Array(at.computation, user.name, i) for i, name in enumerate(user.operands) if name == at.name)
         elif user.opcode in (*CALLING, "while", "conditional"):
-            inners = [inner for a in _CALLS[:3] + _CALLS[4:] for inner in user.called(a)]
+            inners = self._inners(at.computation, user)
             for i, name in enumerate(user.operands):
                 for branch, inner in enumerate(inners):
                     number = i if user.opcode in CALLING else 0
                     is_taken = user.opcode != "conditional" or i == branch + 1
                     if name == at.name and is_taken and number in self._parameters.get(inner, {}):
                         yield Array(inner, self._parameters[inner][number], at.element)
+
+    def _inners(self, computation: str, user: Instruction) -> list[str]:
+        """The computations that take the operands of an instruction."""
+        key = computation, user.name
+        if key not in self._called:
+            self._called[key] = [inner for a in _CALLS[:3] + _CALLS[4:] for inner in user.called(a)]
+        return self._called[key]
 
     def _returned(self, at: Array) -> Iterator[Array]:
         """The result of a computation where that is called."""

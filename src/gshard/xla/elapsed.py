@@ -10,7 +10,7 @@ branches the longest counts.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from gshard.device.machine import Machine
 from gshard.device.roofline import roofline
@@ -31,6 +31,7 @@ class Ran:
         work: of a kernel.
         sent: of a collective.
         parts: the exposed seconds by what they are spent on (``device.cost.BOUNDS``).
+        start: when it begins, in seconds from the beginning of a run of its computation.
     """
 
     computation: str
@@ -41,36 +42,85 @@ class Ran:
     work: Work | None
     sent: Sent | None
     parts: tuple[tuple[str, float], ...]
+    start: float = 0.0
 
 
-def ran(module: Module, machine: Machine, network: Callable[[CompiledCollective, Instruction], float]) -> list[Ran]:
-    """What takes time in one call, in order.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Inner:
+    """An instruction that runs computations: a loop, a branch or a call.
+
+    Attributes:
+        made: which.
+        start: when it begins, in seconds from the beginning of a run of its computation.
+        rounds: how often it runs the bodies.
+        bodies: what it runs, one after the other.
+    """
+
+    made: Instruction
+    start: float
+    rounds: int
+    bodies: tuple[Elapsed, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Elapsed:
+    """One computation in time.
+
+    Attributes:
+        seconds: of one run.
+        rows: its own instructions that take time, in the order in which they begin.
+        inner: those that run other computations, in order.
+    """
+
+    seconds: float
+    rows: tuple[Ran, ...] = ()
+    inner: tuple[Inner, ...] = ()
+
+    def in_order(self) -> list[Ran | Inner]:
+        """What takes time here, in the order in which it begins."""
+        every: list[Ran | Inner] = [*self.rows, *self.inner]
+        return sorted(every, key=lambda one: one.start)
+
+    def ran(self) -> Iterator[Ran]:
+        """All instructions that take time, each body once, in the order in which they begin."""
+        for at in self.in_order():
+            if isinstance(at, Ran):
+                yield at
+            else:
+                for body in at.bodies:
+                    yield from body.ran()
+
+
+Network = Callable[[CompiledCollective, Instruction], float]
+"""The seconds of one run of a collective."""
+
+
+def elapsed(module: Module, machine: Machine, network: Network) -> Elapsed:
+    """One call of a program in time.
 
     Args:
         module: a compiled program.
         machine: one of its devices runs the kernels.
         network: the seconds of one run of a collective.
     """
-    found: list[Ran] = []
-    if module.entry:
-        _Clock(module, machine, network, found).run(module.entry, 1)
-    return found
+    return _Clock(module, machine, network).run(module.entry, 1) if module.entry else Elapsed(0.0)
 
 
+def ran(module: Module, machine: Machine, network: Network) -> list[Ran]:
+    """What takes time in one call, in order; arguments as for ``elapsed``."""
+    return list(elapsed(module, machine, network).ran())
+
+
+@dataclasses.dataclass(frozen=True)
 class _Clock:
     """Runs the computations of a program on a machine."""
 
-    def __init__(
-        self,
-        module: Module,
-        machine: Machine,
-        network: Callable[[CompiledCollective, Instruction], float],
-        found: list[Ran],
-    ) -> None:
-        self.module, self.machine, self.network, self.found = module, machine, network, found
+    module: Module
+    machine: Machine
+    network: Network
 
-    def run(self, name: str, times: int) -> float:
-        """Seconds of one run of a computation; notes what runs in it."""
+    def run(self, name: str, times: int) -> Elapsed:
+        """One computation, which runs so often in a call."""
         computation = self.module.computations[name]
         starts: dict[str, list[Sent]] = {}
         ends: dict[str, list[Sent]] = {}
@@ -78,6 +128,8 @@ class _Clock:
             starts.setdefault(sent.made.name, []).append(sent)
             ends.setdefault(sent.ends.name, []).append(sent)
         now, network_free = 0.0, 0.0
+        rows: list[Ran] = []
+        inner: list[Inner] = []
         on_links: list[tuple[float, float, Sent]] = []  # from when to when each collective has the network
         exposed: dict[int, float] = {}
         for made in computation.instructions.values():
@@ -85,7 +137,12 @@ class _Clock:
                 begins = max(now, network_free)
                 network_free = begins + self.network(sent.collective, sent.itself)
                 on_links.append((begins, network_free, sent))
-            now += self._kernel(computation, name, made, times) + self._inner(computation, made, times)
+            if (kernel := self._kernel(computation, name, made, times, now)) is not None:
+                rows.append(kernel)
+                now += kernel.seconds
+            if (runs := self._inner(computation, made, times, now)) is not None:
+                inner.append(runs)
+                now += runs.rounds * sum(body.seconds for body in runs.bodies)
             for sent in ends.get(made.name, ()):
                 arrived = next(until for _, until, known in on_links if known is sent)
                 for begins, until, other in on_links if arrived > now else ():
@@ -93,47 +150,36 @@ class _Clock:
                     exposed[id(other)] = exposed.get(id(other), 0.0) + waited
                 now = max(now, arrived)
         for begins, until, sent in on_links:
-            taken = until - begins
-            self.found.append(self._of_collective(sent, name, times, taken, min(taken, exposed.get(id(sent), 0.0))))
-        return now
+            waited = min(until - begins, exposed.get(id(sent), 0.0))
+            rows.append(self._of_collective(sent, name, times, begins, until - begins, waited))
+        return Elapsed(now, tuple(sorted(rows, key=lambda row: row.start)), tuple(inner))
 
-    def _of_collective(self, sent: Sent, name: str, times: int, taken: float, waited: float) -> Ran:
+    def _of_collective(self, sent: Sent, name: str, times: int, begins: float, taken: float, waited: float) -> Ran:
         """One collective; of what is waited for it, latency has the share that it has of all of it."""
         first = self.network(dataclasses.replace(sent.collective, operand_bytes=1), sent.itself) if taken else 0.0
         latency = waited * min(1.0, first / taken) if taken else 0.0
-        return Ran(
-            name, sent.made, times, taken, waited, None, sent, (("network", waited - latency), ("latency", latency))
-        )
+        parts = (("network", waited - latency), ("latency", latency))
+        return Ran(name, sent.made, times, taken, waited, None, sent, parts, begins)
 
-    def _kernel(self, computation: Computation, name: str, made: Instruction, times: int) -> float:
+    def _kernel(self, computation: Computation, name: str, made: Instruction, times: int, now: float) -> Ran | None:
         if OPCODE.fullmatch(made.opcode) or made.opcode in ("while", "conditional", "call"):
-            return 0.0
+            return None
         work = work_of(self.module, computation, made)
         if work is None:
-            return 0.0
+            return None
         one = roofline(self.machine, work.dtype, work.products, work.others, work.moved)
         bound = "compute" if one.compute >= one.memory else "memory"
         parts = ((bound, one.work), ("launch", one.launch))
-        self.found.append(Ran(name, made, times, one.seconds, one.seconds, work, None, parts))
-        return one.seconds
+        return Ran(name, made, times, one.seconds, one.seconds, work, None, parts, now)
 
-    def _inner(self, computation: Computation, made: Instruction, times: int) -> float:
+    def _inner(self, computation: Computation, made: Instruction, times: int, now: float) -> Inner | None:
         if made.opcode == "while":
             rounds = trip_count(self.module, computation, made) or 1
-            return rounds * sum(self.run(body, times * rounds) for a in LOOP for body in made.called(a))
-        if made.opcode == "conditional":
-            return self._longest([b for a in BRANCHES for b in made.called(a)], times)
-        return sum(self.run(body, times) for body in made.called("to_apply")) if made.opcode == "call" else 0.0
-
-    def _longest(self, branches: list[str], times: int) -> float:
-        """Of branches one runs; only what the longest runs is noted."""
-        best, rows = 0.0, list[Ran]()
-        for branch in branches:
-            before = len(self.found)
-            taken = self.run(branch, times)
-            noted = self.found[before:]
-            del self.found[before:]
-            if taken >= best:
-                best, rows = taken, noted
-        self.found += rows
-        return best
+            bodies = [self.run(body, times * rounds) for a in LOOP for body in made.called(a)]
+            return Inner(made, now, rounds, tuple(bodies))
+        if made.opcode == "conditional":  # one of the branches runs; the longest counts
+            branches = [self.run(b, times) for a in BRANCHES for b in made.called(a)]
+            return Inner(made, now, 1, (max(reversed(branches), key=lambda b: b.seconds),) if branches else ())
+        if made.opcode == "call":
+            return Inner(made, now, 1, tuple(self.run(body, times) for body in made.called("to_apply")))
+        return None

@@ -296,15 +296,8 @@ def _group_of_first(attributes: str) -> tuple[int, ...]:
     >>> _group_of_first("replica_groups=mesh['a'=2,'b'=4] {'b':(2)2,'a'}, dimensions={0}")
     (0, 1, 4, 5)
     """
-    if listed := re.search(r"\breplica_groups=\{(\{[^=]*?\})\}", attributes):
-        groups = [tuple(map(int, group.split(","))) for group in re.findall(r"\{([^{}]+)\}", listed[1])]
-        return next((tuple(sorted(group)) for group in groups if 0 in group), ())
-    if iota := re.search(r"\breplica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes):
-        shape = tuple(map(int, iota[3].split(",")))
-        ids = np.arange(math.prod(shape)).reshape(shape)
-        if iota[4]:
-            ids = ids.transpose(tuple(map(int, iota[4].split(","))))
-        return tuple(sorted(ids.reshape(int(iota[1]), int(iota[2]))[0].tolist()))
+    if listed := _listed_groups(attributes):
+        return next((tuple(sorted(group)) for group in listed if 0 in group), ())
     if mesh := re.search(r"\breplica_groups=@?mesh\[([^\]]*)\][^{]*\{([^}]*)\}", attributes):
         sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", mesh[1])}
         strides, stride = {}, math.prod(sizes.values())
@@ -319,6 +312,24 @@ def _group_of_first(attributes: str) -> tuple[int, ...]:
             group = [device + k * step for device in group for k in range(count)]
         return tuple(sorted(group))
     return ()
+
+
+def groups_of(made: Instruction) -> list[list[int]]:
+    """The groups of devices of a collective; none where they are not listed, as along axes of a mesh."""
+    return _listed_groups(made.attributes)
+
+
+def _listed_groups(attributes: str) -> list[list[int]]:
+    if listed := re.search(r"\breplica_groups=\{(\{[^=]*?\})\}", attributes):
+        return [list(map(int, group.split(","))) for group in re.findall(r"\{([^{}]+)\}", listed[1])]
+    if iota := re.search(r"\breplica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes):
+        shape = tuple(map(int, iota[3].split(",")))
+        ids = np.arange(math.prod(shape)).reshape(shape)
+        if iota[4]:
+            ids = ids.transpose(tuple(map(int, iota[4].split(","))))
+        found: list[list[int]] = ids.reshape(int(iota[1]), int(iota[2])).tolist()
+        return found
+    return []
 
 
 def _is_identity(attributes: str) -> bool:

@@ -45,13 +45,15 @@ class Instruction:
 
     def called(self, attribute: str) -> tuple[str, ...]:
         """The computations that an attribute names, one or a list in braces."""
+        if f"{attribute}=" not in self.attributes:  # most have none
+            return ()
         found = re.search(rf"\b{attribute}=(\{{[^}}]*\}}|%[\w.\-]+)", self.attributes)
         return tuple(_NAME.findall(found[1])) if found else ()
 
     @property
     def op_name(self) -> str:
         """JAX's name stack of the operator that it comes from; of a parameter the argument's name. Empty without."""
-        found = _OP_NAME.search(self.attributes)
+        found = _OP_NAME.search(self.attributes) if "op_name=" in self.attributes else None
         return _ESCAPED.sub(r"\1", found[1]) if found else ""
 
     @property

@@ -12,7 +12,7 @@ from gshard.device.cost import BOUNDS
 from gshard.device.fusion_model import COLLECTIVE, OPERATOR, PRODUCT
 from gshard.device.machine import Machine, MachineError
 from gshard.device.network import permutation_seconds, seconds, seconds_among
-from gshard.xla.elapsed import Ran, ran
+from gshard.xla.elapsed import Elapsed, Ran, elapsed
 from gshard.xla.hlo_collectives import CompiledCollective, Sent
 from gshard.xla.hlo_parser import Instruction
 from gshard.xla_programs.compiled_program import CompiledProgram
@@ -58,12 +58,14 @@ class CompiledCost:
         kernels: the instructions that take time, in order.
         peak: the most bytes that a device holds.
         unknown: custom calls whose operations the text does not tell: they count by their bytes.
+        elapsed: one call in time.
     """
 
     machine: Machine
     kernels: tuple[CompiledKernel, ...]
     peak: int
     unknown: tuple[str, ...] = ()
+    elapsed: Elapsed = dataclasses.field(default=Elapsed(0.0), repr=False)
 
     @property
     def seconds(self) -> float:
@@ -141,13 +143,14 @@ def compiled_cost(program: CompiledProgram, machine: Machine) -> CompiledCost:
     def network(collective: CompiledCollective, made: Instruction) -> float:
         return _network_seconds(program, by_made[id(made)], collective, made, mesh, machine)
 
-    kernels = tuple(_kernel(row) for row in ran(program.module, machine, network))
+    call = elapsed(program.module, machine, network)
+    kernels = tuple(map(_kernel, call.ran()))
     unknown = {
         row.ran.made.attributes.partition('custom_call_target="')[2].partition('"')[0]
         for row in kernels
         if row.ran.work is not None and not row.ran.work.is_known
     }
-    return CompiledCost(machine, kernels, program.peak, tuple(sorted(unknown)))
+    return CompiledCost(machine, kernels, program.peak, tuple(sorted(unknown)), call)
 
 
 def _kernel(row: Ran) -> CompiledKernel:

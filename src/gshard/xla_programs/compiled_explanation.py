@@ -1,7 +1,8 @@
 """Compiled explanation: a program as XLA compiled it: its collectives, what causes them, its time and its memory.
 
     print(gshard.explain(jax.jit(step), state, batch))          # as XLA's partitioner split it
-    print(gshard.explain(jax.jit(step).lower(state, batch).compile()))
+    found = gshard.explain(jax.jit(step).lower(state, batch).compile())
+    found.html("step.html", machine="h100:1x8")                 # the page of ``gshard.Explanation``
 
 Everything is read from the text of the compiled program, so it is the same for programs of XLA's partitioner, of
 ``jax.shard_map`` and of gshard, and for CPU, GPU and TPU.
@@ -11,14 +12,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from gshard.core.errors import ArgumentError
 from gshard.core.mesh import Mesh
 from gshard.core.program import format_bytes
 from gshard.device.machine import Machine
+from gshard.explanation.difference import Comparable, Difference, data_of, difference
+from gshard.explanation.report.page import framed, page
 from gshard.xla_programs.compiled_cost import CompiledCost, compiled_cost
 from gshard.xla_programs.compiled_program import CompiledArgument, CompiledProgram
+from gshard.xla_programs.compiled_report import CompiledReport
 from gshard.xla_programs.compiled_rows import CompiledRow, compiled_rows
 from gshard.xla_programs.compiled_text import (
     argument_lines,
@@ -28,7 +36,10 @@ from gshard.xla_programs.compiled_text import (
     whole_lines,
 )
 from gshard.xla_programs.compiled_verdict import CompiledVerdict
+from gshard.xla_programs.moved_parts import Part, parts_of
 from gshard.xla_programs.whole_arrays import Regathered, regathered, whole_arguments
+
+_OF_PROGRAM = ("parts", "arguments", "whole", "regathered", "bytes_by_kind", "times_by_kind")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -56,7 +67,12 @@ class CompiledExplanation:
     @functools.cached_property
     def collectives(self) -> tuple[CompiledRow, ...]:
         """The collectives, most bytes first; those of equal layers in one row."""
-        return compiled_rows(self.program, None if self.machine is None else self.cost().by_collective)
+        return compiled_rows(self.program, self.parts, None if self.machine is None else self.cost().by_collective)
+
+    @functools.cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """The arrays that collectives move, one by one, in the order of the program."""
+        return parts_of(self.program)
 
     @functools.cached_property
     def arguments(self) -> tuple[CompiledArgument, ...]:
@@ -71,7 +87,7 @@ class CompiledExplanation:
     @functools.cached_property
     def regathered(self) -> tuple[Regathered, ...]:
         """Arrays that are gathered although each device then keeps a part only, most bytes first."""
-        return regathered(self.program)
+        return regathered(self.program, self.parts)
 
     @functools.cached_property
     def bytes_by_kind(self) -> dict[str, int]:
@@ -114,7 +130,10 @@ class CompiledExplanation:
         Raises:
             MachineError: no such machine, or not as many devices as the program runs on.
         """
-        return dataclasses.replace(self, machine=Machine.read(machine, self.mesh.size))
+        there = dataclasses.replace(self, machine=Machine.read(machine, self.mesh.size))
+        # What depends on no machine is read once.
+        vars(there).update({name: vars(self)[name] for name in _OF_PROGRAM if name in vars(self)})
+        return there
 
     @functools.cached_property
     def _own_cost(self) -> CompiledCost:
@@ -141,6 +160,85 @@ class CompiledExplanation:
         """What bounds a call, in a few sentences; arguments and errors as for ``cost``."""
         there = self if machine is None else self.on(machine)
         return CompiledVerdict(there._own_cost, there.collectives, self.program.platform)
+
+    def data(self, machine: Machine | str | None = None) -> dict[str, Any]:
+        """Everything the HTML report shows, as JSON can hold it, in the format of ``Explanation.data``.
+
+        Args:
+            machine: as for ``cost``; without one, and without devices that gshard has a model of, all times are 0, and
+                ``machine`` of the data is None.
+
+        Raises:
+            MachineError: no such machine, or not as many devices as the program runs on.
+        """
+        return (self if machine is None else self.on(machine))._report().data()
+
+    def _report(self) -> CompiledReport:
+        is_timed = self.machine is not None
+        # Operations depend on no machine.
+        found = self._own_cost if is_timed else compiled_cost(self.program, Machine.read("cpu", self.mesh.size))
+        verdict = CompiledVerdict(found, self.collectives) if is_timed else None
+        return CompiledReport(
+            self.program, self.collectives, self.parts, self.arguments, self.whole, self.regathered, found, verdict
+        )
+
+    def html(
+        self,
+        path: str | Path,
+        machine: Machine | str | None = None,
+        against: Comparable | Mapping[str, Any] | None = None,
+    ) -> Path:
+        """Writes the report as one HTML file that needs no network.
+
+        Args:
+            path: where to.
+            machine: as for ``data``.
+            against: shows the difference to this one, line by line; as for ``difference``.
+
+        Returns:
+            the path.
+        """
+        path, data = Path(path), self.data(machine)
+        if against is not None:
+            data["difference"] = difference(data_of(against, machine), data).data()
+        path.write_text(page(data), "utf-8")
+        return path
+
+    def difference(self, before: Comparable | Mapping[str, Any], machine: Machine | str | None = None) -> Difference:
+        """What became more and what less against another explanation, by line of the source.
+
+        Args:
+            before: another explanation, of XLA's program or of gshard's, or what its ``data`` gave: the content of a
+                file of ``gshard explain --json``.
+            machine: as for ``data``; for both.
+
+        Raises:
+            DifferenceError: ``before`` is no explanation, was written by another version, or has the times of another
+                kind of machine.
+        """
+        return difference(data_of(before, machine), self.data(machine))
+
+    def trace(self, path: str | Path, machine: Machine | str | None = None) -> Path:
+        """Writes the modelled timeline of a call in the Trace Event Format, for ui.perfetto.dev or chrome://tracing.
+
+        Args:
+            path: where to.
+            machine: as for ``cost``.
+
+        Returns:
+            the path.
+
+        Raises:
+            MachineError, ArgumentError: as for ``cost``.
+        """
+        path, there = Path(path), self if machine is None else self.on(machine)
+        there.cost()  # refuses a program without a machine
+        path.write_text(json.dumps(there._report().trace(), separators=(",", ":"), allow_nan=False), "utf-8")
+        return path
+
+    def _repr_html_(self) -> str:
+        """The report in a frame, for notebooks."""
+        return framed(self.data(), self.name)
 
     def format(self, collectives: int = 30, arguments: int = 8, held: int = 6) -> str:
         """The explanation as text with at most so many rows of each kind."""

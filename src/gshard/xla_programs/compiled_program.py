@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import re
 from collections.abc import Mapping, Sequence
 
 from gshard.core.errors import ArgumentError, MeshError
-from gshard.core.mesh import Mesh
+from gshard.core.mesh import Atoms, Mesh
 from gshard.naming.short_names import ShortName, short_names
 from gshard.xla.buffers import HeldMemory, aliased_results, held_by
 from gshard.xla.dataflow import PRODUCTS, Array, Dataflow
 from gshard.xla.hlo_collectives import Sent, sent_by
 from gshard.xla.hlo_parser import Module, read_module
 from gshard.xla.kernels import arrays_of
+from gshard.xla_programs.read_shardings import ReadSharding, read_sharding
 
-WHOLE = "whole on each device"
 _MESH = re.compile(r"\bmesh\[((?:'[^']*'=\d+,?\s*)+)\]")
-_TILES = re.compile(r"\bsharding=\{devices=\[([\d,]+)\]([^}]*)\}")
-_NAMED = re.compile(r"\bsharding=\{@?mesh\[[^\]]*\][^\[]*\[(.*?)\]\s*(?:,[^}]*)?\}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,6 +31,8 @@ class CompiledArgument:
         local_bytes: of this part;
         bytes: and of the whole array; None if the program does not tell.
         sharding: how it is cut, as text; empty if the program does not tell.
+        parts: in how many parts each dimension is cut; none where all of it is on each device, or nothing is told.
+        dims: the atoms of the mesh that cut each dimension; None if they are not known.
     """
 
     name: str
@@ -42,6 +41,8 @@ class CompiledArgument:
     local_bytes: int
     bytes: int | None
     sharding: str
+    parts: tuple[int, ...] = ()
+    dims: tuple[Atoms, ...] | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -127,6 +128,7 @@ def read_program(
     mesh: Mesh | None = None,
     *,
     whole: Sequence[tuple[int, str] | None] = (),
+    cuts: Sequence[ReadSharding | None] = (),
     results: Sequence[str] = (),
     platform: str = "",
     memory: Mapping[str, int] | None = None,
@@ -138,6 +140,7 @@ def read_program(
         text: what ``compiled.as_text()`` gives, or a dump of XLA's after optimisation.
         mesh: its devices and their axes. None takes the axes that the text names, or one axis called ``devices``.
         whole: of each argument the bytes of the whole array and its sharding as text, where they are known.
+        cuts: of each argument the axes that cut it, where they are known and the text may not tell.
         results: names of the results.
         platform: what it was compiled for.
         memory: as ``CompiledProgram.memory``.
@@ -168,7 +171,7 @@ def read_program(
     program = CompiledProgram(
         name.removeprefix("jit_"), module, mesh, (), tuple(results), platform or _platform_of(text), memory
     )
-    return dataclasses.replace(program, arguments=_arguments(program, whole, names or {}))
+    return dataclasses.replace(program, arguments=_arguments(program, whole, cuts, names or {}))
 
 
 def _mesh_in(text: str) -> Mesh | None:
@@ -187,7 +190,10 @@ def _platform_of(text: str) -> str:
 
 
 def _arguments(
-    program: CompiledProgram, whole: Sequence[tuple[int, str] | None], called: Mapping[str, str]
+    program: CompiledProgram,
+    whole: Sequence[tuple[int, str] | None],
+    cuts: Sequence[ReadSharding | None],
+    called: Mapping[str, str],
 ) -> tuple[CompiledArgument, ...]:
     entry = program.module.computations[program.module.entry]
     found = sorted((i for i in entry.instructions.values() if i.opcode == "parameter"), key=lambda i: i.number)
@@ -200,24 +206,9 @@ def _arguments(
     for i, (made, name, arrays) in enumerate(zip(found, names, types, strict=True)):
         local = sum(a.bytes for a in arrays)
         known = whole[i] if i < len(whole) else None
-        parts, text = _cut(made.attributes, program.mesh)
-        size, sharding = known if known is not None else (local * parts or None, text)
-        rows.append(CompiledArgument(name, short[name], " ".join(map(str, arrays)), local, size, sharding))
+        cut = (cuts[i] if i < len(cuts) else None) or read_sharding(made.attributes, program.mesh)
+        size, sharding = known or ((None, "") if cut is None else (local * cut.count, cut.text))
+        kind = " ".join(map(str, arrays))
+        parts, dims = ((), None) if cut is None else (cut.parts, cut.dims)
+        rows.append(CompiledArgument(name, short[name], kind, local, size, sharding, parts, dims))
     return tuple(rows)
-
-
-def _cut(attributes: str, mesh: Mesh) -> tuple[int, str]:
-    """In how many parts the sharding of a parameter cuts it, and the sharding as text; 0 parts if none is told."""
-    if named := _NAMED.search(attributes):
-        sizes = dict(mesh.axes)
-        dims = [re.findall(r"'([^']*)'", entry) for entry in re.findall(r"\{([^{}]*)\}", named[1])]
-        parts = math.prod(sizes.get(axis, 1) for axes in dims for axis in axes)
-        words = [axes[0] if len(axes) == 1 else f"({', '.join(axes)})" if axes else "None" for axes in dims]
-        return parts, f"P({', '.join(words)})" if parts > 1 else WHOLE
-    if tiles := _TILES.search(attributes):
-        sizes_of = [int(n) for n in tiles[1].split(",")]
-        if "last_tile_dim" in tiles[2]:
-            sizes_of = sizes_of[:-1]
-        parts = math.prod(sizes_of)
-        return parts, f"in {' x '.join(map(str, sizes_of))} parts" if parts > 1 else WHOLE
-    return (1, WHOLE) if "sharding={replicated}" in attributes else (0, "")

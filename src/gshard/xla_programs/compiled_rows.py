@@ -8,7 +8,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from gshard.naming.short_names import equal_layers
 from gshard.xla.hlo_collectives import Sent
 from gshard.xla_programs.compiled_program import CompiledProgram
-from gshard.xla_programs.moved_parts import Part, axes_text, parts_of
+from gshard.xla_programs.moved_parts import Part, axes_text
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,15 +56,15 @@ class CompiledRow:
 
 
 def compiled_rows(
-    program: CompiledProgram, taken: Mapping[Sent, tuple[float, float]] | None = None
+    program: CompiledProgram, parts: Sequence[Part], taken: Mapping[Sent, tuple[float, float]] | None = None
 ) -> tuple[CompiledRow, ...]:
     """The collectives of a program, most bytes first.
 
     Args:
         program: a compiled program.
+        parts: what its collectives move, ``parts_of(program)``.
         taken: seconds of all runs of each collective, and the exposed ones.
     """
-    parts = parts_of(program)
     # With the operator inside, so that a scope with a number that holds no other scope may be a layer, too.
     paths = {(*p.origin.module.split("/"), p.origin.operation): None for p in parts if p.origin.module}
     folded = {path[:-1]: alike[:-1] for path, alike in equal_layers(paths, same_inside=False).items()}

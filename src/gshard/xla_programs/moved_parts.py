@@ -89,12 +89,11 @@ def _result(program: CompiledProgram, sent: Sent, i: int) -> Array:
 
 def _notes(program: CompiledProgram, sent: Sent, i: int) -> list[Instruction]:
     """The instructions whose metadata tell of a part: of a combined collective the one that takes its element."""
-    scheduled = program.module.computations[sent.computation].instructions
     several = len(sent.itself.operands) > 1
     taken = [
         made
-        for made in scheduled.values()
-        if several and made.opcode == "get-tuple-element" and made.operands[0] == sent.ends.name and made.number == i
+        for made in program.flow.users(sent.computation, sent.ends.name)
+        if several and made.opcode == "get-tuple-element" and made.number == i
     ]
     return [*taken, sent.itself, sent.ends, sent.made]
 
@@ -115,10 +114,11 @@ def _where(
     if lined is None:
         return origin, "", ""
     line = line_of(lined, program.module.frames)
-    return origin, line, _place(program, lined) or line
+    return origin, line, place_of(program, lined) or line
 
 
-def _place(program: CompiledProgram, made: Instruction) -> str:
+def place_of(program: CompiledProgram, made: Instruction) -> str:
+    """The user's line of an instruction with the whole path of its file, or empty."""
     if frame := re.search(r"\bstack_frame_id=(\d+)", made.attributes):
         return program.module.places.get(int(frame[1]), "")
     found = re.search(r'\bsource_file="([^"]*)".*?\bsource_line=(\d+)', made.attributes)

@@ -7,12 +7,13 @@ a better way (it warns of an "involuntary full rematerialization"). Both cost th
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from gshard.xla.dataflow import Array
 from gshard.xla.hlo_parser import Computation, Instruction
 from gshard.xla.kernels import arrays_of
 from gshard.xla_programs.compiled_program import CompiledArgument, CompiledProgram
-from gshard.xla_programs.moved_parts import Part, parts_of
+from gshard.xla_programs.moved_parts import Part
 
 LARGE = 1 << 20  # bytes of an array that is worth a line
 _SHARE = 0.01  # or of all arguments of a device: what is less than that is not worth one
@@ -44,10 +45,15 @@ def whole_arguments(program: CompiledProgram) -> tuple[CompiledArgument, ...]:
     return tuple(sorted(found, key=lambda a: -a.local_bytes))
 
 
-def regathered(program: CompiledProgram) -> tuple[Regathered, ...]:
-    """The gathers of which each device keeps a part only, most bytes first."""
+def regathered(program: CompiledProgram, parts: Sequence[Part]) -> tuple[Regathered, ...]:
+    """The gathers of which each device keeps a part only, most bytes first.
+
+    Args:
+        program: a compiled program.
+        parts: what its collectives move, ``parts_of(program)``.
+    """
     found = []
-    for part in parts_of(program):
+    for part in parts:
         if part.sent.collective.kind == "all_gather" and (kept := _kept(program, part)):
             found.append(Regathered(part, kept))
     return tuple(sorted(found, key=lambda r: -r.part.bytes * r.part.sent.collective.executions))
@@ -63,7 +69,7 @@ def _kept(program: CompiledProgram, part: Part) -> str:
     while waiting:
         at = waiting.pop()
         computation = program.module.computations[at.computation]
-        readers = [i for i in computation.instructions.values() if at.name in i.operands]
+        readers = program.flow.users(at.computation, at.name)
         if not readers or at.name == computation.root:
             return ""
         for reader in readers:

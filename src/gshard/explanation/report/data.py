@@ -14,6 +14,7 @@ from gshard.core.spmd import Collective, SpmdProgram
 from gshard.device.cost import BOUNDS, Cost
 from gshard.device.fusion_model import COLLECTIVE
 from gshard.device.held import held_at_peak
+from gshard.device.machine import Machine
 from gshard.device.network import groups
 from gshard.device.origin import cause_of, origins
 from gshard.explanation.advice import advice
@@ -89,19 +90,9 @@ def report_data(
         "name": explanation.name,
         "jax": jax.__version__,
         "equations": explanation.equations,
-        "mesh": {
-            "axes": list(mesh.axes),
-            "atoms": list(mesh.atom_sizes.items()),
-            "size": mesh.size,
-            "order": mesh.order,
-        },
-        "machine": {
-            "name": found.machine.name,
-            "kind": found.machine.kind or found.machine.name,
-            "text": str(found.machine),
-            "memory": found.machine.memory,
-            "measured": found.machine.measured,
-        },
+        "words": _words(explanation.equations),
+        "mesh": mesh_data(mesh),
+        "machine": machine_data(found.machine),
         "totals": {
             "seconds": found.seconds,
             "flops": found.flops,
@@ -124,6 +115,7 @@ def report_data(
         "tensors": tensor_rows(explanation.tensors, plan, producers, places),
         "memory": _memory(found, places, plan.program, explanation.names),
         "time": _time(found),
+        "notes": _notes(explanation),
         "gathered": list(explanation.gathered),
         "dropped": list(explanation.dropped),
         "replicated": list(explanation.replicated),
@@ -133,8 +125,55 @@ def report_data(
         "searched": "",  # what a search tells of its plan
         "lines": lines,
         "files": sorted(places.files(), key=lambda f: -_sent_in(f["name"], lines)),
-        "groups": {",".join(a): _groups(mesh, a) for a in {c.atoms for c in explanation.spmd.collectives}},
+        "groups": {",".join(a): groups_text(groups(mesh, a)) for a in {c.atoms for c in explanation.spmd.collectives}},
     }
+
+
+def mesh_data(mesh: Mesh) -> dict[str, Any]:
+    """The devices."""
+    return {
+        "axes": list(mesh.axes),
+        "atoms": list(mesh.atom_sizes.items()),
+        "size": mesh.size,
+        "order": mesh.order,
+    }
+
+
+def machine_data(machine: Machine) -> dict[str, Any]:
+    """What times are modelled on."""
+    return {
+        "name": machine.name,
+        "kind": machine.kind or machine.name,
+        "text": str(machine),
+        "memory": machine.memory,
+        "measured": machine.measured,
+    }
+
+
+def _words(equations: int) -> dict[str, str]:
+    """What the page says of every program that gshard partitions."""
+    return {
+        "program": f"{equations:,} equations",
+        "by": f"jax {jax.__version__}",
+        "overlap": "modelled; nothing overlaps",
+        "reason": "reason",
+        "whole": "No mark and no neighbour asks to split it: every device holds all of it.",
+        "no line": "the border",
+        "memory": "",
+    }
+
+
+def _notes(explanation: Explained) -> list[tuple[str, list[str]]]:
+    """Lists that stand below the totals where they are not empty, with their titles."""
+    notes = (
+        ("Work that every device repeats, and devices without work", explanation.replicated),
+        ("Results returned in fewer shards than they have inside", explanation.returned),
+        ("No rule, so operands are gathered", explanation.gathered),
+        ("Said by the program and not kept", explanation.dropped),
+        ("Layout", explanation.layout),
+        ("Marks and rows of the layout without effect", explanation.unused),
+    )
+    return [(title, list(rows)) for title, rows in notes if rows]
 
 
 def _collective(
@@ -169,12 +208,13 @@ def _collective(
         "advice": advice(c, plan, producers),
         "pairs": row.pairs,
         "over": row.over,
+        "groups": [],  # of devices, where they lie along no axes
+        "hidden": 0.0,  # the part of its seconds that passes while kernels run
     }
 
 
-def _groups(mesh: Mesh, atoms: tuple[str, ...]) -> str:
-    """The groups of devices that communicate, as text."""
-    found = groups(mesh, atoms)
+def groups_text(found: Sequence[Sequence[int]]) -> str:
+    """Groups of devices that communicate, as text."""
     texts = [
         "{" + ",".join(map(str, g if len(g) <= 10 else g[:8])) + (",…}" if len(g) > 10 else "}") for g in found[:4]
     ]

@@ -5,6 +5,7 @@ It is put together from the files of ``parts``: the document, its style, and one
 
 from __future__ import annotations
 
+import html
 import json
 from importlib.resources import files
 from typing import Any
@@ -14,6 +15,19 @@ SCRIPTS = (
     "data", "filters", "table", "verdict", "timeline", "source", "collectives", "mesh", "difference", "memory",
     "tensors", "draw",
 )  # fmt: skip
+
+_FRAME = "width: 100%; height: 800px; border: 1px solid #8884; border-radius: 8px"
+
+
+def framed(data: dict[str, Any], name: str) -> str:
+    """The page in a frame, for notebooks.
+
+    Args:
+        data: as for ``page``.
+        name: of the program.
+    """
+    shown = html.escape(page(data), quote=True)
+    return f'<iframe srcdoc="{shown}" title="{html.escape(name)}" style="{_FRAME}"></iframe>'
 
 
 def page(data: dict[str, Any]) -> str:

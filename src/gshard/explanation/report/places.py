@@ -22,10 +22,12 @@ class Places:
     def of(self, e: Equation | None) -> str:
         """``path:line`` of an equation, as the page names it; empty if unknown."""
         place = None if e is None else user_place(e.source_info)
-        if place is None:
-            return ""
-        self.known[place] = None
-        return f"{self._name(place[0], '' if e is None else e.file)}:{place[1]}"
+        return "" if e is None or place is None else self.at(*place, e.file)
+
+    def at(self, path: str, line: int, file: str = "") -> str:
+        """The same of a line of a file, which the program calls ``file`` where its own name is not enough."""
+        self.known[path, line] = None
+        return f"{self._name(path, file)}:{line}"
 
     def _name(self, path: str, file: str = "") -> str:
         """The shortest end of a path that names one file, as lines of the program call it."""
@@ -38,7 +40,11 @@ class Places:
         return self.short[path]
 
     def files(self) -> list[dict[str, Any]]:
-        """For each file its lines that are worth showing: number and text."""
+        """For each file its lines that are worth showing: number and text.
+
+        Of a file that cannot be read here, such as one of a program that was compiled elsewhere, the lines that make
+        something, without text.
+        """
         wanted: dict[str, set[int]] = {}
         for path, line in self.known:
             wanted.setdefault(path, set()).update(range(line - CONTEXT, line + CONTEXT + 1))
@@ -47,5 +53,6 @@ class Places:
             # A cell of a notebook is no file, but its text is known.
             texts = linecache.getlines(path) if os.path.exists(path) or path in linecache.cache else []
             lines = [[n, texts[n - 1].rstrip("\n")] for n in sorted(numbers) if 0 < n <= len(texts)]
+            lines = lines or [[n, ""] for n in sorted(n for known, n in self.known if known == path)]
             shown.append({"name": self._name(path), "lines": lines})
         return shown

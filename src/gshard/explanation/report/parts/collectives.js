@@ -2,10 +2,10 @@
 function collectives() {
   const rows = D.collectives.map((c, i) => ({ ...c, i })).filter(c => isOf(c) && matches(c.kind, c.axes, c.array, c.module, ...c.layers.flat(), c.line, c.cause, c.emitted, c.why, c.moved, c.shape));
   const columns = [
-    { name: "kind", cell: c => above(c.times > 1 ? `${c.kind} ×${c.times}` : c.kind, `over ${c.axes}`), sort: c => `${c.kind} ${c.axes}` },
+    { name: "kind", cell: c => above(broken(c.times > 1 ? `${c.kind} ×${c.times}` : c.kind), `over ${c.axes}`), sort: c => `${c.kind} ${c.axes}` },
     { name: "array", kind: "m name", cell: c => above(broken(alike(c)), c.module && broken(`in ${c.module}`)), sort: c => `${c.array} ${c.module}` },
     { name: "bytes", kind: "n", cell: c => bytes(c.bytes), sort: c => c.bytes },
-    { name: "time", kind: "n", cell: c => seconds(c.seconds), sort: c => c.seconds },
+    ...D.machine ? [{ name: "time", kind: "n", cell: c => above(seconds(c.seconds), c.hidden > 0.005 && `${percent(c.hidden)} hidden`), sort: c => c.seconds }] : [],
     { name: "caused at", cell: c => above(placeLink(c.cause), c.emitted !== c.cause && el("span", { title: "emitted at" }, "↳ ", placeLink(c.emitted))), sort: c => c.cause }];
   table("collective-table", columns, rows, {
     show: 12, empty: chosen.line && !chosen.query ? `${chosen.line} causes no communication, and none is emitted there` : "nothing here", details: about, picked: c => c.i === chosen.row,
@@ -13,7 +13,7 @@ function collectives() {
 }
 
 // A name that may be broken where a word of it begins.
-const broken = text => el("span", {}, ...text.split(/(?<=[./])/).flatMap((word, i) => i ? [el("wbr"), word] : [word]));
+const broken = text => el("span", {}, ...text.split(/(?<=[./_])/).flatMap((word, i) => i ? [el("wbr"), word] : [word]));
 const above = (text, below) => el("span", {}, text, below ? el("div", { className: "soft" }, below) : null);
 const alike = c => c.layers.length ? `${c.array} ×${c.layers.length}` : c.array;
 
@@ -27,7 +27,7 @@ function about(c) {
   return el("div", {},
     el("p", { className: "m" }, c.moved || c.shape), el("p", {}, `Needed for: ${c.why}. Local operand ${c.shape}. `, c.advice),
     c.proposal ? el("p", {}, c.proposal) : null, c.layers.length ? layers(c) : null,
-    el("p", { className: "soft" }, `Caused at ${c.line || "the border"}${c.emitted && c.emitted !== c.cause ? `; emitted at ${c.emitted}, where what it makes is first used` : ""}.`),
+    el("p", { className: "soft" }, `Caused at ${c.line || D.words["no line"]}${c.emitted && c.emitted !== c.cause ? `; emitted at ${c.emitted}, where what it makes is first used` : ""}.`),
     el("p", { className: "m soft" }, D.groups[c.group]));
 }
 

@@ -17,14 +17,17 @@ function group(position, atoms) {
   return atoms.reduce((all, atom) => all.flatMap(at => [...Array(SIZE[atom]).keys()].map(k => at + k * STRIDE[atom])), [base]);
 }
 
+// The positions of the group of a collective that a position is in.
+const membersOf = (c, position) => c.groups.length ? c.groups.find(g => g.includes(position)) || [position] : group(position, c.group ? c.group.split(",") : []);
+
 // Whom a position sends to, and how many bytes to each.
 function receivers(c, position) {
-  const each = c.bytes / c.times;
+  const each = c.times ? c.bytes / c.times : 0;
   if (c.kind === "collective_permute") {
     const all = group(position, c.over);
     return c.pairs.filter(([a, b]) => all[a] === position && a !== b).map(([, b]) => [all[b], each]);
   }
-  const members = group(position, c.group.split(","));
+  const members = membersOf(c, position);
   return members.filter(m => m !== position).map(m => [m, each / (members.length - 1)]);
 }
 
@@ -38,10 +41,10 @@ function exchange(asked) {
   else if (!receivers(c, sender).length) sender = Math.max(0, [...Array(D.mesh.size).keys()].findIndex(d => receivers(c, d).length));
   const total = Math.min(D.mesh.size, DRAWN), columns = columnsOf(total), wide = 620 / columns, small = wide < 44, high = small ? Math.max(wide, 14) : 40, gap = small ? 2 : 12;
   const rows = Math.ceil(total / columns), picture = svg("svg", { viewBox: `0 0 620 ${rows * (high + gap) + 24}`, class: "exchange", role: "group", "aria-label": "devices" });
-  const atoms = c.group.split(","), first = new Map(), to = receivers(c, sender);
+  const first = new Map(), to = receivers(c, sender);
   const middle = position => [(position % columns + 0.5) * wide, (Math.floor(position / columns) + 0.5) * (high + gap)];
   for (let position = 0; position < total; position++) {
-    const key = group(position, atoms)[0];
+    const key = membersOf(c, position)[0];
     if (!first.has(key)) first.set(key, first.size);
     const [x, y] = middle(position), others = to.some(([m]) => m === position);
     const made = svg("g", { class: "device", tabindex: 0, role: "button", "aria-label": `device ${device(position)}` }, picture);

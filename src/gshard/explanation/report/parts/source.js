@@ -6,7 +6,7 @@ function source() {
   const most = Math.max(1, ...Object.values(D.lines).map(line => line[1])), kept = $("files").scrollTop;
   const changed = D.difference ? Object.fromEntries(D.difference.lines.map(line => [line.place, line.after.sent - line.before.sent])) : null;
   $("files").replaceChildren(...D.files.map(file => {
-    const box = el("div", { className: "source" }, el("div", { className: "file m" }, file.name));
+    const box = el("div", { className: "source" }, el("div", { className: "file m" }, file.name, file.lines.some(([, text]) => text.trim()) ? "" : el("span", { className: "soft" }, "  not on this machine")));
     let last = 0, made = 0;
     for (const [n, text] of file.lines) {
       const at = `${file.name}:${n}`, cost = D.lines[at], has = cost || MADE.has(at) || EMITTED[at];

@@ -14,12 +14,12 @@ function timelineHead() {
   const time = event => { const box = canvas.getBoundingClientRect(); return view.from + (view.to - view.from) * (event.clientX - box.left) / box.width; };
   canvas.onpointerdown = event => { drag = { x: event.clientX, from: view.from, moved: false }; canvas.setPointerCapture(event.pointerId); };
   canvas.onpointermove = event => {
-    if (!drag) { view.at = eventAt(time(event)); lanes(); return; }
+    if (!drag) { view.at = eventAt(time(event), event.offsetY); lanes(); return; }
     const by = (drag.x - event.clientX) / canvas.clientWidth * (view.to - view.from);
     if (Math.abs(drag.x - event.clientX) > 3) drag.moved = true;
     if (drag.moved) move(drag.from + by);
   };
-  canvas.onpointerup = event => { const still = drag && !drag.moved; drag = null; if (still) { view.at = eventAt(time(event)); chooseEvent(); } };
+  canvas.onpointerup = event => { const still = drag && !drag.moved; drag = null; if (still) { view.at = eventAt(time(event), event.offsetY); chooseEvent(); } };
   canvas.onwheel = event => { if (!event.ctrlKey && !event.metaKey && !event.shiftKey) return; event.preventDefault(); const box = canvas.getBoundingClientRect(); zoom(event.deltaY > 0 ? 1.25 : 0.8, (event.clientX - box.left) / box.width); };
   canvas.ondblclick = event => { const box = canvas.getBoundingClientRect(); zoom(0.25, (event.clientX - box.left) / box.width); };
   canvas.onkeydown = event => {
@@ -33,7 +33,10 @@ function timelineHead() {
   };
 }
 
-function eventAt(time) {
+// The event at a time; of two that run beside each other, the one in the lane at a height.
+function eventAt(time, height = 0) {
+  const onNetwork = height >= LANES.network, at = T.events.findLastIndex(e => e[0] <= time && time <= e[0] + e[1] && (e[2] === ROUNDS || onLinks(e) === onNetwork));
+  if (at >= 0) return at;
   let low = 0, high = T.events.length - 1;
   while (low < high) { const middle = (low + high + 1) >> 1; if (T.events[middle][0] <= time) low = middle; else high = middle - 1; }
   return T.events.length ? low : -1;

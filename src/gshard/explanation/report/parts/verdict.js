@@ -11,22 +11,25 @@ function verdict() {
   const V = D.verdict, T = D.totals, axes = D.mesh.axes.map(axis => axis.join("=")).join(" ");
   document.title = `${D.name} on ${D.mesh.size} devices: gshard explain`;
   $("title").textContent = `${D.name} on ${D.mesh.size} device${D.mesh.size > 1 ? "s" : ""}`;
-  $("subtitle").textContent = `mesh ${axes} · ${D.equations.toLocaleString("en")} equations · ${D.machine.measured ? "measured" : "modelled"} machine ${D.machine.text} · jax ${D.jax}`;
+  const machine = D.machine && `${D.machine.measured ? "measured" : "modelled"} machine ${D.machine.text}`;
+  $("subtitle").textContent = [`mesh ${axes}`, D.words.program, machine, D.words.by].filter(Boolean).join(" · ");
   const shares = el("div", { className: "shares", role: "img", "aria-label": V.headline });
   const key = el("div", { className: "key soft" });
   for (const [what, name] of Object.entries(BOUNDS)) {
     shares.append(el("i", { className: what, style: { width: `${100 * V.shares[what]}%` }, title: `${name} ${percent(V.shares[what])}` }));
     key.append(el("span", {}, el("i", { className: what }), `${name} ${percent(V.shares[what])}`));
   }
-  key.append(el("span", {}, "modelled; nothing overlaps"));
-  $("verdict").replaceChildren(el("h2", {}, V.headline), shares, key, el("ul", {}, ...V.sentences.map(text => el("li", {}, ...linked(text)))));
+  key.append(el("span", { className: "said" }, D.words.overlap));
+  $("verdict").replaceChildren(el("h2", {}, V.headline), ...(D.machine ? [shares, key] : []), el("ul", {}, ...V.sentences.map(text => el("li", {}, ...linked(text)))));
+  const [whole, local] = T.arguments;
+  const timed = D.machine ? [
+    ["time of a call", seconds(T.seconds)], ["of ideal compute", percent(V.share)],
+    ["peak memory / memory of a device", pair(T.peak, D.machine.memory), T.peak > D.machine.memory]] : [["peak memory of a device", bytes(T.peak)]];
   const tiles = [
-    ["sent by each device", bytes(T.sent)], ["time of a call", seconds(T.seconds)], ["of ideal compute", percent(V.share)],
-    ["peak memory / memory of a device", pair(T.peak, D.machine.memory), T.peak > D.machine.memory],
-    ["arguments: total / per device", pair(...T.arguments)], ["FLOPs per device", flop(T.flops)]];
+    ["sent by each device", bytes(T.sent)], ...timed,
+    whole === null ? ["arguments per device", bytes(local)] : ["arguments: total / per device", pair(whole, local)], ["FLOPs per device", flop(T.flops)]];
   $("tiles").replaceChildren(...tiles.map(([name, value, over]) => el("div", { className: over ? "tile over" : "tile" }, el("b", {}, value), el("span", { className: "soft" }, name))));
-  const notes = [["Work that every device repeats, and devices without work", D.replicated], ["Results returned in fewer shards than they have inside", D.returned || []], ["No rule, so operands are gathered", D.gathered], ["Said by the program and not kept", D.dropped], ["Layout", D.layout], ["Marks and rows of the layout without effect", D.unused]];
-  $("notes").replaceChildren(...notes.filter(([, rows]) => rows.length).map(([name, rows]) =>
+  $("notes").replaceChildren(...D.notes.map(([name, rows]) =>
     el("details", { open: rows.length < 4 }, el("summary", {}, `${name} (${rows.length})`), el("ul", {}, ...rows.map(row => el("li", {}, row))))));
   if (D.searched) { $("searched").hidden = false; $("searched").querySelector("pre").textContent = D.searched; }
 }

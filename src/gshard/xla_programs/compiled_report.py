@@ -1,0 +1,392 @@
+"""Compiled report: everything that the page and ``--json`` show of a compiled program.
+
+The data has the format of ``explanation.report.data``, so that one page shows both, and a program of XLA's partitioner
+is compared line by line with one of gshard's. Without a machine it has bytes, memory and operations, and no times.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from gshard.device.cost import BOUNDS
+from gshard.device.fusion_model import COLLECTIVE, FUSED, OPERATOR
+from gshard.device.network import groups
+from gshard.explanation.difference import FORMAT
+from gshard.explanation.report.data import EVENTS, MOMENTS, PEAK_ROWS, groups_text, machine_data, mesh_data
+from gshard.explanation.timeline import TRACKS, Event, complete_event, named_track, thinned
+from gshard.xla.dataflow import Array
+from gshard.xla.hlo_collectives import groups_of
+from gshard.xla.hlo_parser import Instruction
+from gshard.xla.kernels import arrays_of
+from gshard.xla_programs.compiled_cost import CompiledCost, CompiledKernel
+from gshard.xla_programs.compiled_places import CompiledPlaces
+from gshard.xla_programs.compiled_program import CompiledArgument, CompiledProgram
+from gshard.xla_programs.compiled_rows import CompiledRow
+from gshard.xla_programs.compiled_text import regathered_lines, whole_lines
+from gshard.xla_programs.compiled_timeline import CompiledTimeline, compiled_timeline
+from gshard.xla_programs.compiled_verdict import CompiledVerdict
+from gshard.xla_programs.moved_parts import Part, atoms_of, pairs_of
+from gshard.xla_programs.whole_arrays import Regathered
+
+NO_MACHINE = (
+    'No machine is named, so that no times are modelled. Name one: machine="h100:1x8", '
+    "on the command line --machine h100:1x8."
+)
+_HIDDEN = 0.005  # of the network's time: less is nothing
+_READERS = 40  # lines that read an argument, at most
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledReport:
+    """What is shown of a compiled program.
+
+    Attributes:
+        program: what was read.
+        rows: its collectives, most bytes first;
+        parts: and the arrays that they move, one by one.
+        arguments: largest first.
+        whole: those that every device holds whole.
+        regathered: what is gathered only to be cut again.
+        cost: what it takes.
+        verdict: what bounds a call; None without a machine: then the seconds of ``cost`` are those of no device.
+    """
+
+    program: CompiledProgram
+    rows: Sequence[CompiledRow]
+    parts: Sequence[Part]
+    arguments: Sequence[CompiledArgument]
+    whole: Sequence[CompiledArgument]
+    regathered: Sequence[Regathered]
+    cost: CompiledCost
+    verdict: CompiledVerdict | None
+
+    def data(self) -> dict[str, Any]:
+        """The report as data that JSON can hold."""
+        program, found, is_timed = self.program, self.cost, self.verdict is not None
+        sizes = [a.bytes for a in self.arguments]
+        whole = None if None in sizes else sum(size for size in sizes if size is not None)
+        lines = self._lines()
+        made = {
+            "format": FORMAT,
+            "name": program.name,
+            "jax": "",
+            "instructions": program.instructions,
+            "words": self._words(),
+            "mesh": mesh_data(program.mesh),
+            "machine": machine_data(found.machine) if is_timed else None,
+            "totals": {
+                "seconds": found.seconds if is_timed else 0.0,
+                "flops": found.flops,
+                "sent": sum(sent.collective.total_bytes for sent in program.sent),
+                "peak": program.peak,
+                "arguments": [whole, sum(a.local_bytes for a in self.arguments)],
+            },
+            "verdict": self._verdict(),
+            "collectives": [self._collective(row) for row in self.rows],
+            "timeline": self._timeline() if is_timed else {"events": [], "loops": [], "texts": []},
+            "tensors": [self._argument(a) for a in self.arguments],
+            "memory": self._memory(),
+            "time": self._time() if is_timed else [],
+            "notes": self._notes(),
+            **{name: [] for name in ("gathered", "dropped", "replicated", "returned", "layout", "unused")},
+            "searched": "",
+            "lines": lines,
+            "groups": dict(map(self._groups, self.rows)),
+        }
+        sent = Counter[str]()
+        for place, row in lines.items():
+            sent[place.rpartition(":")[0]] += int(row[1])
+        return made | {"files": sorted(self._places.files(), key=lambda f: -sent[f["name"]])}
+
+    def _words(self) -> dict[str, str]:
+        """What the page says where a compiled program differs from one that gshard partitions."""
+        program, taken = self.program, sum(row.seconds for row in self.rows)
+        overlap = "modelled"
+        if taken:
+            hidden = 1 - sum(row.exposed for row in self.rows) / taken
+            part = f"{100 * hidden:.0f} % of the network's time passes while kernels run"
+            overlap += f"; {part}" if hidden > _HIDDEN else "; kernels wait for all collectives"
+        return {
+            "program": f"{program.instructions:,} instructions, compiled by XLA"
+            + (f" for {program.platform}" if program.platform else ""),
+            "by": "",
+            "overlap": overlap,
+            "reason": "on a device",
+            "whole": "",
+            "no line": "no known line",
+            "memory": "The curve, and what is alive, are read from the schedule"
+            + (", the totals are those that the compiler reports." if program.memory is not None else "."),
+        }
+
+    def _verdict(self) -> dict[str, Any]:
+        if self.verdict is None:
+            shares = dict.fromkeys(BOUNDS, 0.0)
+            return {"headline": NO_MACHINE, "sentences": [], "shares": shares, "share": 0.0, "work": 1.0}
+        v = self.verdict
+        shares = {what: v.shares.get(what, 0.0) for what in BOUNDS}
+        return {
+            "headline": v.headline, "sentences": list(v.sentences), "shares": shares, "share": v.share, "work": 1.0,
+        }  # fmt: skip
+
+    def _notes(self) -> list[tuple[str, list[str]]]:
+        """The lists that stand below the totals: as the text has them, a title and its lines."""
+        found = (whole_lines(self.whole), regathered_lines(self.regathered))
+        return [
+            (title[0].upper() + title[1:], [row.strip() for row in rows]) for _, title, *rows in filter(None, found)
+        ]
+
+    def _collective(self, row: CompiledRow) -> dict[str, Any]:
+        sent, mesh = row.parts[0].sent, self.program.mesh
+        atoms = atoms_of(self.program, sent)
+        is_permutation = row.kind == "collective_permute"
+        place = self._places.short(row.place)
+        layers: dict[tuple[str, str], list[int]] = {}  # of each: times, bytes
+        for part in row.parts:
+            sums = layers.setdefault((part.array.text, part.origin.module), [0, 0])
+            times = part.sent.collective.executions
+            sums[:] = sums[0] + times, sums[1] + part.bytes * times
+        return {
+            "kind": row.kind,
+            "axes": row.axes,
+            "group": self._groups(row)[0],
+            "bytes": row.bytes,
+            "times": row.times,
+            "seconds": row.seconds if self.verdict is not None else 0.0,
+            "hidden": 1 - row.exposed / row.seconds if row.seconds and self.verdict is not None else 0.0,
+            "shape": row.shape,
+            "array": row.array,
+            "module": row.module,
+            "layers": [[*key, *sums] for key, sums in layers.items()] if len(layers) > 1 else [],
+            "moved": "",
+            "line": row.line,
+            "cause": place,
+            "emitted": place,
+            "why": row.why,
+            "advice": "",
+            "proposal": "",
+            "pairs": pairs_of(sent.itself) if is_permutation else [],
+            "over": list(mesh.atoms) if is_permutation else [],
+            "groups": self._listed(row) if atoms is None else [],
+        }
+
+    def _groups(self, row: CompiledRow) -> tuple[str, str]:
+        """The name of the groups of devices that communicate, and the groups as text."""
+        sent, mesh = row.parts[0].sent, self.program.mesh
+        atoms = atoms_of(self.program, sent)
+        if atoms is not None:
+            return ",".join(atoms), groups_text(groups(mesh, atoms))
+        return row.axes, groups_text(self._listed(row))
+
+    def _listed(self, row: CompiledRow) -> list[list[int]]:
+        """Groups of devices that lie along no axes; only the first if the text does not list them."""
+        read, itself = row.parts[0].sent.collective, row.parts[0].sent.itself
+        return groups_of(itself) or [list(read.group or range(read.group_size))]
+
+    @functools.cached_property
+    def _places(self) -> CompiledPlaces:
+        return CompiledPlaces(self.program)
+
+    @functools.cached_property
+    def _kernel_places(self) -> tuple[str, ...]:
+        """The line of each kernel of ``cost``; of a collective that of the first array that it moves."""
+        first: dict[int, str] = {}
+        for part in self.parts:
+            first.setdefault(id(part.sent.itself), part.place)
+        return tuple(
+            self._places.line_near(k.ran.computation, k.ran.made)
+            if k.ran.sent is None
+            else self._places.short(first.get(id(k.ran.sent.itself), ""))
+            for k in self.cost.kernels
+        )
+
+    def _lines(self) -> dict[str, list[float]]:
+        """For each source line the seconds, bytes sent and FLOPs that it causes."""
+        lines: dict[str, list[float]] = {}
+
+        def row(place: str) -> list[float]:
+            return lines.setdefault(place, [0.0, 0, 0])
+
+        for k, place in zip(self.cost.kernels, self._kernel_places, strict=True):
+            if k.ran.sent is None:
+                at = row(place)
+                at[0] += k.seconds * k.times
+                at[2] += k.flops * k.times
+        waited = {id(k.ran.sent.itself): k.seconds for k in self.cost.kernels if k.ran.sent is not None}
+        for part in self.parts:
+            read, at = part.sent.collective, row(self._places.short(part.place))
+            at[1] += part.bytes * read.executions
+            # What a call waits for one message is shared by its arrays as its bytes are.
+            share = part.bytes / read.bytes_moved if read.bytes_moved else 0.0
+            at[0] += share * waited.get(id(part.sent.itself), 0.0) * read.executions
+        lines.pop("", None)
+        return lines if self.verdict is not None else {place: [0.0, *row[1:]] for place, row in lines.items()}
+
+    def _kernel_name(self, k: CompiledKernel) -> str:
+        sent = k.ran.sent
+        first = self._places.called(k.ran.made) if sent is None else sent.collective.kind
+        kept = arrays_of((k.ran.made if sent is None else sent.itself).type)
+        return f"{first} {kept[0]}" if kept else first
+
+    @functools.cached_property
+    def _laid(self) -> CompiledTimeline:
+        return compiled_timeline(self.program, self.cost, [self._kernel_name(k) for k in self.cost.kernels])
+
+    @functools.cached_property
+    def _row_of(self) -> Mapping[int, int]:
+        """The number of the row of each collective, of one that moves several arrays the first."""
+        found: dict[int, int] = {}
+        for i, row in enumerate(self.rows):
+            for part in row.parts:
+                found.setdefault(id(part.sent.itself), i)
+        return found
+
+    def trace(self) -> dict[str, Any]:
+        """One call in the Trace Event Format that Perfetto and chrome://tracing read."""
+        laid, machine = self._laid, self.cost.machine
+        rows = [
+            named_track("process_name", 0, f"one device of {machine.name}, modelled: {self.program.name}"),
+            *(named_track("thread_name", i, track) for i, track in enumerate(TRACKS)),
+            *(complete_event(loop, 0, "loop", {}) for loop in laid.loops),
+        ]
+        for track, lane in ((1, laid.kernels), (2, laid.network)):
+            for event in lane:
+                bound = "rounds" if event.kernel < 0 else self.cost.kernels[event.kernel].bound
+                rows.append(complete_event(event, track, bound, self._details(event.kernel)))
+        return {"traceEvents": rows, "displayTimeUnit": "ms", "otherData": {"machine": str(machine)}}
+
+    def _details(self, number: int) -> dict[str, Any]:
+        """What is shown of an event that is selected."""
+        if number < 0:
+            return {}
+        k = self.cost.kernels[number]
+        told: dict[str, Any] = {
+            "line": self._kernel_places[number],
+            "instruction": k.ran.made.name,
+            "bound by": k.bound,
+        }
+        if k.ran.sent is None:
+            return told | {"FLOPs": k.flops, "bytes read and written": k.moved}
+        row = self.rows[self._row_of[id(k.ran.sent.itself)]]
+        hidden = {"of it beside kernels, in µs": k.overlapped * 1e6} if k.overlapped else {}
+        return told | {"array": row.array, "over": row.axes, "needed for": row.why, "bytes sent": k.sent, **hidden}
+
+    def _timeline(self) -> dict[str, Any]:
+        """Events as ``explanation.report.data`` has them; what the network does may pass beside kernels."""
+        kernels, laid = self.cost.kernels, self._laid
+        texts: dict[str, int] = {}
+
+        def text(t: str) -> int:
+            return texts.setdefault(t, len(texts))
+
+        def event(x: Event, count: int) -> list[Any]:
+            when = [float(f"{x.start * 1e6:.7g}"), float(f"{x.seconds * 1e6:.4g}")]
+            if x.kernel < 0:
+                return [*when, len(BOUNDS), text(x.name), text(""), -1, count]
+            k = kernels[x.kernel]
+            row = -1 if k.ran.sent is None else self._row_of.get(id(k.ran.sent.itself), -1)
+            place = text(self._kernel_places[x.kernel])
+            return [*when, BOUNDS.index(k.bound), text(x.name), place, row, count]
+
+        events = [event(x, n) for lane in (laid.kernels, laid.network) for x, n in thinned(lane, EVENTS)]
+        loops = [
+            [*event(x, 1)[:2], x.depth, text(x.name)] for x in laid.loops if x.seconds * EVENTS > self.cost.seconds
+        ]
+        return {"events": sorted(events, key=lambda e: e[0]), "loops": loops, "texts": list(texts)}
+
+    def _argument(self, a: CompiledArgument) -> dict[str, Any]:
+        local = arrays_of(a.type)[0] if arrays_of(a.type) else None
+        shape = [] if local is None else list(local.shape)
+        parts = a.parts if len(a.parts) == len(shape) else (1,) * len(shape)
+        spec = self.program.mesh.spec_of(a.dims) if a.dims is not None and len(a.dims) == len(shape) else None
+        is_whole = a.bytes is not None and a.is_whole
+        dims = [list(atoms) for atoms in a.dims] if a.dims and len(a.dims) == len(shape) else None
+        pieces = 1 if a.bytes is None or not a.local_bytes else round(a.bytes / a.local_bytes)
+        note = "all of it" if is_whole else f"one of {pieces} parts" if pieces > 1 else "the program does not tell"
+        return {
+            "name": a.name,
+            "short": a.short.text,
+            "sharding": f"{a.type} {a.sharding}".strip(),
+            "dtype": "" if local is None else local.dtype,
+            "spec": "P()" if is_whole else "" if spec is None else f"P({', '.join(map(repr, spec))})",
+            "dims": [[] for _ in shape] if is_whole else dims,
+            "shape": [n * k for n, k in zip(shape, parts, strict=True)],
+            "bytes": a.local_bytes if a.bytes is None else a.bytes,
+            "local": a.local_bytes,
+            "argument": True,
+            "place": "",
+            "read": self._read.get(a.name, []),
+            "note": note,
+            "reason": "",
+            "reasons": [],
+        }
+
+    @functools.cached_property
+    def _read(self) -> dict[str, list[str]]:
+        """The lines that read each argument."""
+        program = self.program
+        entry = program.module.computations[program.module.entry]
+        number_of = {made.number: made for made in entry.instructions.values() if made.opcode == "parameter"}
+        found: dict[str, list[str]] = {}
+        for number, a in enumerate(program.arguments):
+            lines: dict[str, None] = {}
+            if number in number_of:
+                for made in self._readers(number_of[number].name):
+                    lines[self._places.line(made)] = None
+            found[a.name] = [line for line in lines if line]
+        return found
+
+    def _readers(self, name: str) -> Iterator[Instruction]:
+        readers = self.program.flow.readers(Array(self.program.module.entry, name))
+        for (_, made), _ in zip(readers, range(_READERS)):
+            yield made
+
+    def _memory(self) -> dict[str, Any]:
+        """What a device holds: the compiler's totals where it tells, and the curve as read from the schedule."""
+        program, held = self.program, self.program.held
+        figures = program.memory or {
+            "arguments": held.arguments,
+            "results": held.results,
+            "shared": held.shared,
+            "temporaries": held.temporaries,
+        }
+        every = max(1, -(-len(held.moments) // MOMENTS))
+        kept = [max(held.moments[i : i + every]) for i in range(0, len(held.moments), every)]
+        sizes, counts = Counter[tuple[str, str, str]](), Counter[tuple[str, str, str]]()
+        folded = self._places.folded(one.array for one in held.alive)
+        for one in held.alive:
+            key = (one.type, *self._places.described(one.array.computation, one.array.name, folded))
+            sizes[key] += one.bytes
+            counts[key] += 1
+        rows = [
+            [kind, size, what, place, counts[kind, what, place]] for (kind, what, place), size in sizes.most_common()
+        ]
+        return {
+            "fixed": figures["arguments"] + figures["results"] - figures["shared"],
+            **{name: figures[name] for name in ("arguments", "results", "shared", "temporaries")},
+            "curve": [[m.bytes, " ".join(self._places.described(m.computation, m.name)).strip()] for m in kept],
+            "alive": rows[:PEAK_ROWS],
+            "more": [sum(r[4] for r in rows[PEAK_ROWS:]), sum(r[1] for r in rows[PEAK_ROWS:])],
+        }
+
+    def _time(self) -> list[dict[str, Any]]:
+        """Seconds, FLOPs and bytes by kind of operation and by what bounds them."""
+        rows: dict[str, dict[str, Any]] = {}
+        for k in self.cost.kernels:
+            name = k.kind
+            if k.kind == COLLECTIVE and k.ran.sent is not None:
+                name = k.ran.sent.collective.kind
+            elif k.kind == OPERATOR and k.ran.made.opcode.startswith("fusion"):
+                name = FUSED
+            row = rows.setdefault(
+                name, {"class": name, **dict.fromkeys(BOUNDS, 0.0), "flops": 0, "moved": 0, "sent": 0}
+            )
+            for what, spent in k.parts:
+                row[what] += spent * k.times
+            for what in ("flops", "moved", "sent"):
+                row[what] += getattr(k, what) * k.times
+        return sorted(rows.values(), key=lambda r: -math.fsum(r[what] for what in BOUNDS))
