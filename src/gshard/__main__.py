@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -74,8 +75,9 @@ def _explain(options: argparse.Namespace) -> None:
         return
     # XLA compiles for devices that exist.
     f, arguments = _load(options, options.target, options.machine, force=with_xla)
+    began = time.monotonic()
     if (compiled := of_function(f, arguments, options)) is not None:
-        _tell_compiled(options, compiled, before, baseline, limit)
+        _tell_compiled(options, compiled, before, baseline, limit, time.monotonic() - began)
         return
     saved = options.plan and SavedPlan.load(options.plan)
     mesh = None if isinstance(f, Jitted) and not options.mesh else _mesh(options.mesh, options.machine)
@@ -108,13 +110,21 @@ def _tell_compiled(
     before: dict[str, Any] | None,
     baseline: dict[str, Any] | None,
     limit: int | None,
+    took: float = 0.0,
 ) -> None:
-    """Prints and writes the explanation of what XLA compiled; other arguments as ``_explain`` reads them."""
+    """Prints and writes the explanation of what XLA compiled; other arguments as ``_explain`` reads them.
+
+    ``took`` is how long that took to compile: other shardings are tried if there is time for one.
+    """
     if options.trace:
         found.cost()  # refuses a program without a machine before anything is printed
     data = found.data()
     print(found.format(collectives=8) if options.html else found)
     print(f"\n{NO_MACHINE if found.machine is None else found.cost()}")
+    if found.compiled_with is not None and took <= options.seconds:
+        print(f"\n{found.try_shardings(options.seconds)}")
+    elif found.compiled_with is not None:
+        print(f"\nCompiling takes {took:.0f} s: --seconds {10 * took:.0f} tries other shardings of arguments.")
     _write_data(options, data, None if before is None else difference(before, data))
     if options.trace:
         print(f"wrote {found.trace(options.trace)}: open it in ui.perfetto.dev")
@@ -145,9 +155,7 @@ def _search(options: argparse.Namespace) -> None:
         **told_by(f, len(arguments), options),
     }
     if options.over == "layout":
-        if of_plans := [
-            f"--{name}" for name in ("why", "marks", "patch", "html", "export", "save") if getattr(options, name)
-        ]:
+        if of_plans := [f"--{name}" for name in _OF_PLANS if getattr(options, name)]:
             raise ArgumentError(
                 f"--over layout finds a table, and {', '.join(of_plans)} would tell of a plan.",
                 hint="Leave one of them out.",

@@ -73,7 +73,7 @@ def of_function(f: Any, arguments: tuple[Any, ...], options: argparse.Namespace)
         options, ("mesh", *_PLANS, "why"), "is for what gshard partitions, and XLA partitions this",
         f"Leave it out, or give --partitioner {GSHARD}.",
     )  # fmt: skip
-    return explain(lowered, machine=options.machine)
+    return explain(f, *arguments, machine=options.machine, partitioner="xla")
 
 
 def mesh_of_arguments(arguments: tuple[Any, ...]) -> Mesh | None:

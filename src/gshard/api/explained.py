@@ -6,6 +6,7 @@ arguments are placed on several devices is compiled and read, as XLA's partition
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -20,6 +21,7 @@ from gshard.api.compiled_programs import (
     is_compiled,
     is_from_jax_jit,
     lowered_by_jax,
+    on_first_devices,
     partitions_of,
 )
 from gshard.api.jit import jit
@@ -38,6 +40,7 @@ from gshard.explanation.explain_program import explain_program
 from gshard.planning.saved_plan import SavedPlan
 from gshard.remat.rematerialise import bytes_of
 from gshard.xla_programs.compiled_explanation import CompiledExplanation
+from gshard.xla_programs.tried_shardings import Specs, with_specs
 
 CompiledLike = jax.stages.Compiled | jax.stages.Lowered | jax.export.Exported | str | Path
 
@@ -203,7 +206,25 @@ def _as_compiled(
         lowered = lowered_by_jax(f, args, kwargs)
     if partitioner is None and partitions_of(lowered) == 1:
         return None
-    return explain_compiled(lowered, None, machine)
+    return _with_function(explain_compiled(lowered, None, machine), f, args, kwargs)
+
+
+def _with_function(
+    found: CompiledExplanation, f: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> CompiledExplanation:
+    """The same with the function, to compile it with other shardings; unchanged if XLA was not given all arguments."""
+    leaves, tree = jax.tree.flatten(on_first_devices((args, dict(kwargs))))
+    if len(leaves) != len(found.program.arguments) or not all(hasattr(leaf, "sharding") for leaf in leaves):
+        return found
+
+    def compiled_with(specs: Specs) -> CompiledExplanation | None:
+        given, named = jax.tree.unflatten(tree, with_specs(leaves, specs))
+        try:
+            return explain_compiled(f.lower(*given, **named))
+        except (jax.errors.JaxRuntimeError, ValueError):
+            return None  # XLA does not compile it, or jax.jit was given shardings of its own
+
+    return dataclasses.replace(found, leaves=tuple(leaves), compiled_with=compiled_with)
 
 
 def refuse_options(asker: str, f: Jitted, finite: bool, **own: Any) -> None:

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from gshard.xla_programs.compiled_text import (
 )
 from gshard.xla_programs.compiled_verdict import CompiledVerdict
 from gshard.xla_programs.moved_parts import Part, parts_of
+from gshard.xla_programs.tried_shardings import SECONDS, Specs, TriedShardings, try_shardings
 from gshard.xla_programs.whole_arrays import Regathered, regathered, whole_arguments
 
 _OF_PROGRAM = ("parts", "arguments", "whole", "regathered", "bytes_by_kind", "times_by_kind")
@@ -49,10 +50,17 @@ class CompiledExplanation:
     Attributes:
         program: what was read.
         machine: what its times are modelled on where none is named; None if the devices are not known.
+        leaves: the arguments, each with a sharding;
+        compiled_with: and what compiles the function with other shardings of some of them, by number; None for a
+            program that was compiled elsewhere.
     """
 
     program: CompiledProgram
     machine: Machine | None = None
+    leaves: tuple[Any, ...] = dataclasses.field(default=(), repr=False, compare=False)
+    compiled_with: Callable[[Specs], CompiledExplanation | None] | None = dataclasses.field(
+        default=None, repr=False, compare=False
+    )
 
     @property
     def name(self) -> str:
@@ -160,6 +168,34 @@ class CompiledExplanation:
         """What bounds a call, in a few sentences; arguments and errors as for ``cost``."""
         there = self if machine is None else self.on(machine)
         return CompiledVerdict(there._own_cost, there.collectives, self.program.platform)
+
+    def try_shardings(self, seconds: float = SECONDS) -> TriedShardings:
+        """Compiles the function with other shardings of its arguments, and tells which lower bytes, memory or time.
+
+        Each dimension of an argument that causes traffic, or that every device holds whole, is split over each axis of
+        the mesh. A change is kept if it lowers what each device sends, the peak of its memory or the modelled time, and
+        raises none of them.
+
+        Args:
+            seconds: how long to go on, about: each change is one compilation.
+
+        Returns:
+            the changes that help, the best first, each with what the program takes; print it.
+
+        Raises:
+            ArgumentError: this is a program that was compiled elsewhere: there is no function to compile again.
+        """
+        if self.compiled_with is None:
+            raise ArgumentError(
+                "a program that was compiled elsewhere cannot be compiled with other shardings.",
+                hint="Give gshard.explain the function from jax.jit and its arguments.",
+            )
+
+        def compiled(specs: Specs) -> CompiledExplanation | None:
+            made = None if self.compiled_with is None else self.compiled_with(specs)
+            return made if made is None or self.machine is None else made.on(self.machine)
+
+        return try_shardings(self, self.leaves, compiled, seconds)
 
     def data(self, machine: Machine | str | None = None) -> dict[str, Any]:
         """Everything the HTML report shows, as JSON can hold it, in the format of ``Explanation.data``.
