@@ -72,7 +72,7 @@ def as_returned(sharding: Sharding, shape: tuple[int, ...], mesh: Mesh, *, padde
     if padded and not sharding.is_even(mesh, shape):
         return sharding
     even = cut_evenly(sharding, shape, mesh)
-    return even if mesh.made_from is None else by_axes(even, mesh)
+    return even if mesh.given is None else by_axes(even, mesh)
 
 
 def _whole_if_uneven(sharding: Sharding, value: Value, plan: Plan) -> Sharding:
