@@ -57,6 +57,7 @@ def primitives() -> list[Any]:
     found = {v for v in vars(public_primitives).values() if isinstance(v, core.Primitive)}
     for table in _tables():
         found.update(p for p in table if isinstance(p, core.Primitive))
+    gc.unfreeze()  # what conftest.py froze is not listed
     found.update(o for o in gc.get_objects() if isinstance(o, core.Primitive))
     # Newer JAX wraps a primitive while it transposes it; no program has such an equation.
     found = {getattr(p, "prim", p) if type(p).__name__ == "VJPNode" else p for p in found}

@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 import gshard
 from emitted import emitted, reported
-from gshard import split, testing
+from gshard import split
+from gshard.testing import rule_checks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -310,7 +311,7 @@ def test_simulated_devices_never_wait_in_vain(name: str) -> None:
     case = next(case for case in CASES if case.name == name)
     jitted = gshard.jit(case.function, mesh=gshard.Mesh.abstract(x=4), in_shardings=specs(case.arguments))
     plan = jitted.lower(*case.arguments).plan
-    results = testing.run_on_all(testing.emit(plan), case.arguments)
+    results = rule_checks.run_on_all(rule_checks.emit(plan), case.arguments)
     expected = jax.tree.leaves(jax.jit(case.function)(*case.arguments))
     for parts, v, want in zip(results, plan.program.block.outputs, expected, strict=True):
         split = [d for d, atoms in enumerate(plan.leaves.get(v, plan.sharding(v)).dims) if atoms]

@@ -19,13 +19,13 @@ import pytest
 
 import gshard
 from emitted import emitted, reported
-from gshard import testing
 from gshard.comm.steps import aligned
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Equation, Value, itemsize
 from gshard.core.ring import Ring, entering, leaving
 from gshard.core.split import Split, operand_sharding, result_sharding
+from gshard.testing import rule_checks
 from gshard.tracing.trace import trace
 from sampled import crossed
 
@@ -73,9 +73,9 @@ def rings_of(e: Equation, split: Split, mesh: Mesh) -> Iterator[Ring]:
                 yield Ring(one.factor, operands, one.result or other.result)
 
 
-def plan_of(alone: testing.Alone, split: Split, ring: Ring, mesh: Mesh) -> Plan:
+def plan_of(alone: rule_checks.Alone, split: Split, ring: Ring, mesh: Mesh) -> Plan:
     """A plan in which operands are sharded as the ring takes them; the result goes to every device."""
-    plan, e = testing.plan_of(alone.program, alone.equation, split, mesh), alone.equation
+    plan, e = rule_checks.plan_of(alone.program, alone.equation, split, mesh), alone.equation
     assert e.rule is not None
     placed = {v: entering(e.rule, split, ring, i) for i, v in enumerate(e.inputs) if isinstance(v, Value)}
     return dataclasses.replace(plan, shardings={**plan.shardings, **placed}, rings={e: ring})
@@ -116,9 +116,9 @@ def check(name: str, on: str, most: int, dtype: Any) -> None:
         arguments = [rng.integers(-2, 3, shape).astype(dtype) for shape in (lhs, rhs)]
     program = trace(lambda a, b: jnp.einsum(text, a, b), *arguments)
     (e,) = (e for e in program.block.equations if e.rule is not None and e.rule.part is not None)
-    alone = testing.Alone.of(program, e, arguments)
+    alone = rule_checks.Alone.of(program, e, arguments)
     assert e.rule is not None
-    splits = [{}, *testing.splits_of(e.rule, mesh, 40), *alone.passing(mesh)]
+    splits = [{}, *rule_checks.splits_of(e.rule, mesh, 40), *alone.passing(mesh)]
     kinds: dict[Any, list[tuple[Split, Ring]]] = {}
     for split in splits:
         for ring, both_ways in itertools.product(rings_of(e, split, mesh), (False, True)):
@@ -130,11 +130,11 @@ def check(name: str, on: str, most: int, dtype: Any) -> None:
     assert len(kinds) > 1
     draw = random.Random(0)
     for split, ring in (way for ways in kinds.values() for way in draw.sample(ways, min(most, len(ways)))):
-        spmd = testing.emit(plan_of(alone, split, ring, mesh))
+        spmd = rule_checks.emit(plan_of(alone, split, ring, mesh))
         assert emitted(spmd.jaxpr, mesh.atom_sizes) == reported(spmd.collectives), (split, ring)
         told = sum(c.total_bytes for c in spmd.collectives if c.why == f"collective matmul of {e.name}")
         assert told == sent_in(ring, e, split, mesh), (split, ring)
-        results = testing.run_on_all(spmd, alone.arguments)
+        results = rule_checks.run_on_all(spmd, alone.arguments)
         try:
             alone.compare(results, split, mesh, 1e-5 if dtype == np.float32 else 0.0)
         except gshard.RuleError as error:
