@@ -54,8 +54,8 @@ class SearchResult:
         donated: the arguments whose memory results may take.
         in_tree: the structure of the arguments, positional and named.
         function: the function as its dimensions can be named.
-        compiled: the ranking of the best plans as XLA compiled them (``search(compile_best=...)``); prints as a table.
         budget_seconds: the time that the search was given; what is found later has as much, unless it is given its own.
+        compiled: the ranking of the best plans as XLA compiled them (``search(compile_best=...)``); prints as a table.
     """
 
     best: Best
@@ -63,8 +63,8 @@ class SearchResult:
     donated: tuple[int, ...] = ()
     in_tree: Any = None
     function: Namable | None = None
-    compiled: Any = None
     budget_seconds: float | None = None
+    compiled: Any = None
 
     @property
     def plan(self) -> Plan:
