@@ -78,6 +78,7 @@ def check(
 
 
 @pytest.mark.parametrize("name", FAST)
+@pytest.mark.one_in(2)
 def test_arguments_may_lie_anywhere(name: str) -> None:
     check(name, tuple(PLACES))
 
@@ -106,6 +107,7 @@ def test_each_argument_in_a_way_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("option", ["plain", "in_shardings", "kept"])
+@pytest.mark.one_in(2)
 def test_uneven_sizes(option: str) -> None:
     """Also arrays in padded parts, as other functions return them: cut alike, otherwise, and on another mesh."""
     ways = (

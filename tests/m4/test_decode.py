@@ -168,6 +168,7 @@ FEW = {(0.0, 1), (0.0, 7), (0.6, 3), (0.6, 16)}  # in the fast tests
         for beam in (1, 2, 3, 7, 16)
     ],
 )
+@pytest.mark.one_in(2)
 def test_flat_equals_reordering_to_the_bit_with_ties(
     beam: int, alpha: float, slope: float, rng: np.random.Generator
 ) -> None:

@@ -53,6 +53,7 @@ def assert_trees_close(left, right, **tolerance):
         ]),
     ],
 )  # fmt: skip
+@pytest.mark.one_in(2)
 def test_dispatches_agree(routing, group_size, capacity_factor):
     """Values, gradients and metrics; ``blocks`` too where nothing is dropped."""
     config = dataclasses.replace(
