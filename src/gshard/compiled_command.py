@@ -14,8 +14,8 @@ import jax
 from jax.sharding import NamedSharding
 
 from gshard.api.call_errors import clear_call_errors
-from gshard.api.compiled_programs import GSHARD, XLA, is_from_jax_jit, lowered_by_jax, partitions_of
-from gshard.api.explained import explain
+from gshard.api.compiled_programs import GSHARD, XLA, explain_compiled, is_from_jax_jit, lowered_by_jax, partitions_of
+from gshard.api.explained import explain, with_function
 from gshard.api.jitted import Jitted
 from gshard.core.errors import ArgumentError
 from gshard.core.mesh import Mesh
@@ -73,7 +73,7 @@ def of_function(f: Any, arguments: tuple[Any, ...], options: argparse.Namespace)
         options, ("mesh", *_PLANS, "why"), "is for what gshard partitions, and XLA partitions this",
         f"Leave it out, or give --partitioner {GSHARD}.",
     )  # fmt: skip
-    return explain(f, *arguments, machine=options.machine, partitioner="xla")
+    return with_function(explain_compiled(lowered, None, options.machine), f, arguments, {})
 
 
 def mesh_of_arguments(arguments: tuple[Any, ...]) -> Mesh | None:

@@ -167,6 +167,22 @@ def test_a_scan_counts_its_iterations(mesh: Mesh) -> None:
     assert all(row.exact and row.times % 5 == 0 for row in rows)
 
 
+def test_a_collective_that_may_run_has_its_time(mesh: Mesh) -> None:
+    """In a branch, and in a loop whose length depends on data: rows are marked as uncertain, and have seconds."""
+
+    def branch(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: x * 2)
+
+    def loop(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.lax.while_loop(lambda y: y.sum() > 0, lambda y: jnp.tanh(y @ w) - 1, x)
+
+    for f in (branch, loop):
+        found = gshard.explain(jax.jit(f), given(mesh, (64, 64), None, "model"), given(mesh, (64, 64), "model"))
+        uncertain = [row for row in found.collectives if not row.exact and row.bytes]
+        assert uncertain
+        assert all(row.seconds > 0 for row in uncertain)
+
+
 def test_times_need_a_machine(mesh: Mesh) -> None:
     arguments = tensor_parallel(mesh)
     text = jax.jit(step).lower(*arguments).compile().as_text()

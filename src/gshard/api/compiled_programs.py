@@ -61,18 +61,7 @@ def explain_compiled(f: Any, mesh: MeshLike = None, machine: str | Machine | Non
     if isinstance(f, jax.export.Exported):
         f = _of_exported(f, mesh)
     compiled = f.compile() if isinstance(f, jax.stages.Lowered) else f
-    text = compiled.as_text()
-    if not text:
-        raise ArgumentError("this compiled program has no text.", user_line(), hint="Its backend does not give one.")
-    shardings = jax.tree.leaves(compiled.input_shardings, is_leaf=lambda s: isinstance(s, jax.sharding.Sharding))
-    found = _mesh_of([*shardings, *jax.tree.leaves(compiled.output_shardings)]) if mesh is None else Mesh.of(mesh)
-    program = read_program(
-        text, found, whole=_whole(compiled, shardings, found), cuts=_cuts(compiled, shardings, found),
-        results=_results(compiled),
-        platform=str(found.devices[0].platform) if found is not None and found.devices else "",
-        memory=memory_figures(compiled),
-    )  # fmt: skip
-    return _told_on(program, found, machine)
+    return _read(compiled, None if mesh is None else Mesh.of(mesh), machine, compiled.out_tree)
 
 
 def explain_compiled_by_gshard(compiled: Compiled) -> CompiledExplanation:
@@ -81,15 +70,38 @@ def explain_compiled_by_gshard(compiled: Compiled) -> CompiledExplanation:
     Args:
         compiled: what ``gshard.jit(f).lower(...).compile()`` returned.
     """
-    lowered, made = compiled.lowered, compiled.lowered.executable.compiled
-    mesh = lowered.mesh
-    shardings = jax.tree.leaves(made.input_shardings, is_leaf=lambda s: isinstance(s, jax.sharding.Sharding))
+    lowered = compiled.lowered
+    names = {f"arrays[{i}]": name for i, name in enumerate(lowered.program.names)}
+    return _read(lowered.executable.compiled, lowered.mesh, None, compiled.out_tree, names)
+
+
+def _read(
+    compiled: Any,
+    mesh: Mesh | None,
+    machine: str | Machine | None,
+    out_tree: Any,
+    names: Mapping[str, str] | None = None,
+) -> CompiledExplanation:
+    """Reads a compiled program with what JAX's object tells of it.
+
+    Args:
+        compiled: JAX's object.
+        mesh: its devices; None takes those of its shardings.
+        machine: as for ``explain_compiled``.
+        out_tree: the structure of the results.
+        names: other names of arguments, by those in the text.
+    """
+    text = compiled.as_text()
+    if not text:
+        raise ArgumentError("this compiled program has no text.", user_line(), hint="Its backend does not give one.")
+    shardings = jax.tree.leaves(compiled.input_shardings, is_leaf=lambda s: isinstance(s, jax.sharding.Sharding))
+    on = mesh or _mesh_of([*shardings, *jax.tree.leaves(compiled.output_shardings)])
     program = read_program(
-        made.as_text(), mesh, whole=_whole(made, shardings, mesh), results=_results(compiled),
-        platform=str(mesh.devices[0].platform) if mesh.devices else "", memory=memory_figures(made),
-        names={f"arrays[{i}]": name for i, name in enumerate(lowered.program.names)},
+        text, on, whole=_whole(compiled, shardings, on), cuts=_cuts(compiled, shardings, on),
+        results=_results(out_tree), platform=str(on.devices[0].platform) if on is not None and on.devices else "",
+        memory=memory_figures(compiled), names=names,
     )  # fmt: skip
-    return _told_on(program, mesh, None)
+    return _told_on(program, on, machine)
 
 
 def lowered_by_jax(f: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> jax.stages.Lowered:
@@ -242,7 +254,6 @@ def _word(entry: Any) -> str:
     return f"({', '.join(map(str, entry))})" if isinstance(entry, tuple) else str(entry)
 
 
-def _results(compiled: Any) -> list[str]:
-    tree = compiled.out_tree
+def _results(tree: Any) -> list[str]:
     paths = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(tree, range(tree.num_leaves)))[0]
     return [f"result{jax.tree_util.keystr(path)}" for path, _ in paths]

@@ -206,13 +206,18 @@ def _as_compiled(
         lowered = lowered_by_jax(f, args, kwargs)
     if partitioner is None and partitions_of(lowered) == 1:
         return None
-    return _with_function(explain_compiled(lowered, None, machine), f, args, kwargs)
+    return with_function(explain_compiled(lowered, None, machine), f, args, kwargs)
 
 
-def _with_function(
+def with_function(
     found: CompiledExplanation, f: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> CompiledExplanation:
-    """The same with the function, to compile it with other shardings; unchanged if XLA was not given all arguments."""
+    """The explanation with its function, to compile that with other shardings.
+
+    Args:
+        found: what XLA compiled; returned unchanged if XLA was not given all arguments.
+        f, args, kwargs: the function from ``jax.jit`` and its arguments.
+    """
     leaves, tree = jax.tree.flatten(on_first_devices((args, dict(kwargs))))
     if len(leaves) != len(found.program.arguments) or not all(hasattr(leaf, "sharding") for leaf in leaves):
         return found

@@ -16,7 +16,7 @@ from gshard.naming.array_names import ArrayNames
 
 
 def returned_in_fewer_shards(plan: Plan, names: ArrayNames) -> tuple[str, ...]:
-    """For each such result how it is sharded inside and as it is returned, the bytes of a device, and the way out."""
+    """A line for each such result: its sharding inside and as returned, the bytes on a device, and what avoids it."""
     return tuple(dict.fromkeys(_rows(plan, names)))
 
 

@@ -1,7 +1,7 @@
 """Unsplit work: that a plan for a machine does not split products over an axis, and what splitting them would take.
 
 On a machine it may be faster to gather a small batch, and to compute all of it on every device, than to add the
-gradients of its parts up. A user who marked the batch as split is told so, with both times.
+gradients of its parts up. The verdict then names the marked batch, and gives both times.
 """
 
 from __future__ import annotations

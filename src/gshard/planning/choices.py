@@ -381,7 +381,7 @@ class _Builder:
         if came.get(v) in self.propagated.undecided:
             return None
         if v in came and (self.boundary.keep_uneven or known[came[v]].is_even(self.mesh, v.shape)):
-            return known[came[v]] if came[v] in self.said else self._returned(v, known[came[v]])  # placed: as it is
+            return known[came[v]] if came[v] in self.said else self._returned(v, known[came[v]])  # placed: unchanged
         return self._returned(v, Sharding(known[v].dims)) if v in self.propagated.kept else None  # finished
 
     def _returned(self, v: Value, s: Sharding) -> Sharding:

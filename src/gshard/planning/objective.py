@@ -74,7 +74,7 @@ class Objective(Protocol):
     counted: str  # what it counts, for messages
 
     def assuming(self) -> Objective:
-        """The same, which assumes the least for what takes long to price, until ``price`` is told of it."""
+        """The same objective with a lower bound for each cost that takes long to find, until ``price`` finds it."""
         ...
 
     def price(self, splits: Mapping[Equation, Split]) -> bool:

@@ -156,7 +156,7 @@ class StepTable:
 
 
 def _in_layers(ends: Ints) -> tuple[Ints, Ints]:
-    """An order of steps in layers, in each of which every place is entered once, and the layer of each step in it."""
+    """The steps ordered by layer, and the layer of each in that order. A layer enters every place at most once."""
     order = np.argsort(ends, kind="stable")
     _, first, count = np.unique(ends[order], return_index=True, return_counts=True)
     layer = np.arange(ends.size) - np.repeat(first, count)

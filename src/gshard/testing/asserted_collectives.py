@@ -49,8 +49,8 @@ def assert_collectives(
     branch counts as if it runs, and one in a loop whose length depends on data counts as one iteration.
 
     Args:
-        f: a function from ``jax.jit``, whose arguments have shardings and which XLA's partitioner splits; a function
-            from ``gshard.jit``, of which XLA compiles what gshard emits; a stage of either (``f.lower(...)``,
+        f: a function from ``jax.jit`` whose arguments have shardings, which XLA's partitioner splits; a function
+            from ``gshard.jit``, which gshard splits before XLA compiles it; a stage of either (``f.lower(...)``,
             ``.compile()``); a ``jax.export.Exported``; the text of a compiled program, or the path of a file with it;
             or what this function returned, which is not compiled again.
         args, kwargs: the arguments of the function: arrays, or ``jax.ShapeDtypeStruct`` with shardings. A sharding on a

@@ -107,11 +107,20 @@ class CompiledCost:
         return dict(sorted(((w, s) for w, s in found.items() if s), key=lambda pair: -pair[1]))
 
     @functools.cached_property
-    def by_collective(self) -> Mapping[Sent, tuple[float, float]]:
-        """For each collective the seconds of all its runs, and those that a call waits for."""
-        return {
-            k.ran.sent: (k.ran.seconds * k.times, k.seconds * k.times) for k in self.kernels if k.ran.sent is not None
-        }
+    def by_collective(self) -> Mapping[int, tuple[float, float]]:
+        """For each collective (``id(sent.itself)``) the seconds of one run, and those that a call waits for."""
+        totals: dict[int, tuple[float, float, int]] = {}
+        for k in self.kernels:
+            if k.ran.sent is not None:
+                taken, waited, times = totals.get(id(k.ran.sent.itself), (0.0, 0.0, 0))
+                now = taken + k.ran.seconds * k.times, waited + k.seconds * k.times, times + k.times
+                totals[id(k.ran.sent.itself)] = now
+        return {which: (taken / times, waited / times) for which, (taken, waited, times) in totals.items() if times}
+
+    @property
+    def network(self) -> float:
+        """Seconds of all collectives in one call, those that pass while other instructions run included."""
+        return sum(k.ran.seconds * k.times for k in self.kernels if k.ran.sent is not None)
 
     def __str__(self) -> str:
         bounds = ", ".join(f"{what} {s * 1e3:.3g} ms" for what, s in self.by_bound.items())
@@ -172,12 +181,8 @@ def _network_seconds(
     if kind == "collective_permute":
         pairs = [(a, b) for a, b in pairs_of(made) if a != b]
         size = min(read.operand_bytes, read.bytes_moved)
-        order = mesh.order
-        return (
-            permutation_seconds(size, [(order[a], order[b]) if order else (a, b) for a, b in pairs], machine)
-            if pairs
-            else 0.0
-        )
+        there = [(mesh.order[a], mesh.order[b]) if mesh.order else (a, b) for a, b in pairs]
+        return permutation_seconds(size, there, machine) if there else 0.0
     if read.group_size < 2:
         return 0.0
     atoms = atoms_of(program, sent)

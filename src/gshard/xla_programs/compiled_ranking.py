@@ -89,7 +89,7 @@ class CompiledRanking:
             if plan.cost is None:
                 rows.append((name, modelled, plan.refused[:60], "", "", "", ""))
                 continue
-            network = sum(seconds for seconds, _ in plan.cost.by_collective.values())
+            network = plan.cost.network
             hidden = f"{100 * plan.cost.overlapped / network:.0f} %" if plan.cost.overlapped > _HIDDEN * network else ""
             compiled = f"{plan.cost.seconds * 1e3:.4g} ms (x {plan.error:.2f})"
             sizes = format_bytes(plan.cost.sent), format_bytes(plan.cost.peak)

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
 
 from gshard.naming.short_names import equal_layers
-from gshard.xla.hlo_collectives import Sent
 from gshard.xla_programs.compiled_program import CompiledProgram
 from gshard.xla_programs.moved_parts import Part, axes_text
 
@@ -56,14 +55,14 @@ class CompiledRow:
 
 
 def compiled_rows(
-    program: CompiledProgram, parts: Sequence[Part], taken: Mapping[Sent, tuple[float, float]] | None = None
+    program: CompiledProgram, parts: Sequence[Part], taken: Mapping[int, tuple[float, float]] | None = None
 ) -> tuple[CompiledRow, ...]:
     """The collectives of a program, most bytes first.
 
     Args:
         program: a compiled program.
         parts: what its collectives move, ``parts_of(program)``.
-        taken: seconds of all runs of each collective, and the exposed ones.
+        taken: seconds of one run of each collective, and the exposed ones, as ``CompiledCost.by_collective``.
     """
     # With the operator inside, so that a scope with a number that holds no other scope may be a layer, too.
     paths = {(*p.origin.module.split("/"), p.origin.operation): None for p in parts if p.origin.module}
@@ -83,7 +82,7 @@ def _row(
     program: CompiledProgram,
     same: Sequence[Part],
     folded: Mapping[tuple[str, ...], tuple[str, ...]],
-    taken: Mapping[Sent, tuple[float, float]],
+    taken: Mapping[int, tuple[float, float]],
 ) -> CompiledRow:
     first = same[0]
     modules = {part.origin.module for part in same}
@@ -94,9 +93,11 @@ def _row(
     sent = sum(part.bytes * part.sent.collective.executions for part in same)
     # What one message takes is shared by its arrays as its bytes are.
     shares = [
-        (part, part.bytes / part.sent.collective.bytes_moved) for part in same if part.sent.collective.bytes_moved
+        (part.bytes / part.sent.collective.bytes_moved * part.sent.collective.executions, id(part.sent.itself))
+        for part in same
+        if part.sent.collective.bytes_moved
     ]
-    seconds, exposed = (sum(share * taken.get(p.sent, (0.0, 0.0))[k] for p, share in shares) for k in (0, 1))
+    seconds, exposed = (sum(share * taken.get(which, (0.0, 0.0))[k] for share, which in shares) for k in (0, 1))
     return CompiledRow(
         first.sent.collective.kind, axes_text(program, first.sent), sum(times.values()), sent, str(first.type),
         first.line, first.why, first.array.text if len(names) == 1 else first.array.alike, module,
