@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from gshard.comm.collectives import KINDS, sent_bytes
 from gshard.core.mesh import Atoms, Mesh
@@ -95,8 +95,85 @@ class KernelCost:
         return self.seconds * self.times
 
 
+class PricedKernel(Protocol):
+    """What is read of any kernel of a call: attributes of ``KernelCost``."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def times(self) -> int: ...
+    @property
+    def flops(self) -> int: ...
+    @property
+    def moved(self) -> int: ...
+    @property
+    def sent(self) -> int: ...
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def overlapped(self) -> float: ...
+    @property
+    def parts(self) -> tuple[tuple[str, float], ...]: ...
+
+
+class CallTotals:
+    """Totals over the kernels of one call: of a per-device program (``Cost``), or of one that XLA compiled."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def machine(self) -> Machine: ...
+        @property
+        def kernels(self) -> Sequence[PricedKernel]: ...
+        @property
+        def peak(self) -> int: ...
+
+    @property
+    def seconds(self) -> float:
+        """Of one call."""
+        return sum(k.seconds * k.times for k in self.kernels)
+
+    @property
+    def overlapped(self) -> float:
+        """Seconds of collectives in one call that pass while other kernels run, which ``seconds`` leaves out."""
+        return sum(k.overlapped * k.times for k in self.kernels)
+
+    @property
+    def flops(self) -> int:
+        """Operations of one call."""
+        return sum(k.flops * k.times for k in self.kernels)
+
+    @property
+    def sent(self) -> int:
+        """Bytes that a device sends in one call."""
+        return sum(k.sent * k.times for k in self.kernels)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within a device's memory."""
+        return self.peak <= self.machine.memory
+
+    @property
+    def by_bound(self) -> dict[str, float]:
+        """Seconds by what they are spent on, one of ``BOUNDS`` each; the largest first."""
+        found = dict.fromkeys(BOUNDS, 0.0)
+        for k in self.kernels:
+            for what, spent in k.parts:
+                found[what] += spent * k.times
+        return dict(sorted(((w, s) for w, s in found.items() if s), key=lambda pair: -pair[1]))
+
+    def __str__(self) -> str:
+        bounds = ", ".join(f"{what} {s * 1e3:.3g} ms" for what, s in self.by_bound.items())
+        beside = f"; {self.overlapped * 1e3:.3g} ms of network beside them" if self.overlapped else ""
+        return (
+            f"{self.seconds * 1e3:.4g} ms a call on {self.machine.name} ({bounds}{beside}); "
+            f"{format_flops(self.flops)}, {format_bytes(self.sent)} sent, "
+            f"peak {format_bytes(self.peak)} of {format_bytes(self.machine.memory)}"
+        )
+
+
 @dataclasses.dataclass(frozen=True)
-class Cost:
+class Cost(CallTotals):
     """What one call of a program takes on each device.
 
     Attributes:
@@ -119,43 +196,9 @@ class Cost:
         )
 
     @property
-    def seconds(self) -> float:
-        """Of one call."""
-        return sum(k.total_seconds for k in self.kernels)
-
-    @property
-    def overlapped(self) -> float:
-        """Seconds of collectives in one call that pass while other kernels run, which ``seconds`` leaves out."""
-        return sum(k.overlapped * k.times for k in self.kernels)
-
-    @property
-    def flops(self) -> int:
-        """Operations of one call."""
-        return sum(k.flops * k.times for k in self.kernels)
-
-    @property
-    def sent(self) -> int:
-        """Bytes that a device sends in one call."""
-        return sum(k.sent * k.times for k in self.kernels)
-
-    @property
     def peak(self) -> int:
         """The most bytes that a device holds."""
         return self.memory.peak
-
-    @property
-    def fits(self) -> bool:
-        """Whether the peak is within a device's memory."""
-        return self.peak <= self.machine.memory
-
-    @property
-    def by_bound(self) -> dict[str, float]:
-        """Seconds by what they are spent on, one of ``BOUNDS`` each; the largest first."""
-        found = dict.fromkeys(BOUNDS, 0.0)
-        for k in self.kernels:
-            for what, spent in k.parts:
-                found[what] += spent * k.times
-        return dict(sorted(((w, s) for w, s in found.items() if s), key=lambda pair: -pair[1]))
 
     @property
     def by_kind(self) -> dict[str, float]:
@@ -172,15 +215,6 @@ class Cost:
         for k in self.kernels:
             found[key(k)] = found.get(key(k), 0.0) + k.total_seconds
         return dict(sorted(found.items(), key=lambda pair: -pair[1]))
-
-    def __str__(self) -> str:
-        bounds = ", ".join(f"{what} {s * 1e3:.3g} ms" for what, s in self.by_bound.items())
-        beside = f"; {self.overlapped * 1e3:.3g} ms of network beside them" if self.overlapped else ""
-        return (
-            f"{self.seconds * 1e3:.4g} ms a call on {self.machine.name} ({bounds}{beside}); "
-            f"{format_flops(self.flops)}, {format_bytes(self.sent)} sent, "
-            f"peak {format_bytes(self.peak)} of {format_bytes(self.machine.memory)}"
-        )
 
 
 @with_tables

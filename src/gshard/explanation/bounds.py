@@ -8,13 +8,12 @@ changes make shorter: more bandwidth, or fewer bytes, shortens no launch and no 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
 from gshard.core.plan import Plan
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import format_bytes
-from gshard.device.cost import BOUNDS, Cost, cost_of_kernels
+from gshard.device.cost import BOUNDS, CallTotals, Cost, cost_of_kernels
 from gshard.device.fusion_model import COLLECTIVE, kernels_of
 from gshard.device.machine import Machine
 
@@ -28,50 +27,20 @@ NAMES = {
 MOST = 0.5  # of a call: what takes no more than that does not bound it alone
 
 
-class SpentOn(Protocol):
-    """What is read of a kernel of a call: the attributes of ``device.cost.KernelCost``."""
-
-    @property
-    def kind(self) -> str: ...
-    @property
-    def times(self) -> int: ...
-    @property
-    def moved(self) -> int: ...
-    @property
-    def sent(self) -> int: ...
-    @property
-    def parts(self) -> tuple[tuple[str, float], ...]: ...
-
-
-class Spent(Protocol):
-    """What is read of the cost of a call: the attributes of ``device.cost.Cost``."""
-
-    @property
-    def machine(self) -> Machine: ...
-    @property
-    def seconds(self) -> float: ...
-    @property
-    def sent(self) -> int: ...
-    @property
-    def kernels(self) -> Sequence[SpentOn]: ...
-    @property
-    def by_bound(self) -> Mapping[str, float]: ...
-
-
-def shares_of(found: Spent) -> dict[str, float]:
+def shares_of(found: CallTotals) -> dict[str, float]:
     """What a call is spent on, as parts of its seconds: one for each of ``BOUNDS``, together 1, or 0 of no seconds."""
     total, spent = found.seconds, found.by_bound
     return {what: spent.get(what, 0.0) / total if total else 0.0 for what in BOUNDS}
 
 
-def bounds_of(found: Spent) -> tuple[str, ...]:
+def bounds_of(found: CallTotals) -> tuple[str, ...]:
     """What bounds a call: what takes more than half of it, else the two that take most; the largest first."""
     shares = shares_of(found)
     first, second, *_ = sorted(BOUNDS, key=lambda what: -shares[what])
     return (first,) if shares[first] > MOST or not shares[second] else (first, second)
 
 
-def headline(found: Spent) -> str:
+def headline(found: CallTotals) -> str:
     """What bounds a call, in one sentence, with the share of everything that takes a percent of it or more."""
     if not found.seconds:
         return f"Nothing to run: no operation reaches a device of {found.machine.name}."
@@ -81,12 +50,12 @@ def headline(found: Spent) -> str:
     return f"{bound}-bound: {format_seconds(found.seconds)} a call on {found.machine.name}, {parts}."
 
 
-def remedies(found: Spent) -> tuple[str, ...]:
+def remedies(found: CallTotals) -> tuple[str, ...]:
     """What makes a call shorter, a sentence for each of ``bounds_of``."""
     return tuple(_remedy(what, found) for what in bounds_of(found)) if found.seconds else ()
 
 
-def _remedy(what: str, found: Spent) -> str:
+def _remedy(what: str, found: CallTotals) -> str:
     spent = format_seconds(found.by_bound.get(what, 0.0))
     if what == "launch":
         count = sum(k.times for k in found.kernels if any(part == "launch" and s for part, s in k.parts))

@@ -7,8 +7,7 @@ import functools
 from collections.abc import Mapping
 
 from gshard.core.mesh import Mesh
-from gshard.core.program import format_bytes, format_flops
-from gshard.device.cost import BOUNDS
+from gshard.device.cost import CallTotals
 from gshard.device.fusion_model import COLLECTIVE, OPERATOR, PRODUCT
 from gshard.device.machine import Machine, MachineError
 from gshard.device.network import permutation_seconds, seconds, seconds_among
@@ -50,7 +49,7 @@ class CompiledKernel:
 
 
 @dataclasses.dataclass(frozen=True)
-class CompiledCost:
+class CompiledCost(CallTotals):
     """What one call of a compiled program takes on each device, as modelled.
 
     Attributes:
@@ -68,43 +67,9 @@ class CompiledCost:
     elapsed: Elapsed = dataclasses.field(default=Elapsed(0.0), repr=False)
 
     @property
-    def seconds(self) -> float:
-        """Of one call."""
-        return sum(k.seconds * k.times for k in self.kernels)
-
-    @property
-    def overlapped(self) -> float:
-        """Seconds of collectives that pass while other instructions run, which ``seconds`` leaves out."""
-        return sum(k.overlapped * k.times for k in self.kernels)
-
-    @property
-    def flops(self) -> int:
-        """Operations of one call."""
-        return sum(k.flops * k.times for k in self.kernels)
-
-    @property
     def products(self) -> int:
         """Operations of products in one call."""
         return sum(k.ran.work.products * k.times for k in self.kernels if k.ran.work is not None)
-
-    @property
-    def sent(self) -> int:
-        """Bytes that a device sends in one call."""
-        return sum(k.sent * k.times for k in self.kernels)
-
-    @property
-    def fits(self) -> bool:
-        """Whether the peak is within a device's memory."""
-        return self.peak <= self.machine.memory
-
-    @functools.cached_property
-    def by_bound(self) -> dict[str, float]:
-        """Seconds by what they are spent on, one of ``BOUNDS`` each; the largest first."""
-        found = dict.fromkeys(BOUNDS, 0.0)
-        for k in self.kernels:
-            for what, spent in k.parts:
-                found[what] += spent * k.times
-        return dict(sorted(((w, s) for w, s in found.items() if s), key=lambda pair: -pair[1]))
 
     @functools.cached_property
     def by_collective(self) -> Mapping[int, tuple[float, float]]:
@@ -121,15 +86,6 @@ class CompiledCost:
     def network(self) -> float:
         """Seconds of all collectives in one call, those that pass while other instructions run included."""
         return sum(k.ran.seconds * k.times for k in self.kernels if k.ran.sent is not None)
-
-    def __str__(self) -> str:
-        bounds = ", ".join(f"{what} {s * 1e3:.3g} ms" for what, s in self.by_bound.items())
-        beside = f"; {self.overlapped * 1e3:.3g} ms of network beside them" if self.overlapped else ""
-        return (
-            f"{self.seconds * 1e3:.4g} ms a call on {self.machine.name} ({bounds}{beside}); "
-            f"{format_flops(self.flops)}, {format_bytes(self.sent)} sent, "
-            f"peak {format_bytes(self.peak)} of {format_bytes(self.machine.memory)}"
-        )
 
 
 def compiled_cost(program: CompiledProgram, machine: Machine) -> CompiledCost:
