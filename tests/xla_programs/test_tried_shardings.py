@@ -85,3 +85,23 @@ def test_a_program_from_elsewhere_cannot_be_compiled_again(mesh: Mesh) -> None:
     compiled = jax.jit(step).lower(given(mesh, (64, 256)), given(mesh, (64, 256), "data")).compile()
     with pytest.raises(gshard.ArgumentError, match="compiled elsewhere"):
         gshard.explain(compiled).try_shardings()
+
+
+def test_an_explanation_keeps_no_array_alive(mesh: Mesh) -> None:
+    table, x = (
+        jax.device_put(jnp.ones(s.shape), s.sharding) for s in (given(mesh, (64, 256)), given(mesh, (64, 256), "data"))
+    )
+    found = gshard.explain(jax.jit(step), table, x)
+    assert len(found.leaves) == 2
+    assert not any(isinstance(leaf, jax.Array) for leaf in found.leaves)
+    assert found.try_shardings(seconds=0.001).tried == 1
+
+
+def test_changes_that_jax_refuses_are_counted(mesh: Mesh) -> None:
+    """A function whose jax.jit has shardings of its own takes no others."""
+    table, x = given(mesh, (64, 256)), given(mesh, (64, 256), "data")
+    tried = gshard.explain(jax.jit(step, in_shardings=(table.sharding, x.sharding)), table, x).try_shardings(
+        seconds=100
+    )
+    assert tried.refused == tried.tried > 0
+    assert f"jax.jit or XLA refused {tried.refused} of them" in str(tried)

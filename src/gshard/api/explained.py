@@ -221,6 +221,7 @@ def with_function(
     leaves, tree = jax.tree.flatten(on_first_devices((args, dict(kwargs))))
     if len(leaves) != len(found.program.arguments) or not all(hasattr(leaf, "sharding") for leaf in leaves):
         return found
+    leaves = with_specs(leaves, {})  # shapes, so that the explanation keeps no array of the user's in memory
 
     def compiled_with(specs: Specs) -> CompiledExplanation | None:
         given, named = jax.tree.unflatten(tree, with_specs(leaves, specs))

@@ -105,6 +105,7 @@ class TriedShardings:
         helping: the changes that help by themselves, the best first.
         together: those of them that help together, and what the program then takes.
         tried, changes: how many changes were compiled, of how many.
+        refused: at how many of these XLA failed, or ``jax.jit``, which may have been given ``in_shardings`` of its own.
     """
 
     before: Figures
@@ -112,10 +113,12 @@ class TriedShardings:
     together: tuple[tuple[TriedSharding, ...], Figures]
     tried: int
     changes: int
+    refused: int = 0
 
     def __str__(self) -> str:
         of = f"{self.tried} of {self.changes}" if self.tried < self.changes else f"all {self.changes}"
         more = "; with more seconds, more are tried" if self.tried < self.changes else ""
+        more += f"; jax.jit or XLA refused {self.refused} of them" if self.refused else ""
         if not self.helping:
             return f"Compiled with {of} other shardings of arguments: none lowers bytes, memory or time alone{more}."
         lines = [f"Other shardings of arguments that help, compiled with {of}{more}:"]
@@ -178,12 +181,13 @@ def try_shardings(
 
     changes = list(_changes(found, leaves)) if seconds > 0 else []
     helping: list[TriedSharding] = []
-    tried = 0
+    tried = refused = 0
     for change in changes:
         if not has_time():
             break
         tried += 1
         made = dataclasses.replace(change, figures=figures(dict.fromkeys(change.arguments, change.spec)))
+        refused += made.figures is None
         if made.figures is not None and made.figures.helps(before):
             helping.append(made)
     helping.sort(key=lambda change: (change.figures or before).rank)
@@ -195,7 +199,7 @@ def try_shardings(
         more = figures(specs)
         if more is not None and more.helps(after):
             together, after = [*together, change], more
-    return TriedShardings(before, tuple(helping), (tuple(together), after), tried, len(changes))
+    return TriedShardings(before, tuple(helping), (tuple(together), after), tried, len(changes), refused)
 
 
 def _changes(found: Explained, leaves: Sequence[Any]) -> Iterator[TriedSharding]:
