@@ -94,6 +94,21 @@ def test_where_xla_sends_more_the_lines_are_named() -> None:
     assert exported.follows_plan or exported.worse
 
 
+def test_a_part_of_an_axis_is_exported_as_it_is_compiled() -> None:
+    """JAX has no name for it: the argument is whole, in what is told and in what is compiled."""
+
+    def halved(params: Params, x: jax.Array) -> tuple[Params, jax.Array]:
+        return step({**params, "up": gshard.split(params["up"], 1, 2)}, gshard.split(x, 0, "data"))
+
+    exported = gshard.export_plan(gshard.search(halved, *arguments(), mesh={"data": 8}, machine="h100:1x8"))
+    assert exported.in_shardings[0]["up"] == P(None, None)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    ins, outs = exported.named(mesh)
+    jitted = jax.jit(step, in_shardings=ins, out_shardings=outs)
+    given = arguments()
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), jitted(*given), jax.jit(step)(*given))
+
+
 def test_only_a_result_of_a_search_is_exported() -> None:
     wrong: Any = "h100"
     with pytest.raises(gshard.ArgumentError, match="not str"):

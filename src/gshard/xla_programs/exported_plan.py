@@ -18,7 +18,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gshard.core.mark import mark_of_cut
 from gshard.core.memory_kinds import shape_in_memory
 from gshard.core.mesh import Mesh
-from gshard.core.plan import Plan
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import Program, format_bytes
 from gshard.core.sharding import Sharding
@@ -26,6 +25,7 @@ from gshard.core.spmd import SpmdProgram
 from gshard.emit.compile import named_sharding
 from gshard.explanation.found import SearchResult
 from gshard.planning.added_marks import spec_of_cut, with_marks
+from gshard.planning.io_shardings import by_axes
 from gshard.search.as_marks import FoundMark
 from gshard.xla.peer import xla_function
 from gshard.xla_programs.compiled_explanation import CompiledExplanation
@@ -134,7 +134,9 @@ def exported_plan(found: SearchResult, spmd: SpmdProgram, devices: Sequence[obje
     there = plan.mesh if plan.mesh.devices is not None else dataclasses.replace(plan.mesh, devices=tuple(devices))
     program = plan.program
     planned = sum(c.total_bytes for c in spmd.collectives)
-    compiled = _Compiler(program, there, spmd)
+    # JAX has no name for a part of an axis: what is exported, and compiled, is split over whole axes.
+    come, leave = ([by_axes(Sharding(s.dims), there) for s in own] for own in (spmd.in_shardings, spmd.out_shardings))
+    compiled = _Compiler(program, there, come, leave)
     tried: dict[str, tuple[CompiledExplanation, tuple[FoundMark, ...]]] = {}
     tried["shardings alone"] = compiled(xla_function(program, there)), ()
     if tried["shardings alone"][0].total_bytes > NEAR * planned:
@@ -147,11 +149,9 @@ def exported_plan(found: SearchResult, spmd: SpmdProgram, devices: Sequence[obje
         tried["a constraint on every value"] = compiled(xla_function(program, there, plan)), ()
     best = min(tried, key=lambda what: tried[what][0].total_bytes)
     made, constraints = tried[best]
-    arguments = program.block.inputs[len(program.captured) :]
-    specs = [_spec(plan, v) for v in arguments]
+    ins, outs = ([spec_of_cut(s, there) for s in own] for own in (come[len(program.captured) :], leave))
     return ExportedPlan(
-        jax.tree.unflatten(found.in_tree, specs)[0],
-        jax.tree.unflatten(program.out_tree, [_spec(plan, v) for v in program.block.outputs]),
+        jax.tree.unflatten(found.in_tree, ins)[0], jax.tree.unflatten(program.out_tree, outs),
         constraints, best == "a constraint on every value", planned, made, _worse(spmd, made),
         {what: one.total_bytes for what, (one, _) in tried.items()}, plan.mesh,
     )  # fmt: skip
@@ -164,20 +164,13 @@ def _inside(found: SearchResult, program: Program) -> Iterator[FoundMark]:
             yield mark
 
 
-def _spec(plan: Plan, v: Any) -> PartitionSpec:
-    """The sharding of an argument or a result; of a part of an axis, whole: JAX has no name for it."""
-    sharding = plan.sharding(v)
-    spec = None if sharding.unreduced else spec_of_cut(Sharding(sharding.dims), plan.mesh)
-    return PartitionSpec() if spec is None else spec
-
-
 class _Compiler:
-    """Compiles functions of a program's flat inputs, with the shardings of its plan."""
+    """Compiles functions of a program's flat inputs, with shardings of these and of its results."""
 
-    def __init__(self, program: Program, mesh: Mesh, spmd: SpmdProgram) -> None:
-        self._program, self._mesh = program, mesh
-        self._ins = [named_sharding(mesh, s, program.input_memory(i)) for i, s in enumerate(spmd.in_shardings)]
-        self._outs = [named_sharding(mesh, s, program.output_memory(i)) for i, s in enumerate(spmd.out_shardings)]
+    def __init__(self, program: Program, mesh: Mesh, come: Sequence[Sharding], leave: Sequence[Sharding]) -> None:
+        self._mesh = mesh
+        self._ins = [named_sharding(mesh, s, program.input_memory(i)) for i, s in enumerate(come)]
+        self._outs = [named_sharding(mesh, s, program.output_memory(i)) for i, s in enumerate(leave)]
         self._takes = [shape_in_memory(v.shape, v.dtype, on_host=v.on_host) for v in program.block.inputs]
 
     def __call__(self, function: Callable[..., Any]) -> CompiledExplanation:
