@@ -23,6 +23,7 @@ Besides::
     Mesh, Sharding              the devices, and how an array is cut over them
     Machine, Cost               what a program takes on given devices; CollectiveMatmul: which products run so
     manual, auto_to_manual ...  parts of a program that you partition yourself
+    kernel                      a fast function (Pallas, cuDNN, ...) that is partitioned as a plain one
     rule                        register a rule of an operator (RuleMaker, Call, Shards, Rule)
     testing                     check a rule; limits and baselines of what a jitted function sends, for your tests
     GShardError                 the base of all errors raised on purpose
@@ -38,6 +39,8 @@ from gshard.api.export import export_plan as export_plan
 from gshard.api.instead_of_jit import instead_of_jit as instead_of_jit
 from gshard.api.jit import jit as jit
 from gshard.api.jitted import Jitted as Jitted
+from gshard.api.kernel_function import KernelFunction as KernelFunction
+from gshard.api.kernel_function import kernel as kernel
 from gshard.api.lowered import Compiled as Compiled
 from gshard.api.lowered import Lowered as Lowered
 from gshard.api.manual_parts import auto_to_manual as auto_to_manual
@@ -103,6 +106,7 @@ __all__ = [
     "ExportedPlan",
     "GShardError",
     "Jitted",
+    "KernelFunction",
     "Layout",
     "LayoutResult",
     "Lowered",
@@ -133,6 +137,7 @@ __all__ = [
     "export_plan",
     "instead_of_jit",
     "jit",
+    "kernel",
     "manual",
     "manual_to_auto",
     "name",

@@ -125,6 +125,8 @@ class Rule:
             communicates.
         index: for each result where its elements come from, if the equation does nothing but move them along
             dimensions, in order; None otherwise. Along several dimensions only those of one array move.
+        products: of an equation that is a kernel of its own, the part of ``flops`` that are matrix products. No other
+            equation becomes part of that kernel. None where XLA makes the kernels.
         groups: groups of rows of different sizes. A compiler without a kernel for them multiplies all rows with the
             matrix of each group (``Compiler.multiplies_groups``).
     """
@@ -151,6 +153,7 @@ class Rule:
     why: str = ""
     manual: Manual | None = None
     index: tuple[Index, ...] | None = None
+    products: int | None = None
     groups: int = 1
 
     def permitting(self, more: Iterable[tuple[Way, frozenset[str] | None]]) -> Rule:

@@ -28,7 +28,7 @@ from gshard.device.async_overlap import overlapped_of
 from gshard.device.combiner import combined
 from gshard.device.compiled_kernels import as_compiled
 from gshard.device.epilogues import epilogues
-from gshard.device.fusion_model import COLLECTIVE, REGION, Kernel, Kernels, device_program, size
+from gshard.device.fusion_model import COLLECTIVE, PRODUCT, REGION, Kernel, Kernels, device_program, size
 from gshard.device.hoisted_operands import hoisted_operands
 from gshard.device.layout_copies import layout_copies
 from gshard.device.machine import Machine
@@ -298,10 +298,10 @@ def kernel_cost(
     starts += own.launch
     bound = "compute" if own.compute >= own.memory else "memory"
     parts = ((bound, own.work), ("memory", copies), ("launch", starts))
+    kind = PRODUCT if products else kernel.kind
     return KernelCost(
-        e.name, kernel.kind, e.line, result, times, products + others, moved, 0, (), own.work + copies + starts,
-        parts, e,
-    )  # fmt: skip
+        e.name, kind, e.line, result, times, products + others, moved, 0, (), own.work + copies + starts, parts, e
+    )
 
 
 def _collective(kernel: Kernel, mesh: Mesh, machine: Machine, joined: int) -> tuple[str, Atoms, int, float, float]:

@@ -69,12 +69,15 @@ class Kernel:
     @property
     def product_flops(self) -> int:
         """Operations of products, in one run."""
+        rule = self.equation.rule
+        if rule is not None and rule.products is not None:
+            return rule.products
         return flops(self.equation) if self.kind == PRODUCT else 0
 
     @property
     def vector_flops(self) -> int:
         """Operations outside of products, in one run."""
-        own = 0 if self.kind in (PRODUCT, REGION, COLLECTIVE) else flops(self.equation)
+        own = 0 if self.kind in (REGION, COLLECTIVE) else flops(self.equation) - self.product_flops
         return own + sum(map(flops, self.fused))
 
     @property
@@ -144,12 +147,22 @@ def moves_elements(rule: Rule) -> bool:
 
 def is_product(rule: Rule) -> bool:
     """Whether an equation multiplies arrays and adds up."""
+    if rule.products is not None:
+        return rule.products > 0
     return len(rule.operands) > 1 and any(f.kind == REDUCE for f in rule.factors)
 
 
 def size(value: Value | Constant) -> int:
     """Bytes of one device's part."""
     return math.prod(value.shape) * itemsize(value.dtype)
+
+
+def products_of(e: Equation) -> int:
+    """Operations of matrix products of one run of an equation."""
+    if e.rule is None:
+        return 0
+    own = e.rule.products
+    return own if own is not None else flops(e) if kind_of(e) == PRODUCT else 0
 
 
 def flops(e: Equation) -> int:
@@ -174,7 +187,7 @@ def kind_of(e: Equation) -> str:
         return COLLECTIVE
     if e.rule is None:
         return REGION
-    if changes_memory(e):
+    if changes_memory(e) or e.rule.products is not None:
         return OPERATOR
     kind = _kind_of_rule(e.rule)
     return PRODUCT if kind == OPERATOR and _multiplies(e, e.rule) else kind

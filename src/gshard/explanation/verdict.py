@@ -17,7 +17,7 @@ from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Block, Equation, format_bytes
 from gshard.device.cost import Cost
-from gshard.device.fusion_model import PRODUCT, flops, kind_of
+from gshard.device.fusion_model import PRODUCT, products_of
 from gshard.device.machine import Machine
 from gshard.device.roofline import dtype_of
 from gshard.explanation.bounds import bounds_of, does_not_pay, format_seconds, headline, remedies, shares_of
@@ -215,12 +215,12 @@ def verdict(
     whole: Counter[str] = Counter()
     ideal = 0.0
     for e, times in _products(plan.program.block):
-        whole[e.line] += flops(e) * times
-        ideal += flops(e) * times / machine.peak(dtype_of(e)) / devices
+        whole[e.line] += products_of(e) * times
+        ideal += products_of(e) * times / machine.peak(dtype_of(e)) / devices
     own: Counter[str] = Counter()
     for k in found.kernels:
         if k.kind == PRODUCT:
-            own[k.line] += flops(k.equation) * k.times * devices
+            own[k.line] += products_of(k.equation) * k.times * devices
     total = sum(whole.values())
     extra = {line: n - whole[line] for line, n in own.items() if n > EVEN * whole[line] and whole[line]}
     worst = max(extra, key=lambda line: extra[line], default=None)
@@ -247,5 +247,5 @@ def _products(block: Block, times: int = 1) -> Iterator[tuple[Equation, int]]:
     for e in block.equations:
         for body in e.blocks:
             yield from _products(body, times * e.trip_count)
-        if e.rule is not None and flops(e) and kind_of(e) == PRODUCT:
+        if products_of(e):
             yield e, times

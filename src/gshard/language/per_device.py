@@ -37,7 +37,7 @@ _INVARIANT = {"psum_invariant": "psum", "all_gather_invariant": "all_gather", "a
 _NOTHING = (
     "pvary", "pcast", "preduced", "vary_unreduced_cast", "vary_unreduced_cast_p", "reduced_vary_cast", "mesh_cast"
 )  # fmt: skip
-_CONSTRAINTS = ("sharding_constraint", "reshard", "gshard_mark")
+CONSTRAINTS = ("sharding_constraint", "reshard", "gshard_mark")
 
 
 def names_of(axes: Any) -> tuple[Any, ...]:
@@ -104,7 +104,7 @@ class Rewritten:
             return operands
         if name == "shard_map":
             return self.shard_map(eqn, operands)
-        if name in _CONSTRAINTS:
+        if name in CONSTRAINTS:
             return self.constraint(eqn, operands)
         if name in ("io_callback", "pure_callback") and eqn.params.get("sharding") is not None:
             raise RuleError(

@@ -13,6 +13,7 @@ from typing import Any
 from gshard.comm.shards import Shards
 from gshard.core.jax_adapter import closed
 from gshard.core.rule import Rule, RuleMaker
+from gshard.language.kernel_rule import kernel_rule
 from gshard.language.registry import Call, rule
 
 
@@ -71,3 +72,9 @@ def _places(blocks: Any, g: int, first: int) -> set[tuple[int, int]] | None:
             return None
         found |= {(i, d) for d in at}
     return found
+
+
+@rule("gshard_kernel")
+def gshard_kernel(call: Call) -> Rule:
+    """A kernel of ``gshard.kernel`` is split as its plain function allows."""
+    return kernel_rule(call)

@@ -3,13 +3,16 @@
     gshard.testing.assert_collectives(jax.jit(step), (state, batch), all_gather=0, max_bytes="50MiB")
     gshard.testing.assert_no_more_collectives(jax.jit(step), (state, batch), baseline="tests/step.collectives.txt")
     gshard.testing.check_rule(f, *args, primitive="my_primitive")
+    gshard.testing.check_kernel(my_kernel, *args)
 
 ``assert_collectives`` and ``assert_no_more_collectives`` read what XLA compiled, so they need no device but CPUs.
-``check_rule`` simulates every split of an operator. The plugin ``gshard_pytest`` has a fixture for the first two.
+``check_rule`` simulates every split of an operator, ``check_kernel`` those of a ``gshard.kernel``. The plugin
+``gshard_pytest`` has a fixture for the first two.
 """
 
 from gshard.testing.asserted_collectives import assert_collectives as assert_collectives
 from gshard.testing.collectives_baseline import assert_no_more_collectives as assert_no_more_collectives
+from gshard.testing.kernel_checks import check_kernel as check_kernel
 from gshard.testing.rule_checks import check_rule as check_rule
 
-__all__ = ["assert_collectives", "assert_no_more_collectives", "check_rule"]
+__all__ = ["assert_collectives", "assert_no_more_collectives", "check_kernel", "check_rule"]

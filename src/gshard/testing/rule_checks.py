@@ -177,9 +177,9 @@ class Alone:
         for i, (per_device, whole) in enumerate(zip(results, self.expected, strict=True)):
             if whole is None:
                 continue
-            want = _numbers(whole)
-            for device, got in enumerate(map(_numbers, per_device)):
-                right = _close(got, want, tolerance)
+            want = numbers_of(whole)
+            for device, got in enumerate(map(numbers_of, per_device)):
+                right = are_close(got, want, tolerance)
                 if not right.all():
                     at = tuple(map(int, np.argwhere(~right)[0]))
                     one = f"element {list(at)} is {got[at]} on device {device}, and {want[at]} unsplit"
@@ -365,12 +365,12 @@ def _is_key(x: Any) -> bool:
     return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def _numbers(x: Any) -> np.ndarray:
+def numbers_of(x: Any) -> np.ndarray:
     """An array as numbers; random keys as the words they are made of."""
     return np.asarray(jax.random.key_data(x) if _is_key(x) else x)
 
 
-def _close(got: np.ndarray, want: np.ndarray, tolerance: float) -> np.ndarray:
+def are_close(got: np.ndarray, want: np.ndarray, tolerance: float) -> np.ndarray:
     """For each element whether it is equal, or near where a tolerance is given and sums may be made otherwise."""
     if got.shape != want.shape or got.dtype != want.dtype:
         raise RuleError(f"a result is {got.dtype}{list(got.shape)} where {want.dtype}{list(want.shape)} belongs.")

@@ -1,0 +1,84 @@
+"""Jaxprs as one list of equations: calls are opened, and equations are evaluated over values of any kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Literal
+
+from gshard.core.errors import ShardingError
+from gshard.core.jax_adapter import bind, called_jaxpr, closed, shapes_of, user_line
+from gshard.language.mark_primitive import name_p
+from gshard.language.per_device import CONSTRAINTS
+
+_SHARDINGS = ("sharding", "out_sharding")
+
+
+def flat(jaxpr: Any) -> Any:
+    """A closed jaxpr with the equations of calls in place of them, and without names of dimensions.
+
+    Raises:
+        ShardingError: an equation is a mark or a sharding constraint, or has a sharding over axes of a mesh.
+    """
+    body, consts = closed(jaxpr)
+
+    def run(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+        called = eqn.params["kernel"].plain_of(eqn) if eqn.primitive.name == "gshard_kernel" else called_jaxpr(eqn)
+        if eqn.primitive is name_p:
+            return operands
+        if called is None:
+            _refuse_shardings(eqn)
+            params = {k: None if k in _SHARDINGS else _as_python(v) for k, v in eqn.params.items()}
+            return bind(eqn.primitive, params, operands)
+        inner, own = closed(called)
+        return evaluate(inner, own, operands, run, lambda x: x)
+
+    return jax.make_jaxpr(lambda *arrays: evaluate(body, consts, arrays, run, lambda x: x))(*shapes_of(jaxpr.in_avals))
+
+
+def _as_python(value: Any) -> Any:
+    """A parameter with Python's integers in place of NumPy's, so that equal parameters have equal types."""
+    if isinstance(value, np.integer):
+        return int(value)
+    return tuple(map(_as_python, value)) if type(value) is tuple else value
+
+
+def _refuse_shardings(eqn: Any) -> None:
+    meshes = [mesh for key in _SHARDINGS if (mesh := getattr(eqn.params.get(key), "mesh", None)) is not None]
+    if eqn.primitive.name in CONSTRAINTS or any(not mesh.empty for mesh in meshes):
+        raise ShardingError(
+            "the plain function of a kernel cannot say how arrays are sharded.",
+            user_line(eqn.source_info),
+            eqn.primitive.name,
+            "Mark the arguments and results of the kernel instead.",
+        )
+
+
+def evaluate(
+    body: Any,
+    consts: Sequence[Any],
+    arguments: Sequence[Any],
+    run: Callable[[Any, list[Any]], Sequence[Any]],
+    constant: Callable[[Any], Any],
+) -> list[Any]:
+    """Evaluates a jaxpr over values of any kind.
+
+    Args:
+        body: the jaxpr.
+        consts: the arrays of its constants.
+        arguments: a value for each argument.
+        run: the values of an equation's results, from those of its operands.
+        constant: the value of an array or number that is written in the jaxpr.
+    """
+    env: dict[Any, Any] = dict(zip(body.invars, arguments, strict=True))
+    env.update((v, constant(x)) for v, x in zip(body.constvars, consts, strict=True))
+
+    def read(v: Any) -> Any:
+        return constant(v.val) if isinstance(v, Literal) else env[v]
+
+    for eqn in body.eqns:
+        env.update(zip(eqn.outvars, run(eqn, list(map(read, eqn.invars))), strict=True))
+    return list(map(read, body.outvars))

@@ -1,0 +1,232 @@
+"""The loops of a function: which dimensions of its arguments and results are the same loop.
+
+The rule of each equation (``core.rule``) names the loops of that equation. A value that one equation makes and another
+reads joins loops of both: they become one. A dimension that one of them reads as a product of loops, and the other as
+one loop, splits this one.
+
+    scores = einsum("bqhd,bkhd->bhqk", q, k)      b, q, h, d, k
+    softmax(scores)                               four loops, joined with b, h, q, k; k cannot be split
+    k = repeat(k, 4, axis=2)                      h becomes (h r) with r = 4
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend.core import Literal
+
+from gshard.core.jax_adapter import closed
+from gshard.core.program import Constant
+from gshard.core.rule import COMMUNICATE, PARALLEL, REDUCE, REPLICATE, Rule
+from gshard.language.call import Call
+from gshard.language.flat_jaxpr import evaluate
+from gshard.language.region import REGIONS
+from gshard.language.registry import rule_of
+
+Loops = list[int]  # of one dimension, major to minor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """One equation of the function.
+
+    Attributes:
+        equation: it.
+        rule: its rule; None if none of its loops may be split, as those of an equation with bodies.
+        loops: the loop of each factor.
+        is_read: whether a result of the function depends on it.
+    """
+
+    equation: Any
+    rule: Rule | None
+    loops: tuple[int, ...]
+    is_read: bool
+
+
+class LoopTable:
+    """Loops that are joined and split while equations are read.
+
+    Attributes:
+        sizes: of all loops.
+    """
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self._joined_with: list[int] = []
+        self._parts: dict[int, tuple[int, int]] = {}
+        self._whole: set[int] = set()
+        self._monoids: dict[int, set[str]] = {}
+
+    def new(self, size: int) -> int:
+        """A loop of its own."""
+        self.sizes.append(size)
+        self._joined_with.append(len(self._joined_with))
+        return len(self.sizes) - 1
+
+    def leaves(self, loop: int) -> Iterator[int]:
+        """The loops that a loop consists of, major to minor, without those of size 1."""
+        root = self._root(loop)
+        if root in self._parts:
+            for part in self._parts[root]:
+                yield from self.leaves(part)
+        elif self.sizes[root] != 1:
+            yield root
+
+    def keep_whole(self, loops: Iterable[int]) -> None:
+        """These loops cannot be split."""
+        self._whole.update(loops)
+
+    def reduced(self, loop: int, monoid: str) -> None:
+        """An equation combines parts along this loop."""
+        self._monoids.setdefault(loop, set()).add(monoid)
+
+    def whole(self) -> set[int]:
+        """All leaves that cannot be split."""
+        return {leaf for loop in self._whole for leaf in self.leaves(loop)}
+
+    def monoids(self) -> dict[int, set[str]]:
+        """For each leaf that an equation reduces, how."""
+        found: dict[int, set[str]] = {}
+        for loop, monoids in self._monoids.items():
+            for leaf in self.leaves(loop):
+                found.setdefault(leaf, set()).update(monoids)
+        return found
+
+    def join(self, some: Sequence[int], others: Sequence[int]) -> None:
+        """One dimension in two ways: as these loops, and as the others. Where sizes do not agree it stays whole."""
+        left, right = list(some), list(others)
+        while True:
+            left = [leaf for loop in left for leaf in self.leaves(loop)]
+            right = [leaf for loop in right for leaf in self.leaves(loop)]
+            if not left or not right:
+                break
+            a, b = left[0], right[0]
+            if self.sizes[a] == self.sizes[b]:
+                if a != b:
+                    self._joined_with[b] = a
+                left, right = left[1:], right[1:]
+            elif self.sizes[a] % self.sizes[b] == 0:
+                self._split(a, self.sizes[b])
+            elif self.sizes[b] % self.sizes[a] == 0:
+                self._split(b, self.sizes[a])
+            else:
+                break
+        self.keep_whole((*left, *right))
+
+    def _split(self, loop: int, major: int) -> None:
+        self._parts[loop] = self.new(major), self.new(self.sizes[loop] // major)
+
+    def _root(self, loop: int) -> int:
+        while self._joined_with[loop] != loop:
+            loop = self._joined_with[loop]
+        return loop
+
+
+Leaves = tuple[tuple[tuple[int, ...], ...], ...]  # for each dimension of each array
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FunctionLoops:
+    """The loops of a function.
+
+    Attributes:
+        table: the loops.
+        steps: its equations, those of calls in place of them, in order.
+        flops: floating-point operations.
+        products: those of matrix products.
+    """
+
+    table: LoopTable
+    steps: tuple[Step, ...]
+    flops: int
+    products: int
+    _arguments: list[list[Loops]]
+    _results: list[list[Loops]]
+
+    @property
+    def arguments(self) -> Leaves:
+        """The leaves of the arguments."""
+        return self._leaves(self._arguments)
+
+    @property
+    def results(self) -> Leaves:
+        """The leaves of the results."""
+        return self._leaves(self._results)
+
+    def _leaves(self, arrays: list[list[Loops]]) -> Leaves:
+        leaves = self.table.leaves
+        return tuple(tuple(tuple(x for loop in dim for x in leaves(loop)) for dim in dims) for dims in arrays)
+
+
+def loops_of(jaxpr: Any) -> FunctionLoops:
+    """The loops of a closed jaxpr without calls (``flat_jaxpr``).
+
+    Equations that no result depends on join loops, and do nothing else.
+    """
+    body, consts = closed(jaxpr)
+    read = _read_equations(body)
+    table, steps = LoopTable(), list[Step]()
+
+    def whole(shape: Sequence[int]) -> list[Loops]:
+        loops = [table.new(n) for n in shape]
+        table.keep_whole(loops)
+        return [[loop] for loop in loops]
+
+    def step(eqn: Any, operands: Sequence[list[Loops]]) -> list[list[Loops]]:
+        rule = None if eqn.primitive.name in REGIONS else rule_of(call_of(eqn), eqn.source_info)
+        if rule is None or rule.on_mesh is not None or not rule.is_free:
+            table.keep_whole(loop for dims in operands for dim in dims for loop in dim)
+            steps.append(Step(eqn, None, (), eqn in read))
+            return [whole(v.aval.shape) for v in eqn.outvars]
+        loops = tuple(table.new(factor.size) for factor in rule.factors)
+        joins = [factor.kind in (PARALLEL, REDUCE) or eqn in read for factor in rule.factors]
+        for loop, factor in zip(loops, rule.factors, strict=True) if eqn in read else ():
+            if factor.kind in (COMMUNICATE, REPLICATE):
+                table.keep_whole([loop])
+            elif factor.kind == REDUCE:
+                table.reduced(loop, factor.monoid or "add")
+        for dims, factors in zip(operands, rule.operands, strict=True):
+            for dim, own in zip(dims, factors, strict=True):
+                if all(joins[f] for f in own):
+                    table.join(dim, [loops[f] for f in own])
+        steps.append(Step(eqn, rule, loops, eqn in read))
+        return [[[loops[f] for f in own] for own in dims] for dims in rule.results]
+
+    arguments = [[[table.new(n)] for n in v.aval.shape] for v in body.invars]
+    values = evaluate(body, consts, arguments, step, lambda x: whole(np.shape(x)))
+    rules = [step.rule for step in steps if step.rule is not None and step.is_read]
+    products = sum(rule.flops for rule in rules if _multiplies(rule))
+    return FunctionLoops(table, tuple(steps), sum(rule.flops for rule in rules), products, arguments, values)
+
+
+def _multiplies(rule: Rule) -> bool:
+    """Whether an equation adds up products of two operands."""
+    if rule.products is not None:
+        return rule.products > 0
+    held = [{f for dim in dims for f in dim} for dims in rule.operands]
+    summed = [f for f, factor in enumerate(rule.factors) if factor.kind == REDUCE and factor.monoid == "add"]
+    return any(sum(f in own for own in held) > 1 for f in summed)
+
+
+def _read_equations(body: Any) -> set[Any]:
+    """The equations that a result depends on, or that have effects."""
+    read, needed = set(), {v for v in body.outvars if not isinstance(v, Literal)}
+    for eqn in reversed(body.eqns):
+        if eqn.effects or not needed.isdisjoint(eqn.outvars):
+            read.add(eqn)
+            needed.update(v for v in eqn.invars if not isinstance(v, Literal))
+    return read
+
+
+def call_of(eqn: Any) -> Call:
+    """An equation of a jaxpr as rules read it."""
+    takes, makes = (tuple(tuple(map(int, v.aval.shape)) for v in own) for own in (eqn.invars, eqn.outvars))
+    dtypes, numbers = tuple(v.aval.dtype for v in eqn.invars), tuple(map(_number, eqn.invars))
+    return Call(eqn.primitive.name, dict(eqn.params), takes, makes, dtypes, eqn.primitive, numbers)
+
+
+def _number(v: Any) -> float | None:
+    return Constant(v.val).number if isinstance(v, Literal) else None

@@ -1,0 +1,130 @@
+"""The rule of a kernel: which loops of its plain function are found, and which splits are proven."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from gshard.core.mesh import Mesh
+from gshard.language.kernel_loops import call_of
+from gshard.language.kernel_primitive import Kernel, kernel_p
+from gshard.language.kernel_rule import kernel_rule
+
+MESH = Mesh.abstract(a=2, b=3)
+
+
+def attention(causal: bool) -> Callable[..., Any]:
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
+        if causal:
+            scores = jnp.where(jnp.arange(q.shape[1])[:, None] >= jnp.arange(k.shape[1]), scores, -1e30)
+        return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, axis=-1), v)
+
+    return attend
+
+
+def norm(x: Any, scale: Any) -> Any:
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5) * scale
+
+
+def loss(logits: Any, labels: Any) -> Any:
+    return jax.nn.logsumexp(logits, -1) - jnp.sum(jnp.where(labels[:, None] == jnp.arange(12), logits, 0.0), -1)
+
+
+def scan(x: Any) -> Any:
+    return jax.lax.scan(lambda c, row: (c + row, c * row), jnp.zeros(x.shape[1:]), x)[1]
+
+
+FLOAT = "float32"
+HEADS = (4, 6, 8, 16), (4, 10, 4, 16), (4, 10, 4, 16)
+# The function, its arguments, the rule on the mesh, and that of its gradient.
+CASES: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], str, str]] = {
+    "attention": (
+        attention(False), HEADS,
+        "a b (c d) e, a f c e, a f c g -> a b (c d) g; replicate d e f",
+        "a b (c d) e, a f c e, a f c g, a b (c d) g -> a b (c d) e, a f c e, a f c g; add over b=6; replicate d e f g",
+    ),
+    "causal attention": (
+        attention(True), HEADS,
+        "a b (c d) e, a f c e, a f c g -> a b (c d) g; replicate b d e f",
+        "a b (c d) e, a f c e, a f c g, a b (c d) g -> a b (c d) e, a f c e, a f c g; replicate b d e f g",
+    ),
+    "product": (
+        lambda x, w: x @ w, ((4, 6), (6, 8)),
+        "a b, b c -> a c; add over b=6",
+        "a b, b c, a c -> a b, b c; add over a=4; add over c=8",
+    ),
+    "norm": (norm, ((4, 6, 8), (8,)), "a b c, c -> a b c; replicate c",
+             "a b c, c, a b c -> a b c, c; add over a=4; add over b=6; replicate c"),
+    "sum": (lambda x: x.sum(0), ((4, 6),), "a b -> b; add over a=4", "a b, b -> a b"),
+    "number of rows": (lambda x: x / x.shape[0], ((4, 6),), "a b -> a b; replicate a", "a b, a b -> a b; replicate a"),
+    "mean of rows": (lambda x: x.mean(0), ((4, 6),), "a b -> b; replicate a", "a b, b -> a b; replicate a"),
+    "square of a sum": (lambda x: x.sum(0) ** 2, ((4, 6),), "a b -> b; replicate a", "a b, b -> a b; replicate a"),
+    "merged dimensions": (lambda x: jnp.sin(x).reshape(-1), ((4, 6),), "a b -> (a b)", "a b, (a b) -> a b"),
+    "with itself": (lambda x: x @ x.T, ((4, 6),), "a b -> a a; add over b=6; replicate a", ""),
+    "neighbours": (lambda x: jnp.roll(x, 1, 0), ((4, 6),), "a b -> a b; replicate a", "a b, a b -> a b; replicate a"),
+    "loop": (scan, ((4, 6),), "a b -> c d; replicate a b c d", ""),
+}  # fmt: skip
+
+
+def rule_of(kernel: Kernel, *shapes: Any) -> str:
+    args = [x if hasattr(x, "dtype") else jax.ShapeDtypeStruct(x, FLOAT) for x in shapes]
+    (equation,) = jax.make_jaxpr(lambda *xs: kernel_p.bind(*xs, kernel=kernel))(*args).eqns
+    rule = kernel_rule(call_of(equation))
+    assert rule.on_mesh is not None
+    return str(rule.on_mesh(MESH))
+
+
+def kernel_of(function: Callable[..., Any]) -> Kernel:
+    return Kernel("test", lambda *xs: (function(*xs),), lambda *xs: (function(*xs),))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rule(name: str) -> None:
+    function, shapes, wanted, of_gradient = CASES[name]
+    kernel = kernel_of(function)
+    assert rule_of(kernel, *shapes) == wanted
+    if of_gradient:
+        arguments = [jax.ShapeDtypeStruct(shape, FLOAT) for shape in shapes]
+        gradient = kernel.tangent(tuple(range(len(shapes))), len(shapes), (0,)).transposed
+        assert gradient is not None
+        assert rule_of(gradient, *shapes, jax.eval_shape(function, *arguments)) == of_gradient
+
+
+def test_shapes_that_a_function_tests_are_whole() -> None:
+    """The function is another one on shards of two rows."""
+    assert rule_of(kernel_of(lambda x: 2 * x if x.shape[0] > 2 else x), (4, 6)) == "a b -> a b; replicate a"
+
+
+def test_labels_of_a_split_vocabulary() -> None:
+    labels = jax.ShapeDtypeStruct((8,), "int32")
+    assert rule_of(kernel_of(loss), (8, 12), labels) == "a b, a -> a; replicate b"
+
+
+def test_constants_along_a_dimension_are_whole() -> None:
+    assert (
+        rule_of(kernel_of(lambda x: x * jnp.asarray([1.0, 2.0, 3.0, 4.0])[:, None]), (4, 6))
+        == "a b -> a b; replicate a"
+    )
+
+
+def test_each_split_is_proven_by_itself() -> None:
+    """Heads may be split as far as keys have some: the rest of a group shares them."""
+    kernel = kernel_of(attention(False))
+    args = [jax.ShapeDtypeStruct(shape, FLOAT) for shape in HEADS]
+    (equation,) = jax.make_jaxpr(lambda *xs: kernel_p.bind(*xs, kernel=kernel))(*args).eqns
+    made = kernel_rule(call_of(equation))
+    assert made.on_mesh is not None
+    mesh = Mesh.abstract(a=4, b=2)
+    rule = made.on_mesh(mesh)
+    heads = rule.operands[1][2][0]
+    allowed = rule.allowed
+    assert allowed is not None
+    assert allowed(mesh, {heads: mesh.atoms_of["b"]})
+    assert allowed(mesh, {heads: mesh.atoms_of["a"]})  # one head of keys on each device
+    assert not allowed(mesh, {rule.operands[0][2][1]: mesh.atoms_of["b"]})
