@@ -46,12 +46,12 @@ HEADS = (4, 6, 8, 16), (4, 10, 4, 16), (4, 10, 4, 16)
 CASES: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], str, str]] = {
     "attention": (
         attention(False), HEADS,
-        "a b (c d) e, a f c e, a f c g -> a b (c d) g; replicate d e f",
+        "a b (c d) e, a f c e, a f c g -> a b (c d) g; replicate e f",
         "a b (c d) e, a f c e, a f c g, a b (c d) g -> a b (c d) e, a f c e, a f c g; add over b=6; replicate d e f g",
     ),
     "causal attention": (
         attention(True), HEADS,
-        "a b (c d) e, a f c e, a f c g -> a b (c d) g; replicate b d e f",
+        "a b (c d) e, a f c e, a f c g -> a b (c d) g; replicate b e f",
         "a b (c d) e, a f c e, a f c g, a b (c d) g -> a b (c d) e, a f c e, a f c g; replicate b d e f g",
     ),
     "product": (

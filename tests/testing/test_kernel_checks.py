@@ -1,0 +1,92 @@
+"""``gshard.testing.check_kernel``: every split of a kernel, simulated, computes what the kernel computes whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gshard
+
+
+def attention(q: Any, k: Any, v: Any) -> Any:
+    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
+    scores = jnp.where(jnp.arange(q.shape[1])[:, None] >= jnp.arange(k.shape[1]), scores, -1e30)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, axis=-1), v)
+
+
+def fast_attention(q: Any, k: Any, v: Any) -> Any:
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+
+def norm(x: Any, scale: Any) -> Any:
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
+
+
+def adam(w: Any, g: Any, m: Any, v: Any) -> Any:
+    m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
+    return w - 0.1 * m / (jnp.sqrt(v) + 1e-3), m, v
+
+
+def selected(logits: Any, labels: Any) -> Any:
+    return jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, labels[:, None], -1)[:, 0]
+
+
+def tokens_of_experts(x: Any, w: Any) -> Any:
+    return jax.nn.gelu(jnp.einsum("etm,emh->eth", x, w))
+
+
+KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
+    "attention, shared keys": (fast_attention, attention, ((3, 4, 4, 3), (3, 4, 2, 3), (3, 4, 2, 3))),
+    "attention, 6 heads, batch of 5": (fast_attention, attention, ((5, 4, 6, 3), (5, 4, 6, 3), (5, 4, 6, 3))),
+    "product": (lambda x, w: (x.T * 1.0).T @ w, lambda x, w: x @ w, ((4, 6), (6, 7))),
+    "norm": (norm, norm, ((4, 5, 6), (6,))),
+    "adam": (adam, adam, ((4, 7),) * 3 + ((4, 7),)),
+    "experts": (tokens_of_experts, tokens_of_experts, ((6, 5, 4), (6, 4, 2))),
+}  # fmt: skip
+
+
+def arrays(shapes: tuple[tuple[int, ...], ...]) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.standard_normal(shape, np.float32) for shape in shapes]
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.one_in(3)
+def test_every_split_computes_the_same(name: str) -> None:
+    fast, plain, shapes = KERNELS[name]
+    args = arrays(shapes)
+    if name == "adam":
+        args[3] = np.abs(args[3])
+    most = 6 if "attention" in name else 12
+    assert gshard.testing.check_kernel(gshard.kernel(fast, like=plain), *args, most=most, tolerance=1e-4)
+
+
+def test_labels_are_no_floats() -> None:
+    kernel = gshard.kernel(selected, like=selected)
+    logits, labels = arrays(((5, 6),))[0], np.array([0, 5, 2, 1, 3])
+    checked = gshard.testing.check_kernel(kernel, logits, labels)
+    assert "a@a" in checked
+
+
+@pytest.mark.parametrize(
+    ("fast", "found"),
+    [
+        (lambda x: 2 * x + 1e-2 * (x > 1), "do not compute the same"),
+        (lambda x: 2 * x if x.shape[0] > 3 else 3 * x, "is not true of factor 'a'"),
+    ],
+)
+def test_functions_that_differ_are_found(fast: Callable[..., Any], found: str) -> None:
+    kernel = gshard.kernel(fast, like=lambda x: 2 * x)
+    with pytest.raises(gshard.RuleError, match=found):
+        gshard.testing.check_kernel(kernel, *arrays(((6, 4),)))
+
+
+def test_only_kernels_are_checked() -> None:
+    with pytest.raises(gshard.ArgumentError, match="check_kernel takes a kernel"):
+        gshard.testing.check_kernel(jax.jit(jnp.sin), 1.0)  # type: ignore[arg-type]
