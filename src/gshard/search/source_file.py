@@ -118,7 +118,7 @@ class SourceFile:
             values = {name: value.replace("\n", f"\n{indent}") for name, value in keywords.items()}
             row = ",".join(f"\n{indent}{name}={value}" for name, value in values.items())
         if not isinstance(place, ast.Call):
-            text = f"({row})"
+            text = f"({row},\n{indent[4:]})" if row.startswith("\n") else f"({row})"
         elif last := [*place.args, *(k.value for k in place.keywords)]:
             end = max(last, key=lambda part: (part.end_lineno or 0, part.end_col_offset or 0))
             line, column = end.end_lineno or 0, end.end_col_offset or 0
@@ -149,7 +149,7 @@ class SourceFile:
         """The change as lines of a unified diff."""
         changed = [*self.after, *self.instead, *self.before, *self.inserted]
         needed = [f"import {name}" for name in ("gshard", "jax") if self._lacks(name)]
-        needed += [_SPEC] * (self.lacks_spec and any(re.search(r"\bP\(", text) for text in self.written))
+        needed += [_SPEC] * (self.lacks_spec and any(re.search(r"\bP[(.]", text) for text in self.written))
         new: list[str] = []
         place = self._place_of_imports(min(changed, default=0)) if needed else 0
         for number, line in enumerate(self.lines, 1):
@@ -178,7 +178,7 @@ class SourceFile:
 
     def _spelled(self, text: str) -> str:
         """What is written, with the file's name for ``PartitionSpec`` in place of ``P``."""
-        text = text if self.spec == "P" else re.sub(r"(?<![\w.])P\(", f"{self.spec}(", text)
+        text = text if self.spec == "P" else re.sub(r"(?<![\w.])P(?=[(.])", self.spec, text)
         self.written.append(text)
         return text
 

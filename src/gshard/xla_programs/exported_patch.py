@@ -19,23 +19,15 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from gshard.core.mark import mark_of_cut
 from gshard.core.memory_kinds import DEVICE
 from gshard.core.paths import component
-from gshard.planning.added_marks import with_marks
 from gshard.search.as_marks import FoundMark
 from gshard.search.patch import Patch
-from gshard.xla.peer import xla_function
 from gshard.xla_programs.exported_arguments import ExportedArgument
+from gshard.xla_programs.marks_as_constraints import constrained, constraint_text
 from gshard.xla_programs.plan_compiler import PlanCompiler, mesh_text, spec_text, worse_text
 
 _WIDE = 80  # columns of a literal in one line
-
-
-def constraint_text(mark: FoundMark) -> str:
-    """A mark as JAX writes it."""
-    text = mark.text.replace("gshard.replicate(x)", "gshard.shard(x, P())")
-    return text.replace("gshard.shard(", "jax.lax.with_sharding_constraint(")
 
 
 def exported_patch(
@@ -94,12 +86,11 @@ def _checked(
     made: PlanCompiler, written: Sequence[FoundMark], unsaid: Sequence[str], out_shardings: Any
 ) -> Iterator[str]:
     """What XLA sends with what is written, after compiling it."""
-    own = {v: mark_of_cut(s.dims, made.mesh) for mark in written for v, s in mark.shardings.items()}
-    marked = with_marks(made.program, own)
-    assert marked is not None, "all of them were compiled together"
+    function = constrained(made, written)
+    assert function is not None, "all of them were compiled together"
     paths = [path for path, _ in _paths(out_shardings)]
     outs = [None if _is_under(path, unsaid) else s for path, s in zip(paths, made.outs, strict=True)]
-    found = made.compiled(xla_function(marked, made.mesh), outs=outs)
+    found = made.compiled(function, outs=outs)
     yield f"call it under: with jax.set_mesh({mesh_text(made.mesh.axes)}):"
     yield f"with arguments placed so, {made.told(found)}"
     yield from worse_text(made.worse(found))

@@ -1,8 +1,8 @@
 """Exported plan: a plan of gshard's as shardings and sharding constraints for ``jax.jit``, checked by compiling.
 
 XLA's partitioner is given the plan's shardings of arguments and results. If what it compiles sends more than the plan,
-sharding constraints on values inside are added: those that say the plan in few marks (``found.marks``), and if they do
-not suffice one on every value. What sends least is kept, and the lines at which XLA still sends more than the plan are
+sharding constraints on values inside are added: the marks of gshard's that the function has, which are the identity
+under ``jax.jit``; those that say the plan in few marks (``found.marks``); and if they do not suffice one on every value. What sends least is kept, and the lines at which XLA still sends more than the plan are
 listed with what they cost.
 
 The same plan is written in the words of frameworks, as a change of the user's file, and as a StableHLO module.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames_in_methods
-from gshard.core.mark import mark_of_cut
 from gshard.core.memory_kinds import in_memory
 from gshard.core.mesh import Mesh
 from gshard.core.planning_tables import with_tables
@@ -30,21 +29,22 @@ from gshard.core.program import Program, format_bytes
 from gshard.core.spmd import SpmdProgram
 from gshard.explanation.found import SearchResult
 from gshard.naming.dimension_metadata import DimensionNames
-from gshard.planning.added_marks import spec_of_cut, with_marks
+from gshard.planning.added_marks import spec_of_cut
 from gshard.search.as_marks import FoundMark
 from gshard.xla.peer import xla_function
 from gshard.xla_programs.compiled_explanation import CompiledExplanation
 from gshard.xla_programs.exported_arguments import ExportedArgument, arguments_of, less_split
 from gshard.xla_programs.exported_module import exported_module
-from gshard.xla_programs.exported_patch import constraint_text, exported_patch
+from gshard.xla_programs.exported_patch import exported_patch
 from gshard.xla_programs.exported_rows import ExportedRows, RowExport
 from gshard.xla_programs.layout_map import layout_map
 from gshard.xla_programs.logical_rules import logical_rules
+from gshard.xla_programs.marks_as_constraints import constrained, constraint_text, own_marks
 from gshard.xla_programs.partition_metadata import partition_metadata
 from gshard.xla_programs.plan_compiler import PlanCompiler, WorseLine, worse_text
 
 NEAR = 1.05  # of the plan's bytes: what XLA may send and is taken to follow the plan
-_ALONE, _FEW, _EVERYWHERE = "shardings alone", "few constraints", "a constraint on every value"
+_ALONE, _OWN, _FEW, _EVERYWHERE = "shardings alone", "the function's marks", "few constraints", "a constraint on every value"
 
 # What names of dimensions in the form of ``names=`` of ``gshard.jit`` mean for each argument.
 ReadNames = Callable[[Any], Sequence[DimensionNames | None]]
@@ -77,7 +77,8 @@ class ExportedPlan:
         worse: the lines at which that sends more than the plan.
         less_split: arrays that ``jax.jit`` cannot split as the plan does, with the reason: their size does not divide
             evenly, or the plan splits over a part of an axis.
-        tried: bytes that each device sends with the shardings alone, with few constraints, and with all; as tried.
+        tried: bytes that each device sends with the shardings alone, with the function's own marks as constraints, with
+            few more constraints, and with one on every value; as far as it was tried.
         mesh: the devices.
     """
 
@@ -255,17 +256,18 @@ class ExportedPlan:
 
     def _by_path(self, paths: Any) -> dict[str, ExportedArgument]:
         prefix = tuple(paths) if isinstance(paths, list) else paths
-        said = jax.tree.leaves(prefix, is_leaf=lambda x: x is None)
-        positional = [a for a in self.arguments if a.input < len(said) + len(self._made.program.captured)]
-        if len(said) != len(jax.tree.leaves(self.in_shardings, is_leaf=lambda x: isinstance(x, PartitionSpec))):
+        said, tree = jax.tree.flatten(prefix, is_leaf=lambda x: x is None)
+        wanted = jax.tree.structure(self.in_shardings, is_leaf=lambda x: isinstance(x, PartitionSpec))
+        if tree != wanted or not all(path is None or isinstance(path, str) for path in said):
             raise ArgumentError(
-                f"paths= has {len(said)} entries for {len(self.arguments)} arrays.",
+                "paths= of layout_map is a pytree of strings in the structure of the positional arguments.",
                 user_line(),
+                f"paths: {tree}; arguments: {wanted}",
                 hint="Give variable.path for each array of the positional arguments, in their structure; None for one "
                 "that is no variable.",
             )
         found: dict[str, ExportedArgument] = {}
-        for path, argument in zip(said, positional, strict=True):
+        for path, argument in zip(said, self.arguments, strict=False):
             if path is None:
                 continue
             known = found.setdefault(path, argument)
@@ -320,17 +322,17 @@ def exported_plan(
     made = PlanCompiler(found, spmd, there)
     ways: dict[str, _Tried] = {}
 
-    def try_way(way: str, function: Callable[..., Any], constraints: tuple[FoundMark, ...] = ()) -> None:
-        ways[way] = _Tried(made.compiled(function), function, constraints)
+    def try_way(way: str, function: Callable[..., Any] | None, constraints: Sequence[FoundMark] = ()) -> None:
+        if function is not None and all(made.ratio(tried.compiled) > NEAR for tried in ways.values()):
+            ways[way] = _Tried(made.compiled(function), function, tuple(constraints))
 
-    try_way(_ALONE, xla_function(program, there))
-    if made.ratio(ways[_ALONE].compiled) > NEAR:
-        inside = tuple(_inside(found, program))
-        marked = with_constraints(program, inside, plan.mesh)
-        if inside and marked is not None:
-            try_way(_FEW, xla_function(marked, there), inside)
-    if all(made.ratio(way.compiled) > NEAR for way in ways.values()):
-        try_way(_EVERYWHERE, xla_function(program, there, plan))
+    try_way(_ALONE, constrained(made, ()))
+    if own := list(own_marks(made)):
+        try_way(_OWN, constrained(made, own), own)
+    is_far = all(made.ratio(tried.compiled) > NEAR for tried in ways.values())
+    if is_far and (inside := _inside(found, program)):  # these take a while to find
+        try_way(_FEW, constrained(made, [*own, *inside]), [*own, *inside])
+    try_way(_EVERYWHERE, xla_function(program, there, plan))
     ins, outs = ([spec_of_cut(s, there) for s in own] for own in (made.come[len(program.captured) :], made.leave))
     positional, named = jax.tree.unflatten(found.in_tree, ins)
     return ExportedPlan(
@@ -339,14 +341,7 @@ def exported_plan(
     )  # fmt: skip
 
 
-def _inside(found: SearchResult, program: Program) -> Iterator[FoundMark]:
+def _inside(found: SearchResult, program: Program) -> list[FoundMark]:
     """The marks that are about values inside: those of arguments are their shardings."""
-    for mark in found.marks.marks:
-        if not any(v in program.block.inputs for v in mark.shardings):
-            yield mark
-
-
-def with_constraints(program: Program, marks: Sequence[FoundMark], mesh: Mesh) -> Program | None:
-    """The program with marks on values inside; None where one cannot be."""
-    own = {v: mark_of_cut(s.dims, mesh) for mark in marks for v, s in mark.shardings.items()}
-    return with_marks(program, own)
+    inputs = program.block.inputs
+    return [mark for mark in found.marks.marks if not any(v in inputs for v in mark.shardings)]

@@ -149,7 +149,12 @@ class PlanCompiler:
         return f"XLA sends {format_bytes(made.total_bytes)}, {self.ratio(made):.2f} times the plan's {planned}"
 
     def worse(self, made: CompiledExplanation) -> tuple[WorseLine, ...]:
-        """The lines at which a compiled program sends more than the plan, the largest difference first."""
+        """The lines at which a compiled program sends more than the plan, the largest difference first.
+
+        None if it does not send more in all: XLA and the plan may reduce the same array at different lines.
+        """
+        if made.total_bytes <= self.planned_bytes:
+            return ()
         planned: dict[str, int] = {}
         for c in self.spmd.collectives:
             line = c.line.partition(" (")[0].rpartition("/")[2]
