@@ -12,7 +12,7 @@ from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames
 from gshard.explanation.found import SearchResult
-from gshard.naming.dimension_metadata import DimensionNames, as_specs
+from gshard.naming.dimension_metadata import DimensionNames, as_words
 from gshard.xla_programs.compiled_ranking import devices_for
 from gshard.xla_programs.exported_plan import ExportedPlan, exported_plan
 
@@ -58,9 +58,9 @@ def _read_names(found: SearchResult, names: Any) -> Sequence[DimensionNames | No
     shapes = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in program.block.inputs[len(program.captured) :]]
     args, kwargs = jax.tree.unflatten(found.in_tree, shapes)
     if isinstance(names, Mapping):
-        written: Any = {pattern: as_specs(said) for pattern, said in names.items()}
+        written: Any = {pattern: as_words(said) for pattern, said in names.items()}
     else:
-        written = tuple(map(as_specs, names)) if isinstance(names, tuple | list) else as_specs(names)
+        written = tuple(map(as_words, names)) if isinstance(names, tuple | list) else as_words(names)
     numbered, _ = jax.tree.unflatten(found.in_tree, range(found.in_tree.num_leaves))
     paths = paths_of_arguments(program, found.in_tree)
     parameters = [paths[jax.tree.leaves(x)[0]].partition("/")[0] if jax.tree.leaves(x) else "" for x in numbered]

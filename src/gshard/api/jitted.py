@@ -49,8 +49,8 @@ from gshard.core.jax_adapter_references import references_in
 from gshard.core.jax_adapter_tracebacks import without_our_frames
 from gshard.core.layout import Layout
 from gshard.core.mesh import Mesh, MeshLike
-from gshard.core.phases import phase
 from gshard.core.paths import parameters_of
+from gshard.core.phases import phase
 from gshard.core.planning_tables import Tables, with_tables
 from gshard.core.program import Program
 from gshard.core.uneven import UnevenArray

@@ -46,13 +46,11 @@ def boxes_of(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
     return jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_box)
 
 
-def as_specs(tree: Any) -> Any:
-    """A pytree of names, each written as a ``PartitionSpec``: tuples of words, and nodes with metadata, become one.
+def as_words(tree: Any) -> Any:
+    """A pytree of names as ``names=`` of ``jit`` takes them: a tuple becomes a string, metadata a ``PartitionSpec``.
 
-    Strings, which have a word for each dimension, stay.
-
-    >>> as_specs({"w": ("embed", None), "b": "mlp"})
-    {'b': 'mlp', 'w': P('embed', None)}
+    >>> as_words({"w": ("embed", None), "b": "mlp"})
+    {'b': 'mlp', 'w': 'embed _'}
     """
 
     def is_leaf(x: Any) -> bool:
@@ -62,7 +60,7 @@ def as_specs(tree: Any) -> Any:
         if is_box(x):
             found = names_in(x)
             return PartitionSpec() if found is None else PartitionSpec(*found)
-        return PartitionSpec(*x) if _is_words(x) else x
+        return " ".join(word or "_" for word in x) if _is_words(x) else x
 
     return jax.tree.map(spec, tree, is_leaf=is_leaf)
 

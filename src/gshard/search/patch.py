@@ -99,7 +99,12 @@ class Patch:
         return [of, *(f"  {line}" for text in statements.values() for line in text.splitlines())]
 
     def jit(self, defined: tuple[str, int] | None, keywords: Mapping[str, str]) -> list[str]:
-        """Adds keywords where a function is jitted by ``jax.jit``; else these, as lines of text; other arguments alike."""
+        """Adds keywords where a function is jitted by ``jax.jit``; else these, as lines of text.
+
+        Args:
+            defined: file and first line of the function.
+            keywords: by name, as source text.
+        """
         reason = f"the function {self._name} is in no file"
         if defined is not None and Path(defined[0]).is_file():
             reason = self._file(defined[0]).jit(defined[1], keywords)
@@ -110,7 +115,9 @@ class Patch:
 
     def text(self, notes: Sequence[str]) -> str:
         """The diff of all files, behind notes in lines that begin with ``#``."""
-        return "\n".join([*(f"# {n}" for n in notes), *(line for f in self._files.values() for line in f.diff())]) + "\n"
+        return (
+            "\n".join([*(f"# {n}" for n in notes), *(line for f in self._files.values() for line in f.diff())]) + "\n"
+        )
 
     def _file(self, path: str) -> SourceFile:
         if path not in self._files:

@@ -103,7 +103,9 @@ class SourceFile:
                 f"{node.name} is not jitted by jax.jit in its file"
             )  # fmt: skip
         place = places[0]
-        given = [k.arg for k in place.keywords if k.arg in keywords or k.arg is None] if isinstance(place, ast.Call) else []
+        given = (
+            [k.arg for k in place.keywords if k.arg in keywords or k.arg is None] if isinstance(place, ast.Call) else []
+        )
         if given:
             return f"line {place.lineno} has {given[0] or '**keywords'} already"
         self._insert(place, {name: self._spelled(value) for name, value in keywords.items()})

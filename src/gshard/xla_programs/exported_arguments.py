@@ -78,7 +78,9 @@ def less_split(made: PlanCompiler) -> Iterator[str]:
     """
     program, mesh = made.program, made.mesh
     results = jax.tree.unflatten(program.out_tree, range(program.out_tree.num_leaves))
-    outs = [f"result {'/'.join(map(component, keys))}".strip() for keys, _ in jax.tree_util.tree_leaves_with_path(results)]
+    outs = [
+        f"result {'/'.join(map(component, keys))}".strip() for keys, _ in jax.tree_util.tree_leaves_with_path(results)
+    ]
     arrays = [
         *zip(program.names, program.block.inputs, made.come, strict=True),
         *zip(outs, program.block.outputs, made.leave, strict=False),

@@ -18,9 +18,7 @@ from gshard.xla_programs.compiled_explanation import CompiledExplanation
 from gshard.xla_programs.plan_compiler import PlanCompiler
 
 
-def exported_module(
-    made: PlanCompiler, function: Callable[..., Any], compiled: CompiledExplanation
-) -> export.Exported:
+def exported_module(made: PlanCompiler, function: Callable[..., Any], compiled: CompiledExplanation) -> export.Exported:
     """The program as ``jax.export`` makes it, checked.
 
     Args:

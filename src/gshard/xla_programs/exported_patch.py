@@ -173,7 +173,10 @@ def _literal(tree: Any) -> str | None:
     made: list[str | None]
     if type(tree) is dict and all(isinstance(key, str | int) for key in tree):
         made = [_literal(part) for part in tree.values()]
-        rows = [f"{json.dumps(k, ensure_ascii=False) if isinstance(k, str) else k}: {t}" for k, t in zip(tree, made, strict=True)]
+        rows = [
+            f"{json.dumps(k, ensure_ascii=False) if isinstance(k, str) else k}: {t}"
+            for k, t in zip(tree, made, strict=True)
+        ]
         return None if None in made else _joined("{", rows, "}")
     if type(tree) in (list, tuple):
         made = [_literal(part) for part in tree]

@@ -1,9 +1,10 @@
 """Exported plan: a plan of gshard's as shardings and sharding constraints for ``jax.jit``, checked by compiling.
 
 XLA's partitioner is given the plan's shardings of arguments and results. If what it compiles sends more than the plan,
-sharding constraints on values inside are added: the marks of gshard's that the function has, which are the identity
-under ``jax.jit``; those that say the plan in few marks (``found.marks``); and if they do not suffice one on every value. What sends least is kept, and the lines at which XLA still sends more than the plan are
-listed with what they cost.
+or repeats products that the plan splits, sharding constraints on values inside are added: the marks of gshard's that
+the function has, which are the identity under ``jax.jit``; those that say the plan in few marks (``found.marks``); and
+if they do not suffice one on every value. The nearest to the plan is kept, and the lines at which XLA still sends more
+than the plan are listed with what they cost.
 
 The same plan is written in the words of frameworks, as a change of the user's file, and as a StableHLO module.
 """
@@ -41,10 +42,15 @@ from gshard.xla_programs.layout_map import layout_map
 from gshard.xla_programs.logical_rules import logical_rules
 from gshard.xla_programs.marks_as_constraints import constrained, constraint_text, own_marks
 from gshard.xla_programs.partition_metadata import partition_metadata
-from gshard.xla_programs.plan_compiler import PlanCompiler, WorseLine, worse_text
+from gshard.xla_programs.plan_compiler import NEAR, PlanCompiler, WorseLine, has_explicit_axes, mesh_for_jit, worse_text
 
-NEAR = 1.05  # of the plan's bytes: what XLA may send and is taken to follow the plan
-_ALONE, _OWN, _FEW, _EVERYWHERE = "shardings alone", "the function's marks", "few constraints", "a constraint on every value"
+_ALONE, _OWN, _FEW, _EVERYWHERE = (
+    "shardings alone",
+    "the function's marks",
+    "few constraints",
+    "a constraint on every value",
+)
+_WIDE, _SHOWN = 600, 24  # characters of shardings, and arguments, that are printed
 
 # What names of dimensions in the form of ``names=`` of ``gshard.jit`` mean for each argument.
 ReadNames = Callable[[Any], Sequence[DimensionNames | None]]
@@ -56,7 +62,13 @@ class _Tried:
 
     compiled: CompiledExplanation
     function: Callable[..., Any]
-    constraints: tuple[FoundMark, ...] = ()
+    constraints: tuple[FoundMark, ...]
+    distance: float
+
+    @property
+    def rank(self) -> tuple[float, int]:
+        """Orders ways, the nearest to the plan first."""
+        return self.distance, self.compiled.total_bytes
 
 
 @without_our_frames_in_methods
@@ -94,7 +106,7 @@ class ExportedPlan:
 
     @property
     def _best(self) -> str:
-        return min(self._ways, key=lambda way: self._ways[way].compiled.total_bytes)
+        return min(self._ways, key=lambda way: self._ways[way].rank)
 
     @property
     def compiled(self) -> CompiledExplanation:
@@ -133,8 +145,8 @@ class ExportedPlan:
 
     @property
     def follows_plan(self) -> bool:
-        """Whether XLA sends at most 5 % more than the plan."""
-        return self.ratio <= NEAR
+        """Whether XLA sends at most 5 % more than the plan, and computes at most 5 % more products."""
+        return self._ways[self._best].distance <= NEAR
 
     def named(self, mesh: jax.sharding.Mesh) -> tuple[Any, Any]:
         """The shardings of arguments and results on a mesh, for ``jax.jit(in_shardings=..., out_shardings=...)``.
@@ -161,7 +173,7 @@ class ExportedPlan:
         function under, what XLA sends with what is written, and what is not written.
         """
         sayable = {way: tried for way, tried in self._ways.items() if way != _EVERYWHERE}
-        best = min(sayable, key=lambda way: sayable[way].compiled.total_bytes)
+        best = min(sayable, key=lambda way: sayable[way].rank)
         return exported_patch(
             self._made, self.arguments, self.in_shardings, self.out_shardings, sayable[best].constraints
         )
@@ -173,7 +185,7 @@ class ExportedPlan:
             names: the names of the dimensions of the positional arguments: a pytree prefix of tuples such as
                 ``("embed", "mlp")``, of ``PartitionSpec`` as ``flax.linen.get_partition_spec`` returns them, or of
                 boxed arrays; or a dictionary by patterns of paths, as ``names=`` of ``gshard.jit`` takes it. By
-                default those that the arguments carry: boxes of Linen, variables of NNX, ``names=`` and ``gshard.name``.
+                default those that the arguments carry: boxes of Linen, variables of NNX, ``gshard.name``.
             nearest: if no rules give all arrays the plan's shardings, keep those that are right for most bytes, and
                 list the others in ``changed``.
 
@@ -186,8 +198,8 @@ class ExportedPlan:
         named = {a: a.names for a in self.arguments if a.names is not None}
         if names is not None:
             said = self._read_names(names)
-            named = {a: said[a.input - len(self._made.program.captured)] for a in self.arguments}
-            named = {a: own for a, own in named.items() if own is not None}
+            every = [said[a.input - len(self._made.program.captured)] for a in self.arguments]
+            named = {a: own for a, own in zip(self.arguments, every, strict=True) if own is not None}
         return logical_rules(self._rows, named, nearest=nearest)
 
     def layout_map(self, paths: Any = None, *, below: str = "", nearest: bool = False) -> ExportedRows:
@@ -258,7 +270,7 @@ class ExportedPlan:
         prefix = tuple(paths) if isinstance(paths, list) else paths
         said, tree = jax.tree.flatten(prefix, is_leaf=lambda x: x is None)
         wanted = jax.tree.structure(self.in_shardings, is_leaf=lambda x: isinstance(x, PartitionSpec))
-        if tree != wanted or not all(path is None or isinstance(path, str) for path in said):
+        if str(tree) != str(wanted) or not all(path is None or isinstance(path, str) for path in said):
             raise ArgumentError(
                 "paths= of layout_map is a pytree of strings in the structure of the positional arguments.",
                 user_line(),
@@ -278,16 +290,28 @@ class ExportedPlan:
                 )  # fmt: skip
         return found
 
+    def _shown(self) -> list[str]:
+        """The shardings as Python prints them; of many arguments the rows of those that are split."""
+        specs = [f"in_shardings = {self.in_shardings}", f"out_shardings = {self.out_shardings}"]
+        if max(map(len, specs)) <= _WIDE and "\n" not in "".join(specs):
+            return specs
+        split = [argument for argument in self.arguments if any(argument.axes)]
+        title = f"in_shardings split {len(split)} of {len(self.arguments)} arrays"
+        more = [f"  and {len(split) - _SHOWN} more"] * (len(split) > _SHOWN)
+        return [title, *(f"  {argument}" for argument in split[:_SHOWN]), *more]
+
     def __str__(self) -> str:
         lines = [
             f"for jax.jit on mesh ({self.mesh}): {self._made.told(self.compiled)}",
             "tried: " + ", ".join(f"{what} {format_bytes(n)}" for what, n in self.tried.items()),
         ]
-        lines += [f"in_shardings = {self.in_shardings}", f"out_shardings = {self.out_shardings}"]
+        lines += self._shown()
         if self.keywords:
             lines.append(f"by keyword, which in_shardings cannot say: {dict(self.keywords)}")
         if on_host := [a.path for a in self.arguments if a.memory != "device"]:
             lines.append(f"in the memory of the host, as exported.named(mesh) says: {', '.join(on_host)}")
+        if has_explicit_axes(self.mesh):
+            lines.append("on a mesh with axes of type Auto: axes of type Explicit take other programs")
         lines += [f"split less than by the plan: {line}" for line in self.less_split]
         if self.everywhere:
             lines.append("with a constraint on every value, which few lines do not say: run the plan by gshard.jit")
@@ -318,19 +342,22 @@ def exported_plan(
             user_line(),
             hint="Run it by gshard.jit(f, mesh=found.mesh, plan=found.plan), or return the new values instead.",
         )
-    there = plan.mesh if plan.mesh.devices is not None else dataclasses.replace(plan.mesh, devices=tuple(devices))
+    there = mesh_for_jit(plan.mesh, devices)
     made = PlanCompiler(found, spmd, there)
     ways: dict[str, _Tried] = {}
 
+    def is_far() -> bool:
+        return all(tried.distance > NEAR for tried in ways.values())
+
     def try_way(way: str, function: Callable[..., Any] | None, constraints: Sequence[FoundMark] = ()) -> None:
-        if function is not None and all(made.ratio(tried.compiled) > NEAR for tried in ways.values()):
-            ways[way] = _Tried(made.compiled(function), function, tuple(constraints))
+        if function is not None and is_far():
+            compiled = made.compiled(function)
+            ways[way] = _Tried(compiled, function, tuple(constraints), made.distance(compiled))
 
     try_way(_ALONE, constrained(made, ()))
     if own := list(own_marks(made)):
         try_way(_OWN, constrained(made, own), own)
-    is_far = all(made.ratio(tried.compiled) > NEAR for tried in ways.values())
-    if is_far and (inside := _inside(found, program)):  # these take a while to find
+    if is_far() and (inside := _inside(found, program)):  # these take a while to find
         try_way(_FEW, constrained(made, [*own, *inside]), [*own, *inside])
     try_way(_EVERYWHERE, xla_function(program, there, plan))
     ins, outs = ([spec_of_cut(s, there) for s in own] for own in (made.come[len(program.captured) :], made.leave))

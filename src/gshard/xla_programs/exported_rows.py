@@ -129,7 +129,9 @@ class RowExport:
         made, mesh = self.made, self.made.jax_mesh
         ins, outs = list(made.ins), list(made.outs)
         changed = []
-        state = {i: after for i, after in made.program.state([len(made.program.captured) + d for d in made.found.donated])}
+        state = {
+            i: after for i, after in made.program.state([len(made.program.captured) + d for d in made.found.donated])
+        }
         for argument, spec in given.items():
             if spec_text(spec) == spec_text(argument.spec):
                 continue

@@ -1,6 +1,6 @@
-"""Layout map: writes a plan as rows of ``keras.distribution.LayoutMap``.
+r"""Layout map: writes a plan as rows of ``keras.distribution.LayoutMap``.
 
-    layout_map["^encoder/layer_\\d+/mlp/kernel$"] = (None, "model")
+    layout_map["^encoder/layer_\d+/mlp/kernel$"] = (None, "model")
 
 A key is a regular expression of the paths of variables. Versions of Keras compare it with the whole path or with a part
 of it, take the first row that matches or refuse a second. So keys are anchored and escaped, and each path that the plan
@@ -51,7 +51,7 @@ def layout_map(export: RowExport, arrays: Mapping[str, ExportedArgument], *, nea
     unsaid = [a for a in export.arguments if a not in given and any(a.axes)]
     axes = tuple(sizes)
     code = [
-        f"device_mesh = keras.distribution.DeviceMesh({tuple(sizes.values())}, {axes}, keras.distribution.list_devices())",
+        f"device_mesh = keras.distribution.DeviceMesh({tuple(sizes.values())}, {axes})",
         "layout_map = keras.distribution.LayoutMap(device_mesh)",
         *(f'layout_map[r"{key}"] = {entry}' for key, entry in rows),
     ]

@@ -20,14 +20,17 @@ from gshard.core.plan import Plan
 from gshard.core.program import Program, format_bytes
 from gshard.core.sharding import Sharding
 from gshard.core.spmd import SpmdProgram
+from gshard.device.fusion_model import PRODUCT
 from gshard.emit.compile import named_sharding
 from gshard.explanation.found import SearchResult
 from gshard.planning.io_shardings import by_axes
 from gshard.xla.peer import xla_function
+from gshard.xla_programs.compiled_cost import compiled_cost
 from gshard.xla_programs.compiled_explanation import CompiledExplanation
 from gshard.xla_programs.compiled_program import read_program
 from gshard.xla_programs.program_memory import memory_figures
 
+NEAR = 1.05  # of the plan's bytes, and of its products: what XLA may take and is taken to follow the plan
 _SHOWN = 8  # lines at which XLA sends more that are printed
 
 
@@ -75,7 +78,9 @@ class PlanCompiler:
     @property
     def jax_mesh(self) -> jax.sharding.Mesh:
         """The mesh with the names of its axes, as users write it."""
-        return self.mesh.user_jax_mesh
+        found = self.mesh.user_jax_mesh
+        assert isinstance(found, jax.sharding.Mesh), "it has devices"
+        return found
 
     # JAX has no name for a part of an axis: what is exported, and compiled, is split over whole axes.
     @functools.cached_property
@@ -143,10 +148,27 @@ class PlanCompiler:
         planned = self.planned_bytes
         return made.total_bytes / planned if planned else 1.0 + bool(made.total_bytes)
 
+    def products_ratio(self, made: CompiledExplanation) -> float:
+        """Operations of products that each device computes, as a multiple of the plan's; 1 if neither has any.
+
+        It is above 1 where XLA repeats on several devices what the plan splits, which sends nothing.
+        """
+        compiled = compiled_cost(made.program, self.found.cost.machine).products
+        return compiled / self._planned_products if self._planned_products else 1.0 + bool(compiled)
+
+    @functools.cached_property
+    def _planned_products(self) -> int:
+        return sum(k.flops * k.times for k in self.found.cost.kernels if k.kind == PRODUCT)
+
+    def distance(self, made: CompiledExplanation) -> float:
+        """The larger of both ratios, and 1 if neither is larger."""
+        return max(1.0, self.ratio(made), self.products_ratio(made))
+
     def told(self, made: CompiledExplanation) -> str:
-        """What a compiled program sends beside the plan, in half a line."""
-        planned = format_bytes(self.planned_bytes)
-        return f"XLA sends {format_bytes(made.total_bytes)}, {self.ratio(made):.2f} times the plan's {planned}"
+        """What a compiled program sends beside the plan, and how much more it computes, in half a line."""
+        planned, products = format_bytes(self.planned_bytes), self.products_ratio(made)
+        more = f", and computes {products:.2f} times its products" if products > NEAR else ""
+        return f"XLA sends {format_bytes(made.total_bytes)}, {self.ratio(made):.2f} times the plan's {planned}{more}"
 
     def worse(self, made: CompiledExplanation) -> tuple[WorseLine, ...]:
         """The lines at which a compiled program sends more than the plan, the largest difference first.
@@ -164,6 +186,23 @@ class PlanCompiler:
             compiled[row.line] = compiled.get(row.line, 0) + row.bytes
         rows = [WorseLine(line, planned.get(line, 0), n) for line, n in compiled.items() if n > planned.get(line, 0)]
         return tuple(sorted(rows, key=lambda row: row.planned - row.compiled))
+
+
+def has_explicit_axes(mesh: Mesh) -> bool:
+    """Whether the mesh of JAX's that was given has axes that are not of type Auto."""
+    return mesh.given is not None and any(kind != jax.sharding.AxisType.Auto for kind in mesh.given.axis_types)
+
+
+def mesh_for_jit(mesh: Mesh, devices: Sequence[object]) -> Mesh:
+    """The mesh for XLA's partitioner: with devices, and with axes of type Auto.
+
+    Args:
+        mesh: of the plan.
+        devices: for an abstract mesh, in its order.
+    """
+    if mesh.devices is None:
+        return dataclasses.replace(mesh, devices=tuple(devices), made_from=None)
+    return dataclasses.replace(mesh, made_from=None) if has_explicit_axes(mesh) else mesh
 
 
 def worse_text(worse: Sequence[WorseLine]) -> list[str]:
