@@ -1,4 +1,4 @@
-"""Models of Flax that plans are exported for, small, with so little memory that the plan splits their weights."""
+"""Models of Flax that plans are exported for, and the plan of given shardings, exported."""
 
 from __future__ import annotations
 
@@ -80,13 +80,22 @@ def nnx_step() -> tuple[Callable[..., Any], Any]:
 
 
 def exported(
-    step: Callable[..., Any], *args: Any, mesh: Any, memory_limit: str | None = "100KiB", **options: Any
+    step: Callable[..., Any], *args: Any, mesh: Any, in_shardings: Any = None, **options: Any
 ) -> gshard.ExportedPlan:
-    """The plan that is found for so little memory, exported."""
-    found = gshard.search(
-        step, *args, mesh=mesh, machine="h100:1x8", memory_limit=memory_limit, progress=False, **options
-    )
+    """The plan in which positional arguments have these shardings, exported; without much of a search."""
+    kwargs = options.pop("kwargs", {})
+    made = gshard.jit(step, mesh=mesh, in_shardings=in_shardings, **options)
+    found = gshard.search(made, *args, machine="h100:1x8", progress=False, budget_seconds=1e-3, **kwargs)
     return gshard.export_plan(found)
+
+
+def split_hidden(arrays: Any, axes: tuple[str, ...], hidden: int = 256) -> Any:
+    """A spec for each array that splits its dimension of the hidden size."""
+
+    def spec(x: Any) -> jax.sharding.PartitionSpec:
+        return jax.sharding.PartitionSpec(*(axes if n == hidden else None for n in x.shape))
+
+    return jax.tree.map(spec, arrays)
 
 
 def specs_of(exported_plan: gshard.ExportedPlan) -> dict[str, jax.sharding.PartitionSpec]:

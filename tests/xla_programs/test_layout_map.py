@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gshard
-from xla_programs.exported_models import MESHES, X, exported, shortened
+from xla_programs.exported_models import MESHES, X, exported, shortened, split_hidden
 
 SHAPES = {
     "model/block_1/up.kernel": (64, 256), "model/block_1/down.kernel": (256, 64),
@@ -37,18 +37,15 @@ def step(params: dict[str, jax.Array], x: jax.Array) -> tuple[dict[str, jax.Arra
 
 def plan_on(mesh: Any) -> gshard.ExportedPlan:
     params = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in SHAPES.items()}
-    return exported(step, params, X, mesh=mesh, memory_limit="240KiB")
+    return exported(step, params, X, mesh=mesh, in_shardings=(split_hidden(params, tuple(mesh)), P()))
 
 
 def looked_up(rows: Sequence[tuple[str, Any]], path: str) -> Any:
     """What a variable gets: whole paths or parts of them, the first row or the only one, in all versions the same."""
-    for match in (re.search, re.match, re.fullmatch):
-        found = [axes for key, axes in rows if match(key, path)]
-        assert len(found) <= 1, path
-        if match is not re.search:
-            assert found == first
-        first = found
-    return P(*first[0]) if first else P()
+    ways = [[axes for key, axes in rows if match(key, path)] for match in (re.search, re.match, re.fullmatch)]
+    assert len(ways[0]) <= 1, path
+    assert ways[0] == ways[1] == ways[2]
+    return P(*ways[0][0]) if ways[0] else P()
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
@@ -71,7 +68,7 @@ def test_alike_paths_have_one_row() -> None:
     found = plan_on({"data": 8}).layout_map(below="params")
     assert dict(found.rows)[r"^model/block_\d+/up\.kernel$"] == (None, "data")
     assert len(found.rows) < len(SHAPES)
-    assert 'layout_map[r"^model/block_\\d+/up\\.kernel$"] = (None, \'data\')' in found.code
+    assert "layout_map[r\"^model/block_\\d+/up\\.kernel$\"] = (None, 'data')" in found.code
     assert not found.changed
 
 
@@ -144,7 +141,7 @@ def keras_program() -> str:
         return jax.tree.map(lambda w, g: w - 0.1 * g, params, gradients), value
 
     arrays = {path: jax.ShapeDtypeStruct(shape, "float32") for path, shape in shapes.items()}
-    plan = exported(layers, arrays, X, mesh={"model": 8}, memory_limit="240KiB")
+    plan = exported(layers, arrays, X, mesh={"model": 8}, in_shardings=(split_hidden(arrays, ("model",)), P()))
     found = plan.layout_map(below="params")
     assert found.rows
     paths = {a.path.removeprefix("params/"): tuple(a.spec) for a in plan.arguments if a.path != "x"}

@@ -12,7 +12,7 @@ from flax import linen as nn
 from jax.sharding import PartitionSpec as P
 
 import gshard
-from xla_programs.exported_models import MESHES, X, exported, linen_step, shortened, specs_of
+from xla_programs.exported_models import MESHES, X, exported, linen_step, shortened, specs_of, split_hidden
 
 Arrays = dict[str, jax.ShapeDtypeStruct]
 
@@ -25,7 +25,7 @@ def by_flax(names: Any, rules: Any) -> list[Any]:
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_flax_gives_boxed_arrays_of_scanned_layers_the_shardings_of_the_plan(mesh: dict[str, int]) -> None:
     step, variables = linen_step()
-    plan = exported(step, variables, X, mesh=mesh, memory_limit="300KiB")
+    plan = exported(step, variables, X, mesh=mesh, in_shardings=(split_hidden(variables, tuple(mesh)), P()))
     assert sum(any(a.axes) for a in plan.arguments) >= 2
     found = plan.logical_axis_rules()
     specs = by_flax(nn.get_partition_spec(variables), found.rows)
@@ -48,7 +48,8 @@ def test_flax_gives_boxed_arrays_of_scanned_layers_the_shardings_of_the_plan(mes
 
 def test_names_come_as_tuples_as_specs_as_words_and_by_path() -> None:
     step, variables = linen_step()
-    plan = exported(step, nn.unbox(variables), X, mesh={"data": 8}, memory_limit="300KiB")
+    bare = nn.unbox(variables)
+    plan = exported(step, bare, X, mesh={"data": 8}, in_shardings=(split_hidden(bare, ("data",)), P()))
     tuples = {"params": {"blocks": {"up": {"kernel": ("layers", "embed", "mlp")},
                                     "down": {"kernel": ("layers", "mlp", "embed")}}}}  # fmt: skip
     words = jax.tree.map(" ".join, tuples, is_leaf=lambda x: isinstance(x, tuple))
@@ -71,7 +72,7 @@ def test_names_of_gshard_name_are_read() -> None:
     made = gshard.jit(
         named, mesh={"data": 8}, layout=gshard.Layout(mlp="data"), names={"w": "embed mlp", "x": "batch embed"}
     )
-    found = gshard.search(made, *arrays, machine="h100:1x8", progress=False)
+    found = gshard.search(made, *arrays, machine="h100:1x8", progress=False, budget_seconds=1e-3)
     assert gshard.export_plan(found).logical_axis_rules().rows == (("mlp", "data"), ("embed", None), ("batch", None))
 
 
@@ -82,8 +83,7 @@ def split_by_hand(specs: dict[str, P], mesh: dict[str, int]) -> gshard.ExportedP
     def scaled(arrays: Any) -> Any:
         return jax.tree.map(lambda x: x * 2, arrays)
 
-    made = gshard.jit(scaled, mesh=mesh, in_shardings=(specs,))
-    plan = exported(made, arrays, mesh=None, memory_limit=None)
+    plan = exported(scaled, arrays, mesh=mesh, in_shardings=(specs,))
     assert specs_of(plan) == {f"arrays/{name}": shortened(spec) for name, spec in specs.items()}
     return plan
 

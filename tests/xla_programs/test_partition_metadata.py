@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import gshard
-from xla_programs.exported_models import MESHES, X, Perceptron, exported, linen_step, nnx_step, shortened
+from xla_programs.exported_models import MESHES, Perceptron, X, exported, linen_step, nnx_step, shortened, split_hidden
 
 
 def specs_by_path(specs: Any) -> dict[str, P]:
@@ -22,7 +22,7 @@ def specs_by_path(specs: Any) -> dict[str, P]:
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_nnx_reads_the_plan_from_its_variables(mesh: dict[str, int]) -> None:
     step, state = nnx_step()
-    plan = exported(step, state, X, mesh=mesh)
+    plan = exported(step, state, X, mesh=mesh, in_shardings=(split_hidden(state, tuple(mesh)), P()))
     rows = dict(plan.partition_metadata("state").rows)
     assert rows.keys() == {"up/kernel", "down/kernel"}
     with nnx.use_eager_sharding(False):
@@ -46,7 +46,9 @@ def test_nnx_reads_the_plan_from_its_variables(mesh: dict[str, int]) -> None:
 
 def test_linen_reads_the_plan_from_boxes() -> None:
     step, variables = linen_step()
-    plan = exported(step, nn.unbox(variables), X, mesh={"data": 2, "model": 4}, memory_limit="300KiB")
+    bare = nn.unbox(variables)
+    split = split_hidden(bare, ("data", "model"))
+    plan = exported(step, bare, X, mesh={"data": 2, "model": 4}, in_shardings=(split, P()))
     rows = dict(plan.partition_metadata("variables").rows)
     assert len(rows) == 2
 
@@ -61,7 +63,7 @@ def test_linen_reads_the_plan_from_boxes() -> None:
 
 def test_arrays_outside_are_listed() -> None:
     step, state = nnx_step()
-    plan = exported(step, state, X, mesh={"data": 8})
+    plan = exported(step, state, X, mesh={"data": 8}, in_shardings=(split_hidden(state, ("data",)), P()))
     found = plan.partition_metadata("state/up")
     assert [path for path, _ in found.rows] == ["kernel"]
     assert [a.path for a in found.unsaid] == ["state/down/kernel"]

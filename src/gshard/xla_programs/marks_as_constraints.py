@@ -26,9 +26,12 @@ def constraint_text(mark: FoundMark) -> str:
 
 
 def own_marks(made: PlanCompiler) -> Iterator[FoundMark]:
-    """The marks of gshard's that the function has inside, as far as they split over whole axes."""
+    """The marks of gshard's that the function has inside, as far as they split over whole axes.
+
+    A mark without a line is none of the function's text: ``out_shardings`` of ``gshard.jit`` are such marks.
+    """
     for e in made.program.block.walk():
-        if e.primitive is not mark_p or e.mark is None or e.mark.unreduced or not e.outputs[0].shape:
+        if e.primitive is not mark_p or e.mark is None or e.mark.unreduced or not e.line:
             continue
         demand = resolve(e.mark, made.mesh, e.outputs[0].shape, e.line)
         spec = spec_of_cut(Sharding(demand.dims), made.mesh)
