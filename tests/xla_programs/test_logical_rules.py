@@ -64,6 +64,16 @@ def test_names_come_as_tuples_as_specs_as_words_and_by_path() -> None:
         plan.logical_axis_rules({"**/up/kernel": ("embed", "mlp")})
 
 
+def test_names_of_boxed_arrays_are_given_by_the_path_of_the_box() -> None:
+    step, variables = linen_step()
+    plan = exported(step, variables, X, mesh={"data": 8}, in_shardings=(split_hidden(variables, ("data",)), P()))
+    by_path = {"variables/params/blocks/*/kernel": "layers _ _"}
+    with pytest.raises(gshard.ShardingError, match="is split and has no name"):
+        plan.logical_axis_rules(by_path)
+    by_path = {"**/up/kernel": "layers in mlp", "**/down/kernel": "layers mlp out"}
+    assert plan.logical_axis_rules(by_path).rows == (("mlp", "data"), ("layers", None), ("out", None), ("in", None))
+
+
 def test_names_of_gshard_name_are_read() -> None:
     def named(w: jax.Array, x: jax.Array) -> jax.Array:
         return gshard.name(jnp.tanh(x @ w), "batch mlp") * 2

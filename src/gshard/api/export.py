@@ -12,7 +12,7 @@ from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames
 from gshard.explanation.found import SearchResult
-from gshard.naming.dimension_metadata import DimensionNames, as_words
+from gshard.naming.dimension_metadata import DimensionNames, as_words, is_box
 from gshard.xla_programs.compiled_ranking import devices_for
 from gshard.xla_programs.exported_plan import ExportedPlan, exported_plan
 
@@ -56,7 +56,9 @@ def _read_names(found: SearchResult, names: Any) -> Sequence[DimensionNames | No
     """The names of the dimensions of each argument; they may be written as Flax and ``jit`` write them."""
     program = found.plan.program
     shapes = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in program.block.inputs[len(program.captured) :]]
-    args, kwargs = jax.tree.unflatten(found.in_tree, shapes)
+    # An array that has metadata is at the path of the node that has both.
+    both = jax.tree.unflatten(found.in_tree, shapes)
+    args, kwargs = jax.tree.map(lambda x: jax.tree.leaves(x)[0] if is_box(x) else x, both, is_leaf=is_box)
     if isinstance(names, Mapping):
         written: Any = {pattern: as_words(said) for pattern, said in names.items()}
     else:
