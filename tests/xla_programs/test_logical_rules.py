@@ -147,6 +147,13 @@ def test_a_contradiction_is_refused_or_settled_by_bytes() -> None:
     assert found.compiled.total_bytes > 0, "the small result is gathered"
 
 
+def test_what_is_split_stays_split_if_either_of_two_is_wrong() -> None:
+    plan = split_by_hand({"v": P("data", None), "w": P(None, "data")}, {"data": 8})
+    found = plan.logical_axis_rules(({"v": ("embed", "out"), "w": ("embed", "out")},), nearest=True)
+    assert [axes for _, axes in found.rows] == ["data", "data"]
+    assert [row.more for row in found.changed] == [0], "one is as planned, the other split along its other dimension"
+
+
 def test_what_cannot_be_named_is_said() -> None:
     plan = split_by_hand({"v": P("data", None), "w": P(None, "data")}, {"data": 8})
     with pytest.raises(gshard.ShardingError, match="dimension 0 is split and has no name"):

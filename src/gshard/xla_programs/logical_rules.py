@@ -134,7 +134,7 @@ def _ordered(arrays: Sequence[_Array], *, nearest: bool) -> tuple[list[LogicalRu
             missed = {rule: _bytes(a for a in arrays if a.wants(rule)) for rule in left}
             least = min(left, key=lambda rule: min(wrong[rule], missed[rule]))
             left.remove(least)
-            if missed[least] <= wrong[least]:
+            if missed[least] < wrong[least]:
                 continue
             rule = least
         else:
