@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 from jax.interpreters import mlir
 from jax.sharding import PartitionSpec as P
 from jaxlib.mlir import ir
 
 import gshard
-from xla_programs.exported_models import MESHES, X, exported, linen_step, nnx_step, split_hidden
+from xla_programs.exported_models import MESHES, X, exported, linen_step, split_hidden
 
 
 def parsed(text: str) -> Any:
@@ -87,7 +88,8 @@ def test_a_constraint_on_every_value_is_in_the_module() -> None:
 
 def test_serialised_modules_come_back() -> None:
     pytest.importorskip("flatbuffers", reason="jax.export needs it to write files")
-    step, state = nnx_step()
-    plan = exported(step, state, X, mesh={"data": 8}, in_shardings=(split_hidden(state, ("data",)), P()))
+    step, variables = linen_step()
+    bare = nn.unbox(variables)
+    plan = exported(step, bare, X, mesh={"data": 8}, in_shardings=(split_hidden(bare, ("data",)), P()))
     again = jax.export.deserialize(plan.jax_export().serialize())
     assert again.mlir_module() == plan.stablehlo()

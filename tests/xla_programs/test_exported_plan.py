@@ -191,7 +191,7 @@ def test_arrays_in_the_memory_of_the_host_stay_there() -> None:
 @pytest.mark.parametrize("kind", ["abstract", "Explicit"])
 def test_meshes_without_devices_and_with_axes_of_type_explicit(kind: str) -> None:
     types = jax.sharding.AxisType
-    mesh: Any = jax.sharding.AbstractMesh((2, 4), ("data", "model"))
+    mesh: Any = jax.sharding.AbstractMesh((2, 4), ("data", "model"), axis_types=(types.Auto,) * 2)
     if kind == "Explicit":
         mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(types.Explicit,) * 2)
     array = jax.ShapeDtypeStruct((64, 64), "float32")
