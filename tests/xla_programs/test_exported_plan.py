@@ -206,6 +206,26 @@ def test_meshes_without_devices_and_with_axes_of_type_explicit(kind: str) -> Non
     assert plan.compiled.total_bytes > 0
 
 
+def test_rewrites_in_what_is_compiled_are_told() -> None:
+    """The rows of a cross entropy are scattered in jax.jit's program, and not in that which gshard compiles."""
+
+    def step(w: jax.Array, x: jax.Array, labels: jax.Array) -> jax.Array:
+        def loss(w: jax.Array) -> jax.Array:
+            return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(x @ w), labels[:, None], 1))
+
+        return jax.grad(loss)(w)
+
+    shapes = [jax.ShapeDtypeStruct((64, 512), "float32"), jax.ShapeDtypeStruct((64, 64), "float32")]
+    labels = jax.ShapeDtypeStruct((64,), "int32")
+    found = gshard.search(
+        step, *shapes, labels, mesh={"data": 8}, machine="h100:1x8", progress=False, budget_seconds=1e-3
+    )
+    assert "sum_of_scatter" in [fired.rewrite for fired in found.plan.program.fired]
+    plan = gshard.export_plan(found)
+    assert "compiled with rewrites of gshard's, without which jax.jit may send more: sum_of_scatter at" in str(plan)
+    assert "# compiled with rewrites of gshard's" in plan.patch()
+
+
 def test_references_are_refused() -> None:
     def counted(total: Any, x: jax.Array) -> jax.Array:
         total[...] += x.sum()

@@ -88,6 +88,8 @@ class SourceFile:
         node = self._function(line)
         if node is None:
             return "the function is not defined by a def statement in a file"
+        if [n.name for n in ast.walk(self.tree) if isinstance(n, ast.FunctionDef)].count(node.name) > 1:
+            return f"the file has several functions called {node.name}"
         places = [d for d in node.decorator_list if self._is_jit(d) or self._is_call_of_jit(d)]
         places += [
             call

@@ -93,6 +93,7 @@ def _checked(
     found = made.compiled(function, outs=outs)
     yield f"call it under: with jax.set_mesh({mesh_text(made.mesh.axes)}):"
     yield f"with arguments placed so, {made.told(found)}"
+    yield from made.rewritten
     yield from worse_text(made.worse(found))
 
 

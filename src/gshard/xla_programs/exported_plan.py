@@ -312,6 +312,7 @@ class ExportedPlan:
             lines.append(f"in the memory of the host, as exported.named(mesh) says: {', '.join(on_host)}")
         if has_explicit_axes(self.mesh):
             lines.append("on a mesh with axes of type Auto: axes of type Explicit take other programs")
+        lines += self._made.rewritten
         lines += [f"split less than by the plan: {line}" for line in self.less_split]
         if self.everywhere:
             lines.append("with a constraint on every value, which few lines do not say: run the plan by gshard.jit")

@@ -31,6 +31,7 @@ from gshard.xla_programs.compiled_program import read_program
 from gshard.xla_programs.program_memory import memory_figures
 
 NEAR = 1.05  # of the plan's bytes, and of its products: what XLA may take and is taken to follow the plan
+_MOVES_NOTHING = "transpose_of_dot"  # a rewrite after which XLA sends what it sent before
 _SHOWN = 8  # lines at which XLA sends more that are printed
 
 
@@ -169,6 +170,13 @@ class PlanCompiler:
         planned, products = format_bytes(self.planned_bytes), self.products_ratio(made)
         more = f", and computes {products:.2f} times its products" if products > NEAR else ""
         return f"XLA sends {format_bytes(made.total_bytes)}, {self.ratio(made):.2f} times the plan's {planned}{more}"
+
+    @property
+    def rewritten(self) -> list[str]:
+        """Lines that say which rewrites of gshard's are in what is compiled, and not in what ``jax.jit`` is given."""
+        others = [one for one in self.program.fired if one.rewrite != _MOVES_NOTHING]
+        fired = ", ".join(dict.fromkeys(f"{one.rewrite}{' at ' * bool(one.line)}{one.line}" for one in others))
+        return [f"compiled with rewrites of gshard's, without which jax.jit may send more: {fired}"] if fired else []
 
     def worse(self, made: CompiledExplanation) -> tuple[WorseLine, ...]:
         """The lines at which a compiled program sends more than the plan, the largest difference first.
