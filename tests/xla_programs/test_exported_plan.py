@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gshard
+from gshard.core.program import format_bytes
 from gshard.xla.hlo_collectives import collectives
 
 Params = dict[str, jax.Array]
@@ -222,8 +223,13 @@ def test_rewrites_in_what_is_compiled_are_told() -> None:
     )
     assert "sum_of_scatter" in [fired.rewrite for fired in found.plan.program.fired]
     plan = gshard.export_plan(found)
-    assert "compiled with rewrites of gshard's, without which jax.jit may send more: sum_of_scatter at" in str(plan)
-    assert "# compiled with rewrites of gshard's" in plan.patch()
+    devices = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    ins, outs = plan.named(devices)
+    compiled = jax.jit(step, in_shardings=ins, out_shardings=outs).lower(*shapes, labels).compile()
+    sent = format_bytes(gshard.explain(compiled).total_bytes)
+    told = next(line for line in str(plan).splitlines() if line.startswith("without gshard's rewrites (sum_of_scatter"))
+    assert f"with the shardings alone: XLA sends {sent}, " in told
+    assert f"# {told}" in plan.patch()
 
 
 def test_references_are_refused() -> None:

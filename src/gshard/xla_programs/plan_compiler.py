@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gshard.core.memory_kinds import in_memory, shape_in_memory
@@ -171,12 +172,35 @@ class PlanCompiler:
         more = f", and computes {products:.2f} times its products" if products > NEAR else ""
         return f"XLA sends {format_bytes(made.total_bytes)}, {self.ratio(made):.2f} times the plan's {planned}{more}"
 
+    @functools.cached_property
+    def as_written(self) -> CompiledExplanation | None:
+        """What XLA compiles with the shardings alone of the function as it is written; None if that is known already.
+
+        Rewrites of gshard's that move less are in the program that is compiled otherwise.
+        """
+        function = self.found.function
+        if function is None or function.jaxpr is None or not self._rewrites:
+            return None
+        first = len(self.program.captured)
+        jitted = jax.jit(
+            jaxpr_as_fun(function.jaxpr()), in_shardings=list(self.ins[first:]), out_shardings=list(self.outs)
+        )
+        return self.read(jitted.lower(*self.takes[first:]).compile())
+
+    @property
+    def _rewrites(self) -> list[str]:
+        others = [one for one in self.program.fired if one.rewrite != _MOVES_NOTHING]
+        return list(dict.fromkeys(f"{one.rewrite}{' at ' * bool(one.line)}{one.line}" for one in others))
+
     @property
     def rewritten(self) -> list[str]:
-        """Lines that say which rewrites of gshard's are in what is compiled, and not in what ``jax.jit`` is given."""
-        others = [one for one in self.program.fired if one.rewrite != _MOVES_NOTHING]
-        fired = ", ".join(dict.fromkeys(f"{one.rewrite}{' at ' * bool(one.line)}{one.line}" for one in others))
-        return [f"compiled with rewrites of gshard's, without which jax.jit may send more: {fired}"] if fired else []
+        """Lines on rewrites of gshard's, which are in what is compiled and not in what ``jax.jit`` is given."""
+        if not self._rewrites:
+            return []
+        fired = ", ".join(self._rewrites)
+        if self.as_written is None:
+            return [f"compiled with rewrites of gshard's, without which jax.jit may send more: {fired}"]
+        return [f"without gshard's rewrites ({fired}), with the shardings alone: {self.told(self.as_written)}"]
 
     def worse(self, made: CompiledExplanation) -> tuple[WorseLine, ...]:
         """The lines at which a compiled program sends more than the plan, the largest difference first.
