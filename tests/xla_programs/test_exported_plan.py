@@ -130,7 +130,7 @@ def test_keywords_static_and_captured_arguments() -> None:
     assert plan.in_shardings == (P("data", None),)
     assert plan.keywords == {"scale": P("data", None)}
     assert [a.path for a in plan.arguments] == ["x", "scale"]
-    assert "by keyword, which in_shardings cannot say: {'scale': P('data', None)}" in str(plan)
+    assert "by keyword, which have no in_shardings: {'scale': P('data', None)}" in str(plan)
     devices = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     ins, outs = plan.named(devices)
     on = jax.NamedSharding(devices, plan.keywords["scale"])
@@ -179,7 +179,7 @@ def test_arrays_in_the_memory_of_the_host_stay_there() -> None:
     plan = gshard.export_plan(gshard.search(made, x, x, machine="h100:1x8", progress=False, budget_seconds=1e-3))
     ins, outs = plan.named(devices)
     assert [sharding.memory_kind for sharding in ins] == ["pinned_host", "device"]
-    assert "in the memory of the host, as exported.named(mesh) says: state" in str(plan)
+    assert "in the memory of the host, with its memory kind in exported.named(mesh): state" in str(plan)
     state, given = jax.device_put(jnp.ones((64, 64)), ins[0]), jax.device_put(jnp.ones((64, 64)), ins[1])
     found = jax.jit(step, in_shardings=ins, out_shardings=outs)(state, given)
     np.testing.assert_array_equal(found, np.full((64, 64), 3.0))

@@ -162,6 +162,6 @@ def test_what_cannot_be_named_is_said() -> None:
         plan.logical_axis_rules(({"v": ("embed", "embed"), "w": None},))
     found = plan.logical_axis_rules(({"v": ("mlp", "embed"), "w": None},))
     assert [a.path for a in found.unsaid] == ["arrays/w"]
-    assert "not said by rows" in str(found)
+    assert "split by the plan, without a row" in str(found)
     settled = plan.logical_axis_rules(({"v": (None, "mlp"), "w": ("embed", "vocab")},), nearest=True)
     assert [(row.argument.path, row.more) for row in settled.changed] == [("arrays/v", 64 * 64 * 4 * 7 // 8)]

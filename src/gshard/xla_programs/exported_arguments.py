@@ -72,7 +72,7 @@ def arguments_of(made: PlanCompiler) -> tuple[ExportedArgument, ...]:
 
 
 def less_split(made: PlanCompiler) -> Iterator[str]:
-    """What is split less at the boundary of the function than inside, since JAX cannot say it; a line for each array.
+    """Lists the arrays that ``jax.jit`` splits less at the boundary of the function than the plan does inside.
 
     JAX has no arrays in unequal parts, and no name for a part of an axis.
     """

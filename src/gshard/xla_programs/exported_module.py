@@ -28,7 +28,7 @@ def exported_module(made: PlanCompiler, function: Callable[..., Any], compiled: 
 
     Raises:
         PlanError: the module that is exported sends other bytes than ``compiled``; or an argument that was given by
-            keyword is in another memory than its type says.
+            keyword is in another memory than that of its type.
     """
     program, tree = made.program, made.found.in_tree
     first = len(program.captured)

@@ -60,7 +60,7 @@ def exported_patch(
         if literal is None:
             if any(a.memory == DEVICE for a in rows):
                 statements[parameter] = _constrained(made, parameter, rows)
-            notes.append(f"place the arrays of {parameter} before a call: in_shardings cannot say them in a literal")
+            notes.append(f"place the arrays of {parameter} before a call: in_shardings cannot describe them")
         texts.append(literal)
     if by_keyword:
         notes.append("jax.jit takes no in_shardings for a call with arguments by keyword: constraints are inside")
@@ -69,7 +69,7 @@ def exported_patch(
     if outs is not None:
         keywords["out_shardings"] = outs
     if unsaid:
-        notes.append(f"out_shardings leave {', '.join(unsaid)} to XLA: no literal says them")
+        notes.append(f"out_shardings leave {', '.join(unsaid)} to XLA: no Python literal describes them")
     patch = Patch(program)
     left = patch.jit(defined, keywords) if keywords else []
     left += patch.begin(defined, statements)

@@ -215,7 +215,7 @@ class ExportedPlan:
                 None leaves an array out. By default the paths of the arguments.
             below: only arguments at this path, by the rest of it: ``"params"`` makes ``params/dense/kernel`` be
                 ``dense/kernel``. Not with ``paths``.
-            nearest: if a dimension is split over several axes, which Keras cannot say, keep the largest, and list the
+            nearest: if a dimension is split over several axes, which Keras does not support, keep the largest and list the
                 array in ``changed``.
 
         Returns:
@@ -223,7 +223,7 @@ class ExportedPlan:
 
         Raises:
             ArgumentError: ``paths`` are not like the arguments, or name two arrays that are split otherwise.
-            ShardingError: Keras cannot say the plan.
+            ShardingError: a dimension is split over several axes, without ``nearest``.
         """
         arrays = self._rows.below(below) if paths is None else self._by_path(paths)
         return layout_map(self._rows, arrays, nearest=nearest)
@@ -312,9 +312,11 @@ class ExportedPlan:
         ]
         lines += self._shown()
         if self.keywords:
-            lines.append(f"by keyword, which in_shardings cannot say: {dict(self.keywords)}")
+            lines.append(f"by keyword, which have no in_shardings: {dict(self.keywords)}")
         if on_host := [a.path for a in self.arguments if a.memory != "device"]:
-            lines.append(f"in the memory of the host, as exported.named(mesh) says: {', '.join(on_host)}")
+            lines.append(
+                f"in the memory of the host, with its memory kind in exported.named(mesh): {', '.join(on_host)}"
+            )
         if has_explicit_axes(self.mesh):
             lines.append("on a mesh with axes of type Auto: axes of type Explicit take other programs")
         lines += self._made.rewritten

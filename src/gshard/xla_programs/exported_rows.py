@@ -69,7 +69,10 @@ class ExportedRows:
 
     def __str__(self) -> str:
         lines = [self.code, f"checked: {self.told}"]
-        for title, arrays in (("other shardings than the plan's", self.changed), ("not said by rows", self.unsaid)):
+        for title, arrays in (
+            ("other shardings than the plan's", self.changed),
+            ("split by the plan, without a row", self.unsaid),
+        ):
             if arrays:
                 lines += [title, *(f"  {a}" for a in arrays[:_SHOWN])]
                 lines += [f"  and {len(arrays) - _SHOWN} more"] * (len(arrays) > _SHOWN)
