@@ -215,8 +215,8 @@ class ExportedPlan:
                 None leaves an array out. By default the paths of the arguments.
             below: only arguments at this path, by the rest of it: ``"params"`` makes ``params/dense/kernel`` be
                 ``dense/kernel``. Not with ``paths``.
-            nearest: if a dimension is split over several axes, which Keras does not support, keep the largest and list the
-                array in ``changed``.
+            nearest: if a dimension is split over several axes, which Keras does not support, keep the largest axis, and
+                list the array in ``changed``.
 
         Returns:
             ``rows`` are the pairs in order, ``code`` sets them; print the result for the check.
