@@ -79,6 +79,39 @@ def test_search_prints_what_it_found_and_writes_the_plan(model, tmp_path, capsys
     assert f"there is no folder {tmp_path / 'absent'}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("options", "part"),
+    [
+        (["--export"], "in_shardings = "),
+        (["--export-as", "patch"], "# call it under: with jax.set_mesh("),
+        (["--export", "plan.diff"], "# call it under: with jax.set_mesh("),
+        (["--export", "plan.mlir"], "sdy.mesh @mesh"),
+        (["--export", "rows.txt", "--export-as", "layout-map"], "keras.distribution.LayoutMap(device_mesh)"),
+        (["--export", "rows.txt", "--export-as", "metadata:x"], "checked: XLA sends"),
+    ],
+)
+def test_search_exports_the_plan(model, options, part, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    command = ["search", f"{model}:example", "--mesh", "data=4", "--machine", "h100:1x4", *options]
+    assert main([*command, "--budget-seconds", "1"]) == 0
+    printed = capsys.readouterr().out
+    files = [tmp_path / name for name in options[1:2] if "." in name]
+    assert part in (files[0].read_text() if files else printed)
+    assert all(f"wrote {file.name}: for jax.jit on mesh" in printed for file in files)
+
+
+def test_search_refuses_a_form_that_there_is_not(model, capsys):
+    command = ["search", f"{model}:example", "--mesh", "4", "--machine", "h100:1x4"]
+    assert main([*command, "--export-as", "patches"]) == 1
+    assert "a plan has no form 'patches'" in capsys.readouterr().err
+    assert main([*command, "--export-as", "patch:params"]) == 1
+    assert "takes no path of arguments" in capsys.readouterr().err
+    assert main([*command, "--export-as", "jax-export"]) == 1
+    assert "writes bytes" in capsys.readouterr().err
+    assert main([*command, "--over", "layout", "--export-as", "patch"]) == 1
+    assert "--export-as would tell of a plan" in capsys.readouterr().err
+
+
 def test_search_tries_the_shapes_of_a_number_of_devices(model, capsys):
     assert (
         main(["search", f"{model}:example", "--mesh", "4", "--machine", "h100:1x4", "--donate-argnums", "0", "--marks"])

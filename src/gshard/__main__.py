@@ -25,7 +25,7 @@ from gshard.api.jit import jit
 from gshard.api.jitted import Jitted
 from gshard.api.search import search
 from gshard.baselines import SIGNALLED, CheckFailed, check_fits, check_sent, end_search, explanation_in, limit_of
-from gshard.command_options import parsed
+from gshard.command_options import PRINTED, parsed
 from gshard.compiled_command import is_dump, mesh_of_arguments, of_dump, of_function
 from gshard.core.errors import ArgumentError, GShardError
 from gshard.core.mesh import Mesh
@@ -34,6 +34,7 @@ from gshard.device.machine import Machine
 from gshard.explanation.difference import Difference, difference
 from gshard.explanation.explain import Explanation
 from gshard.explanation.report.page import page
+from gshard.export_command import export_to, form_of
 from gshard.moe.models import ModelError
 from gshard.named_target import TOLD, TargetError, load, mesh_of, need_folder, place_of, play_devices, told_by
 from gshard.plan_command import plan
@@ -43,7 +44,7 @@ from gshard.xla_programs.compiled_explanation import CompiledExplanation
 from gshard.xla_programs.compiled_report import NO_MACHINE
 
 FAILED = 3  # exit status
-_OF_PLANS = ("why", "marks", "patch", "html", "export", "save")  # options of search that are about a plan
+_OF_PLANS = ("why", "marks", "patch", "html", "export", "export_as", "save")  # options of search that are about a plan
 
 
 def _mesh(mesh: str | None, machine: str | None) -> Mesh:
@@ -142,6 +143,8 @@ def _write_data(options: argparse.Namespace, data: dict[str, Any], against: Diff
 
 
 def _search(options: argparse.Namespace) -> None:
+    file = None if options.export == PRINTED else options.export
+    form = form_of(file, options.export_as) if options.export or options.export_as else None
     f, arguments = _load(options, options.target, options.machine)
     mesh = int(options.mesh) if (options.mesh or "").isdecimal() else options.mesh and mesh_of(options.mesh)
     asked: dict[str, Any] = {
@@ -155,7 +158,7 @@ def _search(options: argparse.Namespace) -> None:
         **told_by(f, len(arguments), options),
     }
     if options.over == "layout":
-        if of_plans := [f"--{name}" for name in _OF_PLANS if getattr(options, name)]:
+        if of_plans := [f"--{name.replace('_', '-')}" for name in _OF_PLANS if getattr(options, name)]:
             raise ArgumentError(
                 f"--over layout finds a table, and {', '.join(of_plans)} would tell of a plan.",
                 hint="Leave one of them out.",
@@ -179,8 +182,8 @@ def _search(options: argparse.Namespace) -> None:
             print(f"git apply {options.patch}")
         else:
             print("no mark in it that git could apply")
-    if options.export:
-        print(f"\n{export_plan(found)}")
+    if form is not None:
+        print(f"\n{export_to(export_plan(found), file, form)}")
     if options.save:
         found.save(options.save)
         print(

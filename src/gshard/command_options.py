@@ -15,6 +15,7 @@ from pathlib import Path
 import jax
 
 from gshard.explanation.trials import SECONDS
+from gshard.export_command import FORMS
 
 _OF_ARGUMENTS = {"--static": "--static-argnums", "--donate": "--donate-argnums"}
 _OLD_NAMES = {
@@ -22,6 +23,8 @@ _OLD_NAMES = {
     "search": {**_OF_ARGUMENTS, "--seconds": "--budget-seconds"},
     "plan": {"--topology": "--machine"},
 }
+
+PRINTED = Path()  # --export without a file
 
 Run = Callable[[argparse.Namespace], None]
 
@@ -143,7 +146,18 @@ def _parser(runs: Mapping[str, Run]) -> argparse.ArgumentParser:
     )
     command.add_argument("--html", type=Path, help="write the report of the plan as one page")
     command.add_argument(
-        "--export", action="store_true", help="print the plan as shardings for jax.jit, and what XLA compiles of them"
+        "--export",
+        nargs="?",
+        type=Path,
+        const=PRINTED,
+        metavar="plan.diff",
+        help="print or write the plan for jax.jit without gshard, compiled by XLA and compared: .diff is a patch, "
+        ".mlir StableHLO, .jax_export what jax.export serialises, another suffix the shardings",
+    )
+    command.add_argument(
+        "--export-as",
+        metavar="FORM",
+        help=f"the form of --export: {', '.join(FORMS)}; layout-map:params is about arguments at params",
     )
     command.add_argument("--save", type=Path, metavar="plan.json", help="write the plan, for gshard.jit(plan=...)")
     command.set_defaults(run=runs["search"])

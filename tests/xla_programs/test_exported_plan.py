@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gshard
+from gshard.core.program import format_bytes
 from gshard.xla.hlo_collectives import collectives
 
 Params = dict[str, jax.Array]
@@ -113,3 +114,143 @@ def test_only_a_result_of_a_search_is_exported() -> None:
     wrong: Any = "h100"
     with pytest.raises(gshard.ArgumentError, match="not str"):
         gshard.export_plan(wrong)
+
+
+def test_keywords_static_and_captured_arguments() -> None:
+    """Shardings of keyword arguments are beside the positional ones; static arguments have none, as in jax.jit."""
+    table = jnp.ones((64, 256))
+
+    def stepped(kind: str, x: jax.Array, *, scale: jax.Array) -> jax.Array:
+        h = gshard.split(x, 0, "data") @ table
+        return (jnp.tanh(h) if kind == "tanh" else h) * gshard.split(scale, 0, "data")
+
+    x, scale = jnp.ones((64, 64)), jnp.ones((64, 1))
+    made = gshard.jit(stepped, mesh={"data": 8}, static_argnums=0)
+    plan = gshard.export_plan(gshard.search(made, "tanh", x, scale=scale, machine="h100:1x8", progress=False))
+    assert plan.in_shardings == (P("data", None),)
+    assert plan.keywords == {"scale": P("data", None)}
+    assert [a.path for a in plan.arguments] == ["x", "scale"]
+    assert "by keyword, which have no in_shardings: {'scale': P('data', None)}" in str(plan)
+    devices = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    ins, outs = plan.named(devices)
+    on = jax.NamedSharding(devices, plan.keywords["scale"])
+    jitted = jax.jit(stepped, static_argnums=0, out_shardings=outs)
+    found = jitted("tanh", jax.device_put(x, ins[0]), scale=jax.device_put(scale, on))
+    np.testing.assert_allclose(found, jnp.tanh(x @ table), rtol=1e-6)
+    assert not collectives(
+        jitted.lower("tanh", jax.device_put(x, ins[0]), scale=jax.device_put(scale, on)).compile().as_text()
+    )
+
+
+def test_what_jax_cannot_split_is_told() -> None:
+    """60 rows over 8 devices: the plan splits them inside, jax.jit takes and returns them whole, or split less."""
+
+    def rows(x: jax.Array, w: jax.Array) -> jax.Array:
+        return gshard.split(x, 0, 8) @ gshard.split(w, 1, 2)
+
+    x, w = jax.ShapeDtypeStruct((60, 512), "float32"), jax.ShapeDtypeStruct((512, 64), "float32")
+    found = gshard.search(rows, x, w, mesh={"data": 8}, machine="h100:1x8", progress=False, budget_seconds=1e-3)
+    plan = gshard.export_plan(found)
+    assert plan.in_shardings == (P(None, None), P(None, None))
+    told = "\n".join(plan.less_split)
+    assert "60 does not divide evenly" in told
+    assert "split less than by the plan: " in str(plan)
+
+
+def test_a_part_of_an_axis_is_told() -> None:
+    def halved(w: jax.Array) -> jax.Array:
+        return gshard.split(w, 0, 2) * 2
+
+    w = jax.ShapeDtypeStruct((64, 64), "float32")
+    plan = gshard.export_plan(gshard.search(halved, w, mesh={"data": 8}, machine="h100:1x8", progress=False))
+    assert [line.partition(":")[0] for line in plan.less_split] == ["w", "result"]
+    assert all("a part of an axis has no name" in line for line in plan.less_split)
+
+
+def test_arrays_in_the_memory_of_the_host_stay_there() -> None:
+    devices = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    on_host = jax.NamedSharding(devices, P("data"), memory_kind="pinned_host")
+
+    def step(state: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.device_put(state, jax.memory.Space.Device) * 2 + x
+
+    made = gshard.jit(step, mesh=devices, in_shardings=(on_host, P("data")))
+    x = jax.ShapeDtypeStruct((64, 64), "float32")
+    plan = gshard.export_plan(gshard.search(made, x, x, machine="h100:1x8", progress=False, budget_seconds=1e-3))
+    ins, outs = plan.named(devices)
+    assert [sharding.memory_kind for sharding in ins] == ["pinned_host", "device"]
+    assert "in the memory of the host, with its memory kind in exported.named(mesh): state" in str(plan)
+    state, given = jax.device_put(jnp.ones((64, 64)), ins[0]), jax.device_put(jnp.ones((64, 64)), ins[1])
+    found = jax.jit(step, in_shardings=ins, out_shardings=outs)(state, given)
+    np.testing.assert_array_equal(found, np.full((64, 64), 3.0))
+    patch = plan.patch()
+    assert 'in_shardings=(None, P("data"))' in patch
+    assert "place the arrays of state before a call" in patch
+    assert 'mhlo.memory_kind = "pinned_host"' in plan.stablehlo()
+
+
+@pytest.mark.parametrize("kind", ["abstract", "Explicit"])
+def test_meshes_without_devices_and_with_axes_of_type_explicit(kind: str) -> None:
+    types = jax.sharding.AxisType
+    mesh: Any = jax.sharding.AbstractMesh((2, 4), ("data", "model"), axis_types=(types.Auto,) * 2)
+    if kind == "Explicit":
+        mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(types.Explicit,) * 2)
+    array = jax.ShapeDtypeStruct((64, 64), "float32")
+
+    def product(w: jax.Array, x: jax.Array) -> jax.Array:
+        return gshard.split(x, 1, "model") @ gshard.split(w, 0, "model")
+
+    found = gshard.search(product, array, array, mesh=mesh, machine="h100:1x8", progress=False, budget_seconds=1e-3)
+    plan = gshard.export_plan(found)
+    assert plan.in_shardings == (P("model", None), P(None, "model"))
+    assert ("axes of type Explicit" in str(plan)) == (kind == "Explicit")
+    assert plan.compiled.total_bytes > 0
+
+
+def test_rewrites_in_what_is_compiled_are_told() -> None:
+    """The rows of a cross entropy are scattered in jax.jit's program, and not in that which gshard compiles."""
+
+    def step(w: jax.Array, x: jax.Array, labels: jax.Array) -> jax.Array:
+        def loss(w: jax.Array) -> jax.Array:
+            return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(x @ w), labels[:, None], 1))
+
+        return jax.grad(loss)(w)
+
+    shapes = [jax.ShapeDtypeStruct((64, 512), "float32"), jax.ShapeDtypeStruct((64, 64), "float32")]
+    labels = jax.ShapeDtypeStruct((64,), "int32")
+    found = gshard.search(
+        step, *shapes, labels, mesh={"data": 8}, machine="h100:1x8", progress=False, budget_seconds=1e-3
+    )
+    assert "sum_of_scatter" in [fired.rewrite for fired in found.plan.program.fired]
+    plan = gshard.export_plan(found)
+    devices = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    ins, outs = plan.named(devices)
+    compiled = jax.jit(step, in_shardings=ins, out_shardings=outs).lower(*shapes, labels).compile()
+    sent = format_bytes(gshard.explain(compiled).total_bytes)
+    told = next(line for line in str(plan).splitlines() if line.startswith("without gshard's rewrites (sum_of_scatter"))
+    assert f"with the shardings alone: XLA sends {sent}, " in told
+    assert f"# {told}" in plan.patch()
+
+
+def test_references_are_refused() -> None:
+    def counted(total: Any, x: jax.Array) -> jax.Array:
+        total[...] += x.sum()
+        return x * 2
+
+    total, x = jax.new_ref(jnp.zeros(())), jnp.ones((64, 64))
+    found = gshard.search(counted, total, x, mesh={"data": 8}, machine="h100:1x8", progress=False, budget_seconds=1e-3)
+    with pytest.raises(gshard.ArgumentError, match="no shardings for references"):
+        gshard.export_plan(found)
+
+
+def test_a_result_that_is_empty_and_none_among_arguments() -> None:
+    def step(state: dict[str, Any], x: jax.Array) -> tuple[dict[str, Any], None]:
+        return {**state, "w": state["w"] * x.sum()}, None
+
+    state = {"w": jax.ShapeDtypeStruct((64,), "float32"), "none": None, "empty": []}
+    x = jax.ShapeDtypeStruct((0, 8), "float32")
+    found = gshard.search(step, state, x, mesh={"data": 8}, machine="h100:1x8", progress=False, budget_seconds=1e-3)
+    plan = gshard.export_plan(found)
+    assert plan.in_shardings[0].keys() == state.keys()
+    assert "in_shardings=" in plan.patch()
+    assert plan.jax_export().nr_devices == 8

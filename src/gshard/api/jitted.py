@@ -49,6 +49,7 @@ from gshard.core.jax_adapter_references import references_in
 from gshard.core.jax_adapter_tracebacks import without_our_frames
 from gshard.core.layout import Layout
 from gshard.core.mesh import Mesh, MeshLike
+from gshard.core.paths import parameters_of
 from gshard.core.phases import phase
 from gshard.core.planning_tables import Tables, with_tables
 from gshard.core.program import Program
@@ -289,7 +290,7 @@ class Jitted(OneObject, Generic[P, R]):
         program = dataclasses.replace(program, argument_marks=marks, **memories(program, signature, self._options))
         program = target.with_kept_options(program)
         if self._options.names is not None:
-            said = names_of_arguments(f, self._options.names, *signature.arguments())
+            said = names_of_arguments(parameters_of(f), self._options.names, *signature.arguments())
             program = with_names_of_arguments(program, said, given)
         first = len(program.captured)
         padded = {first + i: x.partitioning for i, x in enumerate(signature.leaves) if x.partitioning is not None}

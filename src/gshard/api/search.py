@@ -293,7 +293,10 @@ def _namable(made: Jitted, lowered: Lowered, args: tuple[Any, ...], kwargs: dict
             base = made.under(layout).lower(*args, **kwargs).program
         return with_names_of_arguments(base, said, ())
 
-    return Namable(program, paths_of_arguments(program, lowered.in_tree), told, place_of_definition(made))
+    def jaxpr() -> Any:
+        return made.trace(*args, **kwargs).jaxpr
+
+    return Namable(program, paths_of_arguments(program, lowered.in_tree), told, place_of_definition(made), jaxpr)
 
 
 def _meshes(mesh: Any) -> Iterable[Mesh]:

@@ -17,6 +17,7 @@ import dataclasses
 import itertools
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from jax.sharding import PartitionSpec
@@ -58,12 +59,14 @@ class Namable:
         paths: of its arguments.
         told: the program under a layout, with names for its arguments (None: none).
         defined: file and first line of its definition; None where there is none in a file.
+        jaxpr: makes the closed jaxpr of the function as it is written, before anything is rewritten.
     """
 
     program: Program
     paths: tuple[str, ...]
     told: Callable[[Layout, Sequence[Names | None]], Program]
     defined: tuple[str, int] | None = None
+    jaxpr: Callable[[], Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

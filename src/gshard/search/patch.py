@@ -8,19 +8,15 @@ and ``patch`` pass over them.
 
 from __future__ import annotations
 
-import ast
-import difflib
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from gshard.core.jax_adapter import is_transposed, user_place
 from gshard.core.mesh import Mesh
-from gshard.core.program import Equation, Program
+from gshard.core.program import Equation, Program, Value
 from gshard.search.argument_marks import argument_marks
 from gshard.search.as_marks import FoundMark
-
-_SPEC = "from jax.sharding import PartitionSpec as P"
+from gshard.search.source_file import SourceFile
 
 
 def patch_of(
@@ -41,147 +37,89 @@ def patch_of(
         mesh: the devices.
         notes: what to say of the marks.
     """
-    producers = {v: e for e in program.block.walk() for v in e.outputs}
-    at: dict[tuple[str, int], list[tuple[int, Equation]]] = {}
-    for i, e in enumerate(program.block.walk()):
-        place = user_place(e.source_info)
-        if place is not None and not is_transposed(e.source_info):
-            at.setdefault(place, []).append((i, e))
-    files: dict[str, _File] = {}
+    patch = Patch(program)
     left: list[str] = []
     inputs = program.block.inputs[len(program.captured) :]
     of_arguments = {v: s for mark in marks for v, s in mark.shardings.items() if v in inputs}
     statements, unsaid = ({}, set(of_arguments)) if mesh is None else argument_marks(of_arguments, inputs, paths, mesh)
-    if statements and not _write_at_the_top(statements, defined, files):
-        of = f"the function {program.name} is in no file, or not in this form: write in front of its first statement"
-        left += [f"# {of}", *(f"#   {line}" for text in statements.values() for line in text.splitlines())]
+    left += patch.begin(defined, statements)
     for mark in marks:
         others = [v for v in mark.shardings if v not in of_arguments or v in unsaid]
-        done = [v not in of_arguments and _write(mark.text, producers.get(v), at, files) for v in others]
+        done = [v not in of_arguments and patch.mark(v, mark.text) for v in others]
         if not all(done):
-            left.append(f"# {mark.text} {mark.at}: not written, do it by hand")
-    left = [*(f"# {note}" for note in notes), *left]
-    return "\n".join([*left, *(line for file in files.values() for line in file.diff())]) + "\n"
+            left.append(f"{mark.text} {mark.at}: not written, do it by hand")
+    return patch.text([*notes, *left])
 
 
-def _write(
-    text: str,
-    e: Equation | None,
-    at: Mapping[tuple[str, int], Sequence[tuple[int, Equation]]],
-    files: dict[str, _File],
-) -> bool:
-    place = None if e is None else user_place(e.source_info)
-    if place is None or not Path(place[0]).is_file():
-        return False
-    path, line = place
-    file = files.get(path) or _File(path)
-    statement = file.statement(line)
-    if statement is None:
-        return False
-    lines = range(statement.lineno, (statement.end_lineno or statement.lineno) + 1)
-    made = [pair for n in lines for pair in at.get((path, n), ())]
-    # What a statement assigns or returns is what its last equation makes.
-    if not made or max(made, key=lambda pair: pair[0])[1] is not e:
-        return False
-    files[path] = file
-    return file.mark(statement, text)
+class Patch:
+    """Changes of the source files of a program.
 
+    Args:
+        program: as it was traced; its files must be as they were then.
+    """
 
-def _write_at_the_top(statements: Mapping[str, str], defined: tuple[str, int] | None, files: dict[str, _File]) -> bool:
-    """Puts statements for parameters in front of a function's first statement; False where that is not possible."""
-    if defined is None or not Path(defined[0]).is_file():
-        return False
-    path, line = defined
-    file = files.get(path) or _File(path)
-    if not file.begin(line, statements):
-        return False
-    files[path] = file
-    return True
+    def __init__(self, program: Program):
+        self._name = program.name
+        self._producers = {v: e for e in program.block.walk() for v in e.outputs}
+        self._at: dict[tuple[str, int], list[tuple[int, Equation]]] = {}
+        for i, e in enumerate(program.block.walk()):
+            place = user_place(e.source_info)
+            if place is not None and not is_transposed(e.source_info):
+                self._at.setdefault(place, []).append((i, e))
+        self._files: dict[str, SourceFile] = {}
 
-
-class _File:
-    """A source file that is being changed."""
-
-    def __init__(self, path: str):
-        self.path = path
-        self.text = Path(path).read_text("utf-8")
-        self.lines = self.text.splitlines()
-        self.tree = ast.parse(self.text)
-        self.after: dict[int, str] = {}
-        self.instead: dict[int, str] = {}
-        self.before: dict[int, str] = {}
-
-    def statement(self, line: int) -> ast.stmt | None:
-        """The innermost statement at a line that has none inside."""
-        found = [
-            node
-            for node in ast.walk(self.tree)
-            if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Return)
-            and node.lineno <= line <= (node.end_lineno or node.lineno)
-        ]
-        return max(found, key=lambda node: node.lineno, default=None)
-
-    def begin(self, line: int, statements: Mapping[str, str]) -> bool:
-        """Puts statements in front of the first of a function; False where it has other parameters, or but one line."""
-        for node in ast.walk(self.tree):
-            if not isinstance(node, ast.FunctionDef):
-                continue
-            parameters = {a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)}
-            first = min((node.lineno, *(decorator.lineno for decorator in node.decorator_list)))
-            if first != line or not parameters >= set(statements):
-                continue
-            is_text = isinstance(node.body[0], ast.Expr) and isinstance(node.body[0].value, ast.Constant)
-            body = node.body[1:] if is_text and len(node.body) > 1 else node.body
-            begin = min((body[0].lineno, *(d.lineno for d in getattr(body[0], "decorator_list", ()))))
-            if self.lines[begin - 1][: body[0].col_offset].strip():
-                return False
-            indent = " " * body[0].col_offset
-            self.before[begin] = "\n".join(indent + part for text in statements.values() for part in text.splitlines())
-            return True
-        return False
-
-    def mark(self, statement: ast.stmt, text: str) -> bool:
-        """Puts a mark after or around a statement; False where that cannot be said."""
-        indent = " " * statement.col_offset
-        if isinstance(statement, ast.Return):
-            value = statement.value
-            if value is None or statement.lineno != statement.end_lineno:
-                return False
-            source = ast.get_source_segment(self.text, value)
-            self.instead[statement.lineno] = f"{indent}return {text.replace('(x', f'({source}', 1)}"
-            return True
-        targets: list[ast.expr] = getattr(statement, "targets", None) or [statement.target]  # type: ignore[attr-defined]
-        if len(targets) != 1 or not isinstance(targets[0], ast.Name) or not statement.end_lineno:
+    def mark(self, v: Value, text: str) -> bool:
+        """Writes a mark on a value, whose source text has ``x`` in its place; False where that cannot be said."""
+        e = self._producers.get(v)
+        place = None if e is None else user_place(e.source_info)
+        if place is None or not Path(place[0]).is_file():
             return False
-        name = targets[0].id
-        self.after[statement.end_lineno] = f"{indent}{name} = {text.replace('(x', f'({name}', 1)}"
-        return True
+        path, line = place
+        file = self._file(path)
+        statement = file.statement(line)
+        if statement is None:
+            return False
+        lines = range(statement.lineno, (statement.end_lineno or statement.lineno) + 1)
+        made = [pair for n in lines for pair in self._at.get((path, n), ())]
+        # What a statement assigns or returns is what its last equation makes.
+        return bool(made) and max(made, key=lambda pair: pair[0])[1] is e and file.mark(statement, text)
 
-    def diff(self) -> Iterator[str]:
-        """The change as lines of a unified diff."""
-        needed = [] if self._imports("gshard", None) else ["import gshard"]
-        written = [*self.after.values(), *self.instead.values(), *self.before.values()]
-        if any(" P(" in text for text in written) and not self._imports("jax.sharding", "P"):
-            needed.append(_SPEC)
-        new: list[str] = []
-        place = max(
-            (n.end_lineno or 0 for n in self.tree.body if isinstance(n, ast.Import | ast.ImportFrom)), default=0
+    def begin(self, defined: tuple[str, int] | None, statements: Mapping[str, str]) -> list[str]:
+        """Puts statements for parameters in front of a function's first; else these, as lines of text.
+
+        Args:
+            defined: file and first line of the function.
+            statements: by the parameter that each is about.
+        """
+        if not statements:
+            return []
+        if defined is not None and Path(defined[0]).is_file() and self._file(defined[0]).begin(defined[1], statements):
+            return []
+        of = f"the function {self._name} is in no file, or not in this form: write in front of its first statement"
+        return [of, *(f"  {line}" for text in statements.values() for line in text.splitlines())]
+
+    def jit(self, defined: tuple[str, int] | None, keywords: Mapping[str, str]) -> list[str]:
+        """Adds keywords where a function is jitted by ``jax.jit``; else these, as lines of text.
+
+        Args:
+            defined: file and first line of the function.
+            keywords: by name, as source text.
+        """
+        reason = f"the function {self._name} is in no file"
+        if defined is not None and Path(defined[0]).is_file():
+            reason = self._file(defined[0]).jit(defined[1], keywords)
+        if not reason:
+            return []
+        rows = [f"  {line}" for name, value in keywords.items() for line in f"{name}={value},".splitlines()]
+        return [f"{reason}: give jax.jit", *rows]
+
+    def text(self, notes: Sequence[str]) -> str:
+        """The diff of all files, behind notes in lines that begin with ``#``."""
+        return (
+            "\n".join([*(f"# {n}" for n in notes), *(line for f in self._files.values() for line in f.diff())]) + "\n"
         )
-        for number, line in enumerate(self.lines, 1):
-            new += self.before[number].splitlines() if number in self.before else []
-            new.append(self.instead.get(number, line))
-            new += [self.after[number]] if number in self.after else []
-            new += needed if number == place else []
-        new = [*needed, *new] if not place else new
-        shown = os.path.relpath(self.path)
-        shown = self.path.lstrip("/") if shown.startswith("..") else shown
-        return difflib.unified_diff(self.lines, new, f"a/{shown}", f"b/{shown}", lineterm="")
 
-    def _imports(self, module: str, name: str | None) -> bool:
-        for node in self.tree.body:
-            if isinstance(node, ast.Import) and name is None and any(a.name == module for a in node.names):
-                return True
-            if isinstance(node, ast.ImportFrom) and name is not None:
-                if any((a.asname or a.name) == name for a in node.names):
-                    return True
-        return False
+    def _file(self, path: str) -> SourceFile:
+        if path not in self._files:
+            self._files[path] = SourceFile(path)
+        return self._files[path]

@@ -7,7 +7,7 @@ hands the rest to GSPMD or Shardy.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -21,10 +21,16 @@ from gshard.core.program import Constant, Equation, Program, Value
 from gshard.core.sharding import Sharding
 from gshard.core.split import operand_sharding, result_sharding
 from gshard.language.interpret import Interpreter
+from gshard.language.mark_primitive import mark_p
 
 
 def xla_function(
-    program: Program, mesh: Mesh, plan: Plan | None = None, *, turns_only: bool = False
+    program: Program,
+    mesh: Mesh,
+    plan: Plan | None = None,
+    *,
+    turns_only: bool = False,
+    ignored: Collection[Value] = (),
 ) -> Callable[..., list[Any]]:
     """A function of the program's flat inputs (captured arrays first) that XLA's partitioner can be given.
 
@@ -35,6 +41,7 @@ def xla_function(
             otherwise only marks are constraints.
         turns_only: constrains only values whose users split them along other dimensions: once with the sharding of
             the value, once with that of the user. Experts write all-to-alls this way: with one constraint XLA gathers.
+        ignored: the results of marks of gshard's that are the identity, as they are under ``jax.jit``.
 
     Returns:
         a function of global arrays to the flat results, to be compiled with ``jax.jit``.
@@ -49,7 +56,7 @@ def xla_function(
             next((e.line for e in inside if e.line), None),
             hint="Compile the function itself: jax.jit(f).lower(...).compile().",
         )
-    replay = _Turned(mesh, plan) if plan is not None and turns_only else _Marked(mesh, plan)
+    replay = _Turned(mesh, plan) if plan is not None and turns_only else _Marked(mesh, plan, ignored)
     return lambda *arrays: replay.run(program.block, arrays)
 
 
@@ -59,10 +66,13 @@ class _Marked(Interpreter):
 
     mesh: Mesh
     plan: Plan | None = None
+    ignored: Collection[Value] = ()
 
     def equation(self, e: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
         """Runs an equation; a mark is a constraint."""
-        if e.mark is None:
+        if e.primitive is mark_p and e.outputs[0] in self.ignored:
+            results: Sequence[Any] = [inputs[0]]
+        elif e.mark is None:
             results = super().equation(e, inputs)
         else:
             demand = resolve(e.mark, self.mesh, e.outputs[0].shape, e.line)

@@ -1,55 +1,77 @@
 """Exported plan: a plan of gshard's as shardings and sharding constraints for ``jax.jit``, checked by compiling.
 
 XLA's partitioner is given the plan's shardings of arguments and results. If what it compiles sends more than the plan,
-sharding constraints on values inside are added: those that say the plan in few marks (``found.marks``), and if they do
-not suffice one on every value. What sends least is kept, and the lines at which XLA still sends more than the plan are
-listed with what they cost.
+or repeats products that the plan splits, sharding constraints on values inside are added: the marks of gshard's that
+the function has, which are the identity under ``jax.jit``; those that say the plan in few marks (``found.marks``); and
+if they do not suffice one on every value. The nearest to the plan is kept, and the lines at which XLA still sends more
+than the plan are listed with what they cost.
+
+The same plan is written in the words of frameworks, as a change of the user's file, and as a StableHLO module.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax import export
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gshard.core.mark import mark_of_cut
-from gshard.core.memory_kinds import shape_in_memory
+from gshard.core.errors import ArgumentError
+from gshard.core.jax_adapter import user_line
+from gshard.core.jax_adapter_tracebacks import without_our_frames_in_methods
+from gshard.core.memory_kinds import in_memory
 from gshard.core.mesh import Mesh
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import Program, format_bytes
-from gshard.core.sharding import Sharding
 from gshard.core.spmd import SpmdProgram
-from gshard.emit.compile import named_sharding
 from gshard.explanation.found import SearchResult
-from gshard.planning.added_marks import spec_of_cut, with_marks
-from gshard.planning.io_shardings import by_axes
+from gshard.naming.dimension_metadata import DimensionNames
+from gshard.planning.added_marks import spec_of_cut
 from gshard.search.as_marks import FoundMark
 from gshard.xla.peer import xla_function
 from gshard.xla_programs.compiled_explanation import CompiledExplanation
-from gshard.xla_programs.compiled_program import read_program
-from gshard.xla_programs.program_memory import memory_figures
+from gshard.xla_programs.exported_arguments import ExportedArgument, arguments_of, less_split
+from gshard.xla_programs.exported_module import exported_module
+from gshard.xla_programs.exported_patch import exported_patch
+from gshard.xla_programs.exported_rows import ExportedRows, RowExport
+from gshard.xla_programs.layout_map import layout_map
+from gshard.xla_programs.logical_rules import logical_rules
+from gshard.xla_programs.marks_as_constraints import constrained, constraint_text, own_marks
+from gshard.xla_programs.partition_metadata import partition_metadata
+from gshard.xla_programs.plan_compiler import NEAR, PlanCompiler, WorseLine, has_explicit_axes, mesh_for_jit, worse_text
 
-NEAR = 1.05  # of the plan's bytes: what XLA may send and is taken to follow the plan
-_WORSE = 8  # lines at which XLA sends more that are printed
+_ALONE, _OWN, _FEW, _EVERYWHERE = (
+    "shardings alone",
+    "the function's marks",
+    "few constraints",
+    "a constraint on every value",
+)
+_WIDE, _SHOWN = 600, 24  # characters of shardings, and arguments, that are printed
+
+# What names of dimensions in the form of ``names=`` of ``gshard.jit`` mean for each argument.
+ReadNames = Callable[[Any], Sequence[DimensionNames | None]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class WorseLine:
-    """A line at which XLA sends more than the plan.
+class _Tried:
+    """A way to say the plan to XLA's partitioner, and what that compiles of it."""
 
-    Attributes:
-        line: ``train.py:9``.
-        planned, compiled: bytes that each device sends for it.
-    """
+    compiled: CompiledExplanation
+    function: Callable[..., Any]
+    constraints: tuple[FoundMark, ...]
+    distance: float
 
-    line: str
-    planned: int
-    compiled: int
+    @property
+    def rank(self) -> tuple[float, int]:
+        """Orders ways, the nearest to the plan first."""
+        return self.distance, self.compiled.total_bytes
 
 
+@without_our_frames_in_methods
 @dataclasses.dataclass(frozen=True, eq=False)
 class ExportedPlan:
     """A plan for ``jax.jit``, and what XLA makes of it.
@@ -57,137 +79,304 @@ class ExportedPlan:
     Attributes:
         in_shardings: a ``PartitionSpec`` for each array of the positional arguments, in their structure.
         out_shardings: the same for the results.
+        keywords: the same for the arguments that were given by keyword, by their names. ``jax.jit`` takes no
+            ``in_shardings`` for these: pass them by position, or place them with ``jax.device_put``.
+        arguments: a row for each array that the function takes.
         constraints: values inside that need a sharding constraint, as found.
         everywhere: whether XLA was given a constraint on every value instead, which these do not say.
         planned: bytes that each device sends by the plan.
         compiled: the program that XLA compiles with these shardings and constraints.
         worse: the lines at which that sends more than the plan.
-        tried: bytes that each device sends with the shardings alone, with few constraints, and with all; as tried.
+        less_split: arrays that ``jax.jit`` cannot split as the plan does, with the reason: their size does not divide
+            evenly, or the plan splits over a part of an axis.
+        tried: bytes that each device sends with the shardings alone, with the function's own marks as constraints, with
+            few more constraints, and with one on every value; as far as it was tried.
         mesh: the devices.
     """
 
     in_shardings: Any
     out_shardings: Any
-    constraints: tuple[FoundMark, ...]
-    everywhere: bool
-    planned: int
-    compiled: CompiledExplanation
-    worse: tuple[WorseLine, ...]
-    tried: Mapping[str, int]
+    keywords: Mapping[str, Any]
+    arguments: tuple[ExportedArgument, ...]
+    less_split: tuple[str, ...]
     mesh: Mesh
+    _made: PlanCompiler = dataclasses.field(repr=False)
+    _ways: Mapping[str, _Tried] = dataclasses.field(repr=False)
+    _read_names: ReadNames = dataclasses.field(repr=False)
+
+    @property
+    def _best(self) -> str:
+        return min(self._ways, key=lambda way: self._ways[way].rank)
+
+    @property
+    def compiled(self) -> CompiledExplanation:
+        """The program that XLA compiles with these shardings and constraints."""
+        return self._ways[self._best].compiled
+
+    @property
+    def constraints(self) -> tuple[FoundMark, ...]:
+        """Values inside that need a sharding constraint."""
+        return self._ways[self._best].constraints
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether XLA was given a constraint on every value, which ``constraints`` do not say."""
+        return self._best == _EVERYWHERE
+
+    @property
+    def planned(self) -> int:
+        """Bytes that each device sends by the plan."""
+        return self._made.planned_bytes
+
+    @property
+    def tried(self) -> dict[str, int]:
+        """Bytes that each device sends in each of the ways that were tried."""
+        return {way: tried.compiled.total_bytes for way, tried in self._ways.items()}
+
+    @functools.cached_property
+    def worse(self) -> tuple[WorseLine, ...]:
+        """The lines at which XLA sends more than the plan, the largest difference first."""
+        return self._made.worse(self.compiled)
 
     @property
     def ratio(self) -> float:
         """Bytes that XLA sends, as a multiple of the plan's; 1 if neither sends anything."""
-        return self.compiled.total_bytes / self.planned if self.planned else 1.0 + bool(self.compiled.total_bytes)
+        return self._made.ratio(self.compiled)
 
     @property
     def follows_plan(self) -> bool:
-        """Whether XLA sends at most 5 % more than the plan."""
-        return self.ratio <= NEAR
+        """Whether XLA sends at most 5 % more than the plan, and computes at most 5 % more products.
+
+        If rewrites of gshard's are in what was compiled, also the function as it is written must.
+        """
+        written = self._made.as_written
+        is_near = self._ways[self._best].distance <= NEAR
+        return is_near and (written is None or self._made.distance(written) <= NEAR)
 
     def named(self, mesh: jax.sharding.Mesh) -> tuple[Any, Any]:
-        """The shardings of arguments and results on a mesh, for ``jax.jit(in_shardings=..., out_shardings=...)``."""
+        """The shardings of arguments and results on a mesh, for ``jax.jit(in_shardings=..., out_shardings=...)``.
 
-        def on(specs: Any) -> Any:
-            is_spec = lambda leaf: isinstance(leaf, PartitionSpec)  # noqa: E731
-            return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
+        Those of arrays in the memory of the host have its memory kind.
+        """
 
-        return on(self.in_shardings), on(self.out_shardings)
+        def on(specs: Any, kinds: Sequence[str]) -> Any:
+            flat, tree = jax.tree.flatten(specs, is_leaf=lambda leaf: isinstance(leaf, PartitionSpec))
+            made = [in_memory(NamedSharding(mesh, s), kind) for s, kind in zip(flat, kinds, strict=False)]
+            return jax.tree.unflatten(tree, made)
+
+        program = self._made.program
+        leaving = [program.output_memory(i) for i in range(len(program.block.outputs))]
+        return on(self.in_shardings, [a.memory for a in self.arguments]), on(self.out_shardings, leaving)
+
+    def patch(self) -> str:
+        """The plan as a change of the source files for ``git apply``, which then run it with ``jax.jit`` alone.
+
+        ``in_shardings`` and ``out_shardings`` are added where the file of the function jits it. Constraints
+        (``jax.lax.with_sharding_constraint``) are added after the statements that make the values. Arguments whose
+        structure is no literal of Python's, and those that were given by keyword, are constrained in front of the
+        function's first statement. In front of the diff, in lines that begin with ``#``, are the mesh to call the
+        function under, what XLA sends with what is written, and what is not written.
+        """
+        sayable = {way: tried for way, tried in self._ways.items() if way != _EVERYWHERE}
+        best = min(sayable, key=lambda way: sayable[way].rank)
+        return exported_patch(
+            self._made, self.arguments, self.in_shardings, self.out_shardings, sayable[best].constraints
+        )
+
+    def logical_axis_rules(self, names: Any = None, *, nearest: bool = False) -> ExportedRows:
+        """The plan as rules of logical axis names, for Flax Linen's ``logical_axis_rules``, T5X and MaxText.
+
+        Args:
+            names: the names of the dimensions of the positional arguments: a pytree prefix of tuples such as
+                ``("embed", "mlp")``, of ``PartitionSpec`` as ``flax.linen.get_partition_spec`` returns them, or of
+                boxed arrays; or a dictionary by patterns of paths, as ``names=`` of ``gshard.jit`` takes it. By
+                default those that the arguments carry: boxes of Linen, variables of NNX, ``gshard.name``.
+            nearest: if no rules give all arrays the plan's shardings, keep those that are right for most bytes, and
+                list the others in ``changed``.
+
+        Returns:
+            ``rows`` are the rules, in order; print the result for the check.
+
+        Raises:
+            ShardingError: no array has names, or, without ``nearest``, no rules give the plan; the arrays are listed.
+        """
+        named = {a: a.names for a in self.arguments if a.names is not None}
+        if names is not None:
+            said = self._read_names(names)
+            every = [said[a.input - len(self._made.program.captured)] for a in self.arguments]
+            named = {a: own for a, own in zip(self.arguments, every, strict=True) if own is not None}
+        return logical_rules(self._rows, named, nearest=nearest)
+
+    def layout_map(self, paths: Any = None, *, below: str = "", nearest: bool = False) -> ExportedRows:
+        """The plan as rows of ``keras.distribution.LayoutMap``: a regular expression of paths, and axis names.
+
+        Args:
+            paths: ``variable.path`` for each array of the positional arguments: a pytree of strings like them, in which
+                None leaves an array out. By default the paths of the arguments.
+            below: only arguments at this path, by the rest of it: ``"params"`` makes ``params/dense/kernel`` be
+                ``dense/kernel``. Not with ``paths``.
+            nearest: if a dimension is split over several axes, which Keras does not support, keep the largest axis, and
+                list the array in ``changed``.
+
+        Returns:
+            ``rows`` are the pairs in order, ``code`` sets them; print the result for the check.
+
+        Raises:
+            ArgumentError: ``paths`` are not like the arguments, or name two arrays that are split otherwise.
+            ShardingError: a dimension is split over several axes, without ``nearest``.
+        """
+        arrays = self._rows.below(below) if paths is None else self._by_path(paths)
+        return layout_map(self._rows, arrays, nearest=nearest)
+
+    def partition_metadata(self, below: str = "") -> ExportedRows:
+        """The plan as metadata of Flax's initializers: ``nnx.with_partitioning(init, (None, "model"))`` for each array.
+
+        Args:
+            below: only arguments at this path, by the rest of it.
+
+        Returns:
+            ``rows`` are pairs of a path and an entry for each dimension; arrays that are whole have none. With this
+            metadata ``nnx.get_partition_spec`` and ``flax.linen.get_partition_spec`` give the plan's shardings. Layers
+            that ``nn.scan`` stacks have one dimension more than their initializer; its entry stands in the row.
+
+        Raises:
+            ArgumentError: no argument is there.
+        """
+        return partition_metadata(self._rows, self._rows.below(below))
+
+    @functools.cached_property
+    def _module(self) -> export.Exported:
+        return exported_module(self._made, self._ways[self._best].function, self.compiled)
+
+    def jax_export(self) -> export.Exported:
+        """The program of all devices as ``jax.export`` makes it, with these shardings and constraints.
+
+        It takes the arguments of the function, and holds the arrays that the function closes over. Call it in
+        ``jax.jit`` on as many devices, or write ``serialize()`` to a file.
+
+        Raises:
+            PlanError: compiled again, it does not send what ``compiled`` sends.
+        """
+        return self._module
+
+    def stablehlo(self) -> str:
+        """The same as text: a StableHLO module with ``sdy`` shardings, for XLA's partitioner (Shardy).
+
+        Raises:
+            PlanError: as ``jax_export``.
+        """
+        return str(self._module.mlir_module())
+
+    @property
+    def _rows(self) -> RowExport:
+        return RowExport(self._made, self.arguments, self._ways[self._best].function, self.compiled)
+
+    def _by_path(self, paths: Any) -> dict[str, ExportedArgument]:
+        prefix = tuple(paths) if isinstance(paths, list) else paths
+        said, tree = jax.tree.flatten(prefix, is_leaf=lambda x: x is None)
+        wanted = jax.tree.structure(self.in_shardings, is_leaf=lambda x: isinstance(x, PartitionSpec))
+        if str(tree) != str(wanted) or not all(path is None or isinstance(path, str) for path in said):
+            raise ArgumentError(
+                "paths= of layout_map is a pytree of strings in the structure of the positional arguments.",
+                user_line(),
+                f"paths: {tree}; arguments: {wanted}",
+                hint="Give variable.path for each array of the positional arguments, in their structure; None for one "
+                "that is no variable.",
+            )
+        found: dict[str, ExportedArgument] = {}
+        for path, argument in zip(said, self.arguments, strict=False):
+            if path is None:
+                continue
+            known = found.setdefault(path, argument)
+            if known.axes != argument.axes:
+                raise ArgumentError(
+                    f"two arrays at the path {path!r} are split otherwise.", user_line(), f"{known}; {argument}",
+                    "Give one of them None.",
+                )  # fmt: skip
+        return found
+
+    def _shown(self) -> list[str]:
+        """The shardings as Python prints them; of many arguments the rows of those that are split."""
+        specs = [f"in_shardings = {self.in_shardings}", f"out_shardings = {self.out_shardings}"]
+        if max(map(len, specs)) <= _WIDE and "\n" not in "".join(specs):
+            return specs
+        split = [argument for argument in self.arguments if any(argument.axes)]
+        title = f"in_shardings split {len(split)} of {len(self.arguments)} arrays"
+        more = [f"  and {len(split) - _SHOWN} more"] * (len(split) > _SHOWN)
+        return [title, *(f"  {argument}" for argument in split[:_SHOWN]), *more]
 
     def __str__(self) -> str:
-        sent = self.compiled.total_bytes
         lines = [
-            f"for jax.jit on mesh ({self.mesh}): XLA sends {format_bytes(sent)}, {self.ratio:.2f} times the plan's "
-            f"{format_bytes(self.planned)}",
+            f"for jax.jit on mesh ({self.mesh}): {self._made.told(self.compiled)}",
             "tried: " + ", ".join(f"{what} {format_bytes(n)}" for what, n in self.tried.items()),
         ]
-        lines += [f"in_shardings = {self.in_shardings}", f"out_shardings = {self.out_shardings}"]
+        lines += self._shown()
+        if self.keywords:
+            lines.append(f"by keyword, which have no in_shardings: {dict(self.keywords)}")
+        if on_host := [a.path for a in self.arguments if a.memory != "device"]:
+            lines.append(
+                f"in the memory of the host, with its memory kind in exported.named(mesh): {', '.join(on_host)}"
+            )
+        if has_explicit_axes(self.mesh):
+            lines.append("on a mesh with axes of type Auto: axes of type Explicit take other programs")
+        lines += self._made.rewritten
+        lines += [f"split less than by the plan: {line}" for line in self.less_split]
         if self.everywhere:
             lines.append("with a constraint on every value, which few lines do not say: run the plan by gshard.jit")
-        lines += [f"  {_constraint(mark)}  {mark.at}" for mark in self.constraints]
-        if self.worse:
-            lines.append("lines at which XLA sends more than the plan")
-            lines += [
-                f"  {format_bytes(row.compiled):>10} instead of {format_bytes(row.planned)}  {row.line or '(no line)'}"
-                for row in self.worse[:_WORSE]
-            ]
-        return "\n".join(lines)
-
-
-def _constraint(mark: FoundMark) -> str:
-    """A mark as JAX writes it."""
-    text = mark.text.replace("gshard.replicate(x)", "gshard.shard(x, P())")
-    return text.replace("gshard.shard(", "jax.lax.with_sharding_constraint(")
+        lines += [f"  {constraint_text(mark)}  {mark.at}" for mark in self.constraints]
+        return "\n".join([*lines, *worse_text(self.worse)])
 
 
 @with_tables
-def exported_plan(found: SearchResult, spmd: SpmdProgram, devices: Sequence[object]) -> ExportedPlan:
+def exported_plan(
+    found: SearchResult, spmd: SpmdProgram, devices: Sequence[object], read_names: ReadNames
+) -> ExportedPlan:
     """Makes the shardings of a plan for ``jax.jit``, and compiles the program with them.
 
     Args:
         found: the search.
         spmd: the per-device program of its plan.
         devices: what to compile for, as many as the mesh has.
+        read_names: reads names of dimensions.
+
+    Raises:
+        ArgumentError: the function writes references.
     """
     plan = found.plan
-    there = plan.mesh if plan.mesh.devices is not None else dataclasses.replace(plan.mesh, devices=tuple(devices))
     program = plan.program
-    planned = sum(c.total_bytes for c in spmd.collectives)
-    # JAX has no name for a part of an axis: what is exported, and compiled, is split over whole axes.
-    come, leave = ([by_axes(Sharding(s.dims), there) for s in own] for own in (spmd.in_shardings, spmd.out_shardings))
-    compiled = _Compiler(program, there, come, leave)
-    tried: dict[str, tuple[CompiledExplanation, tuple[FoundMark, ...]]] = {}
-    tried["shardings alone"] = compiled(xla_function(program, there)), ()
-    if tried["shardings alone"][0].total_bytes > NEAR * planned:
-        inside = tuple(_inside(found, program))
-        marks = {v: mark_of_cut(s.dims, plan.mesh) for mark in inside for v, s in mark.shardings.items()}
-        marked = with_marks(program, {v: mark for v, mark in marks.items() if v not in program.block.inputs})
-        if inside and marked is not None:
-            tried["few constraints"] = compiled(xla_function(marked, there)), inside
-    if all(one.total_bytes > NEAR * planned for one, _ in tried.values()):
-        tried["a constraint on every value"] = compiled(xla_function(program, there, plan)), ()
-    best = min(tried, key=lambda what: tried[what][0].total_bytes)
-    made, constraints = tried[best]
-    ins, outs = ([spec_of_cut(s, there) for s in own] for own in (come[len(program.captured) :], leave))
+    if program.references:
+        raise ArgumentError(
+            "jax.jit has no shardings for references (jax.Ref) that a function writes, so its plan is not exported.",
+            user_line(),
+            hint="Run it by gshard.jit(f, mesh=found.mesh, plan=found.plan), or return the new values instead.",
+        )
+    there = mesh_for_jit(plan.mesh, devices)
+    made = PlanCompiler(found, spmd, there)
+    ways: dict[str, _Tried] = {}
+
+    def is_far() -> bool:
+        return all(tried.distance > NEAR for tried in ways.values())
+
+    def try_way(way: str, function: Callable[..., Any] | None, constraints: Sequence[FoundMark] = ()) -> None:
+        if function is not None and is_far():
+            compiled = made.compiled(function)
+            ways[way] = _Tried(compiled, function, tuple(constraints), made.distance(compiled))
+
+    try_way(_ALONE, constrained(made, ()))
+    if own := list(own_marks(made)):
+        try_way(_OWN, constrained(made, own), own)
+    if is_far() and (inside := _inside(found, program)):  # these take a while to find
+        try_way(_FEW, constrained(made, [*own, *inside]), [*own, *inside])
+    try_way(_EVERYWHERE, xla_function(program, there, plan))
+    ins, outs = ([spec_of_cut(s, there) for s in own] for own in (made.come[len(program.captured) :], made.leave))
+    positional, named = jax.tree.unflatten(found.in_tree, ins)
     return ExportedPlan(
-        jax.tree.unflatten(found.in_tree, ins)[0], jax.tree.unflatten(program.out_tree, outs),
-        constraints, best == "a constraint on every value", planned, made, _worse(spmd, made),
-        {what: one.total_bytes for what, (one, _) in tried.items()}, plan.mesh,
+        positional, jax.tree.unflatten(program.out_tree, outs), named, arguments_of(made), tuple(less_split(made)),
+        plan.mesh, made, ways, read_names,
     )  # fmt: skip
 
 
-def _inside(found: SearchResult, program: Program) -> Iterator[FoundMark]:
+def _inside(found: SearchResult, program: Program) -> list[FoundMark]:
     """The marks that are about values inside: those of arguments are their shardings."""
-    for mark in found.marks.marks:
-        if not any(v in program.block.inputs for v in mark.shardings):
-            yield mark
-
-
-class _Compiler:
-    """Compiles functions of a program's flat inputs, with shardings of these and of its results."""
-
-    def __init__(self, program: Program, mesh: Mesh, come: Sequence[Sharding], leave: Sequence[Sharding]) -> None:
-        self._mesh = mesh
-        self._ins = [named_sharding(mesh, s, program.input_memory(i)) for i, s in enumerate(come)]
-        self._outs = [named_sharding(mesh, s, program.output_memory(i)) for i, s in enumerate(leave)]
-        self._takes = [shape_in_memory(v.shape, v.dtype, on_host=v.on_host) for v in program.block.inputs]
-
-    def __call__(self, function: Callable[..., Any]) -> CompiledExplanation:
-        jitted = jax.jit(function, in_shardings=self._ins, out_shardings=self._outs)
-        made = jitted.lower(*self._takes).compile()
-        mesh = Mesh.of(self._mesh.user_jax_mesh)
-        return CompiledExplanation(read_program(str(made.as_text()), mesh, memory=memory_figures(made)))
-
-
-def _worse(spmd: SpmdProgram, made: CompiledExplanation) -> tuple[WorseLine, ...]:
-    """The lines at which XLA sends more than the plan, the largest difference first."""
-    planned: dict[str, int] = {}
-    for c in spmd.collectives:
-        line = c.line.partition(" (")[0].rpartition("/")[2]
-        planned[line] = planned.get(line, 0) + c.total_bytes
-    compiled: dict[str, int] = {}
-    for row in made.collectives:
-        compiled[row.line] = compiled.get(row.line, 0) + row.bytes
-    rows = [WorseLine(line, planned.get(line, 0), n) for line, n in compiled.items() if n > planned.get(line, 0)]
-    return tuple(sorted(rows, key=lambda row: row.planned - row.compiled))
+    inputs = program.block.inputs
+    return [mark for mark in found.marks.marks if not any(v in inputs for v in mark.shardings)]

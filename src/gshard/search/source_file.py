@@ -1,0 +1,223 @@
+"""Source file: a file of the user's that is being changed, and the change as a unified diff.
+
+Statements are put after others and in front of a function's first, expressions are put around what is returned, and
+keywords are added where a function is jitted.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+_WIDE = 100  # columns of a line
+_SPEC = "from jax.sharding import PartitionSpec as P"
+
+
+class SourceFile:
+    """A source file that is being changed."""
+
+    def __init__(self, path: str):
+        self.path = path
+        self.text = Path(path).read_text("utf-8")
+        self.lines = self.text.splitlines()
+        self.tree = ast.parse(self.text)
+        self.after: dict[int, str] = {}
+        self.instead: dict[int, str] = {}
+        self.before: dict[int, str] = {}
+        self.inserted: dict[int, tuple[int, str]] = {}  # by line, at which byte of it
+        self.written: list[str] = []
+        is_spec = self._imports("jax.sharding", "PartitionSpec", "P")
+        self.spec = "jax.P" if self._binds("P") and not is_spec else "P"
+        self.lacks_spec = self.spec == "P" and not is_spec
+
+    def statement(self, line: int) -> ast.stmt | None:
+        """The innermost statement at a line that has none inside."""
+        found = [
+            node
+            for node in ast.walk(self.tree)
+            if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Return)
+            and node.lineno <= line <= (node.end_lineno or node.lineno)
+        ]
+        return max(found, key=lambda node: node.lineno, default=None)
+
+    def begin(self, line: int, statements: Mapping[str, str]) -> bool:
+        """Puts statements in front of the first of a function; False where it has other parameters, or but one line."""
+        node = self._function(line)
+        if node is None:
+            return False
+        parameters = {a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)}
+        if not parameters >= set(statements):
+            return False
+        is_text = isinstance(node.body[0], ast.Expr) and isinstance(node.body[0].value, ast.Constant)
+        body = node.body[1:] if is_text and len(node.body) > 1 else node.body
+        begin = min((body[0].lineno, *(d.lineno for d in getattr(body[0], "decorator_list", ()))))
+        if self.lines[begin - 1][: body[0].col_offset].strip():
+            return False
+        indent = " " * body[0].col_offset
+        texts = [self._spelled(text) for text in statements.values()]
+        self.before[begin] = "\n".join(indent + part for text in texts for part in text.splitlines())
+        return True
+
+    def mark(self, statement: ast.stmt, text: str) -> bool:
+        """Puts a mark after or around a statement; False where that cannot be said."""
+        indent = " " * statement.col_offset
+        if isinstance(statement, ast.Return):
+            value, line = statement.value, statement.lineno
+            if value is None or line != statement.end_lineno or line in self.inserted:
+                return False
+            source = ast.get_source_segment(self.text, value)
+            self.instead[line] = f"{indent}return {self._spelled(text).replace('(x', f'({source}', 1)}"
+            return True
+        targets: list[ast.expr] = getattr(statement, "targets", None) or [statement.target]  # type: ignore[attr-defined]
+        if len(targets) != 1 or not isinstance(targets[0], ast.Name) or not statement.end_lineno:
+            return False
+        name = targets[0].id
+        self.after[statement.end_lineno] = f"{indent}{name} = {self._spelled(text).replace('(x', f'({name}', 1)}"
+        return True
+
+    def jit(self, line: int, keywords: Mapping[str, str]) -> str:
+        """Adds keywords where the function that is defined at a line is jitted by ``jax.jit``.
+
+        Returns:
+            nothing; or why that cannot be said.
+        """
+        node = self._function(line)
+        if node is None:
+            return "the function is not defined by a def statement in a file"
+        if [n.name for n in ast.walk(self.tree) if isinstance(n, ast.FunctionDef)].count(node.name) > 1:
+            return f"the file has several functions called {node.name}"
+        places = [d for d in node.decorator_list if self._is_jit(d) or self._is_call_of_jit(d)]
+        places += [
+            call
+            for call in ast.walk(self.tree)
+            if isinstance(call, ast.Call)
+            and self._is_jit(call.func)
+            and call.args
+            and isinstance(call.args[0], ast.Name)
+            and call.args[0].id == node.name
+        ]
+        if len(places) != 1:
+            return f"{node.name} is jitted at {len(places)} places of its file" if places else (
+                f"{node.name} is not jitted by jax.jit in its file"
+            )  # fmt: skip
+        place = places[0]
+        given = (
+            [k.arg for k in place.keywords if k.arg in keywords or k.arg is None] if isinstance(place, ast.Call) else []
+        )
+        if given:
+            return f"line {place.lineno} has {given[0] or '**keywords'} already"
+        self._insert(place, {name: self._spelled(value) for name, value in keywords.items()})
+        return ""
+
+    def _insert(self, place: ast.expr, keywords: Mapping[str, str]) -> None:
+        """Writes keywords into a call, or after an expression that becomes one."""
+        row = f"{', '.join(f'{name}={value}' for name, value in keywords.items())}"
+        line, column = place.end_lineno or 0, place.end_col_offset or 0
+        indent = " " * (len(self.lines[place.lineno - 1]) - len(self.lines[place.lineno - 1].lstrip()) + 4)
+        if len(row) + column > _WIDE or "\n" in row:
+            values = {name: value.replace("\n", f"\n{indent}") for name, value in keywords.items()}
+            row = ",".join(f"\n{indent}{name}={value}" for name, value in values.items())
+        if not isinstance(place, ast.Call):
+            text = f"({row},\n{indent[4:]})" if row.startswith("\n") else f"({row})"
+        elif last := [*place.args, *(k.value for k in place.keywords)]:
+            end = max(last, key=lambda part: (part.end_lineno or 0, part.end_col_offset or 0))
+            line, column = end.end_lineno or 0, end.end_col_offset or 0
+            text = f",{row}" if row.startswith("\n") else f", {row}"
+        else:
+            column, text = column - 1, row
+        self.inserted[line] = column, text
+
+    def _function(self, line: int) -> ast.FunctionDef | None:
+        """The function that is defined, or whose first decorator is, at a line."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.FunctionDef):
+                if min((node.lineno, *(decorator.lineno for decorator in node.decorator_list))) == line:
+                    return node
+        return None
+
+    def _is_jit(self, node: ast.expr) -> bool:
+        return ast.unparse(node) == "jax.jit" or (ast.unparse(node) == "jit" and self._imports("jax", "jit", "jit"))
+
+    def _is_call_of_jit(self, node: ast.expr) -> bool:
+        """``jax.jit(...)`` or ``functools.partial(jax.jit, ...)`` as a decorator."""
+        if not isinstance(node, ast.Call):
+            return False
+        is_partial = ast.unparse(node.func) in ("functools.partial", "partial")
+        return self._is_jit(node.func) or (is_partial and bool(node.args) and self._is_jit(node.args[0]))
+
+    def diff(self) -> Iterator[str]:
+        """The change as lines of a unified diff."""
+        changed = [*self.after, *self.instead, *self.before, *self.inserted]
+        needed = [f"import {name}" for name in ("gshard", "jax") if self._lacks(name)]
+        needed += [_SPEC] * (self.lacks_spec and any(re.search(r"\bP[(.]", text) for text in self.written))
+        new: list[str] = []
+        place = self._place_of_imports(min(changed, default=0)) if needed else 0
+        for number, line in enumerate(self.lines, 1):
+            new += self.before[number].splitlines() if number in self.before else []
+            if number in self.inserted:
+                column, text = self.inserted[number]
+                start, end = line.encode()[:column].decode(), line.encode()[column:].decode()
+                line = start + text + end
+            new += self.instead.get(number, line).split("\n")
+            new += [self.after[number]] if number in self.after else []
+            new += needed if number == place else []
+        new = [*needed, *new] if not place else new
+        shown = os.path.relpath(self.path)
+        shown = self.path.lstrip("/") if shown.startswith("..") else shown
+        return difflib.unified_diff(self.lines, new, f"a/{shown}", f"b/{shown}", lineterm="")
+
+    def _place_of_imports(self, before: int) -> int:
+        """The line after which imports are added: the last import, or the file's text, in front of a changed line."""
+        ends = [
+            node.end_lineno or 0
+            for i, node in enumerate(self.tree.body)
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            or (i == 0 and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+        ]
+        return max((end for end in ends if end < before), default=0)
+
+    def _spelled(self, text: str) -> str:
+        """What is written, with the file's name for ``PartitionSpec`` in place of ``P``."""
+        text = text if self.spec == "P" else re.sub(r"(?<![\w.])P(?=[(.])", self.spec, text)
+        self.written.append(text)
+        return text
+
+    def _lacks(self, module: str) -> bool:
+        """Whether what is written reads a module that the file does not import."""
+        reads = any(re.search(rf"\b{module}\.", text) for text in self.written)
+        return reads and not any(
+            isinstance(node, ast.Import)
+            and any((a.asname or a.name.partition(".")[0]) == module == a.name.partition(".")[0] for a in node.names)
+            for node in self.tree.body
+        )
+
+    def _imports(self, module: str, name: str, called: str) -> bool:
+        """Whether the file imports a name from a module, or from jax itself, under this name."""
+        return any(
+            isinstance(node, ast.ImportFrom)
+            and ((node.module, a.name) == (module, name) or (node.module, a.name) == ("jax", called))
+            and (a.asname or a.name) == called
+            for node in self.tree.body
+            for a in getattr(node, "names", ())
+        ) or (called == "P" and any(map(self._is_alias_of_spec, self.tree.body)))
+
+    def _is_alias_of_spec(self, node: ast.stmt) -> bool:
+        """``P = jax.sharding.PartitionSpec``, or ``P = jax.P``."""
+        return ast.unparse(node) in ("P = jax.sharding.PartitionSpec", "P = jax.P", "P = PartitionSpec")
+
+    def _binds(self, name: str) -> bool:
+        """Whether the file gives a name a meaning anywhere."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import | ast.ImportFrom) and any((a.asname or a.name) == name for a in node.names):
+                return True
+            if isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Store):
+                return True
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
+                return True
+            if isinstance(node, ast.arg) and node.arg == name:
+                return True
+        return False

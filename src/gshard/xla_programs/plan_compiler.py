@@ -1,0 +1,265 @@
+"""Plan compiler: compiles the program of a plan with XLA's partitioner, under shardings of its arguments and results.
+
+All exports of a plan are checked here: what XLA sends is read from the compiled program, and compared with the plan in
+all and line by line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import NamedSharding, PartitionSpec
+
+from gshard.core.memory_kinds import in_memory, shape_in_memory
+from gshard.core.mesh import Mesh
+from gshard.core.plan import Plan
+from gshard.core.program import Program, format_bytes
+from gshard.core.sharding import Sharding
+from gshard.core.spmd import SpmdProgram
+from gshard.device.fusion_model import PRODUCT
+from gshard.emit.compile import named_sharding
+from gshard.explanation.found import SearchResult
+from gshard.planning.io_shardings import by_axes
+from gshard.xla.peer import xla_function
+from gshard.xla_programs.compiled_cost import compiled_cost
+from gshard.xla_programs.compiled_explanation import CompiledExplanation
+from gshard.xla_programs.compiled_program import read_program
+from gshard.xla_programs.program_memory import memory_figures
+
+NEAR = 1.05  # of the plan's bytes, and of its products: what XLA may take and is taken to follow the plan
+_MOVES_NOTHING = "transpose_of_dot"  # a rewrite after which XLA sends what it sent before
+_SHOWN = 8  # lines at which XLA sends more that are printed
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WorseLine:
+    """A line at which XLA sends more than the plan.
+
+    Attributes:
+        line: ``train.py:9``.
+        planned, compiled: bytes that each device sends for it.
+    """
+
+    line: str
+    planned: int
+    compiled: int
+
+    def __str__(self) -> str:
+        return f"{format_bytes(self.compiled):>10} instead of {format_bytes(self.planned)}  {self.line or '(no line)'}"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PlanCompiler:
+    """Compiles functions of a program's flat inputs, captured arrays first, for the devices of a mesh.
+
+    Attributes:
+        found: the search whose plan is exported.
+        spmd: the per-device program of the plan.
+        mesh: the mesh of the plan, with devices.
+    """
+
+    found: SearchResult
+    spmd: SpmdProgram
+    mesh: Mesh
+
+    @property
+    def plan(self) -> Plan:
+        """The plan."""
+        return self.found.plan
+
+    @property
+    def program(self) -> Program:
+        """The traced function."""
+        return self.found.plan.program
+
+    @property
+    def jax_mesh(self) -> jax.sharding.Mesh:
+        """The mesh with the names of its axes, as users write it."""
+        found = self.mesh.user_jax_mesh
+        assert isinstance(found, jax.sharding.Mesh), "it has devices"
+        return found
+
+    # JAX has no name for a part of an axis: what is exported, and compiled, is split over whole axes.
+    @functools.cached_property
+    def come(self) -> tuple[Sharding, ...]:
+        """For each input how it enters."""
+        return tuple(by_axes(Sharding(s.dims), self.mesh) for s in self.spmd.in_shardings)
+
+    @functools.cached_property
+    def leave(self) -> tuple[Sharding, ...]:
+        """For each result how it leaves."""
+        return tuple(by_axes(Sharding(s.dims), self.mesh) for s in self.spmd.out_shardings)
+
+    @functools.cached_property
+    def ins(self) -> tuple[NamedSharding, ...]:
+        """The same for JAX, in the memories in which the inputs are."""
+        return tuple(named_sharding(self.mesh, s, self.program.input_memory(i)) for i, s in enumerate(self.come))
+
+    @functools.cached_property
+    def outs(self) -> tuple[NamedSharding, ...]:
+        """The same for the results."""
+        return tuple(named_sharding(self.mesh, s, self.program.output_memory(i)) for i, s in enumerate(self.leave))
+
+    @functools.cached_property
+    def takes(self) -> tuple[Any, ...]:
+        """For each input its shape and dtype."""
+        return tuple(shape_in_memory(v.shape, v.dtype, on_host=v.on_host) for v in self.program.block.inputs)
+
+    @functools.cached_property
+    def planned_bytes(self) -> int:
+        """Bytes that each device sends by the plan."""
+        return sum(c.total_bytes for c in self.spmd.collectives)
+
+    def on_mesh(self, spec: PartitionSpec, i: int) -> NamedSharding:
+        """A spec for one input, in the memory in which it is."""
+        return in_memory(NamedSharding(self.jax_mesh, spec), self.program.input_memory(i))
+
+    def compiled(
+        self,
+        function: Callable[..., Any] | None = None,
+        ins: Sequence[NamedSharding] | None = None,
+        outs: Sequence[NamedSharding | None] | None = None,
+    ) -> CompiledExplanation:
+        """Compiles a function, and reads what XLA made of it.
+
+        Args:
+            function: of the flat inputs, to the flat results; by default the program without constraints.
+            ins: a sharding for each input; by default the plan's.
+            outs: the same for results; None in it leaves one to XLA.
+        """
+        function = xla_function(self.program, self.mesh) if function is None else function
+        jitted = jax.jit(
+            function,
+            in_shardings=list(self.ins if ins is None else ins),
+            out_shardings=list(self.outs if outs is None else outs),
+        )
+        return self.read(jitted.lower(*self.takes).compile())
+
+    def read(self, made: Any) -> CompiledExplanation:
+        """What a compiled program (``jax.stages.Compiled``) sends and holds."""
+        mesh = Mesh.of(self.jax_mesh)
+        return CompiledExplanation(read_program(str(made.as_text()), mesh, memory=memory_figures(made)))
+
+    def ratio(self, made: CompiledExplanation) -> float:
+        """Bytes that a compiled program sends, as a multiple of the plan's; 1 if neither sends anything."""
+        planned = self.planned_bytes
+        return made.total_bytes / planned if planned else 1.0 + bool(made.total_bytes)
+
+    def products_ratio(self, made: CompiledExplanation) -> float:
+        """Operations of products that each device computes, as a multiple of the plan's; 1 if neither has any.
+
+        It is above 1 where XLA repeats on several devices what the plan splits, which sends nothing.
+        """
+        compiled = compiled_cost(made.program, self.found.cost.machine).products
+        return compiled / self._planned_products if self._planned_products else 1.0 + bool(compiled)
+
+    @functools.cached_property
+    def _planned_products(self) -> int:
+        return sum(k.flops * k.times for k in self.found.cost.kernels if k.kind == PRODUCT)
+
+    def distance(self, made: CompiledExplanation) -> float:
+        """The larger of both ratios, and 1 if neither is larger."""
+        return max(1.0, self.ratio(made), self.products_ratio(made))
+
+    def told(self, made: CompiledExplanation) -> str:
+        """What a compiled program sends beside the plan, and how much more it computes, in half a line."""
+        planned, products = format_bytes(self.planned_bytes), self.products_ratio(made)
+        more = f", and computes {products:.2f} times its products" if products > NEAR else ""
+        return f"XLA sends {format_bytes(made.total_bytes)}, {self.ratio(made):.2f} times the plan's {planned}{more}"
+
+    @functools.cached_property
+    def as_written(self) -> CompiledExplanation | None:
+        """What XLA compiles with the shardings alone of the function as it is written; None if that is known already.
+
+        Rewrites of gshard's that move less are in the program that is compiled otherwise.
+        """
+        function = self.found.function
+        if function is None or function.jaxpr is None or not self._rewrites:
+            return None
+        first = len(self.program.captured)
+        jitted = jax.jit(
+            jaxpr_as_fun(function.jaxpr()), in_shardings=list(self.ins[first:]), out_shardings=list(self.outs)
+        )
+        return self.read(jitted.lower(*self.takes[first:]).compile())
+
+    @property
+    def _rewrites(self) -> list[str]:
+        others = [one for one in self.program.fired if one.rewrite != _MOVES_NOTHING]
+        return list(dict.fromkeys(f"{one.rewrite}{' at ' * bool(one.line)}{one.line}" for one in others))
+
+    @property
+    def rewritten(self) -> list[str]:
+        """Lines on rewrites of gshard's, which are in what is compiled and not in what ``jax.jit`` is given."""
+        if not self._rewrites:
+            return []
+        fired = ", ".join(self._rewrites)
+        if self.as_written is None:
+            return [f"compiled with rewrites of gshard's, without which jax.jit may send more: {fired}"]
+        return [f"without gshard's rewrites ({fired}), with the shardings alone: {self.told(self.as_written)}"]
+
+    def worse(self, made: CompiledExplanation) -> tuple[WorseLine, ...]:
+        """The lines at which a compiled program sends more than the plan, the largest difference first.
+
+        None if it does not send more in all: XLA and the plan may reduce the same array at different lines.
+        """
+        if made.total_bytes <= self.planned_bytes:
+            return ()
+        planned: dict[str, int] = {}
+        for c in self.spmd.collectives:
+            line = c.line.partition(" (")[0].rpartition("/")[2]
+            planned[line] = planned.get(line, 0) + c.total_bytes
+        compiled: dict[str, int] = {}
+        for row in made.collectives:
+            compiled[row.line] = compiled.get(row.line, 0) + row.bytes
+        rows = [WorseLine(line, planned.get(line, 0), n) for line, n in compiled.items() if n > planned.get(line, 0)]
+        return tuple(sorted(rows, key=lambda row: row.planned - row.compiled))
+
+
+def has_explicit_axes(mesh: Mesh) -> bool:
+    """Whether the mesh of JAX's that was given has axes that are not of type Auto."""
+    return mesh.given is not None and any(kind != jax.sharding.AxisType.Auto for kind in mesh.given.axis_types)
+
+
+def mesh_for_jit(mesh: Mesh, devices: Sequence[object]) -> Mesh:
+    """The mesh for XLA's partitioner: with devices, and with axes of type Auto.
+
+    Args:
+        mesh: of the plan.
+        devices: for an abstract mesh, in its order.
+    """
+    if mesh.devices is None:
+        return dataclasses.replace(mesh, devices=tuple(devices), made_from=None)
+    return dataclasses.replace(mesh, made_from=None) if has_explicit_axes(mesh) else mesh
+
+
+def worse_text(worse: Sequence[WorseLine]) -> list[str]:
+    """The lines at which XLA sends more, for people; nothing if there are none."""
+    title = "lines at which XLA sends more than the plan"
+    return [title, *(f"  {row}" for row in worse[:_SHOWN])] if worse else []
+
+
+def spec_text(spec: PartitionSpec) -> str:
+    """A spec as users write it, without what stands for nothing at its end.
+
+    >>> spec_text(PartitionSpec(None, ("data", "model"), None)), spec_text(PartitionSpec(None))
+    ('P(None, ("data", "model"))', 'P()')
+    """
+    entries = list(spec)
+    while entries and not entries[-1]:
+        entries.pop()
+    return f"P({', '.join(map(repr, entries))})".replace("'", '"')
+
+
+def mesh_text(axes: Mapping[str, int] | Sequence[tuple[str, int]]) -> str:
+    """The source text that makes a mesh of JAX's with these axes.
+
+    >>> mesh_text({"data": 8})
+    "jax.make_mesh((8,), ('data',), axis_types=(jax.sharding.AxisType.Auto,) * 1)"
+    """
+    sizes, names = tuple(dict(axes).values()), tuple(dict(axes))
+    return f"jax.make_mesh({sizes}, {names}, axis_types=(jax.sharding.AxisType.Auto,) * {len(names)})"

@@ -1,0 +1,111 @@
+"""Models of Flax that plans are exported for, and the plan of given shardings, exported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax import nnx
+
+import gshard
+
+MESHES: list[dict[str, int]] = [{"data": 8}, {"data": 2, "model": 4}, {"a": 2, "b": 2, "c": 2}]
+X = jax.ShapeDtypeStruct((64, 64), "float32")
+
+
+class Block(nn.Module):
+    """A residual feed-forward block whose weights have logical names."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, _: Any) -> tuple[jax.Array, None]:
+        init = nn.initializers.lecun_normal()
+        up = nn.with_logical_partitioning(init, ("embed", "mlp"))
+        down = nn.with_logical_partitioning(init, ("mlp", "embed"))
+        h = nn.gelu(nn.Dense(256, use_bias=False, kernel_init=up, name="up")(x))
+        return x + nn.Dense(64, use_bias=False, kernel_init=down, name="down")(h), None
+
+
+class Scanned(nn.Module):
+    """Three such blocks, stacked by ``nn.scan``."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        blocks = nn.scan(
+            Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3,
+            metadata_params={nn.PARTITION_NAME: "layers"},
+        )  # fmt: skip
+        found, _ = blocks(name="blocks")(x, None)
+        return found  # type: ignore[no-any-return]
+
+
+class Perceptron(nnx.Module):
+    """The same block in NNX, without names."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.up, self.down = nnx.Linear(64, 256, use_bias=False, rngs=rngs), nnx.Linear(256, 64, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.down(nnx.gelu(self.up(x)))
+
+
+def linen_step() -> tuple[Callable[..., Any], Any]:
+    """A training step of ``Scanned``, and its boxed variables."""
+    model = Scanned()
+
+    def step(variables: Any, x: jax.Array) -> tuple[Any, jax.Array]:
+        def loss(variables: Any) -> jax.Array:
+            return jnp.mean((model.apply(variables, x) - x) ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(variables)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, variables, gradients), value
+
+    return step, jax.eval_shape(model.init, jax.random.key(0), X)
+
+
+def nnx_step() -> tuple[Callable[..., Any], Any]:
+    """A training step of ``Perceptron``, and its state."""
+    graph, state = nnx.split(nnx.eval_shape(lambda: Perceptron(nnx.Rngs(0))))
+
+    def step(state: Any, x: jax.Array) -> tuple[Any, jax.Array]:
+        def loss(state: Any) -> jax.Array:
+            return jnp.mean((nnx.merge(graph, state)(x) - x) ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(state)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, state, gradients), value
+
+    return step, state
+
+
+def exported(
+    step: Callable[..., Any], *args: Any, mesh: Any, in_shardings: Any = None, **options: Any
+) -> gshard.ExportedPlan:
+    """The plan in which positional arguments have these shardings, exported; without much of a search."""
+    kwargs = options.pop("kwargs", {})
+    made = gshard.jit(step, mesh=mesh, in_shardings=in_shardings, **options)
+    found = gshard.search(made, *args, machine="h100:1x8", progress=False, budget_seconds=1e-3, **kwargs)
+    return gshard.export_plan(found)
+
+
+def split_hidden(arrays: Any, axes: tuple[str, ...], hidden: int = 256) -> Any:
+    """A spec for each array that splits its dimension of the hidden size."""
+
+    def spec(x: Any) -> jax.sharding.PartitionSpec:
+        return jax.sharding.PartitionSpec(*(axes if n == hidden else None for n in x.shape))
+
+    return jax.tree.map(spec, arrays)
+
+
+def specs_of(exported_plan: gshard.ExportedPlan) -> dict[str, jax.sharding.PartitionSpec]:
+    """The plan's specs by path, without what stands for nothing at their ends."""
+    return {a.path: shortened(a.spec) for a in exported_plan.arguments}
+
+
+def shortened(spec: Any) -> jax.sharding.PartitionSpec:
+    """A spec without entries that say nothing at its end."""
+    entries = list(spec)
+    while entries and not entries[-1]:
+        entries.pop()
+    return jax.sharding.PartitionSpec(*entries)
