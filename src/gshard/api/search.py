@@ -34,7 +34,7 @@ from gshard.search.meshes import meshes
 from gshard.search.priced import PricedPlan
 from gshard.search.stopping import Stop, stoppable
 from gshard.search.time_budget import TimeBudget, seconds_of
-from gshard.xla_programs.compiled_ranking import ranked
+from gshard.xla_programs.compiled_ranking import devices_on, ranked
 
 _OVER = ("plan", "layout")
 _FINISHED = 3  # of the meshes that are tried, the most promising ones, whose plans are priced
@@ -167,6 +167,8 @@ def search(
     _check_number(compile_best, over)
     limit = None if memory_limit is None else bytes_of(memory_limit)
     asked = _Asked(made, args, kwargs, list(_meshes(mesh)), machine, limit, on_better, budget_seconds)
+    if compile_best is not None:  # before the search, which takes long
+        devices_on(asked.meshes[0], asked.machine_on(asked.meshes[0]))
     with stoppable() as stop:
         run = _Run(asked, budget.part(_PLANS) if over == "layout" else budget)
         with clear_call_errors(search, f, args, kwargs):
@@ -186,9 +188,14 @@ def _check_number(compile_best: int | None, over: str) -> None:
     is_number = isinstance(compile_best, int) and not isinstance(compile_best, bool) and compile_best > 0
     if compile_best is not None and (not is_number or over != "plan"):
         raise ArgumentError(
-            f"compile_best={compile_best!r} with over={over!r} compiles nothing.",
+            f"compile_best={compile_best!r} is not a number of plans to compile."
+            if over == "plan"
+            else "a search for a layout compiles nothing.",
             user_line(),
-            hint="Give how many plans to compile, from 1 on; tables are not compiled.",
+            None if over == "plan" else f"compile_best={compile_best!r}, over={over!r}",
+            "Give a positive number, such as compile_best=3, or leave it out."
+            if over == "plan"
+            else "Leave out compile_best, or search with over='plan'.",
         )
 
 
@@ -204,6 +211,10 @@ class _Asked:
     limit: int | None
     on_better: Callable[[PricedPlan], None] | None
     budget_seconds: float | None
+
+    def machine_on(self, mesh: Mesh) -> Machine:
+        """The machine whose devices the mesh has."""
+        return Machine.read(machine_of(mesh) if self.machine is None else self.machine, mesh.size)
 
 
 class _Run:
@@ -257,8 +268,7 @@ class _Run:
 
     def _begun(self, mesh: Mesh, budget: TimeBudget) -> MeshSearch:
         asked = self.asked
-        named = machine_of(mesh) if asked.machine is None else asked.machine
-        machine = Machine.read(named, mesh.size)
+        machine = asked.machine_on(mesh)
         budget.progress.step("tracing the function")
         lowered = asked.made.on(mesh).lower(*asked.args, **asked.kwargs)
         one = MeshSearch(
