@@ -112,7 +112,8 @@ def search(
         static_argnums, static_argnames, donate_argnums, donate_argnames: as for ``jit``; donate a training state.
         on_better: called with each plan that is the best so far.
         progress: None prints lines on stderr once the search has taken two seconds; True prints all, False none; or a
-            function that is called with each line.
+            function that is called with each line. ``found.marks``, ``found.layout``, ``found.patch`` and
+            ``found.with_mark`` do the same.
         over: ``"plan"``, the sharding of every value and the split of every equation; or ``"layout"``, a table of names
             of dimensions and mesh axes (``gshard.Layout``), which says less and is short. Names are those that the
             function and its arguments have, and letters for the rest; rows of a layout that it has are kept.
@@ -166,7 +167,7 @@ def search(
         )
     _check_number(compile_best, over)
     limit = None if memory_limit is None else bytes_of(memory_limit)
-    asked = _Asked(made, args, kwargs, list(_meshes(mesh)), machine, limit, on_better, budget_seconds)
+    asked = _Asked(made, args, kwargs, list(_meshes(mesh)), machine, limit, on_better, budget_seconds, progress)
     if compile_best is not None:  # before the search, which takes long
         devices_on(asked.meshes[0], asked.machine_on(asked.meshes[0]))
     with stoppable() as stop:
@@ -211,6 +212,7 @@ class _Asked:
     limit: int | None
     on_better: Callable[[PricedPlan], None] | None
     budget_seconds: float | None
+    progress: bool | Callable[[str], object] | None
 
     def machine_on(self, mesh: Mesh) -> Machine:
         """The machine whose devices the mesh has."""
@@ -245,7 +247,7 @@ class _Run:
         donated = tuple(sorted(lowered.donated))
         return SearchResult(
             best, tuple(best for _, best in bests), donated, lowered.in_tree, self.namable(one),
-            self.asked.budget_seconds,
+            self.asked.budget_seconds, progress=self.asked.progress,
         )  # fmt: skip
 
     def _search(self) -> None:
