@@ -35,7 +35,7 @@ import gshard.__main__
 BLOCK = re.compile(r"^```(python|output|console)\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
 COUNTED_BY = "0.10.2"  # the version of JAX that numbers of equations and modelled costs of the pages are of
 _COUNTED = r"\b\d[\d,]* (?:equations|instructions)|.* a call on .*|^Arithmetic: .*"
-FILES = {"README.md": "step.py"}  # what the blocks of a page are called, if not as the page
+FILES = {"README.md": "train.py"}  # what the blocks of a page are called, if not as the page
 
 
 @dataclasses.dataclass(frozen=True)
