@@ -73,6 +73,24 @@ def test_page_runs_and_prints_what_it_shows(path: Path, tmp_path: Path, request:
     pages.run(path, tmp_path, update=request.config.getoption("--update-golden"))
 
 
+ALONE = "import pathlib, sys, pages; pages.run(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]))"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "path", [page for page in PAGES if pages.blocks(page)], ids=lambda path: path.relative_to(ROOT).as_posix()
+)
+def test_page_runs_in_a_process_of_its_own(path: Path, tmp_path: Path) -> None:
+    """As someone pastes it: the page itself sets how many devices there are, before JAX starts."""
+    skip_without_packages("\n".join(block.text for block in pages.blocks(path) if block.kind == "python"))
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_FLAGS", "JAX_"))}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "tests"), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, path, tmp_path], env=environment, capture_output=True, text=True, check=False
+    )
+    assert not done.returncode, done.stderr[-2000:]
+
+
 @each(EXAMPLES)
 def test_example_runs_and_is_in_the_gallery(path: Path, tmp_path: Path) -> None:
     skip_without_packages(path.read_text())

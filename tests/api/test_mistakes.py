@@ -48,7 +48,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str, str]] = {
     ),
     "lists for arrays": (
         lambda: gshard.jit(lambda x: jnp.sum(x), mesh=8)([[1.0, 2.0], [3.0, 4.0]]), TypeError,
-        "sum requires ndarray or scalar arguments", "",
+        "sum requires ndarray or scalar arguments", "pass jnp.asarray(x)",
     ),
     "a call with a shape": (
         lambda: gshard.jit(product, mesh=8)(X, w=Shape((8, 8), "float32")), TypeError,
@@ -59,6 +59,46 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str, str]] = {
         "is called with a jax.ShapeDtypeStruct", "A call takes arrays",
     ),
     "no mesh": (lambda: gshard.jit(product)(X, X), gshard.MeshError, "no mesh was given", "Give mesh=8"),
+    "a leaf that is no array": (
+        lambda: gshard.jit(lambda p: p["x"], mesh=8)({"x": X, "kind": "relu"}), TypeError,
+        "passed to the function at path p['kind']", "static_leaves=True): then leaves that are no arrays are static",
+    ),
+    "a dimension of a row of a loop": (
+        lambda: gshard.jit(lambda x: jax.lax.map(lambda row: gshard.split(row, 1, 8), x), mesh=8)(X),
+        gshard.ShardingError, "an array of 1 dimension has no dimension 1", "Its only dimension is 0.",
+    ),
+    "one name for two dimensions": (
+        lambda: gshard.jit(lambda x: gshard.name(x, "batch"), mesh=8)(X), gshard.ShardingError,
+        "an array of 2 dimensions has 1 name.", "Name each dimension once",
+    ),
+    "the mesh in front": (
+        lambda: gshard.jit(jax.make_mesh((8,), ("data",)), product), TypeError,  # type: ignore[call-overload]
+        "Expected a function, got a mesh: data=8.", "Write gshard.jit(f, mesh=8)",
+    ),
+    "explain of jax.jit without shardings": (
+        lambda: gshard.explain(jax.jit(product), X, X), gshard.MeshError,
+        "XLA compiles product for one device: no argument has a sharding over several devices", "sharding=...",
+    ),
+    "explain of jax.jit on one device": (
+        lambda: gshard.explain(jax.jit(product), jax.device_put(X, jax.devices()[0]), Shape((8, 8), "float32")),
+        gshard.MeshError, "XLA compiles product for one device", "With mesh=8, gshard.explain shows gshard's own plan.",
+    ),
+    "a partitioner by its name": (
+        lambda: gshard.explain(jax.jit(product), X, X, partitioner="shardy"), TypeError,  # type: ignore[call-overload]
+        "there is no partitioner 'shardy'", '"xla" for the partitioner of jax.jit (Shardy)',
+    ),
+    "no plans to compile": (
+        lambda: gshard.search(product, X, X, mesh=8, machine=H100, compile_best=0), TypeError,
+        "compile_best=0 is not a number of plans to compile", "Give a positive number",
+    ),
+    "a kind of collectives": (
+        lambda: gshard.testing.assert_collectives(jax.jit(product), (X, X), allgather=1), TypeError,  # type: ignore[call-arg]
+        "gshard.testing.assert_collectives has no argument 'allgather'", "Did you mean 'all_gather'?",
+    ),
+    "a limit of collectives": (
+        lambda: gshard.testing.assert_no_more_collectives(jax.jit(product), (X, X), base="x"), TypeError,  # type: ignore[call-arg]
+        "gshard.testing.assert_no_more_collectives has no argument 'base'", "Did you mean 'baseline'?",
+    ),
     "keyword of jit": (
         lambda: gshard.jit(product, mseh=8), TypeError, "gshard.jit has no argument 'mseh'", "Did you mean 'mesh'?",  # type: ignore[call-overload]
     ),

@@ -29,6 +29,16 @@ OTHER: dict[str, tuple[tuple[Any, ...], str]] = {
 }  # fmt: skip
 
 
+def test_without_a_setting_it_is_information(caplog: pytest.LogCaptureFixture) -> None:
+    f = gshard.jit(lambda x: 2 * gshard.split(x, 0, 8), mesh=8)
+    with caplog.at_level(logging.INFO, "gshard"):
+        for rows in (16, 24, 32):
+            for _ in range(3):
+                f(np.ones((rows, 8), np.float32))
+    told = [r for r in caplog.records if "planned again" in r.getMessage()]
+    assert [r.levelno for r in told] == [logging.INFO] * 2
+
+
 @pytest.mark.parametrize("case", OTHER)
 def test_what_is_new_is_told_once(case: str, caplog: pytest.LogCaptureFixture) -> None:
     arguments, text = OTHER[case]

@@ -356,13 +356,13 @@ def test_two_dimensions_on_one_axis(names: str, layout: Layout, words: list[str]
         (lambda: Layout({"_": "x"}), ["no name of dimensions"]),
         (lambda: Layout.of([("a", "x", "y")]), ["is no rule"]),
         (lambda: name(jnp.zeros((2, 3)), "a b c"), ["2 dimensions has 3 names", "f32[2,3]"]),
-        (lambda: name(jnp.zeros((2, 3)), "a"), ["2 dimensions has 1 names"]),
+        (lambda: name(jnp.zeros((2, 3)), "a"), ["2 dimensions has 1 name."]),
         (lambda: name(jnp.zeros((2, 3)), "... a ..."), ["'...' stands twice"]),
         (lambda: name(jnp.zeros((2, 3)), "a b c ..."), ["2 dimensions has"]),
         (lambda: name(jnp.zeros((2, 3)), "params:a b"), ["'params:a' is no name"]),
         (lambda: name(jnp.zeros((2, 3)), 3), ["int names no dimensions"]),
         (lambda: name("text", "a"), ["is of type str"]),
-        (lambda: jax.vmap(lambda x: name(x, "a b"))(jnp.zeros((2, 3))), ["1 dimensions has 2 names", "vmap"]),
+        (lambda: jax.vmap(lambda x: name(x, "a b"))(jnp.zeros((2, 3))), ["1 dimension has 2 names", "vmap"]),
     ],
 )  # fmt: skip
 def test_mistakes_are_told(make: Callable[[], Any], words: list[str]) -> None:

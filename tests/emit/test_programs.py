@@ -304,7 +304,7 @@ def test_a_loop_over_split_layers_gathers_no_layers() -> None:
     x, weights = normal(3, 16), normal(8, 16, 16) / 4
     for function in (over_split_layers, jax.grad(lambda x, w: over_split_layers(x, w)[0].sum(), (0, 1))):
         sent = gshard.explain(function, x, weights, mesh=8).collectives
-        needed = "operand 1 of scan, which loops over the dimension that is split"
+        needed = "operand 1 of scan, which loops over the split dimension: split another"
         assert any(row.kind == "all_to_all" and row.why == needed for row in sent)
         assert all(row.bytes // row.times <= weights[0].nbytes for row in sent if row.kind == "all_gather")
 

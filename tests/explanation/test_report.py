@@ -150,3 +150,13 @@ def test_a_slice_of_the_picture_is_the_slice_of_the_device():
             part = part * sizes[atom] + at[atom]
         (shard,) = [s for s in y.addressable_shards if s.device == mesh.devices.flat[device]]
         np.testing.assert_array_equal(shard.data, x[2 * part : 2 * part + 2])
+
+
+def test_parts_of_axes_are_named_where_a_collective_is_over_one():
+    mesh = gshard.Mesh.abstract(data=8, model=4)
+    in_two = gshard.explain(lambda x: gshard.split(x, 0, 2).sum(), f32(8, 16), mesh=mesh)
+    (row,) = in_two.collectives
+    assert row.axes == "data.0"
+    assert "\n  data.0, data.1, data.2: parts of axis data, 2 x 2 x 2 devices" in str(in_two)
+    whole = gshard.explain(lambda x: gshard.split(x, 0, "data").sum(), f32(8, 16), mesh=mesh)
+    assert "parts of axis" not in str(whole)

@@ -7,12 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import gshard
 from gshard import Layout, dimensions
 from gshard.core.errors import ArgumentError, ShardingError
 from gshard.naming.dimension_classes import Dimensions
+from gshard.naming.dimension_names import DimensionNames
 
 
 def shape(*sizes: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
@@ -166,3 +168,44 @@ def test_what_cannot_be_asked(rng: np.random.Generator) -> None:
     with pytest.raises(ShardingError, match="no argument is at 'z'"):
         dimensions(lambda x: x, x, names={"z": "a b"})
     assert str(dimensions(lambda x: x, jnp.float32(3))) == "dimensions of <lambda>: 0 classes"
+
+
+@pytest.mark.parametrize("layers", [2, 12])
+@pytest.mark.parametrize("in_lists", [True, False], ids=["lists of weights", "a list of layers"])
+def test_equal_layers_have_one_class_with_their_moments(layers: int, in_lists: bool) -> None:
+    adam = optax.adam(1e-3)
+    sizes = {"up": (24, 64), "down": (64, 24)}
+    if in_lists:
+        params: Any = {name: [shape(*size)] * layers for name, size in sizes.items()}
+    else:
+        params = {"blocks": [{name: shape(*size) for name, size in sizes.items()} for _ in range(layers)]}
+    state = {"params": params, "adam": jax.eval_shape(adam.init, params)}
+
+    def step(state: Any, x: Any) -> Any:
+        def loss(params: Any) -> Any:
+            y = x
+            blocks = params.get("blocks") or [{k: params[k][i] for k in sizes} for i in range(layers)]
+            for block in blocks:
+                y = y + jnp.tanh(y @ block["up"]) @ block["down"]
+            return (y * y).mean()
+
+        updates, moments = adam.update(jax.grad(loss)(state["params"]), state["adam"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "adam": moments}
+
+    names = DimensionNames(gshard.trace(step, state, shape(16, 24)))
+    hidden = [c for c in names.dimensions.classes if c.size == 64]
+    assert len(hidden) == 1
+    assert len(hidden[0].arguments) == layers * 2 * 3  # up and down, each with two moments
+    marked = {v for v, labels in names.dimensions.labels.items() if hidden[0].label in labels}
+    assert sum(v in marked for v in names.dimensions.labels if v.shape in sizes.values()) >= layers * 2 * 3
+
+
+def test_dimensions_of_one_layer_stay_apart() -> None:
+    """Two dimensions at the same paths but for numbers, of which one array has both, are not those of two layers."""
+
+    def f(ws: Any, x: Any) -> Any:
+        return x @ ws[0] @ ws[1] @ ws[2]
+
+    names = DimensionNames(gshard.trace(f, [shape(8, 8)] * 3, shape(4, 8)))
+    labels = [names.dimensions.arguments[f"ws/{i}"].split() for i in range(3)]
+    assert all(a != b for a, b in labels)

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import P
 
 import gshard
 from gshard.__main__ import main
@@ -193,6 +194,18 @@ def test_nothing_is_said_to_be_proven_that_is_not() -> None:
     chosen = dataclasses.replace(found.best.chosen, recomputed=True)
     other = dataclasses.replace(found, best=dataclasses.replace(found.best, chosen=chosen, predicted=None))
     assert "nothing is proven of this plan: the simplified model has no recomputed values" in str(other)
+
+
+def test_what_is_found_later_prints_where_the_search_did() -> None:
+    lines: list[str] = []
+    found = gshard.search(small, shape(64, 64), shape(64, 64), mesh=EIGHT, machine=H100, progress=lines.append)
+    for later in (lambda: found.marks, lambda: found.layout, lambda: found.with_mark("w", P("data"))):
+        lines.clear()
+        later()
+        assert lines
+    lines.clear()
+    found.with_mark("w", P("data"), progress=False)
+    assert lines == []
 
 
 def test_progress_is_printed_where_a_search_takes_long(capsys: pytest.CaptureFixture[str]) -> None:

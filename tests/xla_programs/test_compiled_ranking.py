@@ -74,15 +74,25 @@ def test_nothing_is_proven_of_a_plan_that_the_model_did_not_choose() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"compile_best": 0}, {"compile_best": True}, {"compile_best": 2, "over": "layout"}]
+    ("options", "hint"),
+    [
+        ({"compile_best": 0}, "Give a positive number"),
+        ({"compile_best": True}, "Give a positive number"),
+        ({"compile_best": 2, "over": "layout"}, "Leave out compile_best"),
+    ],
 )
-def test_what_compiles_nothing(options: dict[str, Any]) -> None:
-    with pytest.raises(gshard.ArgumentError, match="compiles nothing"):
+def test_what_compiles_nothing(options: dict[str, Any], hint: str) -> None:
+    with pytest.raises(gshard.ArgumentError, match="compile") as caught:
         gshard.search(step, *arguments(), mesh=8, machine="h100:1x8", **options)
+    assert hint in (caught.value.hint or "")
 
 
 def test_there_must_be_devices_to_compile_for() -> None:
-    with pytest.raises(gshard.MeshError, match="64 devices"):
+    """An error before the search, which would be lost otherwise."""
+    lines: list[str] = []
+    with pytest.raises(gshard.MeshError, match="XLA compiles for devices that exist: the mesh has 64, and there are 8"):
         gshard.search(
-            step, *arguments(), mesh=gshard.Mesh.abstract(data=64), machine="h100:8x8", budget_seconds=5, compile_best=1
-        )
+            step, *arguments(), mesh=gshard.Mesh.abstract(data=64), machine="h100:8x8", compile_best=1,
+            progress=lines.append,
+        )  # fmt: skip
+    assert lines == []

@@ -53,7 +53,7 @@ def _clear(
     if wrong is not None:
         options = [p.name for p in inspect.signature(asker).parameters.values() if p.kind is p.KEYWORD_ONLY]
         hint = f"{what} has no such argument either."
-        return unknown_keyword(asker.__name__, wrong, [*options, *known], hint)
+        return unknown_keyword(f"gshard.{asker.__name__}", wrong, [*options, *known], hint)
     hint = f"Give its arguments, arrays or jax.ShapeDtypeStruct: gshard.{asker.__name__}(f, x, mesh=8)."
     return ArgumentError(str(error), user_line(), f"{len(args) + len(kwargs)} given to {what}", hint)
 

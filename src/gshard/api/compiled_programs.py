@@ -130,26 +130,6 @@ def partitions_of(lowered: jax.stages.Lowered) -> int:
     return int(attributes["mhlo.num_partitions"].value) if "mhlo.num_partitions" in attributes else 1
 
 
-def with_devices(mesh: Mesh) -> Mesh:
-    """An abstract mesh on the first devices; a mesh of devices itself.
-
-    Raises:
-        MeshError: there are fewer devices.
-    """
-    if mesh.devices is not None:
-        return mesh
-    there = len(jax.devices())
-    if mesh.size > there:
-        raise MeshError(
-            f"XLA compiles for devices that exist: the mesh has {mesh.size}, and there are {there}.",
-            user_line(),
-            got=f"mesh: {mesh}",
-            hint=f"On CPU, set XLA_FLAGS=--xla_force_host_platform_device_count={mesh.size}, or call "
-            f'jax.config.update("jax_num_cpu_devices", {mesh.size}), before JAX starts; for tests, in conftest.py.',
-        )
-    return Mesh.of(dict(mesh.axes))
-
-
 def _told_on(program: Any, mesh: Mesh | None, machine: str | Machine | None) -> CompiledExplanation:
     found = CompiledExplanation(program)
     if machine is not None:
@@ -200,7 +180,7 @@ def _on_devices(leaf: Any) -> Any:
         return leaf
     if not isinstance(sharding.mesh, jax.sharding.AbstractMesh):
         return leaf
-    concrete = with_devices(Mesh.of(sharding.mesh)).user_jax_mesh
+    concrete = Mesh.of(sharding.mesh).on_first_devices().user_jax_mesh
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(concrete, sharding.spec))
 
 

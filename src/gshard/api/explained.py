@@ -28,8 +28,8 @@ from gshard.api.jit import jit
 from gshard.api.jitted import Jitted
 from gshard.api.specs import told
 from gshard.api.wrapped import mesh_that_is_meant
-from gshard.core.errors import ArgumentError
-from gshard.core.jax_adapter import user_line
+from gshard.core.errors import ArgumentError, MeshError
+from gshard.core.jax_adapter import mesh_of_context, user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames
 from gshard.core.mesh import MeshLike
 from gshard.core.plan import Plan
@@ -39,6 +39,7 @@ from gshard.explanation.explain import Explanation
 from gshard.explanation.explain_program import explain_program
 from gshard.planning.saved_plan import SavedPlan
 from gshard.remat.rematerialise import bytes_of
+from gshard.tracing.by_jax import name_of
 from gshard.xla_programs.compiled_explanation import CompiledExplanation
 from gshard.xla_programs.tried_shardings import Specs, with_specs
 
@@ -145,6 +146,8 @@ def explain(
     with clear_call_errors(explain, f, args, kwargs):
         if jitted.options.mesh is None and not isinstance(f, Jitted):
             meant = mesh_that_is_meant(args, kwargs, lambda: jitted.trace(*args, **kwargs).jaxpr)
+            if meant is None and is_from_jax_jit(f) and mesh_of_context() is None:
+                raise _on_one_device(f)
             jitted = jitted if meant is None else jitted.on(meant)
         lowered = jitted.lower(*args, **kwargs)
     target = lowered.target
@@ -172,7 +175,11 @@ def _as_compiled(
         ours: options of gshard's partitioner; None where they are not given.
     """
     if partitioner not in (None, XLA, GSHARD):
-        raise ArgumentError(f"there is no partitioner {partitioner!r}.", user_line(), hint='Give "gshard" or "xla".')
+        raise ArgumentError(
+            f"there is no partitioner {partitioner!r}.",
+            user_line(),
+            hint='Give "gshard", or "xla" for the partitioner of jax.jit (Shardy).',
+        )
     given = [name for name, value in ours.items() if value is not None]
     if is_compiled(f):
         if given or args or kwargs or partitioner == GSHARD:
@@ -207,6 +214,16 @@ def _as_compiled(
     if partitioner is None and partitions_of(lowered) == 1:
         return None
     return with_function(explain_compiled(lowered, None, machine), f, args, kwargs)
+
+
+def _on_one_device(f: Any) -> MeshError:
+    return MeshError(
+        f"XLA compiles {name_of(f)} for one device: no argument has a sharding over several devices.",
+        user_line(),
+        "no mesh was given, and none is set",
+        "Place the arguments with jax.device_put(x, NamedSharding(mesh, P('data'))), or give shapes: "
+        "jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=...). With mesh=8, gshard.explain shows gshard's own plan.",
+    )
 
 
 def with_function(

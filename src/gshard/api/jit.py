@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, overload
 
+import jax
+
 from gshard.api.jitted import Jitted
 from gshard.api.specs import told
 from gshard.api.target import Options
@@ -164,6 +166,8 @@ def jit(
         return functools.partial(jit, **asked)
     try:
         refuse_what_is_no_function(f)
+        if isinstance(f, jax.sharding.Mesh):  # it can be called: as a decorator
+            raise TypeError(f"Expected a function, got a mesh: {Mesh.of(f)}.")
     except TypeError as error:
         text = str(error) if callable(f) else f"Expected a callable value, got {told(f)}."
         hint = "Write gshard.jit(f, mesh=8), or @gshard.jit(mesh=8) above a function."

@@ -134,6 +134,10 @@ def _split_over_axes(x: Any, axes: Mapping[Any, Any], over: Any) -> Any:
     return _marked(x, leaves, marks)
 
 
+def _dimensions(n: int) -> str:
+    return f"{n} dimension{'' if n == 1 else 's'}"
+
+
 def _having(dims: Sequence[int], x: Any, leaves: Sequence[tuple[str, Any]], call: str) -> tuple[list[int], list[bool]]:
     """The ranks of the arrays, and which of them have these dimensions.
 
@@ -145,10 +149,12 @@ def _having(dims: Sequence[int], x: Any, leaves: Sequence[tuple[str, Any]], call
     if leaves and not any(has):
         most = max(*ndims, 0)
         wrong = next((dim for dim in dims if not -most <= dim < most), dims[0])
-        what = f"an array of {most} dimensions has no dimension {wrong} to split."
+        what = f"an array of {_dimensions(most)} has no dimension {wrong} to split."
         if not jax.tree_util.all_leaves([x]):
             what = f"no array of the pytree has a dimension {wrong} to split."
-        hint = f"Use a dimension from 0 to {most - 1}." if most else "A scalar cannot be split; use replicate(x)."
+        hint = "A scalar cannot be split; use replicate(x)."
+        if most:
+            hint = f"Use a dimension from 0 to {most - 1}." if most > 1 else "Its only dimension is 0."
         hint += hidden_by_vmap(array for _, array in leaves)
         raise ShardingError(what, user_line(), f"{_listed(leaves)}; {call}", hint)
     return ndims, has
@@ -267,7 +273,7 @@ def names_of(said: Any, x: Any, leaf: str, at: str = "") -> Names:
         i = words.index("...")
         words = [*words[:i], *[None] * max(ndim - len(words) + 1, 0), *words[i + 1 :]]
     if len(words) != ndim or "..." in words:
-        what = f"an array of {ndim} dimensions has {len(words)} names."
+        what = f"an array of {_dimensions(ndim)} has {len(words)} name{'' if len(words) == 1 else 's'}."
         if "..." in words:
             what = "'...' stands twice among the names of one array."
         raise ShardingError(

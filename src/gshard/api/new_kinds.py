@@ -2,7 +2,7 @@
 
     step is planned again: x is float32[17,8], and was float32[16,8]
 
-As the records of phases (``core.phases``) these are warnings while ``jax_log_compiles`` is on, and DEBUG otherwise.
+These records are warnings while ``jax_log_compiles`` is on, as those of phases (``core.phases``), and INFO otherwise.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def log_new_kind(name: str, names: Callable[[], Sequence[str]], now: Signature, 
         names: ``names()``: its flat arguments.
         now, last: the signatures of this call and of the last one of another kind.
     """
-    level = logging.WARNING if logs_compilations() else logging.DEBUG
+    level = logging.WARNING if logs_compilations() else logging.INFO
     if _log.isEnabledFor(level):
         _log.log(level, "%s is planned again: %s", name, _difference(names(), now, last))
 

@@ -34,7 +34,7 @@ from gshard.search.meshes import meshes
 from gshard.search.priced import PricedPlan
 from gshard.search.stopping import Stop, stoppable
 from gshard.search.time_budget import TimeBudget, seconds_of
-from gshard.xla_programs.compiled_ranking import ranked
+from gshard.xla_programs.compiled_ranking import devices_on, ranked
 
 _OVER = ("plan", "layout")
 _FINISHED = 3  # of the meshes that are tried, the most promising ones, whose plans are priced
@@ -112,7 +112,8 @@ def search(
         static_argnums, static_argnames, donate_argnums, donate_argnames: as for ``jit``; donate a training state.
         on_better: called with each plan that is the best so far.
         progress: None prints lines on stderr once the search has taken two seconds; True prints all, False none; or a
-            function that is called with each line.
+            function that is called with each line. ``found.marks``, ``found.layout``, ``found.patch`` and
+            ``found.with_mark`` do the same.
         over: ``"plan"``, the sharding of every value and the split of every equation; or ``"layout"``, a table of names
             of dimensions and mesh axes (``gshard.Layout``), which says less and is short. Names are those that the
             function and its arguments have, and letters for the rest; rows of a layout that it has are kept.
@@ -166,7 +167,9 @@ def search(
         )
     _check_number(compile_best, over)
     limit = None if memory_limit is None else bytes_of(memory_limit)
-    asked = _Asked(made, args, kwargs, list(_meshes(mesh)), machine, limit, on_better, budget_seconds)
+    asked = _Asked(made, args, kwargs, list(_meshes(mesh)), machine, limit, on_better, budget_seconds, progress)
+    if compile_best is not None:  # before the search, which takes long
+        devices_on(asked.meshes[0], asked.machine_on(asked.meshes[0]))
     with stoppable() as stop:
         run = _Run(asked, budget.part(_PLANS) if over == "layout" else budget)
         with clear_call_errors(search, f, args, kwargs):
@@ -186,9 +189,14 @@ def _check_number(compile_best: int | None, over: str) -> None:
     is_number = isinstance(compile_best, int) and not isinstance(compile_best, bool) and compile_best > 0
     if compile_best is not None and (not is_number or over != "plan"):
         raise ArgumentError(
-            f"compile_best={compile_best!r} with over={over!r} compiles nothing.",
+            f"compile_best={compile_best!r} is not a number of plans to compile."
+            if over == "plan"
+            else "a search for a layout compiles nothing.",
             user_line(),
-            hint="Give how many plans to compile, from 1 on; tables are not compiled.",
+            None if over == "plan" else f"compile_best={compile_best!r}, over={over!r}",
+            "Give a positive number, such as compile_best=3, or leave it out."
+            if over == "plan"
+            else "Leave out compile_best, or search with over='plan'.",
         )
 
 
@@ -204,6 +212,11 @@ class _Asked:
     limit: int | None
     on_better: Callable[[PricedPlan], None] | None
     budget_seconds: float | None
+    progress: bool | Callable[[str], object] | None
+
+    def machine_on(self, mesh: Mesh) -> Machine:
+        """The machine whose devices the mesh has."""
+        return Machine.read(machine_of(mesh) if self.machine is None else self.machine, mesh.size)
 
 
 class _Run:
@@ -234,7 +247,7 @@ class _Run:
         donated = tuple(sorted(lowered.donated))
         return SearchResult(
             best, tuple(best for _, best in bests), donated, lowered.in_tree, self.namable(one),
-            self.asked.budget_seconds,
+            self.asked.budget_seconds, progress=self.asked.progress,
         )  # fmt: skip
 
     def _search(self) -> None:
@@ -257,8 +270,7 @@ class _Run:
 
     def _begun(self, mesh: Mesh, budget: TimeBudget) -> MeshSearch:
         asked = self.asked
-        named = machine_of(mesh) if asked.machine is None else asked.machine
-        machine = Machine.read(named, mesh.size)
+        machine = asked.machine_on(mesh)
         budget.progress.step("tracing the function")
         lowered = asked.made.on(mesh).lower(*asked.args, **asked.kwargs)
         one = MeshSearch(

@@ -348,9 +348,9 @@ class Parameters:
                 )
                 static += "must be hashable."
                 inside = (
-                    "Take it out of the argument, or give gshard.jit(..., static_leaves=True): all that is no array "
+                    "Take it out of the argument, or give gshard.jit(..., static_leaves=True): then leaves that are no "
                 )
-                inside += "inside of arguments is then static; it must be hashable."
+                inside += "arrays are static, and must be hashable."
                 return ArgumentError(
                     f"Error interpreting argument to {name_of(self.f)} as an abstract array. The problematic value "
                     f"is of type {type(x)} and was passed to the function at path {name}.",

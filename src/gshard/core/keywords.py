@@ -25,11 +25,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 _CALLER = 5  # frames up from a warning: the boundary of the traceback is two of them
 
 
-def keywords(hint: str = "", /, **new_of_old: str) -> Callable[[F], F]:
+def keywords(hint: str = "", package: str = "gshard", /, **new_of_old: str) -> Callable[[F], F]:
     """A decorator that accepts old names of arguments with a warning and refuses unknown ones with the nearest name.
 
     Args:
         hint: a sentence for the message of an unknown name.
+        package: where the function is public, for messages.
         new_of_old: the new name of each old one.
 
     >>> @keywords(size="length")
@@ -47,7 +48,7 @@ def keywords(hint: str = "", /, **new_of_old: str) -> Callable[[F], F]:
         def checked(*args: Any, **kwargs: Any) -> Any:
             if kwargs.keys() <= known.keys():
                 return f(*args, **kwargs)
-            return f(*args, **_with_new_names(f.__name__, kwargs, list(known), new_of_old, hint))
+            return f(*args, **_with_new_names(f"{package}.{f.__name__}", kwargs, list(known), new_of_old, hint))
 
         return checked  # type: ignore[return-value]
 
@@ -63,9 +64,9 @@ def _with_new_names(
         if new not in known:
             raise unknown_keyword(name, key, known, hint)
         if new in made or (new != key and new in given):
-            raise ArgumentError(f"gshard.{name} got {new}= and its old name {key}=.", user_line(), hint=f"Give {new}=.")
+            raise ArgumentError(f"{name} got {new}= and its old name {key}=.", user_line(), hint=f"Give {new}=.")
         if new != key:
-            text = f"{key}= of gshard.{name} is now called {new}=; the old name works in this version only."
+            text = f"{key}= of {name} is now called {new}=; the old name works in this version only."
             warnings.warn(text, DeprecationWarning, stacklevel=_CALLER)
         made[new] = value
     return made
@@ -76,7 +77,7 @@ def unknown_keyword(name: str, key: str, known: Iterable[str], hint: str = "") -
     meant = known_names(key, known).split("?")
     nearest = f"{meant[0]}?" if len(meant) > 1 else ""
     hint = " ".join(filter(None, (nearest, hint))) or f"It takes {', '.join(known)}."
-    return ArgumentError(f"gshard.{name} has no argument {key!r}.", user_line(), hint=hint)
+    return ArgumentError(f"{name} has no argument {key!r}.", user_line(), hint=hint)
 
 
 def renamed_class(old: str, new: str) -> None:

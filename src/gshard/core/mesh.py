@@ -312,6 +312,24 @@ class Mesh:
         mesh = self.jax_mesh
         return mesh if isinstance(mesh, jax.sharding.AbstractMesh) else mesh.abstract_mesh
 
+    def on_first_devices(self) -> Mesh:
+        """An abstract mesh on the first devices, to compile for them; a mesh of devices itself.
+
+        Raises:
+            MeshError: there are fewer devices.
+        """
+        if self.devices is not None:
+            return self
+        if self.size > (there := len(jax.devices())):
+            raise MeshError(
+                f"XLA compiles for devices that exist: the mesh has {self.size}, and there are {there}.",
+                user_line(),
+                got=f"mesh: {self}",
+                hint=f"On CPU, set XLA_FLAGS=--xla_force_host_platform_device_count={self.size}, or call "
+                f'jax.config.update("jax_num_cpu_devices", {self.size}), before JAX starts; for tests, in conftest.py.',
+            )
+        return Mesh.of(dict(self.axes))
+
     def __str__(self) -> str:
         order = f", devices in the order {','.join(map(str, self.order))}" if self.order else ""
         return " ".join(f"{name}={size}" for name, size in self.axes) + order

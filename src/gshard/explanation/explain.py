@@ -36,7 +36,7 @@ from gshard.explanation.moved_instead import moved_instead
 from gshard.explanation.peer_lines import against_xla
 from gshard.explanation.report.data import report_data
 from gshard.explanation.report.page import framed, page
-from gshard.explanation.row_text import collective_lines, tensor_lines
+from gshard.explanation.row_text import collective_lines, lines_of_parts, tensor_lines
 from gshard.explanation.rows import (
     CollectiveRow,
     TensorRow,
@@ -271,6 +271,7 @@ class Explanation:
             f"{kind} {format_bytes(n)}" for kind, n in sorted(self.bytes_by_kind.items(), key=lambda kv: -kv[1])
         )
         lines.append(f"  each device sends {format_bytes(self.total_bytes)} in one call{': ' + kinds if kinds else ''}")
+        lines += lines_of_parts(self.collectives[:collectives], self.mesh)
         lines += self.host.lines
         lines += [] if self.plan.spared is None else ["", text_of_rings(self.plan, *self.plan.spared)]
         if self.spmd.recomputed is not None:

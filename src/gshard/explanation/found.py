@@ -56,6 +56,7 @@ class SearchResult:
         function: the function as its dimensions can be named.
         budget_seconds: the time that the search was given; what is found later has as much, unless it is given its own.
         compiled: the ranking of the best plans as XLA compiled them (``search(compile_best=...)``); prints as a table.
+        progress: where the search printed its progress; what is found later prints there too, unless it is told.
     """
 
     best: Best
@@ -65,6 +66,7 @@ class SearchResult:
     function: Namable | None = None
     budget_seconds: float | None = None
     compiled: Any = None
+    progress: bool | Callable[[str], object] | None = None
 
     @property
     def plan(self) -> Plan:
@@ -128,12 +130,13 @@ class SearchResult:
     def marks(self) -> Marks:
         """The plan said in few marks, each of them tried: how much of its speed they alone give.
 
-        Takes as long as the search may take (``budget_seconds``, or 300 seconds) at most, and prints its progress on
-        stderr. The marks that were found by then are returned, with ``left_out``.
+        Takes as long as the search may take (``budget_seconds``, or 300 seconds) at most, and prints its progress as
+        the search did. The marks that were found by then are returned, with ``left_out``.
         """
         return self._marks(None, None)
 
     def _marks(self, budget_seconds: float | None, progress: bool | Callable[[str], object] | None) -> Marks:
+        progress = self.progress if progress is None else progress
         budget = TimeBudget.of(self.budget_seconds if budget_seconds is None else budget_seconds, progress)
         return marks_of(self.best.chosen, self.best.limit, lambda marked: self._priced("marks", marked), budget)
 
@@ -149,7 +152,7 @@ class SearchResult:
                 "a plan with a mark that the function does not have is not said as a layout.",
                 hint="Write the mark into the function, and search again.",
             )
-        return layout_of(self.best, self.function, self.donated, TimeBudget.of(self.budget_seconds))
+        return layout_of(self.best, self.function, self.donated, TimeBudget.of(self.budget_seconds, self.progress))
 
     def patch(
         self, *, budget_seconds: float | None = None, progress: bool | Callable[[str], object] | None = None
@@ -162,7 +165,7 @@ class SearchResult:
         Args:
             budget_seconds: how long finding the marks may take; by default what the search was given, or 300 seconds.
                 It takes longer by no more than one planning of the program.
-            progress: as for ``search``.
+            progress: as for ``search``; by default what the search was given.
 
         Raises:
             ArgumentError: ``budget_seconds`` is no time.
@@ -215,7 +218,7 @@ class SearchResult:
             sharding: a ``PartitionSpec`` over the axes of ``mesh``; with ``unreduced={...}`` the values stay parts of
                 sums over these axes, and so may what is computed from them (they are finite).
             budget_seconds: as for ``search``; by default what the search was given.
-            progress: as for ``search``.
+            progress: as for ``search``; by default what the search was given.
 
         Returns:
             what is found then. To run its plan, write the mark into the program.
@@ -260,7 +263,7 @@ class SearchResult:
         seconds = seconds_of(self.budget_seconds if budget_seconds is None else budget_seconds)
         best = best_plan(
             marked, self.mesh, self.cost.machine, donated=self.donated, memory_limit=self.best.limit,
-            budget_seconds=seconds, progress=progress,
+            budget_seconds=seconds, progress=self.progress if progress is None else progress,
         )  # fmt: skip
         return dataclasses.replace(self, best=best, tried=(), function=None)
 

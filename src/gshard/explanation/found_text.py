@@ -80,12 +80,13 @@ def _note(cost: Cost, best: Best) -> str:
 
 def _arguments(best: Best, names: ArrayNames) -> list[str]:
     """The largest arguments with their shardings, those that are split first; those of equal layers in one row."""
-    rows: dict[tuple[str, str], int] = {}
+    rows: dict[tuple[str, str], list[str]] = {}
     plan = best.chosen.plan
     whole = {v: not any(plan.shardings[v].dims) for v in plan.program.block.inputs}
     for v in sorted(plan.program.block.inputs, key=lambda v: (whole[v], -v.bytes)):
         if v.shape:
-            key = names.arguments[v].alike, plan.format(v)
-            rows[key] = rows.get(key, 0) + 1
-    shown = [f"  {text:<44} {name}{f'  x{n}' if n > 1 else ''}" for (name, text), n in rows.items()]
+            rows.setdefault((names.arguments[v].alike, plan.format(v)), []).append(names.arguments[v].text)
+    shown = [
+        f"  {text:<44} {own[0] if len(own) == 1 else f'{alike}  x{len(own)}'}" for (alike, text), own in rows.items()
+    ]
     return shown[:_SHOWN] + ([f"  and {len(shown) - _SHOWN} more"] if len(shown) > _SHOWN else [])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from gshard.core.mesh import Mesh
 from gshard.core.program import format_bytes
 from gshard.explanation.rows import CollectiveRow, TensorRow
 
@@ -47,3 +48,13 @@ def collective_lines(rows: Sequence[CollectiveRow], most: int) -> list[str]:
     if rest := rows[most:]:
         lines.append(f"  ... and {len(rest)} more rows with {format_bytes(sum(r.bytes for r in rest))}")
     return lines
+
+
+def lines_of_parts(rows: Sequence[CollectiveRow], mesh: Mesh) -> list[str]:
+    """What the parts of axes are that collectives are over, such as ``data.0``; one line for each axis."""
+    over = {name for row in rows for name in row.axes.split(",")}
+    return [
+        f"  {', '.join(atoms)}: parts of axis {name}, {' x '.join(str(mesh.atom_sizes[a]) for a in atoms)} devices"
+        for name, atoms in mesh.atoms_of.items()
+        if len(atoms) > 1 and not over.isdisjoint(atoms)
+    ]

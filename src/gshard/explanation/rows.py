@@ -184,7 +184,11 @@ def called(same: Sequence[Collective], names: ArrayNames) -> tuple[str, str, str
     words = zip(*(x.text.split("/") for x in modules), strict=True)
     module = "/".join(every[0] if len(set(every)) == 1 else without_number(every[0]) for every in words)
     why = same[0].why if len({c.why for c in same}) == 1 else _without_position(same[0], same[0].why)
-    return array, module, f"{why}, which loops over the dimension that is split" if all(map(_is_looped, same)) else why
+    return (
+        array,
+        module,
+        f"{why}, which loops over the split dimension: split another" if all(map(_is_looped, same)) else why,
+    )
 
 
 def _is_looped(c: Collective) -> bool:

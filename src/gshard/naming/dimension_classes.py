@@ -146,16 +146,19 @@ def dimensions_of(program: Program, paths: Sequence[str] = ()) -> Dimensions:
 def of_equal_layers(found: Dimensions) -> Dimensions:
     """The same with one label for what equal layers have: the hidden dimension of each is a class of its own.
 
-    Classes become one where their arguments are the same but for numbers that all arguments of a class share, sizes are
-    equal too, users gave them at most one name, and no value has both.
+    Classes become one where their arguments are the same but for numbers that change alike in all of them
+    (``_is_another_layer``), sizes are equal too, users gave them at most one name, and no value has both.
     """
     together = {pair for words in found.labels.values() for pair in itertools.permutations(set(words), 2)}
     groups: dict[Hashable, list[list[DimensionClass]]] = {}
     for c in found.classes:
-        alike = groups.setdefault((_without_shared_numbers(c.arguments) or c.label, c.size, c.product == ()), [])
+        places = _places(c.arguments)
+        key = tuple((path, d) for path, d, _ in places) or c.label, c.size, c.product == ()
+        alike = groups.setdefault(key, [])
         for group in alike:
             names = {name for one in (*group, c) for name in one.names}
-            if len(names) < 2 and not any((one.label, c.label) in together for one in group):
+            separate = not any((one.label, c.label) in together for one in group)
+            if len(names) < 2 and separate and _is_another_layer(_places(group[0].arguments), places):
                 group.append(c)
                 break
         else:
@@ -184,13 +187,29 @@ def _renamed(word: str, now: Mapping[str, str]) -> str:
     return now.get(label, label) + word[len(label) :]
 
 
-def _without_shared_numbers(arguments: Sequence[tuple[str, int]]) -> Hashable:
-    """Paths and positions, with ``*`` for the numbers that stand at the same place in all of the paths."""
-    parts = [path.split("/") for path, _ in arguments]
-    columns = list(zip(*parts, strict=False))
-    shared = {i for i, column in enumerate(columns) if len(set(column)) == 1 and column[0].isdecimal()}
-    paths = ("/".join("*" if i in shared else word for i, word in enumerate(path)) for path in parts)
-    return tuple(sorted(zip(paths, (d for _, d in arguments), strict=True)))
+_Place = tuple[str, int, tuple[str, ...]]  # a path with * for its numbers, the dimension, and the numbers
+
+
+def _places(arguments: Sequence[tuple[str, int]]) -> list[_Place]:
+    """Where a class is in the arguments, in an order that the layer does not change."""
+    found = []
+    for path, d in arguments:
+        words = path.split("/")
+        numbers = tuple(word for word in words if word.isdecimal())
+        found.append(("/".join("*" if word.isdecimal() else word for word in words), d, numbers))
+    return sorted(found, key=lambda place: (*place[:2], tuple(map(int, place[2]))))
+
+
+def _is_another_layer(one: Sequence[_Place], other: Sequence[_Place]) -> bool:
+    """Whether two classes at the same paths differ by the same numbers in all of them.
+
+    A weight and its moments are at different depths: ``state/0/blocks/3/up``, ``state/1/adam/0/mu/blocks/3/up``.
+    """
+    changes = {
+        tuple((a, b) for a, b in zip(mine, others, strict=True) if a != b)
+        for (_, _, mine), (_, _, others) in zip(one, other, strict=True)
+    }
+    return len(changes) == 1 and changes != {()}
 
 
 class _Classes:

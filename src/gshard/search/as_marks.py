@@ -100,7 +100,8 @@ class Marks:
         """The time of a call with all of them, that of the plan, and how far one is from the other."""
         over = 100 * (self.seconds / self.goal.cost.seconds - 1)
         near = "as the plan" if self.is_near else f"{abs(over):.2g} % {'above' if over > 0 else 'below'} the plan"
-        return f"{self._text(self.priced)} with them, {near} ({self._text(self.goal)})"
+        how = "with them" if self.marks else "without a further mark"
+        return f"{self._text(self.priced)} {how}, {near} ({self._text(self.goal)})"
 
     @property
     def cut(self) -> list[str]:

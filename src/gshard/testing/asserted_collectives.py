@@ -11,6 +11,7 @@ from typing import Any
 
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
+from gshard.core.keywords import keywords
 from gshard.core.mesh import MeshLike
 from gshard.testing.collective_limits import TOTAL, Exceeded, Limits, Size, Times, limits_of
 from gshard.testing.compiled_subject import compiled_subject
@@ -21,6 +22,7 @@ from gshard.xla_programs.compiled_text import collective_lines_of, memory_lines,
 ROWS, HELD = 12, 6  # that a message lists at most
 
 
+@keywords("", "gshard.testing")
 def assert_collectives(
     f: Any,
     args: Sequence[Any] = (),

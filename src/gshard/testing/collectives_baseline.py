@@ -17,6 +17,7 @@ import jax
 
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
+from gshard.core.keywords import keywords
 from gshard.core.mesh import MeshLike
 from gshard.testing.asserted_collectives import check_devices, compiled, row_lines
 from gshard.testing.collective_limits import PEAK_CURE, cures_of
@@ -25,6 +26,7 @@ from gshard.testing.sent_record import SentRecord, as_recorded
 from gshard.xla_programs.compiled_explanation import CompiledExplanation
 
 
+@keywords("", "gshard.testing")
 def assert_no_more_collectives(
     f: Any,
     args: Sequence[Any] = (),

@@ -14,7 +14,6 @@ from gshard.api.compiled_programs import (
     is_from_jax_jit,
     lowered_by_jax,
     on_first_devices,
-    with_devices,
 )
 from gshard.api.jitted import Jitted
 from gshard.api.lowered import Compiled, Lowered
@@ -96,7 +95,7 @@ def _lowered(f: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> jax.stag
 def _of_jitted(f: Jitted, args: Sequence[Any], kwargs: Mapping[str, Any]) -> CompiledExplanation:
     mesh = f.options.mesh
     if mesh is not None and mesh.devices is None:
-        f = f.on(with_devices(mesh))
+        f = f.on(mesh.on_first_devices())
     args, kwargs = on_first_devices((tuple(args), dict(kwargs)))
     return explain_compiled_by_gshard(f.lower(*args, **kwargs).compile())
 

@@ -23,6 +23,7 @@ import numpy as np
 from gshard.comm.steps import identity
 from gshard.core.errors import RuleError
 from gshard.core.jax_adapter import bind
+from gshard.core.keywords import keywords
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Block, Equation, Program, Value
@@ -43,6 +44,7 @@ from gshard.tracing.trace import trace
 SMALL = Mesh.abstract(a=2, b=3)
 
 
+@keywords("", "gshard.testing")
 def check_rule(
     f: Callable[..., Any],
     *args: Any,

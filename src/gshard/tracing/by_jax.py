@@ -45,8 +45,11 @@ def _refused(f: Callable[..., Any], error: Exception) -> Exception:
     is_shape = text.startswith("Shapes must be 1D sequences of concrete values")
     if not is_shape and type(error) in (TypeError, ValueError) and line is not None and _comes_from_jax(error):
         hint = "print(x.shape, x.dtype) in front of this line shows what the arrays are while the function is traced."
-        about_types = re.search(r"shape|dimension|rank|type", text)
-        return TraceError.like(error, f"{name} cannot be traced: {text}", line, hint=hint if about_types else None)
+        if re.search(r"\bgot <class '(list|tuple)'>", text):
+            hint = "A list is a pytree of its elements, not an array: pass jnp.asarray(x)."
+        elif not re.search(r"shape|dimension|rank|type", text):
+            return TraceError.like(error, f"{name} cannot be traced: {text}", line)
+        return TraceError.like(error, f"{name} cannot be traced: {text}", line, hint=hint)
     if not is_shape and not isinstance(error, jax.errors.JAXTypeError | jax.errors.JAXIndexError):
         return error  # a mistake of another kind
     numpy = isinstance(error, jax.errors.TracerArrayConversionError)

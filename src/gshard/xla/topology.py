@@ -29,6 +29,8 @@ def topology_mesh(machine: Machine) -> Mesh:
         found = topologies.get_topology_desc(platform="tpu", topology_name=machine.topology)
     except Exception as error:
         hint = "pip install libtpu (the version that belongs to jaxlib), and name the shape: v3:8x8."
+        if "not installed" in str(error):
+            hint = "pip install libtpu (the version that belongs to jaxlib): it describes TPUs that need not exist."
         if "lockfile" in str(error):
             hint = "Another process has libtpu: wait for it, or set ALLOW_MULTIPLE_LIBTPU_LOAD=1 to compile beside it."
         raise PlanningError(

@@ -15,6 +15,7 @@ import jax
 from gshard.core.mesh import Mesh
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import format_bytes
+from gshard.device.machine import Machine
 from gshard.emit.compile import compile_spmd
 from gshard.explanation.found import SearchResult
 from gshard.search.find import Best
@@ -120,10 +121,16 @@ def devices_for(found: SearchResult) -> Sequence[object]:
     Raises:
         MeshError, PlanningError: as ``ranked``.
     """
-    mesh, machine = found.plan.mesh, found.cost.machine
-    if mesh.devices is not None:
-        return mesh.devices
-    on = topology_mesh(machine) if machine.topology else Mesh.of(mesh.size)
+    return devices_on(found.plan.mesh, found.cost.machine)
+
+
+def devices_on(mesh: Mesh, machine: Machine) -> Sequence[object]:
+    """What plans on a mesh of a machine are compiled for: as ``devices_for``.
+
+    Raises:
+        MeshError, PlanningError: as ``ranked``.
+    """
+    on = topology_mesh(machine) if mesh.devices is None and machine.topology else mesh.on_first_devices()
     assert on.devices is not None, "both have devices"
     return on.devices
 
