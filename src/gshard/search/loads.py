@@ -34,7 +34,7 @@ def _loads(graph: Graph) -> list[_Load]:
     results = {v for v in graph.program.block.outputs if isinstance(v, Value)}
     found = [load(v, 0, end + 1) for v in graph.program.block.inputs]
     for v, start in clock.made.items():
-        if v not in graph.after:
+        if v not in graph.donated_results:
             found.append(load(v, start, end + 1 if v in results else clock.last.get(v, start) + 1))
     return found + [(k, *clock.spans[e], sizes) for k, e, sizes in graph.held if e in clock.spans]
 

@@ -50,8 +50,8 @@ class Seconds(Moves):
     def __init__(self, mesh: Mesh, machine: Machine, axes: tuple[Atoms, ...], *, joined: bool = False):
         super().__init__(mesh, axes)
         self.machine, self.tie, self.fuses, self.counted = machine, _FOLLOWS, True, f"time on {machine.name}"
-        self.a_byte = self.a_byte_stacked = _TIE / machine.memory_bandwidth
-        self.a_byte_beyond = 0.0  # kernels count what they read and write
+        self.held_byte_cost = self.stacked_byte_cost = _TIE / machine.memory_bandwidth
+        self.extra_byte_cost = 0.0  # kernels count what they read and write
         self.times = StepTimes(machine, joined)
         # How many of each of the atoms that can take each other's places an axis has.
         alike = interchangeable(mesh, machine)
@@ -72,7 +72,7 @@ class Seconds(Moves):
         """Equations as they are fused."""
         return as_compiled(kernels_of(block, windows=False), self.machine.compiler).walk()
 
-    def alike(self, kernel: Kernel) -> Hashable:
+    def cost_key(self, kernel: Kernel) -> Hashable:
         e = kernel.equation
         arrays = tuple((v.shape, short_dtype(v.dtype)) for v in (*e.inputs, *e.outputs))
         # What else is fused with it differs: by what that reads, and by its operations.
@@ -83,13 +83,13 @@ class Seconds(Moves):
         spared = tuple(v in kernel.spared for v in (*kernel.reads, *kernel.writes)), kernel.spares_rows
         return e.rule, kernel.kind, arrays, same, read, kernel.vector_flops, kernel.moved, spared, kernel.returns
 
-    def of_splits(self, kernel: Kernel, ways: Sequence[Split], asked: float) -> Floats:
+    def split_costs(self, kernel: Kernel, splits: Sequence[Split], marked_share: float) -> Floats:
         """float64 [ways]: one run of a kernel, its equation split so, and what its own way to run on shards takes."""
         e = kernel.equation
         rule = e.rule
         assert rule is not None
         taken = []
-        for split in ways:
+        for split in splits:
             part = share(rule, split, self.mesh)
             results = [result_sharding(rule, i, split) for i in range(len(e.outputs))]
             made = sum(local_bytes(x, s, self.mesh) for x, s in zip(e.outputs, results, strict=True))
@@ -114,7 +114,7 @@ class Seconds(Moves):
             taken.append(max(self.work(e, *_of(kernel, part), moved, returns=returns) + more, start))
         return np.array(taken)
 
-    def of_shardings(self, kernel: Kernel, states: Sequence[Sharding]) -> Floats:
+    def sharding_costs(self, kernel: Kernel, states: Sequence[Sharding]) -> Floats:
         """float64 [states]: one run of an elementwise kernel, all of whose arrays are sharded so."""
         v = kernel.equation.outputs[0]
         parts = [math.prod(s.local_shape(self.mesh, v.shape)) / max(math.prod(v.shape), 1) for s in states]
@@ -126,9 +126,9 @@ class Seconds(Moves):
             ]
         )
 
-    def windows(self, e: Equation, ways: Sequence[Split]) -> Iterator[tuple[int, Windows]]:
+    def windows(self, e: Equation, splits: Sequence[Split]) -> Iterator[tuple[int, Windows]]:
         """What an equation fetches of its operands, that others may share."""
-        for i, split in enumerate(ways):
+        for i, split in enumerate(splits):
             if (emitted := self.own(e, split)) is not None:
                 yield from ((i, own) for own in emitted.windows)
 
@@ -188,7 +188,7 @@ def seconds_on(
         else:
             known = copy.copy(_shared_seconds(machine, joined, mesh, axes))
         if call is not None:
-            known.a_byte_stacked = _HELD * call / machine.memory
+            known.stacked_byte_cost = _HELD * call / machine.memory
         return known
 
     return objective
