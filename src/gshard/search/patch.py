@@ -1,9 +1,9 @@
-"""Patch: writes the marks of a plan into the user's source files as a unified diff.
+"""Writes the marks of a plan into the user's source files, as a unified diff.
 
-A mark on what a statement assigns (``h = x @ w``) becomes a statement after it (``h = gshard.shard(h, P("x"))``), one
-on what is returned is put around it. Marks of arguments are statements in front of the function's first
-(``search.argument_marks``). Other marks (of parts of expressions) are told in front of the diff, where ``git apply``
-and ``patch`` pass over them.
+A mark on a value that a statement assigns (``h = x @ w``) becomes a statement after it (``h = gshard.shard(h,
+P("x"))``). A mark on a returned value goes around it. Marks of arguments become statements before the function's first
+statement (``search.argument_marks``). Other marks, for example of parts of expressions, are listed before the diff,
+where ``git apply`` and ``patch`` ignore them.
 """
 
 from __future__ import annotations
@@ -31,37 +31,43 @@ def patch_of(
     mesh: Mesh | None = None,
     notes: Sequence[str] = (),
 ) -> str:
-    """The diff; in front of it, in lines that begin with ``#``, notes and the marks that it leaves out.
+    """The diff. Before it, lines that begin with ``#`` contain notes and the marks that it leaves out.
 
     Args:
-        marks: of values of the program.
-        program: as it was traced; its files must be as they were then.
-        paths: of its arguments.
-        defined: file and first line of the function's definition.
+        marks: marks on values of the program.
+        program: the traced program; its source files must not have changed since.
+        paths: the paths of its arguments.
+        defined: the file and first line of the function's definition.
         mesh: the devices.
-        notes: what to say of the marks.
+        notes: lines to print before the diff.
     """
     producers = {v: e for e in program.block.walk() for v in e.outputs}
-    at: dict[tuple[str, int], list[tuple[int, Equation]]] = {}
+    equations_at: dict[tuple[str, int], list[tuple[int, Equation]]] = {}
     for i, e in enumerate(program.block.walk()):
         place = user_place(e.source_info)
         if place is not None and not is_transposed(e.source_info):
-            at.setdefault(place, []).append((i, e))
+            equations_at.setdefault(place, []).append((i, e))
     files: dict[str, _File] = {}
-    left: list[str] = []
+    comments: list[str] = []
     inputs = program.block.inputs[len(program.captured) :]
-    of_arguments = {v: s for mark in marks for v, s in mark.shardings.items() if v in inputs}
-    statements, unsaid = ({}, set(of_arguments)) if mesh is None else argument_marks(of_arguments, inputs, paths, mesh)
+    argument_shardings = {v: s for mark in marks for v, s in mark.shardings.items() if v in inputs}
+    statements, unwritten = (
+        ({}, set(argument_shardings)) if mesh is None else argument_marks(argument_shardings, inputs, paths, mesh)
+    )
     if statements and not _write_at_the_top(statements, defined, files):
-        of = f"the function {program.name} is in no file, or not in this form: write in front of its first statement"
-        left += [f"# {of}", *(f"#   {line}" for text in statements.values() for line in text.splitlines())]
+        reason = (
+            f"the function {program.name} is in no file, or not in this form: write in front of its first statement"
+        )
+        comments += [f"# {reason}", *(f"#   {line}" for text in statements.values() for line in text.splitlines())]
     for mark in marks:
-        others = [v for v in mark.shardings if v not in of_arguments or v in unsaid]
-        done = [v not in of_arguments and _write(mark.text, producers.get(v), at, files) for v in others]
-        if not all(done):
-            left.append(f"# {mark.text} {mark.at}: not written, do it by hand")
-    left = [*(f"# {note}" for note in notes), *left]
-    return "\n".join([*left, *(line for file in files.values() for line in file.diff())]) + "\n"
+        others = [v for v in mark.shardings if v not in argument_shardings or v in unwritten]
+        written = [
+            v not in argument_shardings and _write(mark.text, producers.get(v), equations_at, files) for v in others
+        ]
+        if not all(written):
+            comments.append(f"# {mark.text} {mark.at}: not written, do it by hand")
+    comments = [*(f"# {note}" for note in notes), *comments]
+    return "\n".join([*comments, *(line for file in files.values() for line in file.diff())]) + "\n"
 
 
 def _write(
@@ -79,16 +85,16 @@ def _write(
     if statement is None:
         return False
     lines = range(statement.lineno, (statement.end_lineno or statement.lineno) + 1)
-    made = [pair for n in lines for pair in at.get((path, n), ())]
-    # What a statement assigns or returns is what its last equation makes.
-    if not made or max(made, key=lambda pair: pair[0])[1] is not e:
+    equations = [pair for n in lines for pair in at.get((path, n), ())]
+    # A statement assigns or returns the result of its last equation.
+    if not equations or max(equations, key=lambda pair: pair[0])[1] is not e:
         return False
     files[path] = file
     return file.mark(statement, text)
 
 
 def _write_at_the_top(statements: Mapping[str, str], defined: tuple[str, int] | None, files: dict[str, _File]) -> bool:
-    """Puts statements for parameters in front of a function's first statement; False where that is not possible."""
+    """Inserts statements for parameters before a function's first statement. False if that is not possible."""
     if defined is None or not Path(defined[0]).is_file():
         return False
     path, line = defined
@@ -100,7 +106,17 @@ def _write_at_the_top(statements: Mapping[str, str], defined: tuple[str, int] | 
 
 
 class _File:
-    """A source file that is being changed."""
+    """A source file with its changes.
+
+    Attributes:
+        path: the path of the file.
+        text: its text.
+        lines: its lines.
+        tree: its syntax tree.
+        after: for line numbers, text to insert after the line.
+        instead: for line numbers, text that replaces the line.
+        before: for line numbers, text to insert before the line.
+    """
 
     def __init__(self, path: str):
         self.path = path
@@ -112,7 +128,7 @@ class _File:
         self.before: dict[int, str] = {}
 
     def statement(self, line: int) -> ast.stmt | None:
-        """The innermost statement at a line that has none inside."""
+        """The innermost assignment or return statement at a line; None if there is none."""
         found = [
             node
             for node in ast.walk(self.tree)
@@ -122,7 +138,7 @@ class _File:
         return max(found, key=lambda node: node.lineno, default=None)
 
     def begin(self, line: int, statements: Mapping[str, str]) -> bool:
-        """Puts statements in front of the first of a function; False where it has other parameters, or but one line."""
+        """Inserts statements before the first one of a function. False if parameters are missing, or it is one line."""
         for node in ast.walk(self.tree):
             if not isinstance(node, ast.FunctionDef):
                 continue
@@ -130,18 +146,20 @@ class _File:
             first = min((node.lineno, *(decorator.lineno for decorator in node.decorator_list)))
             if first != line or not parameters >= set(statements):
                 continue
-            is_text = isinstance(node.body[0], ast.Expr) and isinstance(node.body[0].value, ast.Constant)
-            body = node.body[1:] if is_text and len(node.body) > 1 else node.body
-            begin = min((body[0].lineno, *(d.lineno for d in getattr(body[0], "decorator_list", ()))))
-            if self.lines[begin - 1][: body[0].col_offset].strip():
+            has_docstring = isinstance(node.body[0], ast.Expr) and isinstance(node.body[0].value, ast.Constant)
+            body = node.body[1:] if has_docstring and len(node.body) > 1 else node.body
+            begin_line = min((body[0].lineno, *(d.lineno for d in getattr(body[0], "decorator_list", ()))))
+            if self.lines[begin_line - 1][: body[0].col_offset].strip():
                 return False
             indent = " " * body[0].col_offset
-            self.before[begin] = "\n".join(indent + part for text in statements.values() for part in text.splitlines())
+            self.before[begin_line] = "\n".join(
+                indent + part for text in statements.values() for part in text.splitlines()
+            )
             return True
         return False
 
     def mark(self, statement: ast.stmt, text: str) -> bool:
-        """Puts a mark after or around a statement; False where that cannot be said."""
+        """Inserts a mark after or around a statement. False if that is not possible."""
         indent = " " * statement.col_offset
         if isinstance(statement, ast.Return):
             value = statement.value
@@ -159,23 +177,23 @@ class _File:
 
     def diff(self) -> Iterator[str]:
         """The change as lines of a unified diff."""
-        needed = [] if self._imports("gshard", None) else ["import gshard"]
+        new_imports = [] if self._imports("gshard", None) else ["import gshard"]
         written = [*self.after.values(), *self.instead.values(), *self.before.values()]
         if any(" P(" in text for text in written) and not self._imports("jax.sharding", "P"):
-            needed.append(_SPEC)
-        new: list[str] = []
-        place = max(
+            new_imports.append(_SPEC)
+        new_lines: list[str] = []
+        last_import = max(
             (n.end_lineno or 0 for n in self.tree.body if isinstance(n, ast.Import | ast.ImportFrom)), default=0
         )
         for number, line in enumerate(self.lines, 1):
-            new += self.before[number].splitlines() if number in self.before else []
-            new.append(self.instead.get(number, line))
-            new += [self.after[number]] if number in self.after else []
-            new += needed if number == place else []
-        new = [*needed, *new] if not place else new
-        shown = os.path.relpath(self.path)
-        shown = self.path.lstrip("/") if shown.startswith("..") else shown
-        return difflib.unified_diff(self.lines, new, f"a/{shown}", f"b/{shown}", lineterm="")
+            new_lines += self.before[number].splitlines() if number in self.before else []
+            new_lines.append(self.instead.get(number, line))
+            new_lines += [self.after[number]] if number in self.after else []
+            new_lines += new_imports if number == last_import else []
+        new_lines = [*new_imports, *new_lines] if not last_import else new_lines
+        shown_path = os.path.relpath(self.path)
+        shown_path = self.path.lstrip("/") if shown_path.startswith("..") else shown_path
+        return difflib.unified_diff(self.lines, new_lines, f"a/{shown_path}", f"b/{shown_path}", lineterm="")
 
     def _imports(self, module: str, name: str | None) -> bool:
         for node in self.tree.body:
