@@ -64,8 +64,8 @@ class SavedPlan:
         kept = tuple(tuple((f, atoms) for f, atoms in sorted(split.items()) if atoms) for split in splits)
         rings = tuple((i, plan.rings[e]) for i, e in enumerate(plan.program.block.walk()) if e in plan.rings)
 
-        def as_text(shardings: Mapping[Value, Sharding]) -> tuple[tuple[int, str], ...]:
-            pairs = [(i, v, shardings[v]) for i, v in enumerate(plan.program.block.values()) if v in shardings]
+        def as_text(changed: Mapping[Value, Sharding]) -> tuple[tuple[int, str], ...]:
+            pairs = [(i, v, changed[v]) for i, v in enumerate(plan.program.block.values()) if v in changed]
             return tuple((i, sharding.format(plan.mesh, v.shape, v.dtype_name)) for i, v, sharding in pairs)
 
         text = format_block(plan.program.block)
