@@ -25,12 +25,12 @@ class Messages:
         self._bytes: list[int] = []
         self._latest: dict[object, int] = {}
 
-    def send(self, key: object, own: int, needed: frozenset[int]) -> tuple[int, int]:
+    def send(self, key: object, operand_bytes: int, needed: frozenset[int]) -> tuple[int, int]:
         """Adds a collective to a message.
 
         Args:
             key: collectives with equal keys may share a message.
-            own: bytes of one device's operands.
+            operand_bytes: bytes of one device's operands.
             needed: the messages on which it depends.
 
         Returns:
@@ -38,11 +38,15 @@ class Messages:
         """
         message = self._latest.get(key)
         # If the collective depends on a later message, the two messages would depend on each other.
-        if message is None or self._bytes[message] + own > self._largest or max(needed, default=-1) >= message:
+        if (
+            message is None
+            or self._bytes[message] + operand_bytes > self._largest
+            or max(needed, default=-1) >= message
+        ):
             message = self._latest[key] = len(self._bytes)
             self._bytes.append(0)
         before = self._bytes[message]
-        self._bytes[message] += own
+        self._bytes[message] += operand_bytes
         return message, before
 
 

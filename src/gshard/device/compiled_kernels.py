@@ -134,8 +134,8 @@ def _producers(first: Kernel, buffers: _Buffers) -> list[Kernel]:
 
 def _reads_one_array(group: Sequence[Kernel]) -> bool:
     """Whether a group reads at most one large array: one operand fills the registers."""
-    made = {v for k in group for v in k.writes}
-    reads = {v for k in group for v in k.reads} - made
+    written = {v for k in group for v in k.writes}
+    reads = {v for k in group for v in k.reads} - written
     elements = max(_elements(k) for k in group)
     return sum(math.prod(v.shape) >= elements for v in reads) <= 1
 
@@ -166,14 +166,14 @@ def _is_recomputed(kernel: Kernel, buffers: _Buffers) -> bool:
     """Whether it moves fewer bytes to compute an elementwise result in each reader than to store it."""
     if kernel.kind != FUSED or len(kernel.writes) != 1 or kernel.writes[0] in buffers.kept:
         return False
-    (made,) = kernel.writes
-    readers = buffers.readers.get(made, ())
-    if readers and all(_looks_up(made, k, buffers) for k in readers):
+    (result,) = kernel.writes
+    readers = buffers.readers.get(result, ())
+    if readers and all(_looks_up(result, k, buffers) for k in readers):
         return True
     if len(readers) < 2 or not all(k.kind in (FUSED, REDUCTION) for k in readers):
         return False
     read = sum(map(size, kernel.reads))
-    return len(readers) * read <= read + (1 + len(readers)) * size(made)
+    return len(readers) * read <= read + (1 + len(readers)) * size(result)
 
 
 def _looks_up(v: Value, kernel: Kernel, buffers: _Buffers) -> bool:

@@ -259,12 +259,16 @@ def cost_of_kernels(program: Kernels, mesh: Mesh, machine: Machine, donated: Ite
     return Cost(machine, tuple(rows.values()), program, tuple(donated))
 
 
-def _as_epilogue(row: KernelCost, taken: float) -> KernelCost:
+def _as_epilogue(row: KernelCost, seconds_added: float) -> KernelCost:
     """The cost of a kernel that runs as the epilogue of another one and adds these seconds, without a launch."""
     rest = tuple((what, spent) for what, spent in row.parts if what != "launch")
-    without = dataclasses.replace(row, parts=rest, seconds=sum(spent for _, spent in rest))
+    without_launch = dataclasses.replace(row, parts=rest, seconds=sum(spent for _, spent in rest))
     # If it takes as long as alone, nothing is saved, and the launch remains.
-    return row.taking(taken) if taken > without.seconds or not without.seconds else without.taking(taken)
+    return (
+        row.taking(seconds_added)
+        if seconds_added > without_launch.seconds or not without_launch.seconds
+        else without_launch.taking(seconds_added)
+    )
 
 
 def kernel_cost(
@@ -288,20 +292,36 @@ def kernel_cost(
     starts = sum(launch_seconds(machine, 2 * array) for array in copied)
     copies = sum(copy_seconds(machine, array) for array in copied) - starts
     if kernel.kind == COLLECTIVE:
-        name, atoms, sent, taken, first = _collective(kernel, mesh, machine, joined)
+        name, atoms, sent, seconds_of_message, latency_seconds = _collective(kernel, mesh, machine, joined)
         moved = kernel.moved + 2 * sum(copied)
-        parts = (("network", taken - first), ("latency", first), ("memory", copies), ("launch", starts))
+        parts = (
+            ("network", seconds_of_message - latency_seconds),
+            ("latency", latency_seconds),
+            ("memory", copies),
+            ("launch", starts),
+        )
         return KernelCost(
-            name, COLLECTIVE, e.line, result, times, 0, moved, sent, atoms, taken + copies + starts, parts, e
+            name,
+            COLLECTIVE,
+            e.line,
+            result,
+            times,
+            0,
+            moved,
+            sent,
+            atoms,
+            seconds_of_message + copies + starts,
+            parts,
+            e,
         )
     products, others, moved = kernel.product_flops, kernel.vector_flops, kernel.moved
     repeated = e.rule.groups if e.rule is not None and machine.compiler.multiplies_groups else 1
-    own = roofline(machine, dtype_of(e), products * repeated, others, moved, returns=kernel.starts)
-    starts += own.launch
-    bound = "compute" if own.compute >= own.memory else "memory"
-    parts = ((bound, own.work), ("memory", copies), ("launch", starts))
+    time = roofline(machine, dtype_of(e), products * repeated, others, moved, returns=kernel.starts)
+    starts += time.launch
+    bound = "compute" if time.compute >= time.memory else "memory"
+    parts = ((bound, time.work), ("memory", copies), ("launch", starts))
     return KernelCost(
-        e.name, kernel.kind, e.line, result, times, products + others, moved, 0, (), own.work + copies + starts,
+        e.name, kernel.kind, e.line, result, times, products + others, moved, 0, (), time.work + copies + starts,
         parts, e,
     )  # fmt: skip
 

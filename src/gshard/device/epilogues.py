@@ -83,10 +83,10 @@ def _have_equal_sizes(a: Value, b: Value) -> bool:
     return math.prod(a.shape) == math.prod(b.shape)
 
 
-def _updates(kernel: Kernel, made: Value, home: Mapping[Value, Value]) -> bool:
-    """Whether a kernel overwrites a window of an array with this value."""
+def _updates(kernel: Kernel, value: Value, home: Mapping[Value, Value]) -> bool:
+    """Whether a kernel overwrites a window of an array with ``value``."""
     e = kernel.equation
     if e.rule is None or len(e.inputs) < 2 or e.rule.operands[0] != e.rule.results[0] or moves_elements(e.rule):
         return False
     update = e.inputs[1]
-    return isinstance(update, Value) and home.get(update, update) is made and not kernel.fused
+    return isinstance(update, Value) and home.get(update, update) is value and not kernel.fused

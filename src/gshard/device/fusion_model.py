@@ -76,8 +76,8 @@ class Kernel:
     @property
     def vector_flops(self) -> int:
         """Other operations in one run."""
-        own = 0 if self.kind in (PRODUCT, REGION, COLLECTIVE) else flops(self.equation)
-        return own + sum(map(flops, self.fused))
+        own_flops = 0 if self.kind in (PRODUCT, REGION, COLLECTIVE) else flops(self.equation)
+        return own_flops + sum(map(flops, self.fused))
 
     @property
     def moved(self) -> int:
@@ -90,9 +90,9 @@ class Kernel:
         if self.in_place:
             first, *others = self.equation.inputs
             return sum(self._read(v) for v in self.reads if v is not first) + max(map(size, others))
-        own = [v for v in self.reads if v not in self.spared]
+        read = [v for v in self.reads if v not in self.spared]
         written = [v for v in self.writes if v not in self.spared]
-        return sum(map(self._read, own)) + sum(map(size, (*written, *self.carried)))
+        return sum(map(self._read, read)) + sum(map(size, (*written, *self.carried)))
 
     def _read(self, v: Value) -> int:
         users = [(e, i) for e in (self.equation, *self.fused) for i, x in enumerate(e.inputs) if x is v]

@@ -63,5 +63,5 @@ def _layouts(kernel: Kernel, operand: Value, result: Value, machine: Machine) ->
         return False, math.prod(operand.shape) > 0 and is_turned(part, cut, joined)
     if kind not in _ALONG or not machine.compiler.copies_for_collectives:
         return False, False
-    own = is_strided(operand.shape, params[_ALONG[kind]])
-    return own, own
+    needs_own_layout = is_strided(operand.shape, params[_ALONG[kind]])
+    return needs_own_layout, needs_own_layout

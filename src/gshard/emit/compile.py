@@ -136,8 +136,8 @@ def named_sharding(mesh: Mesh, sharding: Sharding, memory: str = DEVICE) -> Name
 @tabulated(4096)
 def _named_sharding(mesh: Mesh, sharding: Sharding, _: Any) -> NamedSharding:
     # Equal meshes may come from different meshes of JAX's, so the given one is a part of the key.
-    own = mesh.spec_of(sharding.dims)
-    return over_atoms(mesh, sharding) if own is None else NamedSharding(mesh.user_jax_mesh, own)
+    user_spec = mesh.spec_of(sharding.dims)
+    return over_atoms(mesh, sharding) if user_spec is None else NamedSharding(mesh.user_jax_mesh, user_spec)
 
 
 def over_atoms(mesh: Mesh, sharding: Sharding) -> NamedSharding:
@@ -222,8 +222,8 @@ def compiled_with_constants(
 def _lowered(spmd: SpmdProgram, function: Any, first: int = 0) -> Any:
     shapes = shapes_of(spmd.jaxpr.in_avals[first:])
     # The atoms replace any mesh that the caller has set: they are the same devices under other names.
-    own = jax.sharding.use_abstract_mesh(spmd.mesh.abstract_jax_mesh)
-    with no_mesh_set(), in_context(NO_CONTEXT), own, wide_enough_for(dtypes_in(spmd.jaxpr)):
+    atom_mesh = jax.sharding.use_abstract_mesh(spmd.mesh.abstract_jax_mesh)
+    with no_mesh_set(), in_context(NO_CONTEXT), atom_mesh, wide_enough_for(dtypes_in(spmd.jaxpr)):
         return function.lower(*shapes)
 
 
@@ -231,5 +231,5 @@ def _moved_references(spmd: SpmdProgram) -> set[int]:
     """The references whose final values leave in another sharding or order, so that these cannot take their memory."""
     count, outs = len(spmd.program.references), range(len(spmd.out_shardings))
     pairs = zip(spmd.program.references, outs[len(outs) - count :], strict=True)
-    come, leave = spmd.in_shardings, spmd.out_shardings
-    return {i for i, j in pairs if (come[i], spmd.in_orders.get(i)) != (leave[j], spmd.out_orders.get(j))}
+    entry, leave = spmd.in_shardings, spmd.out_shardings
+    return {i for i, j in pairs if (entry[i], spmd.in_orders.get(i)) != (leave[j], spmd.out_orders.get(j))}

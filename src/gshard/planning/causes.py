@@ -81,10 +81,12 @@ class Causes:
             states: int64 [nodes].
         """
         problem = self._graph.problem
-        found: dict[tuple[int, ...], float] = {(i,): float(own[states[i]]) for i, own in enumerate(problem.costs)}
+        costs: dict[tuple[int, ...], float] = {
+            (i,): float(node_costs[states[i]]) for i, node_costs in enumerate(problem.costs)
+        }
         for (u, v), table in zip(problem.ends.tolist(), problem.tables, strict=True):
-            found[u, v] = float(table[states[u], states[v]])
-        return {nodes: cost for nodes, cost in found.items() if cost}
+            costs[u, v] = float(table[states[u], states[v]])
+        return {nodes: cost for nodes, cost in costs.items() if cost}
 
     def cause(self, nodes: tuple[int, ...], states: Ints, cost: float) -> Cause:
         """The cause of a node's or an edge's cost, with these states chosen."""
@@ -145,8 +147,8 @@ class Causes:
         for i in component.results:
             x = e.outputs[i]
             if (home := graph.groups.of[x]) == other:
-                made = result_sharding(rule, i, split)
-                yield f"result {i}", self._moves(x, made, graph.states[home][states[home]])
+                result = result_sharding(rule, i, split)
+                yield f"result {i}", self._moves(x, result, graph.states[home][states[home]])
 
     def _moves(self, v: Value, source: Sharding, target: Sharding) -> str:
         steps = plan_reshard(source, target, v.shape, itemsize(v.dtype), self._mesh)

@@ -151,8 +151,8 @@ def without_excess_in_loops(graph: Graph, chosen: Sequence[int] | Ints, classes:
 
 def largest_of_iteration(loop: Equation, shardings: Mapping[Value, Sharding], mesh: Mesh) -> int:
     """Bytes on one device of the largest array that an iteration of a loop computes."""
-    made = (v for body in loop.blocks for q in body.walk() for v in q.outputs)
-    return max((local_bytes(v, shardings[v], mesh) for v in made), default=0)
+    computed = (v for body in loop.blocks for q in body.walk() for v in q.outputs)
+    return max((local_bytes(v, shardings[v], mesh) for v in computed), default=0)
 
 
 def _split_of(e: Equation, sharding: Sharding, mesh: Mesh) -> Split:

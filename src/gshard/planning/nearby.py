@@ -31,7 +31,7 @@ def changes(program: Program, mesh: Mesh, axes: tuple[Atoms, ...]) -> int | None
     if has_many(mesh, axes):
         return MANY_AXES
     parts = parts_of(mesh, axes)
-    has_several = sum(map(bool, parts)) == FEW or any(len(own) > FEW_PARTS for own in parts)
+    has_several = sum(map(bool, parts)) == FEW or any(len(part) > FEW_PARTS for part in parts)
     return LARGE_PROGRAM if has_several and estimated_entries(program, mesh, axes) > LARGE else None
 
 
@@ -40,7 +40,7 @@ def estimated_entries(program: Program, mesh: Mesh, axes: tuple[Atoms, ...]) -> 
 
     Each axis has one dimension of a value, or none, and one factor of an equation, or none.
     """
-    parts = [len(own) for own in parts_of(mesh, axes)]
+    parts = [len(part) for part in parts_of(mesh, axes)]
 
     def choices(places: int) -> int:
         """The number of choices. Of an axis in several parts, the first parts have one place, the others another."""

@@ -152,7 +152,7 @@ class _State:
         ] = {}  # of each visited node, factors about which its arrays disagree
         # Memo: nodes with equal rules and equal operand shardings share a result, so equal layers are visited once.
         self.found: dict[object, tuple[dict[int, Atoms], Sequence[Change]]] = {}
-        self.ways: dict[object, _Moves] = {}
+        self.movable: dict[object, _Moves] = {}
         self.ones: dict[tuple[Atoms, ...], Sharding] = {}
         self.unreduced: dict[Value, tuple[tuple[str, str], ...]] = {}
 
@@ -269,9 +269,9 @@ class _State:
             return ()
         operands = tuple([self.dims[x] if isinstance(x, Value) else () for x in e.inputs])
         key = e.rule, operands
-        if key not in self.ways:
-            self.ways[key] = tuple(_to_be_moved(e.rule, operands, self.mesh))
-        return self.ways[key]
+        if key not in self.movable:
+            self.movable[key] = tuple(_to_be_moved(e.rule, operands, self.mesh))
+        return self.movable[key]
 
     def _agree(self, node: Node) -> tuple[Split, dict[int, Atoms]]:
         """The split of a node that its arrays agree on, and the factors on which they disagree."""

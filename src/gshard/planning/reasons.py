@@ -86,11 +86,11 @@ def reasons_of(
     return reasons
 
 
-def _comes_from(atoms: Atoms, own: set[str], level: int) -> bool:
-    """Whether atoms come from an array with the atoms ``own``: at level 1 all of them, at 2 the major one, at 3 any."""
+def _comes_from(atoms: Atoms, source_atoms: set[str], level: int) -> bool:
+    """Whether atoms come from an array with ``source_atoms``: at level 1 all of them, at 2 the major one, at 3 any."""
     if level == 1:
-        return bool(atoms) and own.issuperset(atoms)
-    return bool(own & set(atoms[:1] if level == 2 else atoms))
+        return bool(atoms) and source_atoms.issuperset(atoms)
+    return bool(source_atoms & set(atoms[:1] if level == 2 else atoms))
 
 
 def _neighbours(program: Program) -> dict[Value, list[tuple[Value, Equation]]]:

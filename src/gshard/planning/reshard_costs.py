@@ -46,15 +46,15 @@ def axes_of(mesh: Mesh, shardings: Iterable[Sharding] = ()) -> tuple[Atoms, ...]
     for sharding in set(shardings):
         partial = tuple(a for a in mesh.atoms if a in dict(sharding.unreduced))
         cuts.update(atoms for atoms in (*sharding.dims, partial) if atoms)
-    found: list[Atoms] = []
-    for own in mesh.atoms_of.values():
-        ends = {len(own)}
+    parts: list[Atoms] = []
+    for axis_atoms in mesh.atoms_of.values():
+        ends = {len(axis_atoms)}
         for atoms in cuts:
-            inside = [a in atoms for a in own]
-            ends.update(i for i in range(1, len(own)) if inside[i] != inside[i - 1])
+            inside = [a in atoms for a in axis_atoms]
+            ends.update(i for i in range(1, len(axis_atoms)) if inside[i] != inside[i - 1])
         starts = [0, *sorted(ends)]
-        found += [own[a:b] for a, b in itertools.pairwise(starts) if b > a]
-    return tuple(found)
+        parts += [axis_atoms[a:b] for a, b in itertools.pairwise(starts) if b > a]
+    return tuple(parts)
 
 
 def is_made_of(atoms: Atoms, axes: Sequence[Atoms]) -> bool:
@@ -73,7 +73,7 @@ def is_made_of(atoms: Atoms, axes: Sequence[Atoms]) -> bool:
 
 def parts_of(mesh: Mesh, axes: Sequence[Atoms]) -> list[tuple[Atoms, ...]]:
     """For each axis of the mesh, the axes that are parts of it."""
-    return [tuple(own for own in axes if own[0] in whole) for whole in mesh.atoms_of.values()]
+    return [tuple(part for part in axes if part[0] in whole) for whole in mesh.atoms_of.values()]
 
 
 def has_many(mesh: Mesh, axes: Sequence[Atoms]) -> bool:
@@ -213,16 +213,16 @@ class Moves:
     def __init__(self, mesh: Mesh, axes: tuple[Atoms, ...]):
         self.mesh, self.axes = mesh, axes
         # A mesh of the axes themselves, without atoms: few steps lead from one sharding to others.
-        self.atoms_of = {mesh.format_atoms(own): own for own in axes}
-        sizes = tuple((name, mesh.count(own)) for name, own in self.atoms_of.items())
+        self.atoms_of = {mesh.format_atoms(axis): axis for axis in axes}
+        sizes = tuple((name, mesh.count(axis)) for name, axis in self.atoms_of.items())
         self._coarse = Mesh(sizes or mesh.axes, factored=False)
-        self._names_of = {own: name for name, own in self.atoms_of.items()}
+        self._names_of = {axis: name for name, axis in self.atoms_of.items()}
         # For each axis of the mesh, the names of its parts.
-        self._parts = [tuple(map(self._names_of.__getitem__, own)) for own in parts_of(mesh, axes)]
-        self._is_parted = any(len(own) > FEW_PARTS for own in self._parts)
+        self._parts = [tuple(map(self._names_of.__getitem__, axis)) for axis in parts_of(mesh, axes)]
+        self._is_parted = any(len(axis) > FEW_PARTS for axis in self._parts)
         self._visited: set[tuple[Atoms, ...]] | None = set() if has_many(mesh, axes) else None
         # Axes that move in one message: a sum over two axes is scattered over both at once.
-        runs = [[(), *_runs(own)] if len(own) > FEW_PARTS else list(_some(own)) for own in self._parts]
+        runs = [[(), *_runs(axis)] if len(axis) > FEW_PARTS else list(_some(axis)) for axis in self._parts]
         chosen = (tuple(itertools.chain(*some)) for some in itertools.product(*runs))
         self._blocks = tuple(sorted(filter(None, chosen), key=lambda b: (len(b), *map(self._coarse.atoms.index, b))))
         self._known: dict[Sharding, Sharding | None] = {}  # over whole axes; None if a sharding uses a part of one
@@ -287,13 +287,13 @@ class Moves:
             return False
         if not self._is_parted:
             return True
-        place_of = {name: d for d, own in enumerate(here.dims) for name in own}
+        place_of = {name: d for d, dim_names in enumerate(here.dims) for name in dim_names}
         place_of |= dict.fromkeys(dict(here.unreduced), -1)
         for names in self._parts:
             if not is_considered([place_of.get(name) for name in names]):
                 return False
-            for own in here.dims:
-                turn = [names.index(name) for name in own if name in names]
+            for dim_names in here.dims:
+                turn = [names.index(name) for name in dim_names if name in names]
                 if sum(b - a != 1 for a, b in itertools.pairwise(turn)) > 1:
                     return False
         return True
@@ -336,10 +336,10 @@ class Moves:
         if sharding not in self._known:
             monoids = dict(sharding.unreduced)
             dims = tuple(self._names(atoms) for atoms in sharding.dims)
-            unreduced = {name: monoids[own[0]] for name, own in self.atoms_of.items() if own[0] in monoids}
+            unreduced = {name: monoids[atoms[0]] for name, atoms in self.atoms_of.items() if atoms[0] in monoids}
             whole = {a: unreduced[name] for name in unreduced for a in self.atoms_of[name]}
-            found = Sharding(tuple(own or () for own in dims)).with_unreduced(unreduced)
-            self._known[sharding] = None if whole != monoids or any(own is None for own in dims) else found
+            found = Sharding(tuple(atoms or () for atoms in dims)).with_unreduced(unreduced)
+            self._known[sharding] = None if whole != monoids or any(atoms is None for atoms in dims) else found
         return self._known[sharding]
 
     def _names(self, atoms: Atoms) -> Atoms | None:

@@ -178,17 +178,17 @@ def _scatters(e: Equation, plan: Plan, needs: Needs) -> Iterator[Offer]:
     """Rings for a result that is reduce-scattered, or all-reduced: then its first possible dimension is scattered."""
     assert e.rule is not None
     (v,) = e.outputs
-    made, target = result_sharding(e.rule, 0, plan.splits[e]), _target(v, plan, needs)
-    steps = plan_reshard(made, target, v.shape, itemsize(v.dtype), plan.mesh)
+    source, target = result_sharding(e.rule, 0, plan.splits[e]), _target(v, plan, needs)
+    steps = plan_reshard(source, target, v.shape, itemsize(v.dtype), plan.mesh)
     if steps and steps[0].kind == REDUCE_SCATTER and len(e.rule.results[0][steps[0].dim]) == 1:
         (f,) = e.rule.results[0][steps[0].dim]
-        yield Offer(Ring(f, (), steps[0].atoms), local_bytes(v, made, plan.mesh))
+        yield Offer(Ring(f, (), steps[0].atoms), local_bytes(v, source, plan.mesh))
     if [step.kind for step in steps] == [ALL_REDUCE]:
         count = plan.mesh.count(steps[0].atoms)
-        for n, atoms, factors in zip(v.shape, made.dims, e.rule.results[0], strict=True):
+        for n, atoms, factors in zip(v.shape, source.dims, e.rule.results[0], strict=True):
             if len(factors) == 1 and n >= count * plan.mesh.count(atoms) and aligned(n, plan.mesh.count(atoms), count):
                 ring = Ring(factors[0], (), steps[0].atoms)
-                yield Offer(ring, local_bytes(v, made, plan.mesh), whole=True)
+                yield Offer(ring, local_bytes(v, source, plan.mesh), whole=True)
                 return
 
 

@@ -148,11 +148,11 @@ def _passing_together(
     rule: Rule, monoid: str, operand_values: dict[int, Value], monoids: Mapping[Value, Collection[str]]
 ) -> dict[int, Value]:
     """The operands that can be unreduced at once: of a product only one."""
-    linear_operands = [own for name, own in rule.linear if name == monoid]
-    if any(own.issuperset(operand_values) for own in linear_operands):
+    linear_operands = [indices for name, indices in rule.linear if name == monoid]
+    if any(indices.issuperset(operand_values) for indices in linear_operands):
         return operand_values
     first = next((i for i, v in operand_values.items() if monoid in monoids.get(v, ())), None)
-    first_operands = next((own for own in linear_operands if first in own), frozenset[int]())
+    first_operands = next((indices for indices in linear_operands if first in indices), frozenset[int]())
     return {i: v for i, v in operand_values.items() if i in first_operands}
 
 

@@ -31,7 +31,7 @@ def replayed(spmd: SpmdProgram, before: Kernels, block: Block) -> SpmdProgram:
     """
     devices = spmd.mesh.devices
     on_cpu = devices is not None and devices[0].platform == "cpu"
-    jaxpr = run_by(_Behind(frozenset(before.block.walk()) if on_cpu else None), block, spmd)
+    jaxpr = run_by(_WithOpaqueBarriers(frozenset(before.block.walk()) if on_cpu else None), block, spmd)
     return dataclasses.replace(spmd, jaxpr=jaxpr, collectives=_noted(spmd, before, kernels_of(block)))
 
 
@@ -56,14 +56,14 @@ def run_by(interpreter: Interpreter, block: Block, spmd: SpmdProgram) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Behind(Interpreter):
-    """Runs blocks on one device's parts unchanged, with opaque identities for barriers that are not among ``own``."""
+class _WithOpaqueBarriers(Interpreter):
+    """Runs blocks on one device's parts unchanged. Barriers outside of ``own_equations`` become opaque identities."""
 
-    own: frozenset[Equation] | None
+    own_equations: frozenset[Equation] | None
 
     def equation(self, e: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
         """Runs an equation."""
-        if self.own is not None and e.primitive is optimization_barrier_p and e not in self.own:
+        if self.own_equations is not None and e.primitive is optimization_barrier_p and e not in self.own_equations:
             return [*opaque_identity(inputs[:-1], inputs[-1]), inputs[-1]]
         return super().equation(e, inputs)
 

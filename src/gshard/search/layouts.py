@@ -261,8 +261,8 @@ class _Search:
         return self.known[key]
 
     def _layout(self, rows: _Rows) -> Layout:
-        made = {f"{at}:{name}" if at else name: axes for (at, name), axes in rows.items()}
-        return Layout({**{row.key: row.entry for row in self.given.rows}, **made})
+        new_rows = {f"{at}:{name}" if at else name: axes for (at, name), axes in rows.items()}
+        return Layout({**{row.key: row.entry for row in self.given.rows}, **new_rows})
 
     def _keys(self) -> list[_Key]:
         """The possible rows, those of most bytes: names anywhere, and names of several arguments at each of these."""

@@ -33,9 +33,9 @@ def _loads(graph: Graph) -> list[_Load]:
 
     results = {v for v in graph.program.block.outputs if isinstance(v, Value)}
     loads = [load(v, 0, end + 1) for v in graph.program.block.inputs]
-    for v, start in clock.made.items():
+    for v, start in clock.written_at.items():
         if v not in graph.donated_results:
-            loads.append(load(v, start, end + 1 if v in results else clock.last.get(v, start) + 1))
+            loads.append(load(v, start, end + 1 if v in results else clock.last_read.get(v, start) + 1))
     return loads + [(group, *clock.spans[e], sizes) for group, e, sizes in graph.held if e in clock.spans]
 
 
@@ -47,8 +47,8 @@ class _Clock:
     """
 
     now: int = 0
-    made: dict[Value, int] = dataclasses.field(default_factory=dict)
-    last: dict[Value, int] = dataclasses.field(default_factory=dict)
+    written_at: dict[Value, int] = dataclasses.field(default_factory=dict)
+    last_read: dict[Value, int] = dataclasses.field(default_factory=dict)
     spans: dict[Equation, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
     def run(self, kernels: Kernels) -> None:
@@ -61,9 +61,9 @@ class _Clock:
                 self.now += 1
                 self.spans[kernel.equation] = start, self.now
             for v in kernel.writes:
-                self.made[v] = self.now
+                self.written_at[v] = self.now
             for v in kernel.reads:
-                self.last[v] = self.now
+                self.last_read[v] = self.now
         for out in kernels.block.outputs:
             if isinstance(out, Value):
-                self.last[kernels.home.get(out, out)] = self.now + 1
+                self.last_read[kernels.home.get(out, out)] = self.now + 1

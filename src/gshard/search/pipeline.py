@@ -260,7 +260,7 @@ def as_run(
     """The program that runs for a plan on a machine, with its cost.
 
     Args:
-        made: the plan.
+        planned: the plan.
         machine: the machine for times.
         donated: arguments (counted without captured arrays) whose memory results may take.
         limit: bytes that a device may hold; the machine's memory if None.

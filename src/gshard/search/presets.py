@@ -74,7 +74,7 @@ def marked_presets(program: Program, mesh: Mesh, boundary: Boundary = AS_MARKED)
         mesh: the devices.
         boundary: constraints on arguments and results. Donated arguments are a training state.
     """
-    own, donated = program.argument_marks, boundary.donated
+    own_marks, donated = program.argument_marks, boundary.donated
     state = set(donated) or {i for i, _ in program.state(range(len(program.block.inputs)))}
     data = [i for i, v in enumerate(program.block.inputs) if v.shape and i not in state]
     by_batch = {i: _along(program.block.inputs[i], 0, mesh.atoms, mesh) for i in data}
@@ -91,7 +91,7 @@ def marked_presets(program: Program, mesh: Mesh, boundary: Boundary = AS_MARKED)
         marked = None if marks in earlier_marks else _marked(program, marks)
         earlier_marks.append(marks)
         if marked is not None:
-            yield Preset(name, marked, own)
+            yield Preset(name, marked, own_marks)
 
 
 def presets(

@@ -108,7 +108,7 @@ class Seconds(Moves):
         moved = written + sum(read_bytes.get(x, x.bytes * work_share) for x in reads)
         own_way_seconds = 0.0
         if has_own_way(rule, split):
-            emitted = self.own(e, split)
+            emitted = self.emitted_by(e, split)
             alone = _operations(as_kernel(e), work_share)
             plain = self.work(e, *alone, result_bytes + sum(read_bytes.values()))
             own_way = self.work(e, *alone, result_bytes) if emitted is None else emitted.seconds
@@ -133,10 +133,10 @@ class Seconds(Moves):
     def windows(self, e: Equation, splits: Sequence[Split]) -> Iterator[tuple[int, Windows]]:
         """The windows of operands that an equation fetches, which other equations may share."""
         for i, split in enumerate(splits):
-            if (emitted := self.own(e, split)) is not None:
+            if (emitted := self.emitted_by(e, split)) is not None:
                 yield from ((i, window) for window in emitted.windows)
 
-    def own(self, e: Equation, split: Split) -> Emitted | None:
+    def emitted_by(self, e: Equation, split: Split) -> Emitted | None:
         """The code of an equation that runs on shards in its own way; None for other equations.
 
         None also for an equation that is not traced yet and may not be (``assuming``). Its lower bound is the time to
@@ -151,7 +151,9 @@ class Seconds(Moves):
         return found
 
     def price(self, splits: Mapping[Equation, Split]) -> bool:
-        unknown = [(e, split) for e, split in splits.items() if e.rule is not None and self.own(e, split) is None]
+        unknown = [
+            (e, split) for e, split in splits.items() if e.rule is not None and self.emitted_by(e, split) is None
+        ]
         return any([self._own_ways.of(e, split) is not None for e, split in unknown])
 
     def work(self, e: Equation, products: float, others: float, moved: float, *, returns: bool = False) -> float:

@@ -53,10 +53,10 @@ class Prices:
 
     def learn(self, bound: float) -> float:
         """Records a bound of the priced problem, and returns it as a bound of the problem itself."""
-        own = bound - paid(self.values, self.flat.limit)
-        if own > self.bound:
-            self.bound, self.best = own, self.values
-        return own
+        own_bound = bound - paid(self.values, self.flat.limit)
+        if own_bound > self.bound:
+            self.bound, self.best = own_bound, self.values
+        return own_bound
 
     def follow(self, usage: Floats, bound: float) -> None:
         """Raises prices where memory exceeds the limit and lowers them where there is room.

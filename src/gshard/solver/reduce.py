@@ -131,7 +131,7 @@ class _Work:
         limit = self.whole.limit
         if limit is None:
             return False
-        spans = [(i, rows, amount) for i, own in enumerate(self.loads) for rows, amount in own.items()]
+        spans = [(i, rows, amount) for i, loads in enumerate(self.loads) for rows, amount in loads.items()]
         rows = np.array([span for _, span, _ in spans], dtype=np.int64).reshape(-1, 2)
         most = self.fixed + accumulated(rows, [amount.max() for _, _, amount in spans], self.fixed.size)
         room = limit - self.fixed - accumulated(rows, [amount.min() for _, _, amount in spans], self.fixed.size)
@@ -304,7 +304,9 @@ class _Work:
             if self.by_memory:
                 raise DoesNotFit(f"No state of {self.whole.name(i)} leaves the others enough memory.")
             raise ProblemError(f"No state of {self.whole.name(i)} is allowed by what its neighbours may be.")
-        self.cost[i], self.kept[i] = (self.done(operator.getitem, own, allowed) for own in (self.cost[i], self.kept[i]))
+        self.cost[i], self.kept[i] = (
+            self.done(operator.getitem, values, allowed) for values in (self.cost[i], self.kept[i])
+        )
         self.loads[i] = {rows: amount[allowed] for rows, amount in self.loads[i].items()}
         self.nodes[i] = self.changed[i] = None
         for j in self.tables_of[i]:

@@ -44,8 +44,8 @@ class Walk:
     def bytes_more(self, node: int, state: int) -> tuple[int, Floats]:
         """The first moment at which a change adds memory, and float64 [moments], the bytes from there on."""
         flat = self.flat
-        own = slice(flat.load_first[node], flat.load_first[node + 1])
-        rows, amounts = flat.load_rows[own], flat.bytes_of(node)
+        loads = slice(flat.load_first[node], flat.load_first[node + 1])
+        rows, amounts = flat.load_rows[loads], flat.bytes_of(node)
         if not len(rows):
             return 0, np.zeros(0)
         change = amounts[:, state] - amounts[:, self.states[node]]
