@@ -133,9 +133,9 @@ def test_what_planning_counts_is_what_is_priced(f: Callable[..., Any]) -> None:
     for kernel, times in objective.kernels(lowered.plan.program.block):
         if kernel.kind == FUSED:
             whole = Sharding(((),) * len(kernel.equation.outputs[0].shape))
-            planned += times * float(objective.of_shardings(kernel, [whole])[0])
+            planned += times * float(objective.sharding_costs(kernel, [whole])[0])
         else:
-            planned += times * float(objective.of_splits(kernel, [{}], 0.0)[0])
+            planned += times * float(objective.split_costs(kernel, [{}], 0.0)[0])
     assert planned == pytest.approx(cost(lowered.spmd, machine).seconds, rel=1e-9)
 
 

@@ -16,7 +16,7 @@ from gshard.device.cost import cost
 from gshard.device.hardware import kind_called
 from gshard.device.machine import Dimension
 from gshard.device.machine_kinds import COMPILERS, DEVICE_KINDS, DIRECT, KINDS
-from gshard.device.network import gathered_at_least, permutation_seconds, seconds
+from gshard.device.network import least_gather_seconds, permutation_seconds, seconds
 from gshard.xla.calibrate import calibrate
 from gshard.xla.topology import PlanningError, topology_mesh
 
@@ -192,7 +192,7 @@ def test_direct_links_are_used_together_by_collectives_and_singly_by_messages() 
         assert taken == pytest.approx(2e-6 + data / members / 64e9)
         taken = seconds("all_gather", data, mesh, machine, atoms)
         assert taken == pytest.approx(2e-6 + data / 64e9)
-        assert gathered_at_least(data, data * members, machine) <= taken
+        assert least_gather_seconds(data, data * members, machine) <= taken
     around = [(i, (i + 1) % 8) for i in range(8)]
     assert permutation_seconds(data, around, machine) == pytest.approx(2e-6 + data / 64e9)
     assert permutation_seconds(data, [(0, 1), (1, 0)], machine) == pytest.approx(2e-6 + data / 64e9)

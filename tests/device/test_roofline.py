@@ -48,7 +48,7 @@ def test_all_callers_price_a_product_the_same(shape: tuple[int, int, int], machi
     )
     mesh = lowered.mesh
     explained = cost(lowered.spmd, on)
-    option = Seconds(mesh, on, axes_of(mesh)).of_splits(planned, [lowered.plan.splits[e]], 0.0)
+    option = Seconds(mesh, on, axes_of(mesh)).split_costs(planned, [lowered.plan.splits[e]], 0.0)
     assert {
         "explained": explained.seconds,
         "recomputed": kernel_cost(emitted, 1, mesh, on).seconds,
@@ -74,7 +74,7 @@ def test_a_result_of_the_program_is_launched_for_however_small() -> None:
     assert kernel.returns
     assert cost(lowered.spmd, on).seconds == pytest.approx(on.launch, rel=1e-3)
     (planned,) = kernels_of(lowered.plan.program.block).kernels
-    whole, parts = Seconds(mesh, on, axes_of(mesh)).of_shardings(
+    whole, parts = Seconds(mesh, on, axes_of(mesh)).sharding_costs(
         planned, [Sharding(((),)), lowered.plan.shardings[planned.equation.outputs[0]]]
     )
     assert parts == pytest.approx(whole, rel=1e-3), "a split of so little saves no launch"

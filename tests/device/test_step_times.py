@@ -13,7 +13,7 @@ from gshard.comm.steps import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PERMUTE, Step,
 from gshard.core.mesh import Mesh
 from gshard.core.sharding import Sharding
 from gshard.device.machine import Machine
-from gshard.device.network import gathered_at_least, seconds
+from gshard.device.network import least_gather_seconds, seconds
 from gshard.device.roofline import copy_seconds
 from gshard.device.step_times import StepTimes
 from sampled import crossed
@@ -136,14 +136,14 @@ def test_no_gather_takes_less_than_the_least(named: str) -> None:
         for last in range(first + 1, len(mesh.atoms) + 1):
             atoms = mesh.atoms[first:last]
             taken = seconds(ALL_GATHER, 1 << 20, mesh, machine, atoms)
-            least = gathered_at_least(1 << 20, (1 << 20) * mesh.count(atoms), machine)
+            least = least_gather_seconds(1 << 20, (1 << 20) * mesh.count(atoms), machine)
             assert 0 < least <= taken * (1 + 1e-9), atoms
-    assert gathered_at_least(8, 8, machine) == gathered_at_least(16, 8, machine) == 0
+    assert least_gather_seconds(8, 8, machine) == least_gather_seconds(16, 8, machine) == 0
 
 
 def test_what_is_left_over_a_torus_is_not_taken_for_what_goes_over_a_switch() -> None:
     machine = Machine.of("v3:4x2")  # two cores of a chip are behind a switch that is faster than all links
-    half, whole = (gathered_at_least(1 << 20, n << 20, machine) for n in (2, 16))
+    half, whole = (least_gather_seconds(1 << 20, n << 20, machine) for n in (2, 16))
     links = sum(2 * d.bandwidth / d.shared_by for d in machine.network[:2])
     assert math.isclose(whole, (8 << 20) / machine.network[2].bandwidth + (7 << 20) / links)
     assert half < whole / 7

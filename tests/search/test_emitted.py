@@ -136,8 +136,8 @@ def test_what_is_emitted_takes_no_less_than_is_assumed(name: str) -> None:
                 assert rule is not None
                 some = splits(rule, components(rule)[0], mesh, axes_of(mesh))[::7]
                 own = [split for split in some if has_own_way(rule, split)]
-                least = Seconds(mesh, machine, axes_of(mesh)).assuming().of_splits(kernel, own, math.inf)
-                assert (costs.of_splits(kernel, own, math.inf) >= least * (1 - 1e-9)).all()
+                least = Seconds(mesh, machine, axes_of(mesh)).assuming().split_costs(kernel, own, math.inf)
+                assert (costs.split_costs(kernel, own, math.inf) >= least * (1 - 1e-9)).all()
                 compared += len(own)
     assert compared > 20
 

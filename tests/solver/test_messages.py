@@ -13,7 +13,7 @@ def consistent(seed, **given):
     problem = random_problem(np.random.default_rng(seed), **given)
     work = _Work(problem)
     for _ in range(200):
-        for i, near in enumerate(work.near):
+        for i, near in enumerate(work.tables_of):
             for table in list(near.values()):
                 ok = np.isfinite(table).any(1)
                 if ok.size == work.cost[i].size:

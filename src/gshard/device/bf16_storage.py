@@ -1,8 +1,8 @@
-"""BF16 storage: the values that the TPU compiler stores in bfloat16, or as one byte, between kernels.
+"""Models the values that the TPU compiler stores in bfloat16, or as one byte, between kernels.
 
-Products of float32 run in one bfloat16 pass, so a value that only products read is stored in bfloat16, whatever kernel
-writes it, and a collective that only moves it moves half of the bytes. Of a value that is only compared later, the
-outcome is stored, one byte an element. A product whose only reader is elementwise is one kernel with it.
+Products of float32 run in one bfloat16 pass. So a value that only products read is stored in bfloat16, whatever kernel
+writes it, and a collective that only moves it moves half of the bytes. If a value is later only compared, the outcome
+is stored, one byte an element. A product whose only reader is elementwise is one kernel with it.
 
     h = x @ w;  y = max(h, 0) @ v;  g = where(h > 0, ...)      h: 4 bytes until y's operand is made, then 1
 """
@@ -28,11 +28,11 @@ _MOVING = ("all_to_all", "collective_permute", "all_gather")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Narrow:
-    """What is kept of a value.
+    """The narrow form in which a value is stored.
 
     Attributes:
-        whole_until: the last kernel that reads it in float32; before the first one if none does.
-        bytes: of what later ones read.
+        whole_until: the index of the last kernel that reads the value in float32; -1 if none does.
+        bytes: the bytes that later kernels read.
     """
 
     whole_until: int
@@ -40,36 +40,36 @@ class Narrow:
 
 
 def narrow_forms(program: Kernels) -> dict[Value, Narrow]:
-    """What is kept of the float32 values of a block, where that is less than they are."""
+    """The narrow forms of the float32 values of a block that have smaller ones."""
     kernels = program.kernels
-    leaves = {program.home.get(v, v) for v in program.block.outputs if isinstance(v, Value)}
+    results = {program.home.get(v, v) for v in program.block.outputs if isinstance(v, Value)}
     readers: dict[Value, list[int]] = {}
     for i, kernel in enumerate(kernels):
         for v in kernel.reads:
             readers.setdefault(v, []).append(i)
-    made = {v: i for i, kernel in enumerate(kernels) for v in kernel.writes}
-    found: dict[Value, Narrow] = {}
-    forms: dict[Value, set[str] | None] = {}  # narrow ones, None where some reader needs float32
-    for v in sorted(made, key=lambda v: -made[v]):
-        if v in leaves or str(v.dtype) != _WIDE or v not in readers:
+    written_at = {v: i for i, kernel in enumerate(kernels) for v in kernel.writes}
+    narrow: dict[Value, Narrow] = {}
+    types_of: dict[Value, set[str] | None] = {}  # narrow forms; None if some reader needs float32
+    for v in sorted(written_at, key=lambda v: -written_at[v]):
+        if v in results or str(v.dtype) != _WIDE or v not in readers:
             continue
-        read_as = [(at, _read_as(kernels[at], v, program.home, forms)) for at in readers[v]]
-        whole = max((at for at, form in read_as if form is None), default=-1)
-        wanted = {name for at, form in read_as if form is not None and at > whole for name in form}
-        forms[v] = wanted if whole < 0 else None
+        read_as = [(at, _read_as(kernels[at], v, program.home, types_of)) for at in readers[v]]
+        last_whole_read = max((at for at, form in read_as if form is None), default=-1)
+        types = {name for at, form in read_as if form is not None and at > last_whole_read for name in form}
+        types_of[v] = types if last_whole_read < 0 else None
         elements = math.prod(v.shape)
-        narrow = sum(itemsize(jax.numpy.dtype(form)) * elements for form in wanted)
-        if narrow < size(v) and whole < readers[v][-1]:
-            found[v] = Narrow(whole, narrow)
-    return found
+        narrow_bytes = sum(itemsize(jax.numpy.dtype(form)) * elements for form in types)
+        if narrow_bytes < size(v) and last_whole_read < readers[v][-1]:
+            narrow[v] = Narrow(last_whole_read, narrow_bytes)
+    return narrow
 
 
 def _read_as(
     kernel: Kernel, v: Value, home: Mapping[Value, Value], forms: Mapping[Value, set[str] | None]
 ) -> set[str] | None:
-    """The narrow forms in which a kernel can read a value; None if it needs float32."""
-    inside = (*kernel.fused, kernel.equation)
-    found: set[str] = set()
+    """The narrow types in which a kernel can read a value; None if it needs float32."""
+    equations = (*kernel.fused, kernel.equation)
+    types: set[str] = set()
     pending = [v]
     seen: set[Value] = set()
     while pending:
@@ -77,21 +77,21 @@ def _read_as(
         if x in seen:
             continue
         seen.add(x)
-        for e in inside:
+        for e in equations:
             if not any(isinstance(y, Value) and home.get(y, y) is x for y in e.inputs):
                 continue
             form = _form(e, kernel, forms)
             if form is None:
                 return None
             if form:
-                found |= form
+                types |= form
             else:
                 pending += e.outputs
-    return found or None
+    return types or None
 
 
 def _form(e: Equation, kernel: Kernel, forms: Mapping[Value, set[str] | None]) -> set[str] | None:
-    """The forms in which an equation can read an operand: empty for those of its result, None for float32."""
+    """The types in which an equation can read an operand: empty for those of its result, None for float32."""
     if e is kernel.equation:
         if kernel.kind == PRODUCT:
             return {_BF16} if _in_one_pass(e) else None
@@ -115,7 +115,7 @@ def _in_one_pass(e: Equation) -> bool:
 
 
 def _compares(e: Equation) -> bool:
-    """Whether all other operands are numbers, so that the outcome takes the place of the one that is not."""
+    """Whether all other operands are scalars, so that the outcome can replace the operand."""
     return sum(1 for x in e.inputs if isinstance(x, Value) and math.prod(x.shape) > 1) == 1
 
 
@@ -124,25 +124,25 @@ def _only_moves(e: Equation) -> bool:
 
 
 def joined(program: Kernels) -> list[Kernel]:
-    """The kernels, in order; what reads a product element by element is made by it, if nothing else reads that."""
+    """The kernels in order, with an elementwise kernel merged into a product if it is the only reader of it."""
     kernels = list(program.kernels)
-    leaves = {program.home.get(v, v) for v in program.block.outputs if isinstance(v, Value)}
+    results = {program.home.get(v, v) for v in program.block.outputs if isinstance(v, Value)}
     readers: dict[Value, list[int]] = {}
-    made: dict[Value, int] = {}
+    written_at: dict[Value, int] = {}
     for i, kernel in enumerate(kernels):
         for v in kernel.reads:
             readers.setdefault(v, []).append(i)
-        made.update(dict.fromkeys(kernel.writes, i))
+        written_at.update(dict.fromkeys(kernel.writes, i))
     for i, kernel in enumerate(kernels):
         if kernel.kind != PRODUCT or len(kernel.writes) != 1:
             continue
         (v,) = kernel.writes
-        if v in leaves or len(readers.get(v, ())) != 1:
+        if v in results or len(readers.get(v, ())) != 1:
             continue
-        (at,) = readers[v]
-        reader = kernels[at]
-        if reader.kind == FUSED and all(made.get(x, -1) < i for x in reader.reads if x is not v):
+        (reader_index,) = readers[v]
+        reader = kernels[reader_index]
+        if reader.kind == FUSED and all(written_at.get(x, -1) < i for x in reader.reads if x is not v):
             reads = tuple(dict.fromkeys((*kernel.reads, *(x for x in reader.reads if x is not v))))
             kernels[i] = dataclasses.replace(kernel, reads=reads, writes=reader.writes)
-            kernels[at] = dataclasses.replace(reader, reads=(), writes=())
+            kernels[reader_index] = dataclasses.replace(reader, reads=(), writes=())
     return kernels

@@ -1,15 +1,15 @@
-"""Cost: prices each kernel of a per-device program on a machine: time, FLOPs, bytes, and the memory peak.
+"""Prices each kernel of a per-device program on a machine: time, FLOPs, bytes, and the peak of memory.
 
     found = cost(lowered.spmd, Machine.of("v3:8x8"))
     found.seconds, found.peak, found.by_kind
 
-The program that is costed is the one that runs: the emitted equations, read back with their rules (``fusion_model``).
-A kernel takes the longer of its arithmetic and its memory traffic (``roofline``), together with its epilogue where the
-compiler fuses that (``epilogues``). A collective takes what the links of its axes need (``network``); collectives that
-XLA combines are one message (``combiner``). Starting a kernel and the latency of the network count apart, because no
-bandwidth makes them shorter (``by_bound``). Only the collectives that the machine's compiler hides overlap with kernels
-(``async_overlap``), so the sum is an upper bound on the roofline and no promise about a clock. Bodies of loops
-count as often as they run where that is known.
+The priced program is the one that runs: the emitted equations, read back with their rules (``fusion_model``). A kernel
+takes the longer of its arithmetic and its memory traffic (``roofline``), together with its epilogue if the compiler
+fuses that (``epilogues``). A collective takes the time of the links of its axes (``network``); collectives that XLA
+combines are one message (``combiner``). Kernel launches and network latency are listed separately, because no bandwidth
+makes them shorter (``by_bound``). Only collectives that the machine's compiler hides overlap with kernels
+(``async_overlap``). So the sum is an upper bound on the roofline and does not predict a clock. Bodies of loops count
+once for each iteration if their number is known.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from gshard.device.memory import Memory, memory_of
 from gshard.device.network import latency, permutation_seconds, seconds
 from gshard.device.roofline import copy_seconds, dtype_of, launch_seconds, roofline
 
-# What a call is spent on: operations, bytes of the device's memory, bytes on links, starting kernels, and the time that
-# the first byte of a message takes to arrive.
+# The causes of seconds: operations, bytes of the device's memory, bytes on links, kernel launches, and the time until
+# the first byte of a message arrives.
 BOUNDS = "compute", "memory", "network", "launch", "latency"
 
-# Part of the time, or of the bytes, of a program: another plan, a prefetching loop, or another mark must spare 2 %.
+# A ratio of times or bytes of a program: another plan, a prefetching loop, or another mark must save 2 %.
 WORTH = 0.98
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KernelCost:
-    """What one kernel takes.
+    """The cost of one kernel.
 
     Attributes:
         name: the operation, or the kind of collective.
@@ -54,14 +54,14 @@ class KernelCost:
         line: the user's source line.
         result: the local result, as text.
         times: how often it runs in one call.
-        flops: operations of one run, all equations that are part of it.
-        moved: bytes it reads and writes in one run.
+        flops: operations of one run, of all its equations.
+        moved: bytes that it reads and writes in one run.
         sent: bytes that the device sends in one run.
-        axes: the atoms a collective runs over.
-        seconds: of one run; of a collective what is waited for it.
-        parts: these seconds by what they are spent on, one of ``BOUNDS`` each: their sum is ``seconds``.
-        equation: the last of its equations, as emitted.
-        overlapped: seconds of a collective's run that pass while other kernels run.
+        axes: the atoms of a collective.
+        seconds: of one run; for a collective, the time for which the device waits.
+        parts: the seconds for each cause in ``BOUNDS``; they add up to ``seconds``.
+        equation: its last equation, as emitted.
+        overlapped: seconds of one run of a collective in which other kernels run.
     """
 
     name: str
@@ -80,23 +80,23 @@ class KernelCost:
 
     @property
     def bound(self) -> str:
-        """What most of the seconds is spent on."""
+        """The cause of most of the seconds."""
         return max(self.parts, key=lambda part: part[1])[0]
 
     def taking(self, seconds: float, overlapped: float = 0.0) -> KernelCost:
-        """The same with other seconds; each part keeps its share."""
+        """The cost with other seconds, of which each part keeps its share."""
         share = seconds / self.seconds if self.seconds else 0.0
         parts = tuple((what, spent * share) for what, spent in self.parts)
         return dataclasses.replace(self, seconds=seconds, parts=parts, overlapped=overlapped)
 
     @property
     def total_seconds(self) -> float:
-        """In one call of the program."""
+        """Seconds in one call of the program."""
         return self.seconds * self.times
 
 
 class PricedKernel(Protocol):
-    """What is read of any kernel of a call: attributes of ``KernelCost``."""
+    """The attributes of ``KernelCost`` that totals read from any kernel of a call."""
 
     @property
     def kind(self) -> str: ...
@@ -130,12 +130,12 @@ class CallTotals:
 
     @property
     def seconds(self) -> float:
-        """Of one call."""
+        """Seconds of one call."""
         return sum(k.seconds * k.times for k in self.kernels)
 
     @property
     def overlapped(self) -> float:
-        """Seconds of collectives in one call that pass while other kernels run, which ``seconds`` leaves out."""
+        """Seconds of collectives in one call in which other kernels run. ``seconds`` does not contain them."""
         return sum(k.overlapped * k.times for k in self.kernels)
 
     @property
@@ -155,7 +155,7 @@ class CallTotals:
 
     @property
     def by_bound(self) -> dict[str, float]:
-        """Seconds by what they are spent on, one of ``BOUNDS`` each; the largest first."""
+        """Seconds for each cause in ``BOUNDS``, the largest first."""
         found = dict.fromkeys(BOUNDS, 0.0)
         for k in self.kernels:
             for what, spent in k.parts:
@@ -174,13 +174,13 @@ class CallTotals:
 
 @dataclasses.dataclass(frozen=True)
 class Cost(CallTotals):
-    """What one call of a program takes on each device.
+    """The cost of one call of a program on each device.
 
     Attributes:
-        machine: what was assumed.
-        kernels: in the order in which they run.
-        program: the kernels as they are nested in loops, whose costs ``kernels`` are.
-        donated: inputs (captured arrays counted) whose memory results may take.
+        machine: the machine.
+        kernels: the costs of the kernels, in the order in which they run.
+        program: the kernels, nested in loops.
+        donated: inputs (counted with captured arrays) whose memory results may take.
     """
 
     machine: Machine
@@ -190,7 +190,7 @@ class Cost(CallTotals):
 
     @functools.cached_property
     def memory(self) -> Memory:
-        """What a device holds, moment by moment."""
+        """The memory of a device at each moment."""
         return memory_of(
             self.program, self.donated, keeps_low_precision_copies=self.machine.compiler.keeps_low_precision_copies
         )
@@ -219,11 +219,11 @@ class Cost(CallTotals):
 
 @with_tables
 def cost(spmd: SpmdProgram, machine: Machine, donated: Iterable[int] = ()) -> Cost:
-    """Costs a per-device program.
+    """Prices a per-device program.
 
     Args:
-        spmd: what ``partition`` made.
-        machine: as many devices as the program's mesh.
+        spmd: the result of ``partition``.
+        machine: a machine with as many devices as the program's mesh.
         donated: arguments (counted without captured arrays) whose memory results may take.
 
     Raises:
@@ -243,40 +243,46 @@ def cost(spmd: SpmdProgram, machine: Machine, donated: Iterable[int] = ()) -> Co
 
 
 def cost_of_kernels(program: Kernels, mesh: Mesh, machine: Machine, donated: Iterable[int] = ()) -> Cost:
-    """The same for kernels that were read already; ``donated`` counts captured arrays too."""
+    """As ``cost``, for kernels that were read already. ``donated`` counts captured arrays too."""
     program = as_compiled(program, machine.compiler)
-    joined, copied = combined(program, machine), layout_copies(program, machine) | hoisted_operands(program)
+    joined_bytes, copied_bytes = combined(program, machine), layout_copies(program, machine) | hoisted_operands(program)
     rows = {
-        kernel: kernel_cost(kernel, times, mesh, machine, joined.get(kernel, 0), copied.get(kernel, ()))
+        kernel: kernel_cost(kernel, times, mesh, machine, joined_bytes.get(kernel, 0), copied_bytes.get(kernel, ()))
         for kernel, times in program.walk()
         if kernel.kind != REGION
     }
-    alone = {kernel: row.seconds for kernel, row in rows.items()}
-    for kernel, taken in epilogues(program, alone, machine).items():
-        rows[kernel], alone[kernel] = _as_end(rows[kernel], taken), taken
-    for kernel, overlapped in overlapped_of(program, alone, mesh, machine).items():
+    seconds_alone = {kernel: row.seconds for kernel, row in rows.items()}
+    for kernel, seconds_added in epilogues(program, seconds_alone, machine).items():
+        rows[kernel], seconds_alone[kernel] = _as_epilogue(rows[kernel], seconds_added), seconds_added
+    for kernel, overlapped in overlapped_of(program, seconds_alone, mesh, machine).items():
         rows[kernel] = rows[kernel].taking(rows[kernel].seconds - overlapped, overlapped)
     return Cost(machine, tuple(rows.values()), program, tuple(donated))
 
 
-def _as_end(row: KernelCost, taken: float) -> KernelCost:
-    """A kernel as the end of another one, with which it starts."""
+def _as_epilogue(row: KernelCost, seconds_added: float) -> KernelCost:
+    """The cost of a kernel that runs as the epilogue of another one and adds these seconds, without a launch."""
     rest = tuple((what, spent) for what, spent in row.parts if what != "launch")
-    without = dataclasses.replace(row, parts=rest, seconds=sum(spent for _, spent in rest))
-    # Where it takes as long as by itself nothing is spared, its start included.
-    return row.taking(taken) if taken > without.seconds or not without.seconds else without.taking(taken)
+    without_launch = dataclasses.replace(row, parts=rest, seconds=sum(spent for _, spent in rest))
+    # If it takes as long as alone, nothing is saved, and the launch remains.
+    return (
+        row.taking(seconds_added)
+        if seconds_added > without_launch.seconds or not without_launch.seconds
+        else without_launch.taking(seconds_added)
+    )
 
 
 def kernel_cost(
     kernel: Kernel, times: int, mesh: Mesh, machine: Machine, joined: int = 0, copied: Sequence[int] = ()
 ) -> KernelCost:
-    """What one kernel that is no region takes.
+    """Prices one kernel that is not a region.
 
     Args:
-        kernel: which.
+        kernel: the kernel.
         times: how often it runs in one call.
-        mesh, machine: the devices.
-        joined: bytes of the message that a collective joins (``combiner``): it takes what that takes longer.
+        mesh: the devices.
+        machine: the machine.
+        joined: bytes of the message that a collective joins (``combiner``). The collective costs the time that it adds
+            to this message.
         copied: bytes of arrays that are written and read once more: copied into the layout of a collective
             (``layout_copies``), or small and broadcast by a kernel (``hoisted_operands``).
     """
@@ -286,26 +292,42 @@ def kernel_cost(
     starts = sum(launch_seconds(machine, 2 * array) for array in copied)
     copies = sum(copy_seconds(machine, array) for array in copied) - starts
     if kernel.kind == COLLECTIVE:
-        name, atoms, sent, taken, first = _collective(kernel, mesh, machine, joined)
+        name, atoms, sent, seconds_of_message, latency_seconds = _collective(kernel, mesh, machine, joined)
         moved = kernel.moved + 2 * sum(copied)
-        parts = (("network", taken - first), ("latency", first), ("memory", copies), ("launch", starts))
+        parts = (
+            ("network", seconds_of_message - latency_seconds),
+            ("latency", latency_seconds),
+            ("memory", copies),
+            ("launch", starts),
+        )
         return KernelCost(
-            name, COLLECTIVE, e.line, result, times, 0, moved, sent, atoms, taken + copies + starts, parts, e
+            name,
+            COLLECTIVE,
+            e.line,
+            result,
+            times,
+            0,
+            moved,
+            sent,
+            atoms,
+            seconds_of_message + copies + starts,
+            parts,
+            e,
         )
     products, others, moved = kernel.product_flops, kernel.vector_flops, kernel.moved
     repeated = e.rule.groups if e.rule is not None and machine.compiler.multiplies_groups else 1
-    own = roofline(machine, dtype_of(e), products * repeated, others, moved, returns=kernel.starts)
-    starts += own.launch
-    bound = "compute" if own.compute >= own.memory else "memory"
-    parts = ((bound, own.work), ("memory", copies), ("launch", starts))
+    time = roofline(machine, dtype_of(e), products * repeated, others, moved, returns=kernel.starts)
+    starts += time.launch
+    bound = "compute" if time.compute >= time.memory else "memory"
+    parts = ((bound, time.work), ("memory", copies), ("launch", starts))
     kind = PRODUCT if products else kernel.kind
     return KernelCost(
-        e.name, kind, e.line, result, times, products + others, moved, 0, (), own.work + copies + starts, parts, e
+        e.name, kind, e.line, result, times, products + others, moved, 0, (), time.work + copies + starts, parts, e
     )
 
 
 def _collective(kernel: Kernel, mesh: Mesh, machine: Machine, joined: int) -> tuple[str, Atoms, int, float, float]:
-    """Kind, atoms, bytes sent, seconds of one run, and how many of them are latency."""
+    """The kind of a collective, its atoms, bytes sent, seconds of one run, and the latency in these seconds."""
     e = kernel.equation
     axes: Any = e.params.get("axes", e.params.get("axis_name"))
     atoms: Atoms = tuple(axes) if isinstance(axes, tuple) else (axes,)
@@ -316,13 +338,13 @@ def _collective(kernel: Kernel, mesh: Mesh, machine: Machine, joined: int) -> tu
         pairs = _pairs(e.params["perm"], atoms, mesh)
         return name, atoms, sent, permutation_seconds(sent, pairs, machine), permutation_seconds(0, pairs, machine)
     before, together = (seconds(name, n, mesh, machine, atoms) for n in (joined, joined + sum(operands)))
-    # Of what joins a message that is sent anyway no byte is the first.
+    # A collective that joins a message adds no latency.
     first = latency(name, mesh, machine, atoms) if together and not joined else 0.0
     return name, atoms, sent, together - before, min(first, together - before)
 
 
 def _pairs(perm: Sequence[tuple[int, int]], atoms: Atoms, mesh: Mesh) -> list[tuple[int, int]]:
-    """The pairs of a permutation over some atoms as pairs of devices; those of the first group stand for all."""
+    """The pairs of a permutation over some atoms as pairs of devices. The first group represents all groups."""
     strides, stride = {}, mesh.size
     for atom, n in mesh.atom_sizes.items():
         stride //= n

@@ -1,9 +1,9 @@
-"""Epilogues: elementwise work on the result of a product that the compiler makes part of the product.
+"""Models epilogues: elementwise work on the result of a product that the compiler fuses into the product.
 
     relu(x @ w), y + x @ w, y.at[rows].set(x @ w)          one kernel each: no result of the product reaches memory
 
-A compiler with ``Compiler.fuses_epilogues`` does so where nothing else reads that result. What the epilogue reads and
-writes besides counts.
+A compiler with ``Compiler.fuses_epilogues`` fuses it if nothing else reads that result. Other arrays that the epilogue
+reads and writes count.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def epilogues(program: Kernels, seconds: Mapping[Kernel, float], machine: Machin
     """The kernels that are epilogues of a product, and the seconds of one run that each adds to the product.
 
     Args:
-        program: a block, and what is inside of its loops and branches.
-        seconds: of each kernel alone.
-        machine: the devices.
+        program: a block, including the bodies of its loops and branches.
+        seconds: for each kernel alone.
+        machine: the machine.
     """
     found: dict[Kernel, float] = {}
     if not machine.compiler.fuses_epilogues:
@@ -43,11 +43,11 @@ def epilogues(program: Kernels, seconds: Mapping[Kernel, float], machine: Machin
         for body in kernel.bodies:
             found.update(epilogues(body, seconds, machine))
         if kernel.kind == PRODUCT:
-            found.update(_after(kernel, readers, kept, program.home, seconds, machine))
+            found.update(_epilogues_of(kernel, readers, kept, program.home, seconds, machine))
     return found
 
 
-def _after(
+def _epilogues_of(
     product: Kernel,
     readers: Mapping[Value, list[Kernel]],
     kept: set[Value],
@@ -55,38 +55,38 @@ def _after(
     seconds: Mapping[Kernel, float],
     machine: Machine,
 ) -> dict[Kernel, float]:
-    found: dict[Kernel, float] = {}
-    moved, vector, taken = product.moved, product.vector_flops, seconds[product]
+    added: dict[Kernel, float] = {}
+    moved, vector, seconds_so_far = product.moved, product.vector_flops, seconds[product]
     last = product
     while len(last.writes) == 1 and last.writes[0] not in kept and len(readers.get(last.writes[0], ())) == 1:
-        (made,) = last.writes
-        (kernel,) = readers[made]
-        if kernel.kind == FUSED and len(kernel.writes) == 1 and _as_many(kernel.writes[0], made):
-            more = kernel.moved - 2 * size(made)
-        elif kernel.kind == OPERATOR and _updates(kernel, made, home):
-            more = 0  # what was to be written by the product is written into another array
+        (result,) = last.writes
+        (kernel,) = readers[result]
+        if kernel.kind == FUSED and len(kernel.writes) == 1 and _have_equal_sizes(kernel.writes[0], result):
+            extra_bytes = kernel.moved - 2 * size(result)
+        elif kernel.kind == OPERATOR and _updates(kernel, result, home):
+            extra_bytes = 0  # the product writes its result into another array
         else:
             break
-        moved, vector = moved + more, vector + kernel.vector_flops
-        both = roofline(
+        moved, vector = moved + extra_bytes, vector + kernel.vector_flops
+        merged = roofline(
             machine, dtype_of(product.equation), product.product_flops, vector, moved, returns=kernel.starts
         )
-        longest = both.seconds
-        found[kernel] = min(seconds[kernel], max(0.0, longest - taken))
-        taken, last = taken + found[kernel], kernel
+        merged_seconds = merged.seconds
+        added[kernel] = min(seconds[kernel], max(0.0, merged_seconds - seconds_so_far))
+        seconds_so_far, last = seconds_so_far + added[kernel], kernel
         if kernel.kind == OPERATOR:
             break
-    return found
+    return added
 
 
-def _as_many(a: Value, b: Value) -> bool:
+def _have_equal_sizes(a: Value, b: Value) -> bool:
     return math.prod(a.shape) == math.prod(b.shape)
 
 
-def _updates(kernel: Kernel, made: Value, home: Mapping[Value, Value]) -> bool:
-    """Whether a window of an array is overwritten with what was made."""
+def _updates(kernel: Kernel, value: Value, home: Mapping[Value, Value]) -> bool:
+    """Whether a kernel overwrites a window of an array with ``value``."""
     e = kernel.equation
     if e.rule is None or len(e.inputs) < 2 or e.rule.operands[0] != e.rule.results[0] or moves_elements(e.rule):
         return False
     update = e.inputs[1]
-    return isinstance(update, Value) and home.get(update, update) is made and not kernel.fused
+    return isinstance(update, Value) and home.get(update, update) is value and not kernel.fused

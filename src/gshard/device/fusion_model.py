@@ -1,9 +1,9 @@
-"""Fusion model: the kernels into which XLA fuses the equations of one device, and the buffers between them.
+"""Models the kernels into which XLA fuses the equations of one device, and the buffers between them.
 
 The emitted program is read back as a block of equations with rules, on local shapes. An equation whose factors are all
-parallel only moves or combines elements where they are, and a slice, a padding, a concatenation gives elements of its
-operands at other places; XLA makes it part of the equation that reads it and its result never reaches memory. What
-remains are *kernels*: contractions, reductions, look-ups, collectives, and what several others read.
+parallel only moves or combines elements in place. A slice, a padding or a concatenation gives elements of its operands
+at other places. XLA fuses both into the equation that reads them, so their results never reach memory. The remaining
+equations are *kernels*: contractions, reductions, look-ups, collectives, and results that several kernels read.
 
     exp(x @ w + b).sum()     two kernels: the product, and one that adds, takes exponentials and sums up
 """
@@ -34,18 +34,20 @@ _MONOIDS = frozenset(MONOIDS)
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Kernel:
-    """An equation that writes to memory, with those that became part of it.
+    """An equation that writes to memory, with the equations that are fused into it.
 
     Attributes:
-        equation: the last one.
-        kind: collective, region, reduction, product, operator, or fused (element by element).
-        fused: the others, in order.
-        reads: the buffers that it needs; ``writes``: those it makes.
-        bodies: kernels of the bodies of a region.
-        in_place: whether the result is where the first operand was, which has no later user: an update.
-        spared: buffers of these that a compiler keeps in registers, or reads in another kernel (``device``).
-        carried: buffers that it reads or writes in place of another kernel.
-        spares_rows: whether it spares them only as long as no dimension that it reduces is split.
+        equation: the last equation.
+        kind: collective, region, reduction, product, operator, or fused (elementwise).
+        fused: the other equations, in order.
+        reads: the buffers that it reads.
+        writes: the buffers that it writes.
+        bodies: the kernels of the bodies of a region.
+        in_place: whether the result overwrites the first operand, which no later kernel reads: an update.
+        spared: buffers among ``reads`` and ``writes`` that stay in registers, or that another kernel reads
+            (``compiled_kernels``).
+        carried: buffers that it reads or writes for another kernel.
+        spares_rows: whether it spares them only if no dimension that it reduces is split.
         returns: whether it writes a result of the program, which no other kernel can compute for itself.
     """
 
@@ -63,12 +65,12 @@ class Kernel:
 
     @property
     def starts(self) -> bool:
-        """Whether it starts however few bytes it moves: it writes a result of the program itself."""
+        """Whether it is launched however few bytes it moves, because it writes a result of the program."""
         return self.returns and not self.spared.issuperset(self.writes)
 
     @property
     def product_flops(self) -> int:
-        """Operations of products, in one run."""
+        """Operations of products in one run."""
         rule = self.equation.rule
         if rule is not None and rule.products is not None:
             return rule.products
@@ -76,24 +78,24 @@ class Kernel:
 
     @property
     def vector_flops(self) -> int:
-        """Operations outside of products, in one run."""
+        """Other operations in one run."""
         own = 0 if self.kind in (REGION, COLLECTIVE) else flops(self.equation) - self.product_flops
         return own + sum(map(flops, self.fused))
 
     @property
     def moved(self) -> int:
-        """Bytes read from memory and written to it in one run; of what is looked up in, those that are found.
+        """Bytes read from memory and written to it in one run. Of an array with look-ups, only the elements found.
 
-        Of what is updated in place, as many as the largest of the other operands has.
+        Of an array that is updated in place, as many bytes as the largest of the other operands has.
         """
         if self.kind == REGION:
             return 0
         if self.in_place:
             first, *others = self.equation.inputs
             return sum(self._read(v) for v in self.reads if v is not first) + max(map(size, others))
-        own = [v for v in self.reads if v not in self.spared]
+        read = [v for v in self.reads if v not in self.spared]
         written = [v for v in self.writes if v not in self.spared]
-        return sum(map(self._read, own)) + sum(map(size, (*written, *self.carried)))
+        return sum(map(self._read, read)) + sum(map(size, (*written, *self.carried)))
 
     def _read(self, v: Value) -> int:
         users = [(e, i) for e in (self.equation, *self.fused) for i, x in enumerate(e.inputs) if x is v]
@@ -104,14 +106,20 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Kernels:
-    """A block as kernels, in order."""
+    """The kernels of a block, in order.
+
+    Attributes:
+        block: the block.
+        kernels: its kernels.
+        home: for each value that is a view, the buffer that holds it.
+    """
 
     block: Block
     kernels: tuple[Kernel, ...]
-    home: dict[Value, Value]  # the buffer that holds a value which another one is a view of
+    home: dict[Value, Value]
 
     def walk(self, times: int = 1) -> Iterator[tuple[Kernel, int]]:
-        """All kernels and how often each runs; of branches all, of a loop whose end is not known one round."""
+        """All kernels with their number of runs: all branches, and one iteration of a loop of unknown length."""
         for kernel in self.kernels:
             yield kernel, times
             for body in kernel.bodies:
@@ -128,16 +136,16 @@ def readers_of(program: Kernels) -> dict[Value, list[Kernel]]:
 
 
 def is_looked_up(rule: Rule, operand: int) -> bool:
-    """Whether only some elements of an operand are read: those that are found."""
+    """Whether an equation reads only some elements of an operand, by indices."""
     return any(rule.factors[f].monoid == "pick" for dim in rule.operands[operand] for f in dim)
 
 
 @tabulated(4096)
 def moves_elements(rule: Rule) -> bool:
-    """Whether each element of the results is one of an operand, at another place: windows, paddings, reversals."""
+    """Whether each result element is an element of an operand at another place: windows, paddings, reversals."""
     if not rule.known or _MONOIDS - {monoid for monoid, _ in rule.linear}:
         return False
-    # What is looked up at many places is a kernel; what is updated stays where it is.
+    # A look-up at many places is a kernel of its own, and an update does not move elements.
     moved = frozenset.union(*(operands for _, operands in rule.linear))
     looked_up = any(dims for i, dims in enumerate(rule.operands) if i not in moved)
     placed = any(rule.factors[f].kind != PARALLEL for dims in rule.results for dim in dims for f in dim)
@@ -146,7 +154,7 @@ def moves_elements(rule: Rule) -> bool:
 
 
 def is_product(rule: Rule) -> bool:
-    """Whether an equation multiplies arrays and adds up."""
+    """Whether an equation multiplies arrays and sums the products."""
     if rule.products is not None:
         return rule.products > 0
     return len(rule.operands) > 1 and any(f.kind == REDUCE for f in rule.factors)
@@ -176,13 +184,13 @@ def device_program(spmd: SpmdProgram) -> Kernels:
 
 
 def kernels_of_mapped(jaxpr: Any, program: Program | None = None) -> Kernels:
-    """The same of a closed jaxpr that holds one ``shard_map``: the per-device program of ``program``, if of one."""
+    """The kernels of a closed jaxpr with one ``shard_map``: the per-device program of ``program``, if given."""
     (body,) = (e.params["jaxpr"] for e in jaxpr.jaxpr.eqns if "mesh" in e.params and "jaxpr" in e.params)
     return kernels_of(block_of(body, program))
 
 
 def kind_of(e: Equation) -> str:
-    """What XLA makes of an equation, told by its rule."""
+    """The kind of kernel that XLA makes of an equation, from its rule."""
     if e.name in KINDS:
         return COLLECTIVE
     if e.rule is None:
@@ -194,9 +202,9 @@ def kind_of(e: Equation) -> str:
 
 
 def _multiplies(e: Equation, rule: Rule) -> bool:
-    """Whether an equation multiplies and adds for each of its results and all that two operands are summed over.
+    """Whether an equation multiplies and adds for each result and each element over which two operands are summed.
 
-    A convolution is a product, too, although the window cannot be split; a scatter adds, but multiplies nothing.
+    A convolution is a product too, although its window cannot be split. A scatter adds, but multiplies nothing.
     """
     held = [{f for dim in dims for f in dim} for dims in rule.operands]
     shared = [
@@ -212,7 +220,7 @@ def _multiplies(e: Equation, rule: Rule) -> bool:
 def _kind_of_rule(rule: Rule) -> str:
     if rule.passes and len(rule.operands) > 1:
         return PASSING
-    # What is summed over one element is only given another shape.
+    # A sum over one element only changes the shape.
     kinds = {PARALLEL if f.kind == REDUCE and f.size == 1 else f.kind for f in rule.factors}
     reduced = {f for f, factor in enumerate(rule.factors) if factor.kind == REDUCE and factor.size > 1}
     if kinds <= {PARALLEL} and rule.known:
@@ -224,27 +232,27 @@ def _kind_of_rule(rule: Rule) -> str:
 
 
 def kernels_of(block: Block, *, windows: bool = True, inside: bool = False) -> Kernels:
-    """Groups a block's equations.
+    """Groups the equations of a block into kernels.
 
     Args:
-        block: which.
-        windows: whether slices, paddings and the like become part of what reads them; not where they are still to be
-            split, and may then communicate.
-        inside: whether it is the body of a region, whose inputs have no other user; an argument may be the caller's.
+        block: the block.
+        windows: whether slices, paddings and similar equations are fused into their readers. Not before the program is
+            split, because they may then communicate.
+        inside: whether the block is the body of a region, whose inputs have no other reader.
     """
     kinds = {e: kind_of(e) for e in block.equations}
-    joins = {e for e, kind in kinds.items() if kind == FUSED or (windows and e.rule and moves_elements(e.rule))}
+    fusible = {e for e, kind in kinds.items() if kind == FUSED or (windows and e.rule and moves_elements(e.rule))}
     producer = {v: e for e in block.equations for v in e.outputs}
     home: dict[Value, Value] = {}
     for e in block.equations:
         if kinds[e] == PASSING or (kinds[e] == FUSED and _is_view(e)):
             home.update({v: home.get(x, x) for v, x in zip(e.outputs, e.inputs) if isinstance(x, Value)})
-    roots = _roots(block, kinds, joins, home)
+    roots = _roots(block, kinds, fusible, home)
 
     def is_buffer(v: Value) -> bool:
         return v not in producer or producer[v] in roots
 
-    made: list[Kernel] = []
+    kernels: list[Kernel] = []
     results = {home.get(v, v) for v in block.outputs if isinstance(v, Value)}
     for e in block.equations:
         if e in roots:
@@ -254,31 +262,31 @@ def kernels_of(block: Block, *, windows: bool = True, inside: bool = False) -> K
             bodies = tuple(kernels_of(body, windows=windows, inside=True) for body in e.blocks)
             returns = not inside and not results.isdisjoint(e.outputs)
             kernel = Kernel(e, kinds[e], tuple(reversed(fused)), tuple(reads), e.outputs, bodies, returns=returns)
-            made.append(kernel)
-    needed = set(results)
-    needed.update(() if inside else block.inputs)
-    for i, kernel in reversed(list(enumerate(made))):
+            kernels.append(kernel)
+    read_later = set(results)
+    read_later.update(() if inside else block.inputs)
+    for i, kernel in reversed(list(enumerate(kernels))):
         e = kernel.equation
-        if kernel.kind == OPERATOR and is_update(e) and e.inputs[0] in kernel.reads and e.inputs[0] not in needed:
-            made[i] = dataclasses.replace(kernel, in_place=True)
-        needed.update(kernel.reads)
-    return Kernels(block, tuple(made), home)
+        if kernel.kind == OPERATOR and is_update(e) and e.inputs[0] in kernel.reads and e.inputs[0] not in read_later:
+            kernels[i] = dataclasses.replace(kernel, in_place=True)
+        read_later.update(kernel.reads)
+    return Kernels(block, tuple(kernels), home)
 
 
 def is_update(e: Equation) -> bool:
-    """Whether a result is the first operand with some elements changed."""
+    """Whether a result is the first operand with some elements replaced."""
     if e.rule is None or not isinstance(e.inputs[0] if e.inputs else None, Value):
         return False
     return len(e.inputs) > 1 and e.rule.operands[0] == e.rule.results[0] and not moves_elements(e.rule)
 
 
 def _roots(
-    block: Block, kinds: Mapping[Equation, str], joins: set[Equation], home: Mapping[Value, Value]
+    block: Block, kinds: Mapping[Equation, str], fusible: set[Equation], home: Mapping[Value, Value]
 ) -> set[Equation]:
     """The equations whose results reach memory.
 
-    One that joins others becomes part of the kernel that reads it if that is one kernel and reads it in any order. What
-    is made from nothing (counters, constants) is computed again by each reader.
+    A fusible equation becomes part of the kernel that reads it, if only one kernel does, and reads it in any order.
+    Each reader computes arrays without operands (counters, constants) again.
     """
     from_nothing: set[Value] = set()
     for e in block.equations:
@@ -286,27 +294,29 @@ def _roots(
             from_nothing.update(e.outputs)
     roots: set[Equation] = set()
     uses: dict[Value, set[Equation]] = {}
-    whole = {v for v in block.outputs if isinstance(v, Value)}
+    written_whole = {v for v in block.outputs if isinstance(v, Value)}
     for e in reversed(block.equations):
         operands = [x for x in e.inputs if isinstance(x, Value)]
         if e.outputs and all(v in home for v in e.outputs):
             for v, x in zip(e.outputs, e.inputs):
                 if isinstance(x, Value):
                     uses.setdefault(x, set()).update(uses.get(v, ()))
-                    whole.update({x} if v in whole else ())
+                    written_whole.update({x} if v in written_whole else ())
             continue
-        if e in joins:
+        if e in fusible:
             users = {root for v in e.outputs for root in uses.get(v, ())}
-            if not whole & set(e.outputs) and (len(users) <= 1 or from_nothing >= set(e.outputs)):
+            if not written_whole & set(e.outputs) and (len(users) <= 1 or from_nothing >= set(e.outputs)):
                 for x in operands:
                     uses.setdefault(x, set()).update(users)
                 continue
         roots.add(e)
         for x in operands:
             uses.setdefault(x, set()).add(e)
-        if e not in joins and kinds[e] != REDUCTION:
-            found = {x for i, x in enumerate(e.inputs) if e.rule is not None and is_looked_up(e.rule, i)}
-            whole.update(x for x in operands if not found or x in found)  # indices are computed where they are read
+        if e not in fusible and kinds[e] != REDUCTION:
+            looked_up = {x for i, x in enumerate(e.inputs) if e.rule is not None and is_looked_up(e.rule, i)}
+            written_whole.update(
+                x for x in operands if not looked_up or x in looked_up
+            )  # indices are computed where they are read
     return roots
 
 
@@ -315,11 +325,11 @@ def _is_small(x: Value | Constant) -> bool:
 
 
 def _is_view(e: Equation) -> bool:
-    """Whether a result is its operand's bytes, in another shape or none: a reshape, a squeeze, a mark."""
+    """Whether a result has the bytes of its operand, perhaps in another shape: a reshape, a squeeze, a mark."""
     if len(e.inputs) != 1 or not e.outputs or not isinstance(e.inputs[0], Value) or e.rule is None:
         return False
     if e.rule.flops and not _MOVES.issubset(e.rule.linear):
-        return False  # it changes elements too
+        return False  # the equation changes elements
     before = [f for dim in e.rule.operands[0] for f in dim if e.rule.factors[f].size > 1]
     after = [f for dim in e.rule.results[0] for f in dim if e.rule.factors[f].size > 1]
     same = e.inputs[0].shape == e.outputs[0].shape and e.rule.flops > 0  # a copy
@@ -334,7 +344,7 @@ def _collect(
     fused: dict[Equation, None],
     reads: dict[Value, None],
 ) -> None:
-    """Finds the equations that become part of ``e`` and the buffers that they read."""
+    """Finds the equations that are fused into ``e``, and the buffers that they read."""
     for x in e.inputs:
         if isinstance(x, Constant):
             continue

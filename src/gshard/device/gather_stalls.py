@@ -1,8 +1,8 @@
-"""Gather stalls: the seconds for which the products of a plan wait for their gathered operands.
+"""Computes gather stalls: the seconds for which the products of a plan wait for their gathered operands.
 
-The compiler overlaps some collectives with the products before them (``Compiler.hides``). This takes the equations of a
-plan in order and prices products by their roofline; other equations count no time, and so hide nothing. Where several
-equations read a gathered operand, the first one waits for it.
+The compiler overlaps some collectives with the products before them (``Compiler.hides``). This module takes the
+equations of a plan in order and prices products by their roofline; other equations take no time, so nothing overlaps
+with them. If several equations read a gathered operand, the first one waits for it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gshard.device.roofline import dtype_of, roofline
 
 
 def gather_stalls(plan: Plan, machine: Machine) -> dict[tuple[Equation, int], float]:
-    """For each equation and operand index: seconds for which the equation waits for that operand."""
+    """For each equation and operand index, the seconds for which the equation waits for that operand."""
     found: dict[tuple[Equation, int], float] = {}
     for block in (plan.program.block, *(body for e in plan.program.block.walk() for body in e.blocks)):
         found.update(_of_block(block, plan, machine))
@@ -35,8 +35,8 @@ def gather_stalls(plan: Plan, machine: Machine) -> dict[tuple[Equation, int], fl
 
 def _of_block(block: Block, plan: Plan, machine: Machine) -> dict[tuple[Equation, int], float]:
     steps: list[Step] = []
-    brings: dict[tuple[Equation, int], list[int]] = {}
-    there: set[Hashable] = set()
+    steps_of: dict[tuple[Equation, int], list[int]] = {}
+    present: set[Hashable] = set()
     for e in block.equations:
         if e.rule is None:
             steps.append(Step(0.0, e.inputs, e.outputs, region=True))
@@ -46,35 +46,37 @@ def _of_block(block: Block, plan: Plan, machine: Machine) -> dict[tuple[Equation
             if not isinstance(v, Value):
                 continue
             target = operand_sharding(e.rule, i, plan.splits[e])
-            if (v, target) not in there:
-                moved = _moves(v, target, plan, machine)
-                brings[e, i] = list(range(len(steps), len(steps) + len(moved)))
-                steps += moved
-                there.add((v, target))
+            if (v, target) not in present:
+                reshards = _moves(v, target, plan, machine)
+                steps_of[e, i] = list(range(len(steps), len(steps) + len(reshards)))
+                steps += reshards
+                present.add((v, target))
             reads += [v, (v, target)]
-        product = is_product(e.rule)
-        steps.append(Step(product_seconds(e, plan, machine) if product else 0.0, reads, e.outputs, product=product))
-    beside = overlapped(steps, machine.compiler)
-    return {key: sum(steps[k].seconds - beside[k] for k in ks) for key, ks in brings.items() if ks}
+        multiplies = is_product(e.rule)
+        steps.append(
+            Step(product_seconds(e, plan, machine) if multiplies else 0.0, reads, e.outputs, product=multiplies)
+        )
+    hidden = overlapped(steps, machine.compiler)
+    return {key: sum(steps[k].seconds - hidden[k] for k in indices) for key, indices in steps_of.items() if indices}
 
 
 def _moves(v: Value, target: Sharding, plan: Plan, machine: Machine) -> list[Step]:
-    """The collectives that bring a value to a sharding."""
-    mesh, here = plan.mesh, plan.sharding(v)
-    found: list[Step] = []
+    """The collectives that reshard a value."""
+    mesh, source = plan.mesh, plan.sharding(v)
+    steps: list[Step] = []
     read: Hashable = v
-    for step in plan_reshard(here, target, v.shape, itemsize(v.dtype), mesh):
+    for step in plan_reshard(source, target, v.shape, itemsize(v.dtype), mesh):
         if step.kind in LOCAL or step.kind == PERMUTE:
             continue
-        taken = seconds(step.kind, bytes_of(v, step.before, mesh), mesh, machine, step.atoms)
-        arrives = (v, step.after), (v, target)  # what is cut from it afterwards takes no time
-        found.append(Step(taken, (read,), arrives, step.kind))
+        step_seconds = seconds(step.kind, bytes_of(v, step.before, mesh), mesh, machine, step.atoms)
+        arrives = (v, step.after), (v, target)  # local steps after it take no time
+        steps.append(Step(step_seconds, (read,), arrives, step.kind))
         read = (v, step.after)
-    return found
+    return steps
 
 
 def product_seconds(e: Equation, plan: Plan, machine: Machine) -> float:
-    """One run of a product on one device, with its operands there."""
+    """Seconds of one run of a product on one device, without waiting for its operands."""
     assert e.rule is not None
     products = e.rule.flops / parts(plan.splits[e], plan.mesh)
     returns = not {*e.outputs}.isdisjoint(plan.program.block.outputs)
@@ -82,14 +84,14 @@ def product_seconds(e: Equation, plan: Plan, machine: Machine) -> float:
 
 
 def local_sizes(e: Equation, plan: Plan) -> list[int]:
-    """Bytes of one device's parts of operands and results."""
+    """Bytes of one device's parts of the operands, then of the results."""
     assert e.rule is not None
     split, mesh = plan.splits[e], plan.mesh
-    taken = [bytes_of(v, operand_sharding(e.rule, i, split), mesh) for i, v in enumerate(e.inputs)]
-    return taken + [bytes_of(v, result_sharding(e.rule, i, split), mesh) for i, v in enumerate(e.outputs)]
+    operands = [bytes_of(v, operand_sharding(e.rule, i, split), mesh) for i, v in enumerate(e.inputs)]
+    return operands + [bytes_of(v, result_sharding(e.rule, i, split), mesh) for i, v in enumerate(e.outputs)]
 
 
 def bytes_of(v: Any, sharding: Sharding, mesh: Mesh) -> int:
-    """Bytes of one device's part; of a constant all of it."""
+    """Bytes of one device's part of a value, or of a whole constant."""
     shape = sharding.local_shape(mesh, v.shape) if isinstance(v, Value) else v.shape
     return math.prod(shape) * itemsize(v.dtype)

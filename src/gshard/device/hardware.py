@@ -1,8 +1,8 @@
-"""Hardware: finds the machine of a mesh's devices, and handles devices without a model.
+"""Finds the machine of a mesh's devices, and handles devices without a model.
 
     kind_of_devices(mesh)      "h100"; None for an accelerator that ``machine_kinds`` does not have
-    machine_of(mesh)           its machine; an error for such an accelerator: its times would be invented
-    machine_to_order(mesh)     the same; for such an accelerator, after one warning, a machine that weighs by bytes
+    machine_of(mesh)           its machine; an error for such an accelerator, because its times are unknown
+    machine_to_order(mesh)     the same; for such an accelerator, after one warning, a machine that counts bytes
     machine_to_plan_for(mesh)  the same; None for such an accelerator, and for CPUs
 
 CPUs are ``cpu``, and so is an abstract mesh, which has no devices.
@@ -18,24 +18,25 @@ from gshard.core.mesh import Mesh
 from gshard.device.machine import Dimension, Machine, MachineError
 from gshard.device.machine_kinds import COMPILERS, DEVICE_KINDS, KINDS, SUFFIXES, SWITCH, Compiler
 
-# One byte of memory traffic weighs as much as this many operations. These are about the middle of ``machine_kinds``: in
-# the time of a byte read, most accelerators there do 150 to 320 operations of a bfloat16 product; in the time of a byte
-# sent, they read 4 to 12 bytes.
+# One byte of memory traffic counts as much as this many operations. These are about the middle of ``machine_kinds``: in
+# the time to read a byte, most accelerators there do 150 to 320 operations of a bfloat16 product; in the time to send a
+# byte, they read 4 to 12 bytes.
 OPERATIONS_A_BYTE = 256
 OTHER_OPERATIONS_A_BYTE = 16
 BYTES_FOR_ONE_SENT = 8
-_A_SECOND = 1e12  # bytes: times have no meaning there, only their ratios have
+_A_SECOND = 1e12  # bytes a second: only ratios of times have a meaning there
 
 
 class UnknownMachineWarning(UserWarning):
-    """There is no model of the devices: what needs times weighs bytes and operations instead."""
+    """There is no model of the devices: gshard counts bytes and operations instead of seconds."""
 
 
 def kind_called(device_kind: str, platform: str) -> str | None:
-    """The kind of machine of a device; None if it is not known.
+    """The kind of machine of a device; None if it is unknown.
 
     Args:
-        device_kind, platform: what ``jax.Device`` has under these names.
+        device_kind: ``jax.Device.device_kind``.
+        platform: ``jax.Device.platform``.
 
     >>> kind_called("NVIDIA H100 80GB HBM3", "gpu"), kind_called("TPU v5 lite", "tpu"), kind_called("cpu", "cpu")
     ('h100', 'v5e', 'cpu')
@@ -51,26 +52,26 @@ def kind_called(device_kind: str, platform: str) -> str | None:
 
 
 def kind_of_devices(mesh: Mesh) -> str | None:
-    """The kind of machine that a mesh's devices are; None if it is not known."""
+    """The kind of machine of a mesh's devices; None if it is unknown."""
     if mesh.devices is None:
         return "cpu"
     return kind_called(str(mesh.devices[0].device_kind), str(mesh.devices[0].platform))
 
 
 def compiler_of(device: Any) -> Compiler:
-    """What the compiler of a device does, which follows from its platform."""
+    """The behaviour of a device's compiler, which depends on its platform."""
     return COMPILERS.get(str(device.platform), COMPILERS["cpu"])
 
 
 def unknown_devices(mesh: Mesh) -> str | None:
-    """What JAX calls the devices of a mesh, if there is no model of them."""
+    """The name of a mesh's devices in JAX, if there is no model of them; otherwise None."""
     if mesh.devices is None or kind_of_devices(mesh) is not None:
         return None
     return str(mesh.devices[0].device_kind)
 
 
 def machine_of(mesh: Mesh) -> Machine:
-    """The machine that a mesh's devices are.
+    """The machine of a mesh's devices.
 
     Raises:
         MachineError: there is no model of them; or their number makes no whole chips.
@@ -82,9 +83,9 @@ def machine_of(mesh: Mesh) -> Machine:
 
 
 def machine_to_plan_for(mesh: Mesh) -> Machine | None:
-    """The machine by whose times a plan is made where none is named: that of the mesh's devices.
+    """The machine for whose times gshard plans if the user names none: that of the mesh's devices.
 
-    None, which plans by bytes, for CPUs and abstract meshes, for accelerators that there is no model of, and for a
+    None, so that gshard plans by bytes, for CPUs and abstract meshes, for accelerators without a model, and for a
     number of devices that makes no whole chips.
     """
     kind = None if mesh.devices is None else kind_of_devices(mesh)
@@ -94,7 +95,7 @@ def machine_to_plan_for(mesh: Mesh) -> Machine | None:
 
 
 def machine_to_order(mesh: Mesh) -> Machine:
-    """A machine whose times only order alternatives: that of the devices, or without a model a weight of bytes.
+    """A machine whose times only rank alternatives: that of the devices, or one that counts bytes if there is no model.
 
     Raises:
         MachineError: the number of devices makes no whole chips.
@@ -118,7 +119,7 @@ def machine_to_order(mesh: Mesh) -> Machine:
 
 
 def memory_of(device: Any) -> int | None:
-    """Bytes that XLA may use of a device, if the device tells."""
+    """Bytes of a device that XLA may use; None if the device does not report them."""
     limit = (device.memory_stats() or {}).get("bytes_limit")
     return None if limit is None else int(limit)
 

@@ -1,4 +1,4 @@
-"""Held: lists the arrays that a device holds at its memory peak, with the names of reports."""
+"""Lists the arrays that a device holds at its memory peak, with the names of reports."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from gshard.naming.array_names import ArrayNames
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Held:
-    """Arrays of one type and name that one line makes.
+    """Arrays of one type and name that one line computes.
 
     Attributes:
-        type: one device's part, such as ``f32[64,128]``.
-        name: the argument whose part, cast or gradient they are, or the operation that makes them.
-        equation: makes the first of them.
-        bytes: of all of them.
-        count: how many there are.
+        type: the type of one device's part, such as ``f32[64,128]``.
+        name: the argument of which they are a part, cast or gradient, or the operation that computes them.
+        equation: the equation that computes the first of them.
+        bytes: the bytes of all of them.
+        count: the number of arrays.
     """
 
     type: str
@@ -34,25 +34,25 @@ class Held:
 
 
 def held_at_peak(memory: Memory, block: Block, program: Program, names: ArrayNames | None = None) -> tuple[Held, ...]:
-    """What makes the peak, largest first.
+    """The arrays at the peak, largest first.
 
     Args:
-        memory: of a per-device program.
-        block: that program.
-        program: the program that it runs.
-        names: of the arrays of ``program``, where they are known.
+        memory: the memory of a per-device program.
+        block: the per-device program.
+        program: the traced program.
+        names: the names of the arrays of ``program``; None computes them.
     """
-    called = ArrayNames.of_devices(block, program, names)
-    found: dict[tuple[str, str, str], Held] = {}
+    array_names = ArrayNames.of_devices(block, program, names)
+    rows: dict[tuple[str, str, str], Held] = {}
     for v, e in memory.alive:
-        name = called.array(v)
+        name = array_names.array(v)
         row = Held(_type(v), name.text or e.name, e, size(v), 1)
         key = row.type, name.alike or e.name, e.line
-        if key in found:  # of equal layers: the name that they have in common
-            before = found[key]
-            row = Held(row.type, key[1], before.equation, before.bytes + row.bytes, before.count + 1)
-        found[key] = row
-    return tuple(sorted(found.values(), key=lambda row: -row.bytes))
+        if key in rows:  # arrays of equal layers: keep the name that they share
+            earlier = rows[key]
+            row = Held(row.type, key[1], earlier.equation, earlier.bytes + row.bytes, earlier.count + 1)
+        rows[key] = row
+    return tuple(sorted(rows.values(), key=lambda row: -row.bytes))
 
 
 def _type(v: Value) -> str:

@@ -11,11 +11,11 @@ from gshard.core.spmd import Collective
 
 
 def emitted(jaxpr: Any, sizes: Mapping[str, int]) -> Counter[str]:
-    """Bytes that each device sends in one call, by kind; the bodies of a loop whose end is not known count once.
+    """Bytes that each device sends in one call, by kind. The body of a loop of unknown length counts once.
 
     Args:
-        jaxpr: the program, with its ``shard_map``.
-        sizes: the axes of the mesh inside it.
+        jaxpr: the program with its ``shard_map``.
+        sizes: the sizes of the mesh axes inside it.
     """
     found: Counter[str] = Counter()
     for kind, _, sent, _ in collectives_of(jaxpr, sizes):
@@ -24,7 +24,7 @@ def emitted(jaxpr: Any, sizes: Mapping[str, int]) -> Counter[str]:
 
 
 def reported(collectives: Iterable[Collective]) -> Counter[str]:
-    """What a program reports of itself, in the same form."""
+    """The bytes that a program reports, in the same form."""
     found: Counter[str] = Counter()
     for c in collectives:
         found[c.kind] += c.total_bytes

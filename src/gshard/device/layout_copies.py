@@ -1,9 +1,9 @@
-"""Layout copies: the arrays that XLA copies into another memory layout before or after a collective.
+"""Models layout copies: the arrays that XLA copies into another memory layout before or after a collective.
 
-Where the network library takes one run of bytes, XLA gives what is gathered or scattered along a dimension a layout in
-which that dimension comes first; what an all-to-all exchanges comes part after part. XLA copies an operand in another
-layout before the collective, and a result that its reader needs in another one after it: a kernel each. An elementwise
-kernel writes and reads any layout, and needs no copy; nor do products where ``Compiler.products_take_layouts``.
+If the network library takes one run of bytes, XLA gives an array that is gathered or scattered along a dimension a
+layout with that dimension first; the parts of an all-to-all stand one after the other. XLA copies an operand in another
+layout before the collective, and a result whose reader needs another layout after it, each in a kernel. Elementwise
+kernels read and write any layout and need no copy; nor do products with ``Compiler.products_take_layouts``.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _ALONG = {"all_gather": "all_gather_dimension", "reduce_scatter": "scatter_dimen
 
 
 def layout_copies(program: Kernels, machine: Machine) -> dict[Kernel, tuple[int, ...]]:
-    """The bytes of each array that is copied into another layout, for each collective."""
+    """For each collective, the bytes of the arrays that are copied into another layout."""
     writers = {v: k for k in program.kernels for v in k.writes}
     readers = readers_of(program)
-    ends = {program.home.get(v, v) for v in program.block.outputs if isinstance(v, Value)}
-    found: dict[Kernel, tuple[int, ...]] = {}
+    results = {program.home.get(v, v) for v in program.block.outputs if isinstance(v, Value)}
+    copies: dict[Kernel, tuple[int, ...]] = {}
     for kernel in program.kernels:
         for body in kernel.bodies:
-            found |= layout_copies(body, machine)
+            copies |= layout_copies(body, machine)
         if kernel.kind != COLLECTIVE:
             continue
         operand, (result,) = kernel.equation.inputs[0], kernel.writes[:1]
@@ -38,21 +38,23 @@ def layout_copies(program: Kernels, machine: Machine) -> dict[Kernel, tuple[int,
         home = program.home.get(operand, operand)
         writer = writers.get(home)
         any_layout = machine.compiler.products_take_layouts
-        writes = {FUSED, REDUCTION, PRODUCT} if any_layout else {FUSED, REDUCTION}
-        reads = writes if any_layout else {FUSED}
-        spared = writer is not None and writer.kind in writes and readers[home] == [kernel]
-        arrays = [size(operand)] if before and not spared else []
+        writing_kinds = {FUSED, REDUCTION, PRODUCT} if any_layout else {FUSED, REDUCTION}
+        reading_kinds = writing_kinds if any_layout else {FUSED}
+        is_free = writer is not None and writer.kind in writing_kinds and readers[home] == [kernel]
+        arrays = [size(operand)] if before and not is_free else []
         users = readers.get(result, [])
-        one = len(users) == 1 or any_layout
-        if after and (result in ends or not users or not one or any(k.kind not in reads for k in users)):
+        shares_layout = len(users) == 1 or any_layout
+        if after and (
+            result in results or not users or not shares_layout or any(k.kind not in reading_kinds for k in users)
+        ):
             arrays.append(size(result))
         if arrays:
-            found[kernel] = tuple(arrays)
-    return found
+            copies[kernel] = tuple(arrays)
+    return copies
 
 
 def _layouts(kernel: Kernel, operand: Value, result: Value, machine: Machine) -> tuple[bool, bool]:
-    """Whether the operand and the result of a collective are in a layout of its own."""
+    """Whether a collective needs its operand, and makes its result, in a layout of its own."""
     params: Mapping[str, Any] = kernel.equation.params
     kind = KINDS[kernel.equation.name]
     if kind == "all_to_all":
@@ -61,5 +63,5 @@ def _layouts(kernel: Kernel, operand: Value, result: Value, machine: Machine) ->
         return False, math.prod(operand.shape) > 0 and is_turned(part, cut, joined)
     if kind not in _ALONG or not machine.compiler.copies_for_collectives:
         return False, False
-    own = is_strided(operand.shape, params[_ALONG[kind]])
-    return own, own
+    needs_own_layout = is_strided(operand.shape, params[_ALONG[kind]])
+    return needs_own_layout, needs_own_layout

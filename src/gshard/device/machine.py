@@ -1,17 +1,17 @@
-"""Machine: rates, memory, network and compiler of the devices that a program runs on.
+"""Describes a machine: rates, memory, network and compiler of the devices that a program runs on.
 
     >>> tpu = Machine.of("v3:4x4")              # 16 chips of two cores each: 32 devices
     >>> tpu.size, [d.size for d in tpu.network]
     (32, [4, 4, 2])
 
-The network is a grid of dimensions, major to minor, in the order of the mesh's devices. A dimension is a ring, a
-line, a switch, or a link from each device to each. From it follow the costs of section 5.3 of the GShard paper: on a
-torus of D devices an AllReduce of n bytes sends 2 n (D - 1) / D bytes over links whose number per device is fixed,
-O(1); in an AllToAll every device sends n bytes over O(sqrt(D)) hops and the links per device are fixed too, so it takes
+The network is a grid of dimensions, major to minor, in the order of the mesh's devices. A dimension is a ring, a line,
+a switch, or a link between any two devices. The costs of section 5.3 of the GShard paper follow from it: on a torus of
+D devices, an AllReduce of n bytes sends 2 n (D - 1) / D bytes over a fixed number of links per device, O(1). In an
+AllToAll, every device sends n bytes over O(sqrt(D)) hops, and the number of links per device is fixed too, so it takes
 O(sqrt(D)).
 
-The figures of each kind, and where they come from, are in ``machine_kinds``. A name is a label: whatever a model does
-follows from the other fields.
+``machine_kinds`` has the figures of each kind, with their sources. A name is a label: a model depends on the other
+fields only.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from gshard.device.machine_kinds import COMPILERS, DIRECT, KINDS, LINE, RING, SW
 
 
 class MachineError(GShardError):
-    """There is no such machine, or it does not have as many devices as the mesh."""
+    """There is no such machine, or its number of devices differs from the mesh's."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,9 +42,9 @@ class Dimension:
         size: devices along it.
         kind: ``ring``, ``line``, ``switch`` (one link from each device into the middle) or ``direct`` (one link between
             any two devices).
-        bandwidth: bytes a second of one link in one direction; of a switch, what one device can send.
+        bandwidth: bytes a second of one link in one direction; for a switch, those that one device can send.
         latency: seconds of one hop.
-        shared_by: devices that share a link: the cores of a chip.
+        shared_by: the number of devices that share a link: the cores of a chip.
     """
 
     size: int
@@ -59,7 +59,7 @@ class Dimension:
         return self.kind in (SWITCH, DIRECT)
 
     def sent_among(self, members: int) -> float:
-        """Bytes a second that one of so many devices sends to the others together, where all are one hop away."""
+        """Bytes a second that one of ``members`` devices sends to the others together, if all are one hop away."""
         return self.bandwidth * (members - 1 if self.kind == DIRECT else 1)
 
 
@@ -68,18 +68,18 @@ class Machine:
     """Devices of one kind and their network.
 
     Attributes:
-        name: what messages call it; nothing depends on it.
-        flops: operations a second in products, by short dtype; others run at the rate of ``f32``.
-        vector_flops: operations a second of everything that is no product.
+        name: the name in messages; nothing else depends on it.
+        flops: operations a second in products, by short dtype; other dtypes run at the rate of ``f32``.
+        vector_flops: operations a second outside of products.
         memory_bandwidth: bytes a second that a device reads and writes.
         memory: bytes of a device.
         network: dimensions, major to minor; the product of their sizes is the number of devices.
-        launch: seconds that starting an operator takes.
+        launch: seconds of a kernel launch.
         measured: whether ``calibrate`` made it.
-        compiler: what its compiler does.
-        kind: what the devices are: one of the kinds that ``of`` reads, or what JAX calls them. Modelled times are
-            compared on machines of one kind.
-        topology: what libtpu calls this arrangement of chips; empty if it has no word for it.
+        compiler: the behaviour of its compiler.
+        kind: the kind of the devices: a kind that ``of`` reads, or the name in JAX. Modelled times are compared on
+            machines of one kind.
+        topology: the name of this arrangement of chips in libtpu; empty if it has none.
     """
 
     name: str
@@ -104,7 +104,7 @@ class Machine:
         return self.flops.get(dtype) or self.flops["f32"]
 
     def peak(self, dtype: str) -> float:
-        """The vendor's rate of products in a dtype, to which MFU relates; ``rate`` where no vendor gives one."""
+        """The vendor's rate of products in a dtype, to which MFU relates; ``rate`` if no vendor gives one."""
         vendor = KINDS[self.kind].peak if self.kind in KINDS else {}
         return vendor.get(dtype) or vendor.get("f32") or self.rate(dtype)
 
@@ -116,10 +116,10 @@ class Machine:
         Args:
             text: ``v3:32x32`` and ``v4:4x4x4`` name chips; ``h100:4x8`` nodes and GPUs of a node; ``cpu:8`` devices;
                 capitals do not matter. A path that ends in ``.json`` is read.
-            devices: how many devices are meant; needed where no shape is given, refused if it differs.
+            devices: the number of devices. Required if the text has no shape; it must equal that of a shape.
 
         Raises:
-            MachineError: no such machine, or not as many devices.
+            MachineError: there is no such machine, or it has another number of devices.
 
         >>> Machine.of("h100", 16).network[1].size
         8
@@ -141,11 +141,11 @@ class Machine:
 
     @staticmethod
     def read(given: str | Machine, devices: int) -> Machine:
-        """A machine that was given, or the one of this text with so many devices; errors as of ``of``."""
+        """The given machine, or the one that ``of`` reads; errors as in ``of``."""
         return given if isinstance(given, Machine) else Machine.of(given, devices)
 
     def dump(self, path: Path) -> None:
-        """Writes the machine as JSON, to be read by ``Machine.of``."""
+        """Writes the machine to a file as JSON, for ``Machine.of``."""
         path.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n", "utf-8")
 
     def __str__(self) -> str:
@@ -158,7 +158,7 @@ class Machine:
 
 
 def _shape_for(kind: Kind, text: str, devices: int | None) -> tuple[int, ...]:
-    """The most square grid of chips with so many devices."""
+    """The most square grid of chips with this number of devices."""
     if devices is None:
         raise MachineError(f"{text!r} does not say how many devices.", hint=f"Write {text}:8, for example.")
     if devices % kind.cores:
@@ -219,7 +219,7 @@ def _load(path: Path) -> Machine:
 
 
 def _hint(name: str, kind: Kind, devices: int | None) -> str:
-    """How to write a machine of so many devices."""
+    """A hint with the text of a machine with this number of devices."""
     try:
         shape = "x".join(map(str, _shape_for(kind, name, devices)))
     except MachineError:

@@ -1,7 +1,7 @@
-"""Machine kinds: the accelerators whose figures gshard has, and what JAX calls them.
+"""Lists the accelerators that gshard models, with their figures and their names in JAX.
 
-Figures are per device and one direction, without sparsity. A row of ``KINDS`` is all that gshard needs of a machine;
-``make machines`` writes the rows into ``docs/machines.md``.
+Figures are per device and for one direction, without sparsity. A row of ``KINDS`` is everything that gshard needs for a
+machine. ``make machines`` writes the rows into ``docs/machines.md``.
 
     v3        two cores a chip that are devices of their own: 123 TFLOP/s, 900 GB/s and 32 GiB a chip, four links of
               656 Gbit/s
@@ -18,8 +18,8 @@ Figures are per device and one direction, without sparsity. A row of ``KINDS`` i
     mi...     seven links, one to each of the others
     cpu       ``gshard calibrate`` measures the machine at hand
 
-Of a vendor's products and memory traffic, the rows of GPUs have the part that was measured on an H100. No vendor gives
-the time of a hop and of a launch. Those of ``h100`` stand for all GPUs, 1 µs a hop for all TPUs.
+Rows of GPUs have the share of the vendor's rates of products and memory that was measured on an H100. No vendor gives
+the time of a hop and of a launch. Those of ``h100`` apply to all GPUs, and 1 µs a hop to all TPUs.
 
 A product of float32 arrays runs in one bfloat16 pass on TPU (JAX's default precision), in TF32 on NVIDIA's GPUs, and in
 float32 on AMD's, where XLA does not use TF32. TPUs without a rate for 8-bit integers multiply them as bfloat16.
@@ -36,30 +36,30 @@ PERMUTE = "collective_permute"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Compiler:
-    """What a compiler does with a per-device program, whatever the speed of the devices.
+    """The behaviour of a compiler on a per-device program, independent of the speed of devices.
 
     The cost model reads compiler behaviour from these fields only. A measured machine has the compiler of its kind.
 
     Attributes:
-        source: the compiler, its version, and where its behaviour was read.
+        source: the compiler, its version, and the source of its behaviour.
         combines: the kinds of collectives that it puts into one message with others (``combiner``).
         combined_bytes: the largest such message, in bytes of one device's operands.
-        hides: the kinds of collectives that it begins before kernels which do not need them, and ends after them
-            (``async_overlap``); None if that is not known.
+        hides: the kinds of collectives that it starts before kernels that do not need them, and ends after these
+            (``async_overlap``); None if unknown.
         hides_beside_products: those of them that overlap with products only, because they become part of these.
-        fuses_epilogues: whether elementwise work on the result of a product is part of the product (``epilogues``).
+        fuses_epilogues: whether elementwise work on the result of a product is fused into the product (``epilogues``).
         fused_row: the longest row, in elements, that one kernel both reduces and transforms with the result
             (``compiled_kernels``); 0 if each step is a kernel of its own.
-        fuses_elementwise: whether elementwise results are computed again by each kernel that reads them, where that
-            moves fewer bytes, and whether one kernel writes several of them (``compiled_kernels``).
-        copies_for_collectives: whether what is gathered or scattered has that dimension first, so that arrays are
-            copied (``layout_copies``).
-        products_take_layouts: whether products, too, read and write arrays in the layouts of collectives. Then only a
-            device's part is copied, before it is gathered or after it is scattered, and the whole is not.
-        keeps_low_precision_copies: whether products of float32 run in one bfloat16 pass, and what only they read is
-            stored in bfloat16 (``bf16_storage``).
-        gathers_split_stack_writes: whether a product that a gather overlaps with no longer writes its result straight
-            into the stack of a loop (``remat.prefetch``). Six training loops on libtpu won nothing by fetching ahead.
+        fuses_elementwise: whether each kernel that reads an elementwise result computes it again if that moves fewer
+            bytes, and whether one kernel writes several results (``compiled_kernels``).
+        copies_for_collectives: whether arrays are copied before or after a gather or scatter so that its dimension
+            comes first (``layout_copies``).
+        products_take_layouts: whether products, too, read and write arrays in the layouts of collectives. Then only one
+            device's part is copied, before it is gathered or after it is scattered.
+        keeps_low_precision_copies: whether products of float32 run in one bfloat16 pass, and arrays that only they read
+            are stored in bfloat16 (``bf16_storage``).
+        gathers_split_stack_writes: whether a product that overlaps with a gather no longer writes its result directly
+            into the stack of a loop (``remat.prefetch``). Six training loops on libtpu gained nothing by prefetching.
         multiplies_groups: whether a product of ragged groups (``lax.ragged_dot``) multiplies all rows with the matrix
             of each group, because there is no kernel for it.
     """
@@ -90,8 +90,8 @@ def _libtpu(*hides: str, schedules_read: bool = True) -> Compiler:
     )
 
 
-# By ``jax.Device.platform``. Other platforms are taken to be like the CPU. ``combined_bytes`` is XLA's default of
-# ``xla_gpu_all_reduce_combine_threshold_bytes`` and of the thresholds beside it.
+# By ``jax.Device.platform``; other platforms count as the CPU. ``combined_bytes`` is XLA's default of
+# ``xla_gpu_all_reduce_combine_threshold_bytes`` and of the related thresholds.
 COMPILERS = {
     "cpu": Compiler("XLA:CPU of jaxlib 0.10.2: compiled programs (tests/device/test_cost.py)", multiplies_groups=True),
     "gpu": Compiler(
@@ -108,23 +108,23 @@ COMPILERS = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kind:
-    """What a chip or GPU is like.
+    """The figures of a chip or GPU.
 
     Attributes:
         flops, vector_flops, memory_bandwidth, memory, launch: as in ``Machine``, of one device.
-        compiler: what its compiler does.
-        peak: the vendor's rates of products, where ``flops`` are those that are reached.
-        source: where the figures are from.
+        compiler: the behaviour of its compiler.
+        peak: the vendor's rates of products, if ``flops`` has the measured share of them.
+        source: the source of the figures.
         devices: ``jax.Device.device_kind`` of these devices. Other boards with the same chip (PCIe cards, NVL pairs)
             have other figures.
-        link: bytes a second of one link in one direction; of a switch, what one device can send.
-        dimensions: of the network of chips.
-        wraps: a dimension closes to a ring at multiples of this size; 0 for what is no torus.
-        cores: devices of a chip.
-        between_cores: bytes a second from one core of a chip to another; 0 where they exchange through their memory.
+        link: bytes a second of one link in one direction; for a switch, those that one device can send.
+        dimensions: the number of dimensions of the network of chips.
+        wraps: a dimension is a ring if its size is a multiple of this; 0 if the network is no torus.
+        cores: the number of devices of a chip.
+        between_cores: bytes a second from one core of a chip to another; 0 if they exchange through their memory.
         latency: seconds of one hop.
-        node: GPUs that are connected without a network card; 0 for what has no nodes.
-        inside: how they are connected.
+        node: the number of GPUs that are connected without a network card; 0 if there are no nodes.
+        inside: the kind of their connection.
         between_nodes: bytes a second that a GPU sends to other nodes.
     """
 
@@ -150,7 +150,7 @@ class Kind:
 
 _T, _G, _GIB = 1e12, 1e9, 2**30
 
-# Of a vendor's figures, what XLA's kernels reach on a GPU. Measured on one H100 (docs/gpu.md): 695 of 989 TFLOP/s in
+# The share of a vendor's figures that XLA's kernels reach on a GPU. On one H100 (docs/gpu.md), 695 of 989 TFLOP/s in
 # bfloat16, 371 of 494 in TF32; 2.8 to 3.2 of 3.35 TB/s in elementwise kernels and reductions. Links were not measured.
 REACHED_PRODUCTS = 0.7
 REACHED_MEMORY = 0.9
@@ -339,5 +339,5 @@ KINDS = {
 
 # By ``jax.Device.device_kind`` in lower case.
 DEVICE_KINDS = {device.lower(): name for name, kind in KINDS.items() for device in kind.devices}
-# What follows the name of the same board where it is mounted or shared in another way.
+# Suffixes of the name of the same board in another mounting or mode.
 SUFFIXES = (" oam", " vf")

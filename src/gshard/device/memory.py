@@ -1,13 +1,14 @@
-"""Memory: the bytes that a device holds at each moment of a program, and the arrays at the peak.
+"""Models the bytes that a device holds at each moment of a program, and the arrays at the peak.
 
-XLA's way of counting: arguments and results take their place for the whole call (a donated argument lends its place to
-a result of the same size), everything else from the kernel that makes it to the last one that reads it. Until a result
-is made, its place is free for what is no longer needed by then. A loop's body
-runs on top of what is alive around the loop; what it carries has one place, before, in every round, and after.
+It counts as XLA does. Arguments and results have their memory for the whole call; a donated argument lends its memory
+to a result of the same size. All other arrays hold memory from the kernel that computes them to the last one that reads
+them. Until a result is computed, its memory is free for arrays that are no longer needed by then. The body of a loop
+runs on top of the arrays that are alive around the loop. A carried value has one buffer before, in, and after all
+iterations.
 
-The TPU compiler keeps less of a value where less of it is read (``bf16_storage``), and adds copies: a float32
-stack that products in loops read slice by slice is converted to bfloat16 as a whole, before the first loop, and kept
-until the last one. With float32 weights that is half as much memory again as the layers' weights.
+The TPU compiler stores less of a value if less of it is read (``bf16_storage``), and adds copies: it converts a float32
+stack that products in loops read slice by slice to bfloat16 as a whole, before the first loop, and keeps the copy until
+the last one. With float32 weights, that is half as much memory again as the weights of the layers.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ from gshard.device.fusion_model import (
 
 
 def _on_device(value: Value) -> int:
-    """Bytes of the device's memory that a value takes: none if it is in that of the host."""
+    """Bytes of device memory that a value takes: none if it is in host memory."""
     return 0 if value.on_host else size(value)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Moment:
-    """A kernel and the bytes of temporaries while it runs; in loops those around the loop included."""
+    """A kernel, with the bytes of temporaries while it runs. In loops, they include those around the loop."""
 
     equation: Equation
     depth: int
@@ -52,14 +53,17 @@ class Moment:
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """What one device holds.
+    """The memory of one device.
 
     Attributes:
-        arguments, results: bytes; ``shared`` of the results are where donated arguments were.
-        temporaries: the most bytes of everything else at one moment.
-        moments: all kernels in the order in which they run.
-        alive: the temporaries at the peak, largest first, with the equation that made each.
-        path: the block and the kernel at the peak; where that is a loop, its body and the kernel there, and so on.
+        arguments: bytes of arguments.
+        results: bytes of results.
+        shared: bytes of results that take the memory of donated arguments.
+        temporaries: the most bytes of all other arrays at one moment.
+        moments: all kernels, in the order in which they run.
+        alive: the temporaries at the peak, largest first, with the equation that computes each.
+        path: the block and the index of the kernel at the peak; if that is a loop, its body and the kernel there, and
+            so on.
     """
 
     arguments: int
@@ -78,25 +82,25 @@ class Memory:
 
 @with_tables
 def memory_of(program: Kernels, donated: Iterable[int] = (), *, keeps_low_precision_copies: bool = False) -> Memory:
-    """Follows a per-device program.
+    """Computes the memory of a per-device program.
 
     Args:
         program: its kernels.
-        donated: positions of inputs whose place results may take.
-        keeps_low_precision_copies: whether the compiler keeps bfloat16 copies of what loops read, as
-            ``Compiler.keeps_low_precision_copies`` says.
+        donated: positions of inputs whose memory results may take.
+        keeps_low_precision_copies: whether the compiler keeps bfloat16 copies of arrays that loops read
+            (``Compiler.keeps_low_precision_copies``).
     """
     block = program.block
     results = [v for v in dict.fromkeys(block.outputs) if isinstance(v, Value)]
-    free = [_on_device(block.inputs[i]) for i in donated]
-    shared, lent = 0, set()
+    donated_sizes = [_on_device(block.inputs[i]) for i in donated]
+    shared, in_donated = 0, set()
     for v in results:
-        if v not in block.inputs and _on_device(v) in free:
-            free.remove(_on_device(v))
+        if v not in block.inputs and _on_device(v) in donated_sizes:
+            donated_sizes.remove(_on_device(v))
             shared += _on_device(v)
-            lent.add(v)
-    places = [program.home.get(v, v) for v in results if v not in block.inputs and v not in lent]
-    elsewhere = frozenset(program.home.get(v, v) for v in results) | _in_places(program, places)
+            in_donated.add(v)
+    own_results = [program.home.get(v, v) for v in results if v not in block.inputs and v not in in_donated]
+    elsewhere = frozenset(program.home.get(v, v) for v in results) | _in_places(program, own_results)
     moments: list[Moment] = []
     peak, alive, path = _follow(program, elsewhere, 0, 0, moments, keeps_low_precision_copies)
     return Memory(
@@ -106,26 +110,26 @@ def memory_of(program: Kernels, donated: Iterable[int] = (), *, keeps_low_precis
 
 
 def _in_places(program: Kernels, results: Sequence[Value]) -> frozenset[Value]:
-    """The temporaries that take the places of results until these are made: largest first, then longest."""
-    made = {v: i for i, kernel in enumerate(program.kernels) for v in kernel.writes}
-    last = {v: i for i, kernel in enumerate(program.kernels) for v in kernel.reads}
-    last.update({program.home.get(v, v): len(made) for v in program.block.outputs if isinstance(v, Value)})
-    places = sorted((v for v in results if v in made), key=_on_device)
-    sizes = list(map(_on_device, places))
-    taken: dict[Value, list[tuple[int, int]]] = {v: [] for v in places}
-    found = set()
-    spans = {v: (i, last.get(v, i)) for v, i in made.items()}
-    for v in sorted(made, key=lambda v: (-_on_device(v), spans[v][0] - spans[v][1])):
+    """Temporaries that use the memory of results until these are computed: largest first, then longest-lived."""
+    written_at = {v: i for i, kernel in enumerate(program.kernels) for v in kernel.writes}
+    last_read = {v: i for i, kernel in enumerate(program.kernels) for v in kernel.reads}
+    last_read.update({program.home.get(v, v): len(written_at) for v in program.block.outputs if isinstance(v, Value)})
+    result_buffers = sorted((v for v in results if v in written_at), key=_on_device)
+    sizes = list(map(_on_device, result_buffers))
+    spans_in: dict[Value, list[tuple[int, int]]] = {v: [] for v in result_buffers}
+    reusing = set()
+    spans = {v: (i, last_read.get(v, i)) for v, i in written_at.items()}
+    for v in sorted(written_at, key=lambda v: (-_on_device(v), spans[v][0] - spans[v][1])):
         first, end = spans[v]
-        for place in places[bisect.bisect_left(sizes, _on_device(v)) :] if _on_device(v) else ():
-            if end < made[place] and all(end < a or first > b for a, b in taken[place]):
-                taken[place].append((first, end))
-                found.add(v)
+        for place in result_buffers[bisect.bisect_left(sizes, _on_device(v)) :] if _on_device(v) else ():
+            if end < written_at[place] and all(end < a or first > b for a, b in spans_in[place]):
+                spans_in[place].append((first, end))
+                reusing.add(v)
                 break
-    return frozenset(found)
+    return frozenset(reusing)
 
 
-# Bytes at the peak, what they are, and where it is.
+# Bytes at the peak, the arrays, and the path to the kernel.
 _Peak = tuple[int, list[tuple[Value, Equation]], tuple[tuple[Kernels, int], ...]]
 
 
@@ -138,19 +142,19 @@ def _follow(
     keeps_low_precision_copies: bool,
     carried: Mapping[Value, Equation] = MappingProxyType({}),
 ) -> _Peak:
-    """The most bytes of temporaries on top of ``below``, what they are, and where.
+    """The most bytes of temporaries on top of ``below``, the arrays, and the path to the kernel.
 
     Args:
-        program: a block's kernels.
+        program: the kernels of a block.
         elsewhere: values that are counted elsewhere, such as the program's results.
-        below: bytes alive around it.
-        depth: how many loops are around it.
-        moments: what has been seen; more is added.
-        keeps_low_precision_copies: see ``memory_of``.
-        carried: inputs that are there to be overwritten, and their loop.
+        below: bytes alive around the block.
+        depth: the number of loops around the block.
+        moments: the moments so far; those of the block are appended.
+        keeps_low_precision_copies: as in ``memory_of``.
+        carried: inputs that the body overwrites, with their loop.
     """
     copies = _low_precision_copies(program) if keeps_low_precision_copies else []
-    narrow = narrow_forms(program) if keeps_low_precision_copies else {}
+    narrow_of = narrow_forms(program) if keeps_low_precision_copies else {}
     kernels = joined(program) if keeps_low_precision_copies else program.kernels
     last: dict[Value, int] = {}
     for i, kernel in enumerate(kernels):
@@ -160,49 +164,58 @@ def _follow(
         if isinstance(out, Value):
             last[program.home.get(out, out)] = len(kernels)
     elsewhere = _overwritten(kernels, last, elsewhere)
-    narrowed: dict[int, list[Value]] = {}  # when no more than what is kept of it is left
-    for v, kept in narrow.items():
-        narrowed.setdefault(kept.whole_until, []).append(v)
-    places = {v: _on_device(v) for v in carried}
-    made: dict[Value, Equation] = dict(carried)
-    now = peak = sum(places.values())
-    alive: list[tuple[Value, Equation]] = list(made.items())
+    narrowed: dict[int, list[Value]] = {}  # by kernel: values of which only the narrow form is kept after it
+    for v, narrow_form in narrow_of.items():
+        narrowed.setdefault(narrow_form.whole_until, []).append(v)
+    bytes_held = {v: _on_device(v) for v in carried}
+    alive_values: dict[Value, Equation] = dict(carried)
+    bytes_now = peak = sum(bytes_held.values())
+    alive: list[tuple[Value, Equation]] = list(alive_values.items())
     path: tuple[tuple[Kernels, int], ...] = ()
     for i, kernel in enumerate(kernels):
-        new = [v for v in kernel.writes if v not in elsewhere]
-        places.update({v: narrow[v].bytes if v in narrow and narrow[v].whole_until < i else _on_device(v) for v in new})
-        dying = [v for v in kernel.reads if last[v] == i and v in made]
-        grown = sum(places[v] for v in new)
+        written = [v for v in kernel.writes if v not in elsewhere]
+        bytes_held.update(
+            {
+                v: narrow_of[v].bytes if v in narrow_of and narrow_of[v].whole_until < i else _on_device(v)
+                for v in written
+            }
+        )
+        dying = [v for v in kernel.reads if last[v] == i and v in alive_values]
+        growth = sum(bytes_held[v] for v in written)
         if _may_overwrite(kernel):
             other_places = _read_elsewhere(kernel)
-            grown -= max((places[v] for v in dying if places[v] <= grown and v not in other_places), default=0)
+            growth -= max(
+                (bytes_held[v] for v in dying if bytes_held[v] <= growth and v not in other_places), default=0
+            )
         elif kernel.bodies:
-            grown -= sum(places[after] for before, after in _carried(kernel) if before in dying and after in new)
-        grown += sum(n for first, end, n in copies if first <= i <= end)
+            growth -= sum(
+                bytes_held[after] for before, after in _carried(kernel) if before in dying and after in written
+            )
+        growth += sum(n for first, end, n in copies if first <= i <= end)
         inner, inner_alive, inner_path = _bodies(
-            kernel, below + now + grown, depth, moments, keeps_low_precision_copies
+            kernel, below + bytes_now + growth, depth, moments, keeps_low_precision_copies
         )
-        total = now + grown + inner
+        total = bytes_now + growth + inner
         moments.append(Moment(kernel.equation, depth, below + total))
-        for v in new:
-            made[v] = kernel.equation
-            now += places[v]
+        for v in written:
+            alive_values[v] = kernel.equation
+            bytes_now += bytes_held[v]
         if total > peak:
             peak = total
-            alive = [*made.items(), *inner_alive]
+            alive = [*alive_values.items(), *inner_alive]
             path = ((program, i), *inner_path)
-        for v in (*dying, *(v for v in new if v not in last)):
-            del made[v]
-            now -= places[v]
+        for v in (*dying, *(v for v in written if v not in last)):
+            del alive_values[v]
+            bytes_now -= bytes_held[v]
         for v in narrowed.get(i, ()):
-            if v in made and places[v] == _on_device(v):
-                now -= _on_device(v) - narrow[v].bytes
-                places[v] = narrow[v].bytes
+            if v in alive_values and bytes_held[v] == _on_device(v):
+                bytes_now -= _on_device(v) - narrow_of[v].bytes
+                bytes_held[v] = narrow_of[v].bytes
     return peak, alive, path
 
 
 def _overwritten(kernels: Sequence[Kernel], last: Mapping[Value, int], elsewhere: frozenset[Value]) -> frozenset[Value]:
-    """The values counted elsewhere, with those that are overwritten by them: they are where the later ones will be."""
+    """The values counted elsewhere, with values that these overwrite: they share their memory."""
     found = set(elsewhere)
     for i, kernel in reversed(list(enumerate(kernels))):
         if kernel.kind == OPERATOR and _may_overwrite(kernel) and found & set(kernel.writes):
@@ -219,10 +232,9 @@ def _overwritten(kernels: Sequence[Kernel], last: Mapping[Value, int], elsewhere
 
 
 def _may_overwrite(kernel: Kernel) -> bool:
-    """Whether a result may take the place of an operand without later users.
+    """Whether a result may overwrite an operand without later readers.
 
-    So it is with what runs element by element, with reductions over devices, and with updates, whose result is where
-    the first operand was.
+    This holds for elementwise kernels, reductions over devices, and updates, whose result overwrites the first operand.
     """
     e = kernel.equation
     if kernel.kind == OPERATOR and e.rule is not None:
@@ -231,7 +243,7 @@ def _may_overwrite(kernel: Kernel) -> bool:
 
 
 def _read_elsewhere(kernel: Kernel) -> set[Value]:
-    """What a kernel reads at other places than it writes: through a slice, a padding."""
+    """Values that a kernel reads at other places than it writes: through a slice or a padding."""
     found: set[Value] = set()
     for e in reversed(kernel.fused):
         if (e.rule is not None and moves_elements(e.rule)) or found & set(e.outputs):
@@ -240,15 +252,15 @@ def _read_elsewhere(kernel: Kernel) -> set[Value]:
 
 
 def _carried(kernel: Kernel) -> list[tuple[Value, Value]]:
-    """What a loop begins with, if it is a buffer, and the result that takes its place."""
+    """Pairs of the initial value of a carried value, if it is a buffer, and the result that takes its memory."""
     e = kernel.equation
-    found: list[tuple[Value, Value]] = []
+    pairs: list[tuple[Value, Value]] = []
     for body in kernel.bodies:
         for held, after in _held(e, body.block).items():
             begins = [edge.outer for edge in e.edges if edge.inner is held and edge.outer in kernel.reads]
             ends = [edge.outer for edge in e.edges if edge.outer in e.outputs and edge.inner in (held, after)]
-            found += zip(begins, ends, strict=False)
-    return found
+            pairs += zip(begins, ends, strict=False)
+    return pairs
 
 
 def _held(e: Equation, body: Block) -> dict[Value, Value]:
@@ -258,9 +270,9 @@ def _held(e: Equation, body: Block) -> dict[Value, Value]:
 
 
 def _bodies(kernel: Kernel, below: int, depth: int, moments: list[Moment], keeps_low_precision_copies: bool) -> _Peak:
-    """The temporaries of a region's bodies: of branches the larger, of a loop those of one round.
+    """The temporaries of a region's bodies: of branches the largest, of a loop those of one iteration.
 
-    Of stacked operands a round takes a slice. What is carried is where the loop's results will be.
+    An iteration takes a slice of stacked operands. Carried values use the memory of the loop's results.
     """
     found: _Peak = (0, [], ())
     e = kernel.equation
@@ -276,9 +288,9 @@ def _bodies(kernel: Kernel, below: int, depth: int, moments: list[Moment], keeps
 
 
 def _low_precision_copies(program: Kernels) -> list[tuple[int, int, int]]:
-    """The copies of stacks in half the width: from which kernel to which, and bytes."""
+    """The bfloat16 copies of float32 stacks: for each the first and the last kernel, and its bytes."""
     spans: dict[Value, tuple[int, int]] = {}
-    stacked: set[Value] = set()  # by loops, which write what others read as that wants it
+    stacked: set[Value] = set()  # stacks that loops write, in the type in which others read them
     for i, kernel in enumerate(program.kernels):
         e = kernel.equation
         if kernel.kind != REGION or len(kernel.bodies) != 1 or "reverse" not in e.params or e.trip_count < 2:

@@ -1,7 +1,7 @@
-"""Network: the time of a collective on a machine, by the links that it uses.
+"""Prices collectives on the network of a machine, by the links that they use.
 
-The devices of a group are along some dimensions of the network, every ``step``-th of a dimension. All groups of one
-collective run at the same time, so a link carries the messages of ``step`` groups, and of all cores that share it.
+The devices of a group lie along some dimensions of the network, at every ``step``-th place of a dimension. All groups
+of a collective run at the same time, so a link carries the messages of ``step`` groups, and of all cores that share it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from gshard.device.machine_kinds import DIRECT, LINE, RING, SWITCH
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Extent:
-    """Where a group is along one dimension of the network.
+    """The places of a group along one dimension of the network.
 
     Attributes:
         of: the dimension.
-        members: how many different places the group has there.
-        step: the distance from one to the next.
-        kind: ``ring`` only if the group goes all the way around.
+        members: the number of different places of the group.
+        step: the distance from one place to the next.
+        kind: the kind of the dimension; ``ring`` only if the group goes all the way around.
     """
 
     of: Dimension
@@ -38,9 +38,9 @@ class Extent:
 
 
 def extents(mesh: Mesh, machine: Machine, atoms: Atoms) -> tuple[tuple[Extent, ...], ...]:
-    """The dimensions of the network that groups over these atoms spread over, major to minor, for each kind of group.
+    """The dimensions of the network over which groups of these atoms spread, major to minor, for each kind of group.
 
-    Groups are alike unless the devices of the mesh are in an order of their own.
+    All groups are of one kind unless the mesh has its own order of devices.
 
     Raises:
         MachineError: the machine has another number of devices than the mesh.
@@ -75,7 +75,7 @@ def _spread(group: Sequence[int], network: tuple[Dimension, ...]) -> tuple[Exten
 
 
 def members(mesh: Mesh, atoms: Atoms, of: int = 0) -> tuple[int, ...]:
-    """The positions of the mesh that position ``of`` forms a group with over these atoms, itself included."""
+    """The positions of the mesh in the group of position ``of`` over these atoms, itself included."""
     group = [of]
     stride = mesh.size
     for atom, size in mesh.atom_sizes.items():
@@ -88,9 +88,9 @@ def members(mesh: Mesh, atoms: Atoms, of: int = 0) -> tuple[int, ...]:
 
 @tabulated(64)
 def interchangeable(mesh: Mesh, machine: Machine) -> tuple[Atoms, ...]:
-    """Atoms that can take each other's places in a program without any time changing.
+    """Classes of atoms that can be exchanged in a program without changing any time.
 
-    They have one size and are along one dimension of the network in which every device is one hop from any other.
+    They have one size, and lie along one dimension of the network in which every device is one hop from any other.
 
     >>> from gshard.core.mesh import Mesh
     >>> interchangeable(Mesh.abstract(a=2, b=4, c=2), Machine.of("h100:2x8"))
@@ -98,41 +98,41 @@ def interchangeable(mesh: Mesh, machine: Machine) -> tuple[Atoms, ...]:
     >>> interchangeable(Mesh.abstract(a=2, b=2), Machine.of("v3:2x1"))
     (('a',), ('b',))
     """
-    found: dict[tuple[object, int], Atoms] = {}
+    classes: dict[tuple[object, int], Atoms] = {}
     stride = mesh.size
     for atom, size in mesh.atom_sizes.items():
         stride //= size
-        where: object = atom
+        key_of_dimension: object = atom
         step = machine.size
         for k, dimension in enumerate(machine.network if not mesh.order and machine.size == mesh.size else ()):
-            whole, step = step, step // dimension.size
-            if dimension.is_one_hop and step <= stride and stride * size <= whole:
-                where = k
-        found[where, size] = (*found.get((where, size), ()), atom)
-    return tuple(found.values())
+            outer_step, step = step, step // dimension.size
+            if dimension.is_one_hop and step <= stride and stride * size <= outer_step:
+                key_of_dimension = k
+        classes[key_of_dimension, size] = (*classes.get((key_of_dimension, size), ()), atom)
+    return tuple(classes.values())
 
 
 def groups(mesh: Mesh, atoms: Atoms) -> tuple[tuple[int, ...], ...]:
-    """All groups of devices over these atoms."""
-    seen: dict[tuple[int, ...], None] = {}
-    taken: set[int] = set()
+    """All groups of devices over these atoms, in order of their first position."""
+    all_groups: dict[tuple[int, ...], None] = {}
+    placed: set[int] = set()
     for device in range(mesh.size):
-        if device not in taken:
+        if device not in placed:
             group = members(mesh, atoms, device)
-            taken |= set(group)
-            seen[tuple(mesh.order[at] for at in group) if mesh.order else group] = None
-    return tuple(seen)
+            placed |= set(group)
+            all_groups[tuple(mesh.order[position] for position in group) if mesh.order else group] = None
+    return tuple(all_groups)
 
 
 def seconds(kind: str, operand: int, mesh: Mesh, machine: Machine, atoms: Atoms) -> float:
-    """How long one collective takes.
+    """Seconds of one collective.
 
     Args:
         kind: all_reduce, all_gather, reduce_scatter or all_to_all.
-        operand: bytes of each device's operand.
+        operand: bytes of the operand on each device.
         mesh: the mesh of the atoms.
-        machine: the devices.
-        atoms: the atoms the collective runs over.
+        machine: the machine.
+        atoms: the atoms over which the collective runs.
 
     >>> from gshard.core.mesh import Mesh
     >>> times = []
@@ -147,22 +147,25 @@ def seconds(kind: str, operand: int, mesh: Mesh, machine: Machine, atoms: Atoms)
 
 
 def latency(kind: str, mesh: Mesh, machine: Machine, atoms: Atoms) -> float:
-    """Seconds of a collective that its bytes do not change: what the first of them takes to arrive, at most.
+    """The latency of a collective: the seconds until its first byte arrives everywhere.
 
     Args:
-        kind, mesh, machine, atoms: as for ``seconds``.
+        kind: as in ``seconds``.
+        mesh: as in ``seconds``.
+        machine: as in ``seconds``.
+        atoms: as in ``seconds``.
     """
     return max(_rounds(kind) * _hops(where) for where in extents(mesh, machine, atoms))
 
 
 def seconds_among(kind: str, operand: int, group: Sequence[int], machine: Machine) -> float:
-    """How long one collective takes among some devices of a machine, while all other groups like it run theirs.
+    """Seconds of one collective among some devices of a machine, while all other groups like it run theirs.
 
     Args:
-        kind: as for ``seconds``.
-        operand: bytes of each device's operand.
+        kind: as in ``seconds``.
+        operand: bytes of the operand on each device.
         group: their positions in the machine, increasing.
-        machine: the devices.
+        machine: the machine.
     """
     return _seconds(kind, operand, _spread(group, machine.network)) if operand else 0.0
 
@@ -180,19 +183,19 @@ def _seconds(kind: str, operand: int, where: tuple[Extent, ...]) -> float:
 
 
 def _rounds(kind: str) -> int:
-    """How often a message goes to all: an all-reduce is a reduce-scatter and an all-gather."""
+    """How often data goes to all devices: an all-reduce is a reduce-scatter and an all-gather."""
     return 2 if kind == "all_reduce" else 1
 
 
 def _hops(where: tuple[Extent, ...]) -> float:
-    """Seconds until a message without bytes has arrived everywhere."""
+    """Seconds until a message without bytes arrives everywhere."""
     return sum(
         e.of.latency * (1 if e.of.is_one_hop else e.members * e.step / (2 if e.kind == RING else 1)) for e in where
     )
 
 
 def _all_to_all(operand: int, e: Extent) -> float:
-    """The busiest link of a dimension: an eighth of n n messages cross it on a ring, a quarter on a line."""
+    """Seconds of the busiest link of a dimension: an eighth of n n messages cross it on a ring, a quarter on a line."""
     if e.of.is_one_hop:
         return operand * (e.members - 1) / e.members / e.of.sent_among(e.members)
     share = e.members / (8 if e.kind == RING else 4)
@@ -200,72 +203,72 @@ def _all_to_all(operand: int, e: Extent) -> float:
 
 
 def _in_rings(whole: int, rounds: int, where: tuple[Extent, ...]) -> float:
-    """Reduce-scatters and all-gathers of ``whole`` bytes, dimension by dimension from the nearest.
+    """Seconds of reduce-scatters and all-gathers of ``whole`` bytes, dimension by dimension from the nearest.
 
-    What has been scattered over a switch is that much smaller beyond it; direct links are used all at once. The
+    Data that was scattered over a switch is that much smaller beyond it. Direct links are used all at once. The
     dimensions of a torus are used together, each with a share of the data.
     """
-    total, left = 0.0, float(whole)
+    total, bytes_left = 0.0, float(whole)
     torus = [e for e in where if not e.of.is_one_hop]
     for e in reversed([e for e in where if e.of.is_one_hop]):
-        total += rounds * left * (e.members - 1) / e.members / e.of.sent_among(e.members)
-        left /= e.members
+        total += rounds * bytes_left * (e.members - 1) / e.members / e.of.sent_among(e.members)
+        bytes_left /= e.members
     if torus:
         size = math.prod(e.members for e in torus)
-        # Both directions of a ring carry half each. On a line the last device has one link; only an all-reduce, which
-        # sends sums both ways at once, loses nothing.
+        # Both directions of a ring carry half each. On a line, the last device has one link; only an all-reduce, which
+        # sends sums both ways at once, loses no bandwidth.
         injected = sum(
             e.of.bandwidth * (1 if e.kind == LINE and rounds == 1 else 2) / (e.step * e.of.shared_by) for e in torus
         )
-        total += rounds * left * (size - 1) / size / injected
+        total += rounds * bytes_left * (size - 1) / size / injected
     return total
 
 
-def gathered_at_least(held: int, wanted: int, machine: Machine) -> float:
-    """No all-gathers by which each device's ``held`` bytes become ``wanted`` take less, whatever devices they are over.
+def least_gather_seconds(held: int, wanted: int, machine: Machine) -> float:
+    """A lower bound in seconds of all all-gathers that enlarge ``held`` bytes of each device to ``wanted`` bytes.
 
-    A switch of n devices makes n times as much of it, and so do direct links among n. The dimensions of a torus
-    together make any number of times as much.
+    The bound holds for any groups of devices. A switch of n devices enlarges the bytes n times, and so do direct links
+    among n devices. The dimensions of a torus together enlarge them any number of times.
     """
     switches = [(d.sent_among(d.size), d.size) for d in machine.network if d.is_one_hop and d.size > 1]
-    together = sum(2 * d.bandwidth / d.shared_by for d in machine.network if not d.is_one_hop)
-    total, left = 0.0, max(float(wanted), held)
+    torus_rate = sum(2 * d.bandwidth / d.shared_by for d in machine.network if not d.is_one_hop)
+    total, bytes_now = 0.0, max(float(wanted), held)
     for rate, size in sorted(switches, reverse=True):
-        if rate > together:
-            less = max(held, left / size)
-            total, left = total + (left - less) / rate, less
-    slowest = together or min((rate for rate, _ in switches), default=math.inf)
-    return total + (left - held) / slowest
+        if rate > torus_rate:
+            bytes_after = max(held, bytes_now / size)
+            total, bytes_now = total + (bytes_now - bytes_after) / rate, bytes_after
+    slowest = torus_rate or min((rate for rate, _ in switches), default=math.inf)
+    return total + (bytes_now - held) / slowest
 
 
 def permutation_seconds(sent: int, pairs: Sequence[tuple[int, int]], machine: Machine) -> float:
-    """How long it takes when each source sends ``sent`` bytes to its target: O(1) between neighbours."""
+    """Seconds until each source has sent ``sent`` bytes to its target: O(1) between neighbours."""
     sources, targets = np.asarray(pairs, np.intp).reshape(-1, 2).T
-    none, a_byte = permuting(sources, targets, machine)
-    return none + sent * a_byte
+    latency, a_byte = permuting(sources, targets, machine)
+    return latency + sent * a_byte
 
 
 def permuting(sources: NDArray[np.intp], targets: NDArray[np.intp], machine: Machine) -> tuple[float, float]:
-    """What a message from each source to its target takes until the last has arrived, and every byte of it more.
+    """The latency of messages from each source to its target, and the seconds of each byte.
 
-    A byte takes what the busiest link takes.
+    A byte takes the time of the busiest link.
     """
-    a_byte, away_for = 0.0, np.zeros(len(sources))
+    a_byte, latencies = 0.0, np.zeros(len(sources))
     stride = machine.size
     for d, loads in zip(machine.network, link_loads(sources, targets, machine), strict=True):
         stride //= d.size
-        away = np.abs(sources // stride % d.size - targets // stride % d.size)
-        hops = away > 0 if d.is_one_hop else np.minimum(away, d.size - away) if d.kind == RING else away
+        distance = np.abs(sources // stride % d.size - targets // stride % d.size)
+        hops = distance > 0 if d.is_one_hop else np.minimum(distance, d.size - distance) if d.kind == RING else distance
         a_byte = max(a_byte, float(loads.max(initial=0)) / d.bandwidth)
-        away_for += d.latency * hops
-    return float(away_for.max(initial=0.0)), a_byte
+        latencies += d.latency * hops
+    return float(latencies.max(initial=0.0)), a_byte
 
 
 def link_loads(sources: NDArray[np.intp], targets: NDArray[np.intp], machine: Machine) -> list[NDArray[np.intp]]:
-    """How many messages go over each link, for each dimension of the network: int [direction, link].
+    """The number of messages over each link: for each dimension of the network, int [direction, link].
 
     Each message goes along one dimension after the other, the last one first, and the shorter way around a ring. Along
-    a switch each device has a link of its own, and along a direct dimension each pair of devices.
+    a switch each device has its own link; along a direct dimension, each pair of devices has one.
     """
     found = []
     stride = machine.size
@@ -300,12 +303,12 @@ def link_loads(sources: NDArray[np.intp], targets: NDArray[np.intp], machine: Ma
 
 
 def coordinates(device: int, machine: Machine) -> tuple[int, ...]:
-    """Where a device is along each dimension of the network."""
+    """The coordinates of a device along the dimensions of the network."""
     return tuple(int(i) for i in np.unravel_index(device, [d.size for d in machine.network]))
 
 
 def goes_one_way(sources: NDArray[np.intp], targets: NDArray[np.intp], machine: Machine) -> bool:
-    """Whether no link is used in both directions, so that the same the other way round takes no link from it."""
+    """Whether messages use no link in both directions, so that the reverse messages can run at the same time."""
     return all(
         d.kind != SWITCH and not (loads[0] * loads[1]).any()
         for d, loads in zip(machine.network, link_loads(sources, targets, machine), strict=True)

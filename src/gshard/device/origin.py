@@ -1,10 +1,8 @@
-"""Origin: matches each collective kernel of a costed program with the collective that the partitioner emitted.
+"""Matches each collective kernel of a priced program with the collective that the partitioner emitted.
 
-From that follows which source line caused it.
-
-A collective has two lines. It is *caused* by the equation that leaves parts of a sum, or that needs an operand in
-another sharding; it is *emitted* where what is moved is first used, which may be later. Bytes and seconds belong to the
-line that caused them.
+The match gives the source line that caused the collective. A collective has two lines. The equation that *causes* it
+leaves an unreduced result, or needs an operand in another sharding. gshard *emits* it where the result is first used,
+which may be later. Bytes and seconds belong to the line that caused them.
 """
 
 from __future__ import annotations
@@ -20,35 +18,35 @@ from gshard.device.fusion_model import COLLECTIVE
 
 
 def cause_of(kernel: KernelCost, collective: Collective | None) -> Equation:
-    """The equation whose line a kernel's bytes and seconds belong to."""
+    """The equation to whose line a kernel's bytes and seconds belong."""
     return kernel.equation if collective is None or collective.cause is None else collective.cause
 
 
 def origins(spmd: SpmdProgram, found: Cost) -> tuple[Collective | None, ...]:
-    """For each costed kernel the collective that it is, None for those that send nothing.
+    """For each priced kernel, its collective; None for kernels that send nothing.
 
-    Both are in the order in which they were emitted. Equal ones are told apart by where they were emitted, and among
-    those by their order.
+    Both are in the order in which they were emitted. Equal collectives are distinguished by the place where they were
+    emitted, and then by their order.
     """
-    sought = [(i, k) for i, k in enumerate(found.kernels) if k.kind == COLLECTIVE]
-    left = list(spmd.collectives)
+    unmatched = [(i, k) for i, k in enumerate(found.kernels) if k.kind == COLLECTIVE]
+    collectives = list(spmd.collectives)
     pairs: dict[int, Collective] = {}
-    for told in _KEYS:
+    for attributes in _KEYS:
         queues: dict[Hashable, deque[Collective]] = {}
-        for c in left:
-            known = (c.kind, c.bytes, c.times, place_of(c.emitted), c.atoms)
-            queues.setdefault(tuple(known[i] for i in told), deque()).append(c)
-        for i, k in sought:
-            known = (k.name, k.sent, k.times, place_of(k.equation), k.axes)
-            waiting = queues.get(tuple(known[i] for i in told))
-            if i not in pairs and waiting:
-                pairs[i] = waiting.popleft()
-        left = [c for queue in queues.values() for c in queue]
+        for c in collectives:
+            values = (c.kind, c.bytes, c.times, place_of(c.emitted), c.atoms)
+            queues.setdefault(tuple(values[i] for i in attributes), deque()).append(c)
+        for i, k in unmatched:
+            values = (k.name, k.sent, k.times, place_of(k.equation), k.axes)
+            candidates = queues.get(tuple(values[i] for i in attributes))
+            if i not in pairs and candidates:
+                pairs[i] = candidates.popleft()
+        collectives = [c for queue in queues.values() for c in queue]
     return tuple(pairs.get(i) for i in range(len(found.kernels)))
 
 
-# By what they are told apart: kind, bytes, times, place and atoms; else without the atoms, for what permutes along some
-# of them is emitted over all; else without times and place.
+# The attributes that must be equal: kind, bytes, times, place and atoms; then without the atoms, because a permutation
+# along some atoms is emitted over all; then without times and place.
 _KEYS = ((0, 1, 2, 3, 4), (0, 1, 2, 3), (0, 1, 4))
 
 

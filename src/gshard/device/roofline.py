@@ -1,11 +1,11 @@
-"""Roofline: the seconds that one kernel takes on a machine.
+"""Prices kernels by their roofline: the seconds that one kernel takes on a machine.
 
 A kernel takes the longer of its arithmetic and its memory traffic, and the time to start it:
 
     max(products / rate + others / vector_flops, moved / memory_bandwidth) + launch
 
-Planning, search, recomputation and explanation price kernels by this function alone. So the plan that is fastest when
-it is chosen is the plan that is fastest when it is explained.
+Planning, search, recomputation and explanation price kernels with this function only. So the fastest plan in planning
+is also the fastest in explanations.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from gshard.core.program import Equation, short_dtype
 from gshard.device.machine import Machine
 
 # Bytes of the indices into an array of up to eight dimensions, int32 each. XLA computes so few numbers (the position of
-# a device, an offset) inside of the kernels that read them, so nothing is launched for them. A result of the program
-# has no such kernel: it is launched for, however small.
+# a device, an offset) inside the kernels that read them, without a launch. A result of the program has no such kernel,
+# so it needs a launch however small it is.
 INDICES = 32
 
 
@@ -25,9 +25,9 @@ class Roofline(NamedTuple):
     """Seconds of one run of a kernel.
 
     Attributes:
-        compute: of its arithmetic.
-        memory: of what it reads and writes. Compute and memory overlap.
-        launch: until it starts.
+        compute: seconds of arithmetic.
+        memory: seconds of reads and writes. Compute and memory overlap.
+        launch: seconds until the kernel starts.
     """
 
     compute: float
@@ -57,8 +57,8 @@ def roofline(
     """Prices one run of a kernel.
 
     Args:
-        machine: one of its devices runs the kernel.
-        dtype: short name; products run at its rate.
+        machine: the machine, of which one device runs the kernel.
+        dtype: the short name of the dtype at whose rate products run.
         products: operations of products.
         others: all other operations.
         moved: bytes read and written.
@@ -73,14 +73,14 @@ def roofline(
 
 
 def dtype_of(e: Equation) -> str:
-    """The dtype at whose rate the product of an equation runs: that of its first operand."""
+    """The short name of the dtype at whose rate an equation's product runs: that of its first operand."""
     return short_dtype(e.inputs[0].dtype) if e.inputs else "f32"
 
 
 def launch_seconds(machine: Machine, moved: float, *, returns: bool = False) -> float:
     """Seconds until a kernel starts that reads and writes ``moved`` bytes.
 
-    0 for a few numbers (``INDICES``), unless they are a result of the program (``returns``): no kernel reads that.
+    0 for a few numbers (``INDICES``) unless they are a result of the program (``returns``), which no kernel reads.
     """
     return machine.launch if moved > INDICES or returns else 0.0
 

@@ -1,4 +1,4 @@
-"""Step times: the time of each step of a reshard on a machine."""
+"""Prices each step of a reshard in seconds on a machine."""
 
 from __future__ import annotations
 
@@ -28,26 +28,26 @@ from gshard.core.mesh import Atoms, Mesh
 from gshard.core.planning_tables import tabulated
 from gshard.core.sharding import Sharding
 from gshard.device.machine import Machine
-from gshard.device.network import gathered_at_least, permuting, seconds
+from gshard.device.network import least_gather_seconds, permuting, seconds
 from gshard.device.roofline import copy_seconds, roofline
 
-# A collective may make two kernels of one. Of equal ways this takes the one with fewer.
+# The share of a launch for a collective, which may split a kernel in two: it favours fewer collectives.
 _SPLITS = 0.1
-# What is gathered or cut along a dimension that is not the first may have to be copied into place also where machines
-# are not known for it. Of equal ways this takes the one that need not.
+# The share of a copy for a gather or cut along a dimension that is not the first, on machines that are not known to
+# copy: it favours steps without a copy.
 _COPIES = 0.1
-# Operations for each float by which it becomes an integer in the same order, and a float again (``comm.steps``).
+# Operations for each float to convert it to an integer of the same order and back (``comm.steps``).
 _ORDERED = 14
 
 
 @dataclasses.dataclass(frozen=True)
 class StepTimes:
-    """What steps take on a machine (``comm.steps.Times``).
+    """The times of steps on a machine (``comm.steps.Times``).
 
     Attributes:
-        machine: which.
-        joined: whether each collective that the compiler may put into a message with others (``combiner``) takes what
-            it makes that message longer, as if there were one.
+        machine: the machine.
+        joined: whether a collective that the compiler may put into a message with others (``combiner``) costs only the
+            time that it adds to such a message.
     """
 
     machine: Machine
@@ -62,32 +62,33 @@ class StepTimes:
         *,
         among: tuple[Mesh, Atoms] | None = None,
     ) -> float:
-        """One step.
+        """Seconds of one step.
 
         Args:
-            step: which, over atoms of ``mesh``.
-            shape, itemsize: of the array, which is global.
+            step: the step, over atoms of ``mesh``.
+            shape: the global shape of the array.
+            itemsize: the bytes of one element.
             mesh: the devices.
-            among: the mesh and the atoms that the network knows, where ``mesh`` is a coarser one.
+            among: the mesh and the atoms in the network, if ``mesh`` is a coarser one.
         """
         if step.kind in LOCAL:
-            # With a launch also of a few numbers, which ``cost`` leaves out: of eight training steps planned for h100
+            # Includes a launch even for a few numbers, unlike ``cost``: of eight training steps planned for h100
             # without it, two took 0.3 % longer and one 0.1 % less.
             moved = 2 * math.prod(step.after.local_shape(mesh, shape)) * itemsize
             return roofline(self.machine, "f32", moved=moved).work + self.machine.launch
-        taken = self._sent(step, shape, itemsize, mesh, among or (mesh, step.atoms)) + _SPLITS * self.machine.launch
-        copied = self._copied(step, shape, itemsize, mesh)
-        if step.kind == ALL_REDUCE and copied:
-            taken += _ORDERED * sum(copied) / itemsize / self.machine.vector_flops
-        return taken + sum(copy_seconds(self.machine, array) for array in copied)
+        total = self._sent(step, shape, itemsize, mesh, among or (mesh, step.atoms)) + _SPLITS * self.machine.launch
+        copied_bytes = self._copied(step, shape, itemsize, mesh)
+        if step.kind == ALL_REDUCE and copied_bytes:
+            total += _ORDERED * sum(copied_bytes) / itemsize / self.machine.vector_flops
+        return total + sum(copy_seconds(self.machine, array) for array in copied_bytes)
 
     def price_class(self, step: Step, mesh: Mesh, places: Mapping[str, tuple[int, ...]]) -> Hashable:
-        """Steps of one class take the same where their parts have the same sizes, before and after.
+        """A key: steps with equal keys take the same time if their parts have the same sizes before and after.
 
         Args:
-            step: over atoms of ``mesh``.
+            step: the step, over atoms of ``mesh``.
             mesh: the devices.
-            places: for each atom how many it is of each kind that the network tells apart.
+            places: for each atom of ``mesh``, its number of network atoms in each interchangeable class.
         """
         if step.kind in LOCAL:
             return ()
@@ -100,8 +101,9 @@ class StepTimes:
     def _copied(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> list[float]:
         """Bytes of the arrays that are copied.
 
-        Into another layout (``layout_copies``), as if no elementwise kernel beside it spared that; the tiles of an
-        exchange, cut and put in their places; or, for a maximum of floats, integers in the same order.
+        These are: copies into another layout (``layout_copies``), even if an elementwise kernel beside the step could
+        avoid them; the tiles of an exchange, cut and put in their places; and, for a maximum of floats, integers of the
+        same order.
         """
         if step.kind == ALL_REDUCE and step.monoid in ("max", "min"):
             return [math.prod(step.before.local_shape(mesh, shape)) * itemsize]
@@ -111,9 +113,9 @@ class StepTimes:
         return [*self._laid_out(step, shape, itemsize, mesh), *self._cut_to_size(step, shape, itemsize, mesh)]
 
     def _cut_to_size(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> list[float]:
-        """Bytes of what is padded before an exchange makes uneven parts, and of what is cut after uneven parts meet.
+        """Bytes of arrays that are padded before an exchange makes uneven parts, or cut after uneven parts are joined.
 
-        What a reduce-scatter pads is mostly written by the product before it.
+        The product before a reduce-scatter mostly writes its padding.
         """
         if step.kind not in (ALL_GATHER, ALL_TO_ALL):
             return []
@@ -141,8 +143,8 @@ class StepTimes:
         return [math.prod(after) * itemsize] if is_turned(part, step.to, step.dim) else []
 
     def least(self, held: int, wanted: int) -> float:
-        """What it takes at least to come from ``held`` bytes on each device to ``wanted``: gathered over all links."""
-        return gathered_at_least(held, wanted, self.machine)
+        """A lower bound in seconds to enlarge ``held`` bytes on each device to ``wanted``, gathered over all links."""
+        return least_gather_seconds(held, wanted, self.machine)
 
     def _sent(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh, among: tuple[Mesh, Atoms]) -> float:
         if is_exchange(step, mesh):
@@ -152,22 +154,22 @@ class StepTimes:
         if step.kind == PERMUTE:
             latency, a_byte = _permuting(step.before, step.after, mesh, self.machine)
             return latency + a_byte * bytes_sent(step, shape, itemsize, mesh)
-        known, atoms = among
-        kept = step.after if is_of_tiles(step) else step.before  # what is free is cut before anything is sent
-        local = math.prod(kept.local_shape(mesh, shape)) * itemsize
+        network_mesh, atoms = among
+        sent_sharding = step.after if is_of_tiles(step) else step.before  # local cuts come before anything is sent
+        local = math.prod(sent_sharding.local_shape(mesh, shape)) * itemsize
         # A message of a byte has no length, only a latency.
-        others = 1 if self.joined and step.kind in self.machine.compiler.combines else 0
-        before = seconds(step.kind, others, known, self.machine, atoms)
-        return seconds(step.kind, others + local, known, self.machine, atoms) - before
+        bytes_before = 1 if self.joined and step.kind in self.machine.compiler.combines else 0
+        seconds_before = seconds(step.kind, bytes_before, network_mesh, self.machine, atoms)
+        return seconds(step.kind, bytes_before + local, network_mesh, self.machine, atoms) - seconds_before
 
 
 @tabulated(4096)
 def _exchanging(before: Sharding, after: Sharding, mesh: Mesh, machine: Machine) -> tuple[float, float]:
-    """What a message of an exchange takes, and what a byte of each tile takes more, over all messages."""
+    """The latency of a message of an exchange, and the seconds of a byte of each tile, over all messages."""
     return permuting(*exchange(before.dims, after.dims, mesh).ends(mesh), machine)
 
 
 @tabulated(4096)
 def _permuting(before: Sharding, after: Sharding, mesh: Mesh, machine: Machine) -> tuple[float, float]:
-    """What a permutation takes, and what a byte of it takes more: whatever the array."""
+    """The latency of a permutation, and the seconds of a byte, for any array."""
     return permuting(np.arange(mesh.size), targets(before, after, mesh), machine)

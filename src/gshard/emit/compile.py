@@ -1,4 +1,4 @@
-"""Compile: compiles the per-device program with XLA."""
+"""Compiles the per-device program with XLA."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from gshard.emit.partition import spec
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Executable:
-    """A program for XLA, compiled when it is first needed.
+    """A program for XLA, compiled at its first use.
 
     Attributes:
-        spmd: the program it is made of.
+        spmd: the per-device program.
         function: the jitted function of all inputs, captured arrays first.
     """
 
@@ -42,28 +42,28 @@ class Executable:
     _waiting: list[Callable[[], None]] = dataclasses.field(default_factory=list, init=False, repr=False)
 
     def __call__(self, *arguments: Any) -> list[Any]:
-        """Runs on flat arguments that have the shardings of the program; results are flat global arrays."""
+        """Runs on flat arguments in the shardings of the program. Results are flat global arrays."""
         self.agree()
-        spmd, every = self.spmd, [*self.captured, *arguments]
+        spmd, inputs = self.spmd, [*self.captured, *arguments]
         for i in spmd.in_orders:
-            come = named_sharding(spmd.mesh, spmd.in_shardings[i], spmd.program.input_memory(i))
-            every[i] = relabelled(every[i], come)
-        results = executed(self.compiled, every)
+            input_sharding = named_sharding(spmd.mesh, spmd.in_shardings[i], spmd.program.input_memory(i))
+            inputs[i] = relabelled(inputs[i], input_sharding)
+        results = executed(self.compiled, inputs)
         if self._calls_back:
             results = [relabelled(x, s) for x, s in zip(results, self._out_shardings, strict=True)]
         for i, order in spmd.out_orders.items():
             memory = spmd.program.output_memory(i)
-            left = named_sharding(spmd.mesh.reordered(order), spmd.out_shardings[i], memory)
-            results[i] = relabelled(results[i], left)
+            output_sharding = named_sharding(spmd.mesh.reordered(order), spmd.out_shardings[i], memory)
+            results[i] = relabelled(results[i], output_sharding)
         return results
 
     def agree(self) -> None:
-        """Compares the program with that of the other processes of its mesh, if there are any, when first called.
+        """Compares the program with those of the other processes of its mesh, if there are any, at the first call.
 
         Raises:
             PlanError: another process is about to run another program.
         """
-        self._agreed  # noqa: B018  once
+        self._agreed  # noqa: B018  cached: it compares once
 
     @functools.cached_property
     def _agreed(self) -> None:
@@ -82,7 +82,7 @@ class Executable:
 
     @functools.cached_property
     def captured(self) -> tuple[Any, ...]:
-        """The arrays that the function closed over, placed on the mesh once."""
+        """The captured arrays of the function, placed on the mesh once."""
         mesh, shardings = self.spmd.mesh, self.spmd.in_shardings
         return tuple(
             jax.device_put(x, named_sharding(mesh, s, self.spmd.program.input_memory(i)))
@@ -100,13 +100,13 @@ class Executable:
         """JAX's compiled object: ``as_text()``, ``memory_analysis()``, ``cost_analysis()``."""
         lowered = self.lowered
         with phase("compiling", self.spmd.program.name, self.spmd.mesh.size):
-            made = lowered.compile()
+            compiled = lowered.compile()
         while self._waiting:
             self._waiting.pop(0)()
-        return made
+        return compiled
 
     def when_compiled(self, act: Callable[[], None]) -> None:
-        """Calls a function once the program is compiled; now, if it is."""
+        """Calls a function when the program is compiled, or now if it is."""
         if "compiled" in self.__dict__:
             act()
         else:
@@ -117,31 +117,31 @@ class Executable:
 
 
 def relabelled(x: Any, sharding: NamedSharding) -> Any:
-    """The same parts on the same devices, said to be those of another sharding: nothing is moved."""
+    """An array of the same parts on the same devices, with another sharding: nothing moves."""
     parts = [shard.data for shard in x.addressable_shards]
     return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
 
 
 def named_sharding(mesh: Mesh, sharding: Sharding, memory: str = DEVICE) -> NamedSharding:
-    """A sharding as JAX's, over the user's own mesh; over its atoms where a part of an axis splits a dimension.
+    """A sharding as a ``NamedSharding`` over the user's mesh, or over its atoms if it splits by a part of an axis.
 
     Args:
         mesh: the devices.
-        sharding: how it is cut.
-        memory: the memory kind in which it is.
+        sharding: the sharding.
+        memory: the memory kind of the array.
     """
     return in_memory(_named_sharding(mesh, sharding, mesh.given), memory)
 
 
 @tabulated(4096)
 def _named_sharding(mesh: Mesh, sharding: Sharding, _: Any) -> NamedSharding:
-    # Meshes are equal whatever mesh of JAX's they were read from, so that one is a part of the key.
-    own = mesh.spec_of(sharding.dims)
-    return over_atoms(mesh, sharding) if own is None else NamedSharding(mesh.user_jax_mesh, own)
+    # Equal meshes may come from different meshes of JAX's, so the given one is a part of the key.
+    user_spec = mesh.spec_of(sharding.dims)
+    return over_atoms(mesh, sharding) if user_spec is None else NamedSharding(mesh.user_jax_mesh, user_spec)
 
 
 def over_atoms(mesh: Mesh, sharding: Sharding) -> NamedSharding:
-    """A sharding as JAX's, over the atoms of the mesh."""
+    """A sharding as a ``NamedSharding`` over the atoms of the mesh."""
     return NamedSharding(mesh.jax_mesh, spec(sharding))
 
 
@@ -158,8 +158,8 @@ def compile_spmd(
     Args:
         spmd: the program; its mesh must have devices.
         donated: arguments (counted without captured arrays) whose memory results may take.
-        keep_unused: whether XLA is given arguments that nothing reads.
-        compiler_options: XLA's, as for ``jax.jit``.
+        keep_unused: pass arguments to XLA that nothing reads.
+        compiler_options: options of XLA, as in ``jax.jit``.
 
     Raises:
         MeshError: the mesh is abstract.
@@ -180,23 +180,24 @@ def _jitted(
     keep_unused: bool,
     compiler_options: Mapping[str, Any] | None,
 ) -> Callable[..., Any]:
-    """The program as a function that JAX has jitted; the first inputs may be constants of it."""
-    captured = len(spmd.program.captured) - len(constants)
+    """The program as a jitted function. Its first inputs may be constants."""
+    first_argument = len(spmd.program.captured) - len(constants)
     run = runnable(spmd.jaxpr)
 
     def program(*arrays: Any) -> list[Any]:
         return list(run(*constants, *arrays))
 
-    # XLA calls the program, and profilers what it runs, by the name of the user's function.
+    # XLA and profilers show the program under the name of the user's function.
     program.__name__ = program.__qualname__ = spmd.program.name
-    said, made = over_atoms if names_devices(spmd.jaxpr) else named_sharding, spmd.program
-    come = [in_memory(said(spmd.mesh, s), made.input_memory(i)) for i, s in enumerate(spmd.in_shardings)]
-    leave = [in_memory(said(spmd.mesh, s), made.output_memory(i)) for i, s in enumerate(spmd.out_shardings)]
+    as_jax = over_atoms if names_devices(spmd.jaxpr) else named_sharding
+    input_memory, output_memory = spmd.program.input_memory, spmd.program.output_memory
+    input_shardings = [in_memory(as_jax(spmd.mesh, s), input_memory(i)) for i, s in enumerate(spmd.in_shardings)]
+    output_shardings = [in_memory(as_jax(spmd.mesh, s), output_memory(i)) for i, s in enumerate(spmd.out_shardings)]
     return jax.jit(
         program,
-        in_shardings=come[len(constants) :],
-        out_shardings=leave,
-        donate_argnums=tuple(sorted({captured + i for i in donated} - _moved_references(spmd))),
+        in_shardings=input_shardings[len(constants) :],
+        out_shardings=output_shardings,
+        donate_argnums=tuple(sorted({first_argument + i for i in donated} - _moved_references(spmd))),
         keep_unused=keep_unused,
         compiler_options=None if compiler_options is None else dict(compiler_options),
     )
@@ -209,9 +210,9 @@ def compiled_with_constants(
     keep_unused: bool,
     compiler_options: Mapping[str, Any] | None,
 ) -> Any:
-    """JAX's compiled object of the arguments alone: the arrays that the function closed over are constants of it."""
+    """JAX's compiled object with the captured arrays as constants, so that it takes the arguments only."""
     spmd = executable.spmd
-    # As numbers of the host: a constant of a program is whole on each device. Random keys are no such numbers.
+    # Constants of a program are whole on each device, so they are host arrays, except random keys.
     extended = jax.dtypes.extended
     constants = [x if jax.dtypes.issubdtype(x.dtype, extended) else np.asarray(x) for x in spmd.program.captured]
     function = _jitted(spmd, constants, donated, keep_unused, compiler_options)
@@ -220,15 +221,15 @@ def compiled_with_constants(
 
 def _lowered(spmd: SpmdProgram, function: Any, first: int = 0) -> Any:
     shapes = shapes_of(spmd.jaxpr.in_avals[first:])
-    # The atoms replace whatever mesh the caller has set: they are the same devices under other names.
-    own = jax.sharding.use_abstract_mesh(spmd.mesh.abstract_jax_mesh)
-    with no_mesh_set(), in_context(NO_CONTEXT), own, wide_enough_for(dtypes_in(spmd.jaxpr)):
+    # The atoms replace any mesh that the caller has set: they are the same devices under other names.
+    atom_mesh = jax.sharding.use_abstract_mesh(spmd.mesh.abstract_jax_mesh)
+    with no_mesh_set(), in_context(NO_CONTEXT), atom_mesh, wide_enough_for(dtypes_in(spmd.jaxpr)):
         return function.lower(*shapes)
 
 
 def _moved_references(spmd: SpmdProgram) -> set[int]:
-    """The references whose final values leave otherwise than they came: these cannot take their memory."""
+    """The references whose final values leave in another sharding or order, so that these cannot take their memory."""
     count, outs = len(spmd.program.references), range(len(spmd.out_shardings))
     pairs = zip(spmd.program.references, outs[len(outs) - count :], strict=True)
-    come, leave = spmd.in_shardings, spmd.out_shardings
-    return {i for i, j in pairs if (come[i], spmd.in_orders.get(i)) != (leave[j], spmd.out_orders.get(j))}
+    entry, leave = spmd.in_shardings, spmd.out_shardings
+    return {i for i, j in pairs if (entry[i], spmd.in_orders.get(i)) != (leave[j], spmd.out_orders.get(j))}

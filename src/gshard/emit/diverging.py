@@ -1,8 +1,8 @@
-"""Diverging: finds the branches and loops that not all devices run.
+"""Finds the branches and loops that not all devices run.
 
-Inside a partly manual ``shard_map`` a value may differ from one position along the manual axes to another: what was cut
-along them, and the position itself. What was added up, or gathered, along them is the same again. A branch or loop that
-is decided by a value that differs is run by the devices of some positions, and not by those of others.
+Inside a partly manual ``shard_map``, a value may differ between positions along the manual axes: arrays that are split
+along them, and the position itself. A sum or a gather along the axes is equal at all positions. If a value that differs
+decides a branch or a loop, devices at some positions run it and others do not.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NONE: _Atoms = frozenset()
 
 
 def diverging(block: Block, mesh: Mesh) -> frozenset[Equation]:
-    """The branches and loops of a program that devices may run, or run so often, while others do not."""
+    """The branches and loops of a program that some devices run, or run more often than others."""
     manual = manual_axes(block, mesh)
     if not manual.inside:
         return frozenset()
@@ -29,7 +29,7 @@ def diverging(block: Block, mesh: Mesh) -> frozenset[Equation]:
 
 
 class _Varying:
-    """Along which manual atoms values differ; grows until nothing changes."""
+    """For each value, the manual atoms along which it differs; grows until nothing changes."""
 
     def __init__(self, manual: ManualAxes):
         self._manual, self._along = manual, dict[Value, _Atoms]()
@@ -38,33 +38,33 @@ class _Varying:
         return _NONE.union(*(self._along.get(v, _NONE) for v in values if isinstance(v, Value)))
 
     def run(self, block: Block) -> bool:
-        """Goes through a block once; whether anything was new."""
-        news = False
+        """Visits a block once. True if anything changed."""
+        changed = False
         for e in block.equations:
-            news |= self._region(e) if e.blocks else self._add(e.outputs, self._made(e))
-        return news
+            changed |= self._region(e) if e.blocks else self._add(e.outputs, self._atoms_of(e))
+        return changed
 
-    def _made(self, e: Equation) -> _Atoms:
+    def _atoms_of(self, e: Equation) -> _Atoms:
         here, mesh = self.of(e.inputs), self._manual.mesh
         if "callback" in e.name:
-            return here | self._manual.at(e)  # each position calls for itself
+            return here | self._manual.at(e)  # each position makes its own call
         if e.rule is None or (manual := e.rule.manual) is None:
             return here
         here = (here | manual.differ(mesh)) - manual.equal(mesh)
         return here - manual.atoms(mesh) if manual.step == "leave" else here
 
     def _region(self, e: Equation) -> bool:
-        news, again = False, True
-        while again:
-            again = self._add(e.outputs, self.of(REGIONS[e.name].decided(e)))
+        changed, changed_now = False, True
+        while changed_now:
+            changed_now = self._add(e.outputs, self.of(REGIONS[e.name].decided(e)))
             for edge in e.edges:
-                again |= self._add([edge.inner], self.of([edge.outer]))
-                if edge.outer not in e.inputs:  # what leaves, or goes round
-                    again |= self._add([edge.outer], self.of([edge.inner]))
+                changed_now |= self._add([edge.inner], self.of([edge.outer]))
+                if edge.outer not in e.inputs:  # an output, or a value passed to the next iteration
+                    changed_now |= self._add([edge.outer], self.of([edge.inner]))
             for body in e.blocks:
-                again |= self.run(body)
-            news |= again
-        return news
+                changed_now |= self.run(body)
+            changed |= changed_now
+        return changed
 
     def _add(self, values: Iterable[Value], atoms: _Atoms) -> bool:
         new = [v for v in values if atoms - self._along.get(v, _NONE)]

@@ -1,8 +1,8 @@
-"""Partition: writes the per-device program of a plan.
+"""Emits the per-device program of a plan.
 
-The program is replayed on one device's parts inside ``jax.shard_map`` over the atoms of the mesh: operands are
-moved to the equation's split, the equation runs locally under its rule, results are moved to where the plan
-wants them. Nothing is chosen here. Every collective is emitted by a step of ``comm.steps`` and noted.
+gshard replays the program on one device's parts inside ``jax.shard_map`` over the atoms of the mesh: it moves operands
+to the equation's split, runs the equation locally under its rule, and moves results to their planned shardings. It
+makes no choices here. Every collective is emitted by a step of ``comm.steps`` and recorded.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def partition(plan: Plan) -> SpmdProgram:
     users = {v: e for e in reversed(block.equations) for v in e.inputs}
     orders: Mapping[Any, Order] = plan.orders
 
-    def ordered(values: Sequence[Any], ways: Sequence[Sharding]) -> dict[int, Order]:
-        """The orders that marks ask for; what a mark cuts and the boundary makes whole is in the mesh's."""
-        pairs = enumerate(zip(values, ways, strict=True))
+    def ordered(values: Sequence[Any], shardings: Sequence[Sharding]) -> dict[int, Order]:
+        """The orders of marks. A value that a mark splits and the boundary replicates has the mesh's order."""
+        pairs = enumerate(zip(values, shardings, strict=True))
         return {i: orders[v] for i, (v, s) in pairs if v in orders and (any(s.dims) or not any(plan.sharding(v).dims))}
 
     in_orders, out_orders = ordered(block.inputs, entry), ordered(block.outputs, leave)
@@ -68,20 +68,20 @@ def partition(plan: Plan) -> SpmdProgram:
 
     def program(*arrays: Any) -> list[Any]:
         emitter.start()
-        inside, out = [], []
+        inputs, results = [], []
         for i, (x, v, source) in enumerate(zip(arrays, block.inputs, entry, strict=True)):
             with emitter.in_place_of(users.get(v)):
                 x = in_memory_of(v, x)
                 if i in in_orders:
                     x = emitter.reorder(x, v, source, in_orders[i], leaving=False)
-                inside.append(emitter.step_to(x, v, source, plan.sharding(v), "uneven argument", users.get(v)))
-        for i, (x, made, target) in enumerate(zip(emitter.run(block, inside), block.outputs, leave, strict=True)):
-            producer = producers.get(made) if isinstance(made, Value) else None
+                inputs.append(emitter.step_to(x, v, source, plan.sharding(v), "uneven argument", users.get(v)))
+        for i, (x, result, target) in enumerate(zip(emitter.run(block, inputs), block.outputs, leave, strict=True)):
+            producer = producers.get(result) if isinstance(result, Value) else None
             with emitter.in_place_of(producer):
-                x = emitter.step_to(x, made, plan.sharding(made), target, "program result", producer)
-                x = emitter.reorder(x, made, target, out_orders[i], leaving=True) if i in out_orders else x
-                out.append(transferred(x, is_host_kind(plan.program.output_memory(i))))
-        return [as_weak(x, weak) for x, weak in zip(out, plan.program.weak or [False] * len(out), strict=True)]
+                x = emitter.step_to(x, result, plan.sharding(result), target, "program result", producer)
+                x = emitter.reorder(x, result, target, out_orders[i], leaving=True) if i in out_orders else x
+                results.append(transferred(x, is_host_kind(plan.program.output_memory(i))))
+        return [as_weak(x, weak) for x, weak in zip(results, plan.program.weak or [False] * len(results), strict=True)]
 
     mapped = jax.shard_map(
         program,
@@ -93,11 +93,11 @@ def partition(plan: Plan) -> SpmdProgram:
     wide = wide_enough_for(v.dtype for v in block.values())
     with jax.sharding.use_abstract_mesh(mesh.abstract_jax_mesh), wide:
         shapes = (padded_shape(s, mesh, v.shape) for v, s in zip(block.inputs, entry, strict=True))
-        takes = (
+        argument_shapes = (
             shape_in_memory(s, v.dtype, on_host=is_host_kind(plan.program.input_memory(i)), weak_type=v.weak)
             for i, (v, s) in enumerate(zip(block.inputs, shapes, strict=True))
         )
-        jaxpr = jax.make_jaxpr(mapped)(*takes)
+        jaxpr = jax.make_jaxpr(mapped)(*argument_shapes)
     return SpmdProgram(jaxpr, mesh, entry, leave, tuple(emitter.collectives), plan.program, in_orders, out_orders)
 
 
@@ -107,14 +107,15 @@ def spec(sharding: Sharding) -> PartitionSpec:
 
 
 @dataclasses.dataclass(slots=True)
-class _Made:
-    """A value's local arrays. It moves to the planned sharding at its first use.
+class _Local:
+    """The local arrays of a value, which moves to its planned sharding at its first use.
 
     Attributes:
-        source: how it lay when it was made.
-        arrays: in every sharding that it was needed in: two users share one collective.
-        why, cause: what the move to its planned sharding is noted under; the cause is the equation that made it.
-        marked: whether a mark says how it is sharded, so that no user reads it in another sharding first.
+        source: the sharding in which it was computed.
+        arrays: the local array in every sharding so far, so that two users share one collective.
+        why: the reason that is recorded for the move to the planned sharding.
+        cause: the equation that computed it, which is recorded too.
+        marked: whether a mark gives its sharding, so that no user reads it in another one first.
     """
 
     source: Sharding
@@ -124,13 +125,13 @@ class _Made:
     marked: bool = False
 
 
-# An array that is moved (if it has a name), its shardings before and after, and the one before the first of all steps.
+# A moved value (None for other arrays), its shardings before and after, and the sharding before the first step.
 _Moved = tuple[Value | None, Sharding | None, Sharding | None, Sharding | None]
 
 
 @dataclasses.dataclass
 class _Emitter:
-    """Replays blocks on local arrays and notes every collective."""
+    """Replays blocks on local arrays and records every collective."""
 
     plan: Plan
     manual: ManualAxes
@@ -141,12 +142,12 @@ class _Emitter:
     gathers: bool = False  # instead of permuting (``language.apart``)
 
     def start(self) -> None:
-        """Forgets what an earlier trace of the same program noted."""
+        """Removes the records of an earlier trace of the same program."""
         self.collectives.clear()
 
     @contextmanager
     def in_place_of(self, e: Equation | None) -> Iterator[None]:
-        """What is emitted inside has an equation's source line and named scopes; None leaves them as they are."""
+        """Gives everything emitted inside the source line and named scopes of an equation; None changes nothing."""
         if e is None:
             yield
             return
@@ -162,9 +163,11 @@ class _Emitter:
         return self.plan.sharding(value)
 
     def run(self, block: Block, arrays: Sequence[Any], trip_count: int = 1) -> list[Any]:
-        """Runs a block on local arrays that are sharded as its inputs are."""
+        """Runs a block on local arrays in the shardings of its inputs."""
         with self._repeated(trip_count), in_context(NO_CONTEXT):
-            env = {v: _Made(self.sharding(v), {self.sharding(v): x}) for v, x in zip(block.inputs, arrays, strict=True)}
+            env = {
+                v: _Local(self.sharding(v), {self.sharding(v): x}) for v, x in zip(block.inputs, arrays, strict=True)
+            }
             fetched: Fetched = {}
             read = {v for e in block.equations for v in e.inputs} | set(block.outputs)
             for equation in block.equations:
@@ -193,7 +196,7 @@ class _Emitter:
         finally:
             self.gathers = before
 
-    def _equation(self, e: Equation, env: dict[Value, _Made], unread: frozenset[int], fetched: Fetched) -> None:
+    def _equation(self, e: Equation, env: dict[Value, _Local], unread: frozenset[int], fetched: Fetched) -> None:
         if e.rule is None:
             region = REGIONS[e.name]
             entry = region.entry(e, self.sharding)
@@ -227,9 +230,9 @@ class _Emitter:
             leave = [leaving(e.rule, split, ring, i) for i in range(len(e.outputs))]
         for i, (value, x, source) in enumerate(zip(e.outputs, results, leave, strict=True)):
             why, planned = f"result {i} of {e.name}", self.sharding(value)
-            if value.on_host:  # what moves between devices does so before it is put there
+            if value.on_host:  # moves between devices come before the move to the host
                 x, source = in_memory_of(value, self.step_to(x, value, source, planned, why, e)), planned
-            env[value] = _Made(source, {source: x}, why, e, e.mark is not None)
+            env[value] = _Local(source, {source: x}, why, e, e.mark is not None)
 
     def _local(self, e: Equation, shards: Shards, arrays: list[Any]) -> list[Any]:
         assert e.rule is not None
@@ -242,7 +245,7 @@ class _Emitter:
             raise RuleError(
                 f"the rule of '{e.name}' failed on shards: {error}", e.line, f"{e.rule}; split {shards.split}"
             ) from error
-        # A literal that the operator hands through becomes an array here.
+        # A literal that the operator returns unchanged becomes an array here.
         results = [x if hasattr(x, "shape") else jnp.asarray(x, v.dtype) for x, v in zip(results, e.outputs)]
         for i, (x, value) in enumerate(zip(results, e.outputs, strict=True)):
             if tuple(x.shape) != shards.out_shape(i) or x.dtype != value.dtype:
@@ -255,7 +258,7 @@ class _Emitter:
         return results
 
     def _noting(self, e: Equation) -> Callable[[str, tuple[str, ...], int, Any], None]:
-        """Notes what an equation's own way to run on shards sends."""
+        """Records the messages of an equation that communicates in its own way."""
 
         def note(kind: str, atoms: tuple[str, ...], sent: int, x: Any) -> None:
             shape = f"{short_dtype(x.dtype)}[{','.join(map(str, x.shape))}]"
@@ -264,7 +267,7 @@ class _Emitter:
         return note
 
     def _noting_ring(self, e: Equation, ring: Ring) -> Note:
-        """Notes what is sent during a collective matmul."""
+        """Records the messages of a collective matmul."""
         assert e.rule is not None
         rule, split = e.rule, self.plan.splits[e]
 
@@ -293,64 +296,68 @@ class _Emitter:
         cause: Equation | None,
         moved: _Moved = (None, None, None, None),
     ) -> None:
-        """Notes a collective that is emitted here."""
-        at = self.here or cause
-        if self.gathers and kind == PERMUTE and at is not None and self.manual.at(at).isdisjoint(atoms):
+        """Records a collective that is emitted here."""
+        position = self.here or cause
+        if self.gathers and kind == PERMUTE and position is not None and self.manual.at(position).isdisjoint(atoms):
             kind, sent = ALL_GATHER, sent * (self.plan.mesh.count(atoms) - 1)
         cause = cause if cause is not None and cause.line else self.here  # a barrier of JAX's has no line
         line = "" if cause is None else cause.line
-        made = Collective(kind, atoms, sent, times, shape, line, why, *moved, cause, self.here or cause)
-        self.collectives.append(made)
+        collective = Collective(kind, atoms, sent, times, shape, line, why, *moved, cause, self.here or cause)
+        self.collectives.append(collective)
 
     def _read(
-        self, env: dict[Value, _Made], value: Value | Constant, target: Sharding, user: Equation | None, why: str
+        self, env: dict[Value, _Local], value: Value | Constant, target: Sharding, user: Equation | None, why: str
     ) -> Any:
         if isinstance(value, Constant):
-            here = self.sharding(value)
+            sharding = self.sharding(value)
             x = of_no_mesh(value.value)
-            x = x if value.shape == () and here == target else jnp.asarray(x)
-            return self.step_to(x, value, here, target, why, user)
-        made, planned = env[value], self.sharding(value)
-        if target == made.source and not target.unreduced and not made.marked:
-            return made.arrays[target]
-        if planned not in made.arrays:
-            x = made.arrays[made.source]
-            made.arrays[planned] = self.step_to(x, value, made.source, planned, made.why, made.cause)
-        if target not in made.arrays:
-            read = self.plan.shared_reshards.get(value, planned)
-            if read not in made.arrays:
-                made.arrays[read] = self.step_to(made.arrays[planned], value, planned, read, why, user)
-            if target not in made.arrays:
-                made.arrays[target] = self.step_to(made.arrays[read], value, read, target, why, user)
-        return made.arrays[target]
+            x = x if value.shape == () and sharding == target else jnp.asarray(x)
+            return self.step_to(x, value, sharding, target, why, user)
+        local, planned = env[value], self.sharding(value)
+        if target == local.source and not target.unreduced and not local.marked:
+            return local.arrays[target]
+        if planned not in local.arrays:
+            x = local.arrays[local.source]
+            local.arrays[planned] = self.step_to(x, value, local.source, planned, local.why, local.cause)
+        if target not in local.arrays:
+            read_sharding = self.plan.shared_reshards.get(value, planned)
+            if read_sharding not in local.arrays:
+                local.arrays[read_sharding] = self.step_to(
+                    local.arrays[planned], value, planned, read_sharding, why, user
+                )
+            if target not in local.arrays:
+                local.arrays[target] = self.step_to(
+                    local.arrays[read_sharding], value, read_sharding, target, why, user
+                )
+        return local.arrays[target]
 
     def _fetch(
-        self, env: dict[Value, _Made], value: Value | Constant, target: Sharding, user: Equation | None, why: str
+        self, env: dict[Value, _Local], value: Value | Constant, target: Sharding, user: Equation | None, why: str
     ) -> Any:
-        """The same in the memory of the device: what is in that of the host is fetched first, then resharded."""
+        """As ``_read``, in device memory: an array in host memory is fetched first, then resharded."""
         if not isinstance(value, Value) or not value.on_host:
             return self._read(env, value, target, user, why)
-        made, planned = env[value], self.sharding(value)
-        before = next((s for s in (target, planned) if s in made.arrays), made.source)
-        return self.step_to(transferred(made.arrays[before], False), value, before, target, why, user)
+        local, planned = env[value], self.sharding(value)
+        present = next((s for s in (target, planned) if s in local.arrays), local.source)
+        return self.step_to(transferred(local.arrays[present], False), value, present, target, why, user)
 
     def move(
         self, value: Value | Constant, array: Any, target: Sharding, equation: Equation, trip_count: int = 1
     ) -> Any:
-        """Moves an array that is sharded as ``value`` is to another sharding."""
+        """Moves an array in the sharding of ``value`` to another sharding."""
         with self._repeated(trip_count):
             why = f"value carried by {equation.name}"
             return self.step_to(array, value, self.sharding(value), target, why, equation)
 
     def combine(self, flag: Any, monoid: str, atoms: Atoms, equation: Equation) -> Any:
-        """One flag on all devices, of each device's own."""
+        """Combines a flag of each device into one flag on all devices."""
         each = Sharding((), tuple(sorted((atom, monoid) for atom in atoms)))
         why = f"whether {equation.name} goes on"
         return self.step_to(flag, Constant(np.False_), each, Sharding(()), why, equation)
 
     @in_context(NO_CONTEXT)
     def reorder(self, x: Any, value: Value | Constant, sharding: Sharding, order: Order, *, leaving: bool) -> Any:
-        """Moves the parts of an array from another order of devices to the mesh's; leaving, from that to the other."""
+        """Moves the parts of an array from another order of devices to the mesh's; if ``leaving``, the other way."""
         mesh = self.plan.mesh
         pairs = permutation(sharding.dims, order, mesh)
         if all(a == b for a, b in pairs) or not x.size:
@@ -370,12 +377,12 @@ class _Emitter:
         why: str,
         cause: Equation | None,
     ) -> Any:
-        """Moves a local array from one sharding to another, step by step, and notes what is sent."""
+        """Moves a local array from one sharding to another, step by step, and records its messages."""
         if source == target:
             return x
-        if is_on_host(x):  # no collective reads the memory of the host
+        if is_on_host(x):  # collectives do not read host memory
             return transferred(self.step_to(transferred(x, False), value, source, target, why, cause), True)
-        # What is manual over some axes is moved among the devices of each position along these.
+        # A value that is manual over some axes moves among the devices of each position along these.
         mesh, shape, size = self.manual.mesh_without(self.manual.of(value)), value.shape, itemsize(value.dtype)
         for step in plan_reshard(source, target, shape, size, mesh):
             if step.kind not in LOCAL and x.size:

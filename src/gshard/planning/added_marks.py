@@ -1,6 +1,6 @@
-"""Added marks: adds marks to the values of a program, and prints marks as text.
+"""Adds marks to values of a program, and prints marks as text.
 
-``explain`` and ``search`` plan a program again under other marks. They add them here and print them here.
+``explain`` and ``search`` plan a program again under other marks.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from gshard.tracing.permitted import permitted
 
 
 def with_marks(program: Program, marks: Mapping[Value, Mark]) -> Program | None:
-    """The program with these values marked too; None where one cannot be.
+    """The program with additional marks on these values.
 
-    It is marked already, an input of a body, or not an array of the user's.
+    None if a value cannot be marked: it is marked already, an input of a body, or not an array of the user's program.
 
     Raises:
         ShardingError: a mark asks for unreduced values of a dtype that cannot be combined so.
@@ -32,25 +32,25 @@ def with_marks(program: Program, marks: Mapping[Value, Mark]) -> Program | None:
         return None
     inputs, captured = program.block.inputs, len(program.captured)
     arguments = list(program.argument_marks)
-    wanted = dict(marks)
+    left = dict(marks)
     for i, v in enumerate(inputs):
-        if v in wanted:
+        if v in left:
             if i < captured or arguments[i - captured] is not None:
                 return None
-            arguments[i - captured] = wanted.pop(v)
-    block = _marked(program.block, wanted) if wanted else program.block
+            arguments[i - captured] = left.pop(v)
+    block = _marked(program.block, left) if left else program.block
     if any(mark.unreduced for mark in marks.values()):
         block = permitted(block, finite=program.finite)
-    return None if wanted else dataclasses.replace(program, block=block, argument_marks=tuple(arguments))
+    return None if left else dataclasses.replace(program, block=block, argument_marks=tuple(arguments))
 
 
 def _marked(block: Block, wanted: dict[Value, Mark]) -> Block:
-    """The block with these of its values marked, which are taken from what is wanted."""
-    now: dict[Value, Value] = {}
+    """The block with marks on its values that are in ``wanted``. Removes these values from ``wanted``."""
+    marked_value: dict[Value, Value] = {}
     equations = []
     for e in block.equations:
         bodies = tuple(_marked(body, wanted) for body in e.blocks)
-        reads = tuple(now.get(x, x) if isinstance(x, Value) else x for x in e.inputs)
+        reads = tuple(marked_value.get(x, x) if isinstance(x, Value) else x for x in e.inputs)
         if any(a is not b for a, b in zip((*bodies, *reads), (*e.blocks, *e.inputs), strict=True)):
             e = dataclasses.replace(e, blocks=bodies, inputs=reads)
             e = with_edges(e) if e.blocks else e
@@ -58,18 +58,18 @@ def _marked(block: Block, wanted: dict[Value, Mark]) -> Block:
         for value in e.outputs if e.mark is None else ():
             if value in wanted:
                 mark = wanted.pop(value)
-                marked = now[value] = Value(value.shape, value.dtype, value.index)
+                marked = marked_value[value] = Value(value.shape, value.dtype, value.index)
                 call = Call(mark_p.name, {"mark": mark}, (value.shape,), (value.shape,), (value.dtype,), mark_p)
                 rule = rule_of(call, None)
                 equations.append(Equation(mark_p, {"mark": mark}, (value,), (marked,), rule, e.source_info, mark=mark))
     if len(equations) == len(block.equations) and all(a is b for a, b in zip(equations, block.equations, strict=True)):
         return block
-    outputs = tuple(now.get(v, v) if isinstance(v, Value) else v for v in block.outputs)
+    outputs = tuple(marked_value.get(v, v) if isinstance(v, Value) else v for v in block.outputs)
     return Block(block.inputs, tuple(equations), outputs)
 
 
 def text_of_mark(sharding: Sharding, mesh: Mesh) -> str | None:
-    """The mark as users write it; None where it is about a part of an axis that has no name."""
+    """The mark as users write it; None if it uses a part of an axis, which has no name."""
     spec = spec_of_cut(sharding, mesh)
     if spec is None:
         return None
@@ -77,7 +77,7 @@ def text_of_mark(sharding: Sharding, mesh: Mesh) -> str | None:
 
 
 def spec_of_cut(sharding: Sharding, mesh: Mesh) -> PartitionSpec | None:
-    """How the dimensions are cut as a ``PartitionSpec``; None where it takes a part of an axis that has no name."""
+    """The splits of the dimensions as a ``PartitionSpec``; None if one uses a part of an axis, which has no name."""
     entries = []
     for atoms in sharding.dims:
         names = mesh.format_atoms(atoms).split(",") if atoms else []

@@ -1,11 +1,11 @@
-"""Candidates: the splits of an equation that follow from the shardings of its arrays.
+"""Finds candidates: the splits of an equation that follow from the shardings of its arrays.
 
-They are what the arrays themselves suggest: each array in turn leads, the others add what does not contradict it,
-largest first. Atoms that stand on a dimension which cannot be split may move to one that can; parts of an unreduced
-operand may pass through an equation that is linear in it. Last come splits that nothing suggests: atoms that could have
-stayed move to another dimension of their operand.
+Each array in turn leads, and the others add the splits that do not contradict it, largest array first. Atoms on a
+dimension that cannot be split may move to one that can. Unreduced operands may pass through an equation that is linear
+in them. Last come splits that no array suggests: atoms that could stay move to another dimension of their operand.
 
-Equations of one rule whose arrays are sharded alike have the same candidates: those of equal layers are found once.
+Equations of one rule whose arrays have equal shardings have the same candidates, so those of equal layers are computed
+once.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from gshard.core.rule import PARALLEL, Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, is_valid, passable, project
 
-_PADDING = 1.0  # with which a dimension may be cut, as a part of it, where none divides evenly
+_PADDING = 1.0  # the largest padding of a dimension, relative to its size, if no factor divides evenly
 
 
 class ShardedArray(NamedTuple):
-    """An operand or result: its sharding, its shape and the bytes of an element."""
+    """An operand or result: its sharding, its global shape and the bytes of one element."""
 
     sharding: Sharding
     shape: tuple[int, ...]
@@ -42,7 +42,7 @@ Arrays = tuple[ShardedArray | None, ...]
 
 
 def arrays_of(equation: Equation, shardings: Mapping[Value, Sharding]) -> Arrays:
-    """The operands and results of an equation as they are sharded."""
+    """The operands and results of an equation with these shardings."""
     return tuple(
         ShardedArray(shardings[v], v.shape, itemsize(v.dtype)) if isinstance(v, Value) else None
         for v in (*equation.inputs, *equation.outputs)
@@ -51,9 +51,9 @@ def arrays_of(equation: Equation, shardings: Mapping[Value, Sharding]) -> Arrays
 
 @tabulated(16384)
 def candidates(rule: Rule, arrays: Arrays, mesh: Mesh) -> tuple[Split, ...]:
-    """Splits worth considering, without duplicates; one of them splits nothing (unless there is no choice).
+    """Splits worth considering, without duplicates. One of them splits nothing, unless the rule has only one split.
 
-    Those that the arrays suggest come first, then those in which atoms that could stay move to another dimension.
+    Splits that the arrays suggest come first, then those in which atoms that could stay move to another dimension.
     """
     if rule.fixed is not None:
         return (rule.fixed(mesh),)
@@ -86,17 +86,17 @@ def candidates(rule: Rule, arrays: Arrays, mesh: Mesh) -> tuple[Split, ...]:
 
 
 def led(rule: Rule, arrays: Arrays, mesh: Mesh) -> list[Split]:
-    """The candidates that keep the sharding of some array, as far as the equation can be split so."""
+    """The candidates that keep the sharding of some array as far as the equation can be split so."""
     return [] if rule.fixed is not None or rule.manual is not None else _led(rule, _claims(rule, arrays, mesh), mesh)
 
 
 def key_of(split: Split) -> tuple[tuple[int, Atoms], ...]:
-    """Equal for equal splits."""
+    """A key that is equal for equal splits."""
     return tuple(sorted((f, atoms) for f, atoms in split.items() if atoms))
 
 
 def _claims(rule: Rule, arrays: Arrays, mesh: Mesh) -> list[Split]:
-    """What the arrays say about the factors, that of the largest array first."""
+    """The splits of the factors that each array suggests, the largest array first."""
     tensors = [
         (x.bytes, project(dims, x.sharding.dims, rule.factors, mesh))
         for x, dims in zip(arrays, (*rule.operands, *rule.results), strict=True)
@@ -119,13 +119,18 @@ def _led(rule: Rule, claims: Sequence[Split], mesh: Mesh) -> list[Split]:
 def _extend(split: Split, claim: Split, rule: Rule, mesh: Mesh) -> Split:
     """Adds the factors of a claim that do not contradict the split."""
     for f, atoms in claim.items():
-        have = split.get(f, ())
-        if atoms[: len(have)] != have or len(atoms) == len(have):
+        current = split.get(f, ())
+        if atoms[: len(current)] != current or len(atoms) == len(current):
             continue
-        used = {a for g, own in split.items() if g != f and rule.component[g] == rule.component[f] for a in own}
-        larger = {**split, f: atoms}
-        if not used & set(atoms) and is_valid(rule, larger, mesh):
-            split = larger
+        used = {
+            a
+            for g, split_atoms in split.items()
+            if g != f and rule.component[g] == rule.component[f]
+            for a in split_atoms
+        }
+        extended = {**split, f: atoms}
+        if not used & set(atoms) and is_valid(rule, extended, mesh):
+            split = extended
     return split
 
 

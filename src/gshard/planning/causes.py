@@ -1,9 +1,9 @@
 """Splits the cost of a solution by cause: which equation computes, and which reshard or boundary sends.
 
-Every cost of a node and every table of an edge of the problem (``planning.graph``) is one cause, so the causes of a
-solution add up to its value. Which cause it is follows from the nodes: between a sharding group and the split of
-an equation are the reshards of that equation's operands and results, between a group and a result of the program is
-what the boundary asks for, and so on.
+Each cost of a node and each table of an edge of the problem (``planning.graph``) is one cause, so the causes of a
+solution add up to its cost. The nodes decide which cause it is: an edge between a sharding group and a strategy is the
+reshards of that equation's operands and results, an edge between a group and a leaf is what the boundary requires, and
+so on.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from gshard.solver.problem import Ints
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cause:
-    """A part of what a solution costs.
+    """A part of the cost of a solution.
 
     Attributes:
-        nodes: the node of the problem, or the two of an edge.
-        cost: in the unit of the objective.
+        nodes: the node of the problem, or the two nodes of an edge.
+        cost: the cost, in the unit of the objective.
         what: the operation and its role: ``operand 1 of dot_general``.
         moves: the steps of the reshard: ``all_gather over data``; empty if nothing is sent.
-        line: the user's source line; empty where there is none.
+        line: the user's source line; empty if there is none.
     """
 
     nodes: tuple[int, ...]
@@ -42,7 +42,7 @@ class Cause:
 
     @property
     def text(self) -> str:
-        """All but the cost, in one line."""
+        """Everything but the cost, in one line."""
         moves = f": {self.moves}" if self.moves else ""
         return f"{self.what}{moves}{f' at {self.line}' if self.line else ''}"
 
@@ -53,7 +53,7 @@ class Causes:
     def __init__(self, graph: Graph):
         self._graph, self._mesh = graph, graph.mesh
         self._strategy: dict[int, tuple[Equation, Component, Sequence[Split]]] = {
-            node: (e, component, ways) for (e, component), (node, ways) in graph.strategies.items()
+            node: (e, component, choices) for (e, component), (node, choices) in graph.strategies.items()
         }
         self._producers = {v: e for e in graph.program.block.walk() for v in e.outputs}
         self._moved: dict[int, tuple[Value, Sequence[Sharding], str]] = {
@@ -75,19 +75,21 @@ class Causes:
                 self._crossings.setdefault(frozenset(graph.groups.of[v] for v in pair), e)
 
     def costs(self, states: Ints) -> dict[tuple[int, ...], float]:
-        """What each node and each edge, by its nodes, costs where these states are chosen; zeros are left out.
+        """The cost of each node and each edge, by its nodes, with these states chosen; without zeros.
 
         Args:
             states: int64 [nodes].
         """
         problem = self._graph.problem
-        found: dict[tuple[int, ...], float] = {(i,): float(own[states[i]]) for i, own in enumerate(problem.costs)}
+        costs: dict[tuple[int, ...], float] = {
+            (i,): float(node_costs[states[i]]) for i, node_costs in enumerate(problem.costs)
+        }
         for (u, v), table in zip(problem.ends.tolist(), problem.tables, strict=True):
-            found[u, v] = float(table[states[u], states[v]])
-        return {nodes: cost for nodes, cost in found.items() if cost}
+            costs[u, v] = float(table[states[u], states[v]])
+        return {nodes: cost for nodes, cost in costs.items() if cost}
 
     def cause(self, nodes: tuple[int, ...], states: Ints, cost: float) -> Cause:
-        """What a node or an edge stands for, where these states are chosen and it costs so much."""
+        """The cause of a node's or an edge's cost, with these states chosen."""
         return self._of_node(nodes[0], cost) if len(nodes) == 1 else self._of_edge(nodes[0], nodes[1], states, cost)
 
     def _of_node(self, node: int, cost: float) -> Cause:
@@ -98,11 +100,11 @@ class Causes:
             v, _, what = self._moved[node]
             return Cause((node,), cost, f"{what}: a caller may have to move it", line=self._line(v))
         if node < len(self._graph.states):
-            own = self._computed.get(node, [])
-            names = ", ".join(dict.fromkeys(e.name for e in own))
-            what = f"{names} compute, and their arrays are held" if own else "the array is held"
+            computing = self._computed.get(node, [])
+            names = ", ".join(dict.fromkeys(e.name for e in computing))
+            what = f"{names} compute, and their arrays are held" if computing else "the array is held"
             first = self._graph.groups.members[node][0]
-            return Cause((node,), cost, what, line=own[0].line if own else self._line(first))
+            return Cause((node,), cost, what, line=computing[0].line if computing else self._line(first))
         return Cause((node,), cost, self._other(node), line=self._line_of_copy(node))
 
     def _of_edge(self, u: int, v: int, states: Ints, cost: float) -> Cause:
@@ -111,9 +113,9 @@ class Causes:
                 return self._of_strategy(strategy, other, states, cost, (u, v))
         for moved, other in ((u, v), (v, u)):
             if moved in self._moved:
-                value, ways, what = self._moved[moved]
+                value, choices, what = self._moved[moved]
                 if other < len(self._graph.states) and self._graph.groups.of[value] == other:
-                    moves = self._moves(value, self._graph.states[other][states[other]], ways[states[moved]])
+                    moves = self._moves(value, self._graph.states[other][states[other]], choices[states[moved]])
                     return Cause((u, v), cost, what, moves, self._line(value))
                 what = f"{self._called(value)}: the next call may take it as an argument"
                 return Cause((u, v), cost, what, line=self._line(value))
@@ -122,8 +124,8 @@ class Causes:
         return Cause((u, v), cost, self._other(max(u, v)), line=self._line_of_copy(max(u, v)))
 
     def _of_strategy(self, strategy: int, other: int, states: Ints, cost: float, nodes: tuple[int, ...]) -> Cause:
-        e, component, ways = self._strategy[strategy]
-        found = list(self._reshards(e, component, ways[states[strategy]], other, states))
+        e, component, choices = self._strategy[strategy]
+        found = list(self._reshards(e, component, choices[states[strategy]], other, states))
         moved = [(role, moves) for role, moves in found if moves] or found[:1] or [("", "")]
         what = f"{' and '.join(role for role, _ in moved)} of {e.name}" if moved[0][0] else e.name
         return Cause(nodes, cost, what, ", ".join(dict.fromkeys(m for _, m in moved if m)), e.line)
@@ -131,7 +133,7 @@ class Causes:
     def _reshards(
         self, e: Equation, component: Component, split: Split, other: int, states: Ints
     ) -> Iterator[tuple[str, str]]:
-        """The arrays of an equation that are in a group, or are read through a node: the role, and how each moves."""
+        """The arrays of an equation that are in a group, or that it reads through a node: the role, and the reshard."""
         graph, rule = self._graph, e.rule
         assert rule is not None
         for i in component.operands:
@@ -140,13 +142,13 @@ class Causes:
                 continue
             home = graph.shared_reshards[x][0] if x in graph.shared_reshards else graph.groups.of[x]
             if home == other:
-                ways = graph.shared_reshards[x][1] if x in graph.shared_reshards else graph.states[home]
-                yield f"operand {i}", self._moves(x, ways[states[home]], operand_sharding(rule, i, split))
+                choices = graph.shared_reshards[x][1] if x in graph.shared_reshards else graph.states[home]
+                yield f"operand {i}", self._moves(x, choices[states[home]], operand_sharding(rule, i, split))
         for i in component.results:
             x = e.outputs[i]
             if (home := graph.groups.of[x]) == other:
-                made = result_sharding(rule, i, split)
-                yield f"result {i}", self._moves(x, made, graph.states[home][states[home]])
+                result = result_sharding(rule, i, split)
+                yield f"result {i}", self._moves(x, result, graph.states[home][states[home]])
 
     def _moves(self, v: Value, source: Sharding, target: Sharding) -> str:
         steps = plan_reshard(source, target, v.shape, itemsize(v.dtype), self._mesh)
@@ -154,12 +156,12 @@ class Causes:
         return ", ".join(dict.fromkeys(sent))
 
     def _other(self, node: int) -> str:
-        """A copy at the boundary of a loop, or a window that several operations share."""
+        """The name of a copy at the boundary of a loop, or of a window that several operations share."""
         names = self._graph.problem.names
         return names[node] if node < len(names) else "an array that is held"
 
     def _called(self, v: Value) -> str:
-        """An array by the operation that makes it, or an argument by its name."""
+        """The name of an array: by the operation that computes it, or the name of an argument."""
         if (e := self._producers.get(v)) is not None:
             return f"result {e.outputs.index(v)} of {e.name}"
         return self._other(self._graph.groups.of[v])

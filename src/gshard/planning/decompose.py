@@ -1,9 +1,10 @@
-"""Rewrites equations where the arrays that they read or produce are split (``rewrite.rewrites.SPLIT``).
+"""Rewrites equations whose arrays are split (``rewrite.rewrites.SPLIT``).
 
-A scan over a split dimension runs its rounds where their slices are; a transform of several dimensions becomes one of
-each; a product with a banded table reads a halo; arrays that are joined or cut a little are computed in pieces.
+A scan over a split dimension runs each iteration where its slices are. A transform of several dimensions becomes one
+transform for each. A product with a banded table reads a halo. Arrays that are joined or cut a little are computed in
+pieces.
 
-These rewrites need shardings, and shardings depend on them: ``planning.settled`` alternates them with propagation.
+These rewrites depend on shardings, and shardings depend on them: ``planning.settled`` alternates them with propagation.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ Dims = Mapping[Value, Sequence[Atoms]]
 
 
 def rewritten_where_split(program: Program, mesh: Mesh, *known: Mapping[Value, Sharding]) -> Program:
-    """A program in which equations are rewritten where values are split; the very same one if none is.
+    """The program with equations rewritten for these shardings; the same object if nothing is rewritten.
 
     Args:
         program: the program.
         mesh: the devices.
-        known: shardings of all values. The first of these mappings under which an equation is rewritten decides.
+        known: shardings of all values. The first of these mappings under which an equation is rewritten applies.
     """
     rewrites = _Rewrites(program)
-    made = (rewrites.program_for(shardings, mesh) for shardings in known) if rewrites.rows else iter(())
-    return next((other for other in made if other is not None), program)
+    programs = (rewrites.program_for(shardings, mesh) for shardings in known) if rewrites.rows else iter(())
+    return next((rewritten for rewritten in programs if rewritten is not None), program)
 
 
 class _Rewrites:
@@ -48,14 +49,14 @@ class _Rewrites:
         self.rows = {row: found for row in SPLIT if (found := row.candidates(program))}
 
     def program_for(self, shardings: Mapping[Value, Sharding], mesh: Mesh) -> Program | None:
-        """The rewritten program where values are split so; None if nothing is rewritten.
+        """The rewritten program under these shardings; None if nothing is rewritten.
 
-        Where values are in as many parts as before, it has the very same block: values are compared by identity.
+        If values have as many parts as before, the result has the same block object: values are compared by identity.
         """
         block, dims = self.program.block, {v: s.dims for v, s in shardings.items()}
         parts = tuple(tuple(map(mesh.count, dims[v])) for v in block.values())
-        made = self.program.decomposed.get((block, parts), lambda: self._rewritten(dims, mesh))
-        return None if made is None else dataclasses.replace(self.program, block=made[0], fired=made[1])
+        rewritten = self.program.decomposed.get((block, parts), lambda: self._rewritten(dims, mesh))
+        return None if rewritten is None else dataclasses.replace(self.program, block=rewritten[0], fired=rewritten[1])
 
     @no_mesh_set()
     def _rewritten(self, dims: Dims, mesh: Mesh) -> tuple[Block, tuple[Fired, ...]] | None:
@@ -66,15 +67,15 @@ class _Rewrites:
 
 
 def with_others(program: Program, instead: Mapping[Equation, Sequence[Equation]]) -> Program:
-    """The program with other equations in the place of some, without dead code."""
+    """The program with some equations replaced, without dead code."""
 
     def changed(block: Block) -> Block:
         if not any(e in instead for e in block.walk()):
             return block
-        equations = (q for e in block.equations for q in made(e))
+        equations = (q for e in block.equations for q in replaced(e))
         return Block(block.inputs, tuple(without_dead_code(equations, block.outputs)), block.outputs)
 
-    def made(e: Equation) -> Sequence[Equation]:
+    def replaced(e: Equation) -> Sequence[Equation]:
         if e in instead:
             return instead[e]
         blocks = tuple(map(changed, e.blocks))

@@ -1,4 +1,4 @@
-"""Demands: the marks and argument shardings of a program on the mesh of a plan."""
+"""Resolves the marks and argument shardings of a program on a mesh."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from gshard.core.program import Equation, Program, Value
 
 
 def _demand_of(e: Equation, mesh: Mesh, program: Program) -> Demand:
-    """What a mark of the user's asks for; inside a partly manual ``shard_map`` of automatic axes only.
+    """The demand of a user's mark. Inside a partly manual ``shard_map``, it covers automatic axes only.
 
     Raises:
-        ShardingError: it does not fit its value or the mesh, or names a manual axis.
+        ShardingError: the mark does not fit its value or the mesh, or names a manual axis.
     """
     (value,), manual = e.outputs, manual_axes(program.block, mesh)
     assert e.mark is not None
     barred = manual.at(e)
     if not barred:
         return resolve(e.mark, mesh, value.shape, e.line)
-    # What names axes, names those of the whole mesh; what says how many parts, means parts over automatic axes.
-    over = mesh if e.mark.axes else manual.mesh_without(barred)
+    # A mark with axis names refers to the whole mesh; one with a number of parts refers to the automatic axes.
+    mark_mesh = mesh if e.mark.axes else manual.mesh_without(barred)
     try:
-        demand = resolve(e.mark, over, value.shape, e.line)
+        demand = resolve(e.mark, mark_mesh, value.shape, e.line)
     except ShardingError as reason:
         hint = f"Over {mesh.format_atoms([a for a in mesh.atoms if a in barred])} this shard_map is manual."
         raise ShardingError(reason.what, e.line, reason.got, f"{hint} {reason.hint}".strip()) from None
@@ -42,7 +42,7 @@ def _demand_of(e: Equation, mesh: Mesh, program: Program) -> Demand:
 
 
 def demands(program: Program, mesh: Mesh) -> Iterator[tuple[Value, Demand, Reason]]:
-    """What the user said of values: marks, and shardings of arguments.
+    """The demands of the user's marks and of the shardings of arguments, each with its value and its reason.
 
     Raises:
         ShardingError: a mark does not fit its value or the mesh.
@@ -53,8 +53,8 @@ def demands(program: Program, mesh: Mesh) -> Iterator[tuple[Value, Demand, Reaso
     ):
         if mark is not None:
             _refuse_unreduced(mark, value, f"argument {name}")
-            came = f"{name}, {mark.said}" if mark.said else name
-            yield value, resolve(mark, mesh, value.shape, f"argument {name}"), Reason("argument", "", came)
+            source = f"{name}, {mark.said}" if mark.said else name
+            yield value, resolve(mark, mesh, value.shape, f"argument {name}"), Reason("argument", "", source)
     for e in program.block.walk():
         if e.mark is not None:
             (value,) = e.outputs

@@ -1,7 +1,7 @@
-"""Followed: the best solution in which every value has its propagated sharding.
+"""Solves a planning problem with every value in its propagated sharding.
 
-Where a problem is too large to be solved exactly, messages may stop far from its best states. The plan that follows the
-marks is never far: what is left of the problem is small, since reshards and splits depend on few values each.
+If a problem is too large for an exact solution, messages may end far from its best states. The plan that follows the
+marks is never far from the best, and the rest of its problem is small: reshards and splits depend on few values each.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from gshard.solver.problem import Ints, ProblemError
 from gshard.solver.reduce import reduce
 from gshard.solver.reduced import Reduced
 
-_ROUNDS = 3  # of messages, where what is left is too large to be solved exactly
+_ROUNDS = 3  # rounds of messages, if the rest of the problem is too large for an exact solution
 
 
 def followed(graph: Graph, propagated: Propagated, small: Reduced) -> Ints | None:
-    """States of a reduced problem in which values are sharded as propagation says, and all else costs least.
+    """The cheapest states of a reduced problem in which values have their propagated shardings.
 
     Args:
         graph: the problem.
-        propagated: what follows from the marks.
-        small: the problem, reduced. Where a sharding is no longer among its states, all that are left are free.
+        propagated: the propagated shardings.
+        small: the reduced problem. A value whose propagated sharding is no longer among its states is free.
 
     Returns:
-        int64 [nodes of ``small.problem``]; None if that is not allowed.
+        int64 [nodes of ``small.problem``]; None if no states are allowed.
     """
-    known: dict[int, int] = {}
-    for k, (group, states) in enumerate(zip(graph.groups.members, graph.states, strict=True)):
+    state_of_group: dict[int, int] = {}
+    for group_index, (group, states) in enumerate(zip(graph.groups.members, graph.states, strict=True)):
         wanted = {propagated.shardings[v] for v in group if v in propagated.shardings}
         if (state := next((i for i, s in enumerate(states) if s in wanted), None)) is not None:
-            known[k] = state
+            state_of_group[group_index] = state
     costs = []
     for node, kept, cost in zip(small.nodes, small.kept, small.problem.costs, strict=False):
-        there = kept == known.get(node, -1)
-        costs.append(np.where(there, cost, np.inf) if there.any() else cost)
+        is_propagated = kept == state_of_group.get(node, -1)
+        costs.append(np.where(is_propagated, cost, np.inf) if is_propagated.any() else cost)
     costs += small.problem.costs[len(costs) :]
     try:
         rest = reduce(dataclasses.replace(small.problem, costs=tuple(costs)))
-    except ProblemError:  # a mark inside allows nothing of it
+    except ProblemError:  # a mark inside of the program allows none of them
         return None
     if (chosen := exact(rest.problem)) is not None:
         return rest.lift(chosen[0]) if chosen else None

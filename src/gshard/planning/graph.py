@@ -1,12 +1,15 @@
-"""Graph: the planning problem of a program, and the plan that a solution stands for.
+"""The planning problem of a program as a graph, and the plan that a solution of it stands for.
 
-    group       values with one sharding; its states are shardings             (``planning.sharding_groups``)
-    strategy    an equation (or a component of one) in no group; its states are splits (``planning.strategies``)
-    reshard     how several users take a value: moved there once, from there each goes its own way
-    leaving     how a result of the program leaves
+Kinds of nodes:
 
-Between a group, its shared reshards and its strategies are moves (``planning.reshard_costs``), as between a
-value outside of a loop and inside. ``planning.choices`` makes the problem; here a solution of it is read back.
+    group             values with one sharding; its states are shardings        (``planning.sharding_groups``)
+    strategy          an equation outside of the groups, or a component of one; its states are splits
+                                                                                (``planning.strategies``)
+    shared reshard    the sharding in which several equations read a value
+    leaf              the sharding in which a result of the program leaves
+
+Edges between a group, its shared reshards and its strategies are reshards (``planning.reshard_costs``); so are edges
+between a value outside of a loop and one inside. ``planning.choices`` builds the graph.
 """
 
 from __future__ import annotations
@@ -26,44 +29,44 @@ from gshard.planning.strategies import Component
 from gshard.solver.problem import Floats, Ints, Problem
 
 WHOLE, STACKED, CARRIED = "whole", "stacked", "carried"
-# Of the largest array of a round. A device holds that array anyway, so stacks add at most 1/16 to its peak: less than
-# the tenth by which temporaries may exceed those of another plan.
+# Of the largest array of an iteration. A device holds that array anyway, so stacks add at most 1/16 to its peak: less
+# than the tenth by which temporaries may exceed those of another plan.
 SMALL = 1 / 16
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Brought:
-    """What a loop holds while it runs: brought there once, stacked, or carried from round to round.
+class LoopBytes:
+    """Bytes that a loop holds while it runs: a value that it reads, that it stacks, or that its iterations pass on.
 
     Attributes:
-        node: whose states say how it is sharded.
+        node: the node whose state decides how the value is sharded.
         loop: the loop.
-        more: for each state the bytes that it takes more than it does as the marks say.
-        kind: ``WHOLE`` for what a round reads all of, ``STACKED``, or ``CARRIED``.
+        extra_bytes: float64 [states], the bytes on a device beyond those of the marks.
+        kind: ``WHOLE`` if an iteration reads all of it, ``STACKED``, or ``CARRIED``.
     """
 
     node: int
     loop: Equation
-    more: Floats
+    extra_bytes: Floats
     kind: str
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Graph:
-    """A program as a problem.
+    """The planning problem of a program.
 
     Attributes:
         program: the program.
-        mesh: what it is for.
-        problem: nodes and tables; groups come first.
-        groups: the values of each group.
-        states: of each group, its shardings.
-        strategies: the components of equations, with their nodes and splits.
-        shared_reshards: how values are read by several, with their nodes and shardings.
-        leaves: how results leave, likewise.
-        held: nodes that hold bytes while a region runs: for each state how many.
-        brought: what loops hold that may be more than marks say.
-        after: the results that take the place of arguments.
+        mesh: the devices.
+        problem: nodes, costs and tables; the first nodes are the groups.
+        groups: the sharding groups.
+        states: for each group, its shardings.
+        strategies: for each component of an equation, its node and its splits.
+        shared_reshards: for each value that several equations read through one node, the node and its shardings.
+        leaves: for each result that leaves through a node, the node and its shardings.
+        held: nodes that hold bytes while a region runs, the region, and the bytes for each state.
+        loop_bytes: values that may take more bytes in a loop than the marks say.
+        donated_results: the results that take the memory of donated arguments.
     """
 
     program: Program
@@ -75,78 +78,85 @@ class Graph:
     shared_reshards: Mapping[Value, tuple[int, Sequence[Sharding]]]
     leaves: Mapping[Value, tuple[int, Sequence[Sharding]]]
     held: Sequence[tuple[int, Equation, Sequence[int]]]
-    brought: Sequence[Brought]
-    after: Collection[Value]
+    loop_bytes: Sequence[LoopBytes]
+    donated_results: Collection[Value]
 
     def shardings(self, chosen: Sequence[int] | Ints) -> dict[Value, Sharding]:
-        """The sharding of every value, where these states are chosen."""
+        """The sharding of every value, with these states chosen."""
         return {v: self.states[k][chosen[k]] for v, k in self.groups.of.items()}
 
     def splits(self, chosen: Sequence[int] | Ints) -> dict[Equation, Split]:
-        """The split of every equation."""
-        found: dict[Equation, Split] = {}
-        for (e, _), (node, ways) in self.strategies.items():
-            found[e] = {**found.get(e, {}), **ways[chosen[node]]}
+        """The split of every equation, with these states chosen."""
+        split_of: dict[Equation, Split] = {}
+        for (e, _), (node, splits) in self.strategies.items():
+            split_of[e] = {**split_of.get(e, {}), **splits[chosen[node]]}
         for e in self.groups.tied:
-            k = self.groups.of[e.outputs[0]]
-            found[e] = _split_of(e, self.states[k][chosen[k]], self.mesh)
-        return found
+            group = self.groups.of[e.outputs[0]]
+            split_of[e] = _split_of(e, self.states[group][chosen[group]], self.mesh)
+        return split_of
 
     def moved(self, chosen: Sequence[int] | Ints) -> tuple[dict[Value, Sharding], dict[Value, Sharding]]:
-        """Where values are read otherwise than they are sharded, and how unmarked results leave."""
-        here = self.shardings(chosen)
+        """The shardings of shared reshards, where they differ from the value's own, and of unmarked results."""
+        shardings = self.shardings(chosen)
         read = {v: states[chosen[node]] for v, (node, states) in self.shared_reshards.items()}
         leave = {v: states[chosen[node]] for v, (node, states) in self.leaves.items()}
-        return {v: way for v, way in read.items() if way != here[v]}, leave
+        return {v: sharding for v, sharding in read.items() if sharding != shardings[v]}, leave
 
 
-def within_rounds(graph: Graph, chosen: Sequence[int] | Ints, classes: Ints | None = None) -> Graph | None:
-    """The problem without some of what these states have loops hold; None if that is not too much.
+def without_excess_in_loops(graph: Graph, chosen: Sequence[int] | Ints, classes: Ints | None = None) -> Graph | None:
+    """Forbids states that make a loop hold too many bytes; None if no loop does with the chosen states.
 
-    What a round needs otherwise than it is sharded outside can be brought there once, and stay while the loop runs.
-    Sums can be stacked or carried, and finished once. So a step that gathers all weights of a model, one after the
-    other and each for a moment, could come to hold them all. What is brought that a round needs all of is therefore, in
-    all, no more than the largest array that a round holds on one device anyway; what is stacked is small beside that,
-    and what is carried, such as gradients of what is brought, no more than that besides.
+    A loop may reshard a value before its first iteration and hold it until its end. It may also stack or carry sums and
+    finish them after its last iteration. So a step that gathers all weights of a model one after the other, each for a
+    moment, could hold all of them at once. The limits are, for one device:
+
+    - for values that an iteration reads whole: in all, the largest array of an iteration, which a device holds anyway
+    - for stacked values: ``SMALL`` of that array
+    - for carried values, such as gradients: ``SMALL`` of that array, and the bytes of the values that are read whole
 
     Args:
         graph: the problem.
-        chosen: int64 [nodes].
-        classes: int64 [nodes], those that equal layers have alike (``planning.layers``): all of them or none.
+        chosen: int64 [nodes], the chosen states.
+        classes: int64 [nodes], the classes of nodes in equal layers (``planning.layers``). All nodes of a class are
+            limited, or none. None if every node stands alone.
     """
-    here = graph.shardings(chosen)
+    shardings = graph.shardings(chosen)
+    # For each loop, by kind and class: the extra bytes and the node of each value.
     held: dict[Equation, dict[tuple[str, int], list[tuple[float, int]]]] = {}
-    for own in graph.brought:
-        if (size := float(own.more[chosen[own.node]])) > 0:
-            layers = own.kind, own.node if classes is None else int(classes[own.node])
-            held.setdefault(own.loop, {}).setdefault(layers, []).append((size, own.node))
+    for value in graph.loop_bytes:
+        size = float(value.extra_bytes[chosen[value.node]])
+        if size > 0:
+            layers = value.kind, value.node if classes is None else int(classes[value.node])
+            held.setdefault(value.loop, {}).setdefault(layers, []).append((size, value.node))
     too_much: set[int] = set()
-    for e, found in held.items():
-        largest = largest_of_round(e, here, graph.mesh)
-        brought = [size for (kind, _), sizes in found.items() for size, _ in sizes if kind == WHOLE]
-        rooms = {WHOLE: max([largest, *brought]), STACKED: SMALL * largest, CARRIED: SMALL * largest + sum(brought)}
-        for (kind, _), sizes in sorted(found.items(), key=lambda pair: (max(pair[1])[0], *pair[0]), reverse=True):
-            if (every := sum(size for size, _ in sizes)) <= rooms[kind]:
-                rooms[kind] -= every
+    for loop, sizes_of in held.items():
+        largest = largest_of_iteration(loop, shardings, graph.mesh)
+        whole = [size for (kind, _), sizes in sizes_of.items() for size, _ in sizes if kind == WHOLE]
+        limits = {WHOLE: max([largest, *whole]), STACKED: SMALL * largest, CARRIED: SMALL * largest + sum(whole)}
+        largest_first = sorted(sizes_of.items(), key=lambda pair: (max(pair[1])[0], *pair[0]), reverse=True)
+        for (kind, _), sizes in largest_first:
+            total = sum(size for size, _ in sizes)
+            if total <= limits[kind]:
+                limits[kind] -= total
             else:
                 too_much.update(node for _, node in sizes)
     if not too_much:
         return None
     costs = list(graph.problem.costs)
-    for own in graph.brought:
-        if own.node in too_much:
-            costs[own.node] = np.where(own.more > 0, np.inf, costs[own.node])
+    for value in graph.loop_bytes:
+        if value.node in too_much:
+            costs[value.node] = np.where(value.extra_bytes > 0, np.inf, costs[value.node])
     return dataclasses.replace(graph, problem=dataclasses.replace(graph.problem, costs=tuple(costs)))
 
 
-def largest_of_round(loop: Equation, shardings: Mapping[Value, Sharding], mesh: Mesh) -> int:
-    """Bytes on one device of the largest array that a round of a loop makes."""
-    made = (v for body in loop.blocks for q in body.walk() for v in q.outputs)
-    return max((local_bytes(v, shardings[v], mesh) for v in made), default=0)
+def largest_of_iteration(loop: Equation, shardings: Mapping[Value, Sharding], mesh: Mesh) -> int:
+    """Bytes on one device of the largest array that an iteration of a loop computes."""
+    computed = (v for body in loop.blocks for q in body.walk() for v in q.outputs)
+    return max((local_bytes(v, shardings[v], mesh) for v in computed), default=0)
 
 
 def _split_of(e: Equation, sharding: Sharding, mesh: Mesh) -> Split:
-    """The split of an equation all of whose arrays are sharded alike."""
+    """The split of an equation whose arrays all have this sharding."""
     rule = e.rule
     assert rule is not None
     split = project(rule.results[0], sharding.dims, rule.factors, mesh)

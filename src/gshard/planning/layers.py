@@ -1,10 +1,11 @@
-"""Layers: finds equal unknowns in successive layers, so that they can be chosen alike.
+"""Finds equal unknowns in successive layers, so that the planner can choose them alike.
 
-A model whose layers are written out is a row of equations that repeats: forward, backward, in the optimizer, each with
-a period of its own. Of such a row each equation stands for the one a period later, and so do the unknowns at both: how
-they are split, how their operands and results are sharded and read. These form one class. Whether a plan in which all
-layers are alike is as good as any is for others to find out (``planning.propagate``): the first and the last layer have
-other neighbours, and layers may differ in turn.
+A model whose layers are written out is a sequence of equations that repeats: forward, backward and in the optimizer,
+each with its own period. Each equation corresponds to the equation one period later. So do the unknowns at both: their
+splits, and how their operands and results are sharded and read. Corresponding unknowns form a class.
+
+``planning.propagate`` decides whether a plan with equal layers is good enough: the first and the last layer have other
+neighbours, and it can be better if layers alternate.
 """
 
 from __future__ import annotations
@@ -20,25 +21,25 @@ from gshard.planning.graph import Graph
 from gshard.planning.strategies import components
 from gshard.solver.problem import Ints
 
-_PERIODS = 64  # lengths of a layer that are tried in each block, the most frequent ones
+_PERIODS = 64  # periods that are tried in each block, the most frequent ones
 
 
 def classes_of_layers(graph: Graph) -> Ints | None:
-    """int64 [nodes]: the class of each unknown of a program's problem; None if no two are in one."""
+    """int64 [nodes]: the class of each node of the problem; None if every class has one node."""
     blocks = list(_blocks(graph.program.block))
     pairs = [list(_repeated(block.equations)) for block in blocks]
     if not any(map(_has_layers, blocks, pairs)):
         return None
-    found = _Classes(graph)
-    for e, f in itertools.chain(*pairs):
-        found.tie_equations(e, f)
-    return found.numbered() if found.tied else None
+    classes = _Classes(graph)
+    for e, later in itertools.chain(*pairs):
+        classes.tie_equations(e, later)
+    return classes.numbered() if classes.tied else None
 
 
 def _has_layers(block: Block, pairs: Sequence[tuple[Equation, Equation]]) -> bool:
-    """Whether layers are written out in a block: most of its products repeat.
+    """Whether a block contains written-out layers: most of its products repeat.
 
-    Inside of a layer something repeats, too, such as the projections of keys and values, and so do the updates of an
+    Equations also repeat inside a layer, for example the projections of keys and values, and in the updates of an
     optimizer. That is no reason to plan them alike.
     """
     repeated = {e for pair in pairs for e in pair}
@@ -60,41 +61,41 @@ def _blocks(block: Block) -> Iterator[Block]:
 
 
 def _repeated(equations: Sequence[Equation]) -> Iterator[tuple[Equation, Equation]]:
-    """Pairs of equations, each with the one a period later.
+    """Pairs of an equation and the equation one period later.
 
-    Of rows that overlap the one in which more equations repeat is taken: a layer, not what repeats inside of it.
+    Of overlapping sequences, the one in which more equations repeat wins: a layer, not what repeats inside it.
     """
     numbers: dict[Hashable, int] = {}
-    row = np.array([numbers.setdefault(_signature(e), len(numbers)) for e in equations], dtype=np.int64)
-    before: dict[int, int] = {}
-    often: dict[int, int] = {}
-    for i, number in enumerate(row.tolist()):
-        if number in before:
-            often[i - before[number]] = often.get(i - before[number], 0) + 1
-        before[number] = i
+    kinds = np.array([numbers.setdefault(_signature(e), len(numbers)) for e in equations], dtype=np.int64)
+    last_position: dict[int, int] = {}
+    frequency: dict[int, int] = {}
+    for i, number in enumerate(kinds.tolist()):
+        if number in last_position:
+            frequency[i - last_position[number]] = frequency.get(i - last_position[number], 0) + 1
+        last_position[number] = i
     runs: list[tuple[int, int, int]] = []
-    for period in sorted(often, key=lambda p: (-often[p] * p, p))[:_PERIODS]:
-        same = np.concatenate([[False], row[period:] == row[:-period], [False]])
+    for period in sorted(frequency, key=lambda p: (-frequency[p] * p, p))[:_PERIODS]:
+        same = np.concatenate([[False], kinds[period:] == kinds[:-period], [False]])
         starts, ends = np.flatnonzero(same[1:] & ~same[:-1]), np.flatnonzero(same[:-1] & ~same[1:])
         runs += [(int(end - start), period, int(start)) for start, end in zip(starts, ends, strict=True)]
-    taken = np.zeros(len(row), dtype=np.int64)  # the period of the row that an equation is in
+    period_at = np.zeros(len(kinds), dtype=np.int64)  # the period of the sequence that contains an equation; 0: none
     for length, period, start in sorted(runs, key=lambda run: (-run[0], run[1], run[2])):
-        inside = taken[start : start + length + period]
-        # The first layer, say, has no gradient of what it reads: it has much in common with the next, not all.
+        inside = period_at[start : start + length + period]
+        # Layers need not correspond completely: the first one, for example, has no gradient with respect to its input.
         if np.isin(inside, (0, period)).all() and (2 * length >= period or (inside == period).any()):
             inside[:] = period
             yield from ((equations[i], equations[i + period]) for i in range(start, start + length))
 
 
 def _signature(e: Equation) -> Hashable:
-    """What equations have in common that do the same with other arrays of the same shapes."""
+    """A key: equations with equal keys do the same with other arrays of the same shapes."""
     bodies = tuple(tuple(map(_signature, body.equations)) for body in e.blocks)
     arrays = tuple((v.shape, short_dtype(v.dtype)) for v in (*e.inputs, *e.outputs))
     return e.name, e.rule, arrays, e.mark is None, e.trip_count, bodies
 
 
 class _Classes:
-    """Classes of nodes; only nodes with the same states are in one."""
+    """Classes of nodes, as a union-find structure. Nodes of one class have the same states."""
 
     def __init__(self, graph: Graph):
         self.graph, self.tied = graph, False
@@ -124,7 +125,7 @@ class _Classes:
             self.tie(reshards[v][0], reshards[w][0])
 
     def tie_equations(self, e: Equation, f: Equation) -> None:
-        """Ties what is to be chosen at two equations, bodies included."""
+        """Ties the unknowns at two equations, including those in their bodies."""
         for v, w in zip((*e.inputs, *e.outputs), (*f.inputs, *f.outputs), strict=True):
             self.tie_values(v, w)
         for c in () if e.rule is None else components(e.rule):
@@ -137,7 +138,7 @@ class _Classes:
                 self.tie_equations(q, r)
 
     def numbered(self) -> Ints:
-        """The classes, once what follows from those at equations is in them, too."""
+        """The classes, after tying the nodes that are not at an equation."""
         self._tie_equal(self._outside)
         self._tie_equal(self._leaving)
         self._tie_equal(self._between)
@@ -150,19 +151,19 @@ class _Classes:
             self.tie(first.setdefault(key, node), node)
 
     def _outside(self) -> Iterator[tuple[Hashable, int]]:
-        """Values outside of a region by those inside."""
+        """Values outside of a region, by the class of the value inside."""
         of = self.graph.groups.of
         for e in self.graph.program.block.walk():
             for edge in e.edges:
                 yield (e, self.root(of[edge.inner]), len(edge.outer.shape)), of[edge.outer]
 
     def _leaving(self) -> Iterator[tuple[Hashable, int]]:
-        """How results leave, by what they are."""
+        """Leaves, by the class of their result."""
         for v, (node, _) in self.graph.leaves.items():
             yield self.root(self.graph.groups.of[v]), node
 
     def _between(self) -> Iterator[tuple[Hashable, int]]:
-        """Other nodes by the classes between which they are: copies that enter a region, windows."""
+        """Other nodes (copies that enter a region, windows), by the classes of their neighbours."""
         problem = self.graph.problem
         near: dict[int, list[tuple[bool, int]]] = {i: [] for i in range(len(self.parent)) if i not in self.states}
         for u, v in problem.ends.tolist():

@@ -1,4 +1,4 @@
-"""Nodes: equations and edges of regions as propagation reads them: factors, and arrays with factors."""
+"""Represents equations and edges of regions for propagation: factors, and arrays with their factors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ from gshard.core.split import Split
 
 
 class Change(NamedTuple):
-    """A dimension of one of a node's arrays that gets atoms, and the array that they came from."""
+    """A refinement: a dimension of a node's array, the atoms that it gets, and the array they come from.
+
+    Attributes:
+        tensor: the index of the array in ``Node.tensors``.
+        dim: the dimension.
+        atoms: all atoms of the dimension after the change.
+        source: the index of the array that had the atoms; None if no other array has them.
+    """
 
     tensor: int
     dim: int
@@ -23,7 +30,18 @@ class Change(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Node:
-    """An equation or an edge, as the analysis sees it. Nodes that are ``alike`` differ in nothing but their values."""
+    """An equation or an edge of a region.
+
+    Attributes:
+        alike: a number; nodes with the same number differ in nothing but their values.
+        factors: the factors of its rule.
+        component: for each factor, the component of the rule that it belongs to.
+        tensors: the arrays, each with the factors of its dimensions.
+        priority: 0, 1 or 2; nodes of lower numbers are refined first.
+        equation: the equation; None for an edge.
+        line_of: the equation that has the user's line.
+        fixed: the only split of the equation on a mesh, if the rule has one.
+    """
 
     alike: int
     factors: tuple[Factor, ...]
@@ -36,7 +54,7 @@ class Node:
 
 
 def nodes_of(equation: Equation, alike: dict[object, int]) -> list[Node]:
-    """The nodes of an equation; ``alike`` keeps what the numbers of those that are alike stand for."""
+    """The nodes of an equation. ``alike`` maps a rule and shapes to the number of nodes that have them; it grows."""
     if equation.rule is None:
         return [_edge_node(edge, equation, alike) for edge in equation.edges]
     rule = equation.rule
@@ -51,19 +69,19 @@ def nodes_of(equation: Equation, alike: dict[object, int]) -> list[Node]:
 
 
 def _number(rule: Rule, values: Sequence[Value | Constant], alike: dict[object, int]) -> int:
-    """One number for all that have a rule, arrays of these shapes, and the same ones among them twice."""
+    """The number of the nodes that have this rule, arrays of these shapes, and the same arrays more than once."""
     first: dict[Value, int] = {}
     key = rule, tuple([(v.shape, first.setdefault(v, i)) if isinstance(v, Value) else () for i, v in enumerate(values)])
     return alike.setdefault(key, len(alike))
 
 
 def _priority(rule: Rule) -> int:
-    """0 where elements stay or are combined in place, 1 where some are summed or sent, 2 where few become many."""
+    """0 if elements stay or combine in place, 1 if some are summed or sent, 2 if few elements become many."""
     if any(f.kind in (REDUCE, COMMUNICATE) for f in rule.factors):
         return 1
-    held = {f for dims in rule.operands for dim in dims for f in dim}
-    new = (f for dims in rule.results for dim in dims for f in dim if f not in held)
-    return 2 if held and any(rule.factors[f].size > 1 for f in new) else 0
+    of_operands = {f for dims in rule.operands for dim in dims for f in dim}
+    new_factors = (f for dims in rule.results for dim in dims for f in dim if f not in of_operands)
+    return 2 if of_operands and any(rule.factors[f].size > 1 for f in new_factors) else 0
 
 
 def _edge_node(edge: Edge, equation: Equation, alike: dict[object, int]) -> Node:

@@ -1,7 +1,7 @@
-"""Objective: the cost of a plan, which is the sum of the costs of its equations and of its moves.
+"""Prices plans: the cost of a plan is the sum of the costs of its equations and of its reshards.
 
-Without a machine the cost is bytes sent; operations and messages count as bytes (``Bytes``). With a machine it is
-seconds (``search.seconds``).
+Without a machine, the unit is bytes sent, and operations and messages count as bytes (``Bytes``). With a machine, the
+unit is seconds (``search.seconds``).
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ from gshard.planning.reshard_costs import Moves, has_many
 from gshard.planning.strategies import share
 from gshard.solver.problem import Floats
 
-# In bytes. An operation of a product counts as one, so that no product is computed twice to send less: not to split
-# the rows of (m, k) @ (k, n) spares at most an all-reduce of the gradient of its weights, 8 k n bytes in float32, and
-# does up to 2 m k n operations more; m is at least the number of devices, and 4 rows are enough. One that a split
-# spares beyond what the marks ask for counts as what it takes on most machines.
+# In bytes. An operation of a product counts as one byte, so that gshard computes no product twice to send less. To
+# leave the rows of (m, k) @ (k, n) whole saves at most an all-reduce of the gradient of its weights, 8 k n bytes in
+# float32, and costs up to 2 m k n more operations; m is at least the number of devices, and 4 rows are enough. An
+# operation that a split saves beyond the share of the marks counts as it would on most machines.
 PRODUCT, _SPARED = 1.0, 1e-3
-# Other operations decide between equals only: the compiler fuses them into passes over memory, and to split an
-# optimizer's update of whole gradients, say, brings gathers of its results.
+# Other operations only break ties: the compiler fuses them into passes over memory. A split of an optimizer's update of
+# whole gradients, for example, causes gathers of its results.
 OTHER = 1e-4
-# A byte that a loop stacks, and holds until it has ended. So the gradients of large weights, which are sums, are
-# scattered in the rounds of a loop, not all of them after it: more messages, as many bytes, no stack of whole ones.
+# A byte that a loop stacks and holds until it ends. With this price, a loop scatters the gradients of large weights,
+# which are sums, in its iterations instead of after its end: more messages, as many bytes, no stack of whole gradients.
 _STACKED = 1 / 512
-# A byte of an array beyond the bytes that a device has of it as the marks say. It is written and read at least once,
-# and no machine's memory is more than 256 times as fast as its network.
+# A byte of an array beyond the bytes that a device has under the marks. A device writes and reads it at least once, and
+# no machine's memory is more than 256 times as fast as its network.
 _BEYOND = 1 / 128
-# A byte that is copied into place, where what is gathered or cut is more than one run of bytes.
+# A byte that a device copies to join or cut shards that are not one run of bytes.
 _COPIED = 1 / 1024
-BY_BYTES = "bytes sent"  # what is counted without a machine, for messages
-# A step in which nothing is sent: of equal ways the one with fewer.
+BY_BYTES = "bytes sent"  # the unit without a machine, for messages
+# A step that sends nothing. It breaks ties in favour of fewer steps.
 _SILENT = 1e-2
 
 
 class Windows(NamedTuple):
-    """Windows that an equation fetches of one operand as it reads it, those of windows included.
+    """The windows that an equation fetches of one operand, including windows of windows.
 
     Attributes:
-        operand: which.
-        which: equal ones of one array are fetched once in a block.
-        cost: of fetching them.
+        operand: the index of the operand.
+        which: a key; equal windows of one array are fetched once in a block.
+        cost: the cost of the fetch, in the unit of the objective.
     """
 
     operand: int
@@ -62,63 +62,78 @@ class Windows(NamedTuple):
 
 
 class Objective(Protocol):
-    """What the choices of a plan cost."""
+    """The costs of the choices of a plan.
+
+    Attributes:
+        mesh: the devices.
+        axes: the axes that move as wholes.
+        tie: breaks ties in favour of the propagated sharding.
+        held_byte_cost: of a byte held during a call; breaks ties in favour of less memory.
+        stacked_byte_cost: of a byte that a loop stacks and holds until it ends.
+        extra_byte_cost: of a byte of an array beyond the bytes under the marks, each time the array is computed.
+        fuses: whether kernels may contain several equations.
+        counted: the unit, for messages.
+    """
 
     mesh: Mesh
     axes: tuple[Atoms, ...]
-    tie: float  # what decides between equals only: the one that follows the marks
-    a_byte: float  # held for a call: among equals the one that takes less memory
-    a_byte_stacked: float  # by a loop, until it has ended
-    a_byte_beyond: float  # of an array that is larger on a device than the marks say, each time it is made
-    fuses: bool  # whether ``kernels`` are of several equations
-    counted: str  # what it counts, for messages
+    tie: float
+    held_byte_cost: float
+    stacked_byte_cost: float
+    extra_byte_cost: float
+    fuses: bool
+    counted: str
 
     def assuming(self) -> Objective:
-        """The same objective with a lower bound for each cost that takes long to find, until ``price`` finds it."""
+        """The same objective with lower bounds instead of costs that take long to compute, until ``price`` does."""
         ...
 
     def price(self, splits: Mapping[Equation, Split]) -> bool:
-        """Prices equations that are split so. True if something had been assumed of one: other costs hold now."""
+        """Computes the costs of equations with these splits. True if one had a lower bound before, so costs changed."""
         ...
 
     def visit(self, shardings: Iterable[Sharding]) -> None:
-        """Moves lead over these, where there are many axes."""
+        """Lets reshards pass through these shardings, which matters with many axes."""
         ...
 
     def table(
         self, sources: Sequence[Sharding], targets: Sequence[Sharding], shape: tuple[int, ...], itemsize: int
     ) -> Floats:
-        """float64 [sources, targets]: moves of an array."""
+        """float64 [sources, targets]: the costs of reshards of an array of this global shape."""
         ...
 
     def kernels(self, block: Block) -> Iterator[tuple[Kernel, int]]:
-        """What a program runs, and how often."""
+        """The kernels of a program, each with its number of runs."""
         ...
 
-    def alike(self, kernel: Kernel) -> Hashable:
-        """A key: kernels with equal keys have equal costs, where they are split alike."""
+    def cost_key(self, kernel: Kernel) -> Hashable:
+        """A key: kernels with equal keys have equal costs under equal splits."""
         ...
 
-    def of_splits(self, kernel: Kernel, ways: Sequence[Split], asked: float) -> Floats:
-        """float64 [ways]: one run of a kernel, its equation split so.
+    def split_costs(self, kernel: Kernel, splits: Sequence[Split], marked_share: float) -> Floats:
+        """float64 [splits]: one run of a kernel under each split of its equation.
 
-        ``asked`` is the largest share of its work that a device has under the marks; ``inf`` where that is unknown.
+        ``marked_share`` is the largest share of its work that a device has under the marks; ``inf`` if unknown.
         """
         ...
 
-    def windows(self, e: Equation, ways: Sequence[Split]) -> Iterable[tuple[int, Windows]]:
-        """What ``of_splits`` counts for an equation that others may share, each with the way in which it is fetched."""
+    def windows(self, e: Equation, splits: Sequence[Split]) -> Iterable[tuple[int, Windows]]:
+        """The windows in the costs of ``split_costs``, each with the index of the split that fetches it."""
         ...
 
-    def of_shardings(self, kernel: Kernel, states: Sequence[Sharding]) -> Floats:
-        """float64 [states]: one run of an elementwise kernel, all of whose arrays are sharded so."""
+    def sharding_costs(self, kernel: Kernel, states: Sequence[Sharding]) -> Floats:
+        """float64 [states]: one run of an elementwise kernel whose arrays all have the same sharding."""
         ...
 
 
 class Bytes(Moves):
     """Bytes that each device sends, with messages and operations counted as bytes."""
 
-    a_byte, a_byte_stacked, a_byte_beyond, tie, fuses = 1e-9, _STACKED, _BEYOND, 1e-3, False
+    held_byte_cost = 1e-9
+    stacked_byte_cost = _STACKED
+    extra_byte_cost = _BEYOND
+    tie = 1e-3
+    fuses = False
     counted = BY_BYTES
 
     def assuming(self) -> Bytes:
@@ -139,33 +154,35 @@ class Bytes(Moves):
         return step.kind, self._coarse.count(step.atoms), step.monoid, rounds(step, self._coarse)
 
     def kernels(self, block: Block) -> Iterator[tuple[Kernel, int]]:
-        """Each equation by itself: without a machine there is no model of fusion."""
+        """Each equation is one kernel: without a machine there is no model of fusion."""
         for e, times in block.runs():
             yield Kernel(e, kind_of(e), (), (), e.outputs), times
 
-    def alike(self, kernel: Kernel) -> Hashable:
+    def cost_key(self, kernel: Kernel) -> Hashable:
         return kernel.equation.rule, kernel.writes[0].shape if kernel.writes else ()
 
-    def of_splits(self, kernel: Kernel, ways: Sequence[Split], asked: float) -> Floats:
+    def split_costs(self, kernel: Kernel, splits: Sequence[Split], marked_share: float) -> Floats:
         rule = kernel.equation.rule
         assert rule is not None
-        done = np.array([rule.flops * share(rule, split, self.mesh) for split in ways])
-        # Where the user permits parts to pass, that all devices compute with theirs is what is asked for.
-        parts = np.array([self.mesh.count(permitted_atoms(rule, split)) for split in ways]) if rule.finite else 1
-        alone, with_parts = done / parts, done - done / parts
-        sent = [rule.sends(self.mesh, split) if rule.sends is not None else 0 for split in ways]
-        # Nothing that takes long is computed more often than the marks say, to send less. That it is computed less
-        # often than they say is worth what it is worth on most machines.
-        limit = rule.flops * asked if rule.flops else 0.0
-        price = PRODUCT if _takes_long(rule) else OTHER
-        spared = _SPARED if is_product(rule) else OTHER
-        worked = price * np.maximum(alone - limit, 0) + spared * (np.minimum(alone, limit) + with_parts)
+        work = np.array([rule.flops * share(rule, split, self.mesh) for split in splits])
+        # If the user permits unreduced values to pass, the marks give every device the work on its own parts.
+        parts = np.array([self.mesh.count(permitted_atoms(rule, split)) for split in splits]) if rule.finite else 1
+        work_of_one, with_parts = work / parts, work - work / parts
+        sent = [rule.sends(self.mesh, split) if rule.sends is not None else 0 for split in splits]
+        # To repeat an expensive operation beyond the share of the marks costs more than it can save by sending less. To
+        # run it less often saves what it takes on most machines.
+        limit = rule.flops * marked_share if rule.flops else 0.0
+        extra_price = PRODUCT if _takes_long(rule) else OTHER
+        saved_price = _SPARED if is_product(rule) else OTHER
+        worked = extra_price * np.maximum(work_of_one - limit, 0) + saved_price * (
+            np.minimum(work_of_one, limit) + with_parts
+        )
         return worked + np.array(sent)  # type: ignore[no-any-return]
 
-    def windows(self, e: Equation, ways: Sequence[Split]) -> Iterable[tuple[int, Windows]]:
+    def windows(self, e: Equation, splits: Sequence[Split]) -> Iterable[tuple[int, Windows]]:
         return ()
 
-    def of_shardings(self, kernel: Kernel, states: Sequence[Sharding]) -> Floats:
+    def sharding_costs(self, kernel: Kernel, states: Sequence[Sharding]) -> Floats:
         rule, (v,) = kernel.equation.rule, kernel.writes
         assert rule is not None
         parts = [math.prod(s.local_shape(self.mesh, v.shape)) / max(math.prod(v.shape), 1) for s in states]
@@ -173,10 +190,10 @@ class Bytes(Moves):
 
 
 def bytes_on(mesh: Mesh, axes: tuple[Atoms, ...]) -> Bytes:
-    """The objective for a mesh.
+    """The objective in bytes for a mesh.
 
-    Plans that are made together share what moves cost. Its mesh may be another one that is equal: meshes are, whatever
-    they were read from. Where there are many axes, each plan has its own, since moves lead over its own shardings only.
+    Plans that are made together share the costs of reshards; equal meshes share one objective. With many axes each plan
+    has its own objective, because reshards then pass only through the shardings of one plan.
     """
     return Bytes(mesh, axes) if has_many(mesh, axes) else _shared_bytes(mesh, axes)
 
@@ -187,9 +204,9 @@ def _shared_bytes(mesh: Mesh, axes: tuple[Atoms, ...]) -> Bytes:
 
 
 def permitted_atoms(rule: Rule, split: Split) -> Atoms:
-    """The atoms over which parts pass an equation because the user permits it (``tracing.permitted``)."""
-    ways = enumerate(rule.linear)
-    return tuple(a for k, way in ways if way in rule.finite for a in split.get(-1 - k, ()))
+    """The atoms over which unreduced values pass an equation by permission of the user (``tracing.permitted``)."""
+    permitted = [-1 - k for k, linear in enumerate(rule.linear) if linear in rule.finite]
+    return tuple(a for key in permitted for a in split.get(key, ()))
 
 
 def _takes_long(rule: Rule) -> bool:

@@ -28,7 +28,7 @@ from gshard.core.program_boundary import AS_MARKED, Boundary
 from gshard.planning.choices import graph_of
 from gshard.planning.demands import demands
 from gshard.planning.followed import followed
-from gshard.planning.graph import Graph, within_rounds
+from gshard.planning.graph import Graph, without_excess_in_loops
 from gshard.planning.io_shardings import at_boundary
 from gshard.planning.layers import classes_of_layers
 from gshard.planning.nearby import estimated_entries
@@ -46,15 +46,15 @@ from gshard.solver.reduced import Reduced
 from gshard.solver.rest import best_of_rest
 from gshard.solver.tied import tied
 
-# Rounds of messages at most, where a problem is too large to be solved exactly: as many as go through so many entries
-# of tables (half a second), within these bounds. Large problems end after a round that brings little.
+# The number of rounds of messages for a problem that is too large for an exact solution: rounds that go through _WORK
+# entries of tables (half a second), within these bounds. Large problems end after a round that improves little.
 _FEWEST, _MOST, _WORK = 3, 32, 8e6
-_LITTLE = 5e-3  # of the costs: what a round over all states of a large problem spares is not worth another
-_ENOUGH = 1e-8  # of the costs: a gap that is none
-_NEARLY = 1e-3  # at which few states are left that could be better
-_SAME = 1.02  # costs: that layers are alike is worth a little
+_LITTLE = 5e-3  # of the cost: another round over all states of a large problem must save more than this
+_ENOUGH = 1e-8  # of the cost: a smaller gap counts as none
+_NEARLY = 1e-3  # of the cost: with a smaller gap, few states are left that could be better
+_SAME = 1.02  # ratio of costs: equal choices for equal layers may cost this much more
 _SOLVED_SOON = 1e6  # entries of all tables: a larger problem takes longer to solve again than to price
-_ROUNDS = 16  # after which all is priced
+_ROUNDS = 16  # solutions with lower bounds of costs, after which all choices are priced
 
 
 @no_mesh_set()
@@ -69,32 +69,33 @@ def propagate(
     objective: Callable[[Mesh, tuple[Atoms, ...]], Objective] = bytes_on,
     propagated: Propagated | None = None,
 ) -> Plan:
-    """Completes the user's marks to a plan.
+    """Plans a program: completes the user's marks to a sharding of every value and a split of every equation.
 
     Args:
         program: the traced function.
         mesh: the devices.
-        strict: refuse primitives that have no rule instead of gathering their operands, and what is dropped.
+        strict: refuse primitives without a rule instead of gathering their operands, and anything that is dropped.
         boundary: constraints on arguments and results, besides marks.
-        objective: gives the costs of choices, for the mesh and the groups of axes that move together.
-        propagated: the settled program with what follows from its marks; None settles it first.
+        objective: makes the objective for the mesh and the axes that move as wholes.
+        propagated: the settled program with its propagated shardings; None to settle the program first.
 
     Returns:
-        the plan, of the settled program (``planning.settled``).
+        the plan of the settled program (``planning.settled``).
 
     Raises:
         ShardingError: a mark does not fit its value or the mesh.
-        PlanError: ``strict``, and a primitive without rule, or something that the program says and gshard drops.
+        PlanError: ``strict``, and the program has a primitive without a rule, or something that gshard drops.
     """
     if strict and program.dropped:
         lost = program.dropped[0]
         hint = f"{lost.why} Leave it out, or allow it with strict=False."
         raise PlanError(f"{lost.what} is not kept.", lost.line, f"it is {lost.value}", hint)
     propagated = propagated or settled(program, mesh)
-    if (made := choose(propagated, objective, boundary, every=False)) is None:
-        return at_boundary(_whole(propagated), boundary)
-    found = decided(made.graph, made.states, propagated)
-    plan = at_boundary(dataclasses.replace(found, gap=made.gap, counted=made.objective.counted), boundary)
+    choice = choose(propagated, objective, boundary, every=False)
+    if choice is None:
+        return at_boundary(_replicated_plan(propagated), boundary)
+    chosen = decided(choice.graph, choice.states, propagated)
+    plan = at_boundary(dataclasses.replace(chosen, gap=choice.gap, counted=choice.objective.counted), boundary)
     if strict and plan.gathered:
         e = plan.gathered[0]
         because = "cannot be split" if e.rule is not None and e.rule.why else "has no rule"
@@ -109,13 +110,13 @@ def propagate(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Choice:
-    """What planning chose in the problem of a program.
+    """A solution of the planning problem of a program.
 
     Attributes:
-        graph: the problem, without the states that would have loops hold too much.
-        states: int64 [nodes], those that were chosen.
-        gap: how much of their cost could at most be saved, as a part of it.
-        propagated: what follows from the marks.
+        graph: the problem, without the states with which loops would hold too many bytes.
+        states: int64 [nodes], the chosen states.
+        gap: the largest share of the cost that another solution could save.
+        propagated: the shardings that follow from the marks.
         objective: the costs.
     """
 
@@ -132,12 +133,12 @@ class Choice:
 
     @functools.cached_property
     def cost(self) -> float:
-        """What the chosen states cost."""
+        """The cost of the chosen states."""
         return self.graph.problem.value(self.states)
 
     @functools.cached_property
     def layers(self) -> Ints | None:
-        """int64 [nodes]: the classes of nodes that equal layers have alike; None if layers were not chosen alike."""
+        """int64 [nodes]: the classes of nodes in equal layers; None if equal layers did not get equal choices."""
         classes = classes_of_layers(self.graph)
         if classes is None:
             return None
@@ -146,13 +147,13 @@ class Choice:
         return classes if (of_class[classes] == self.states).all() else None
 
     def tied_to(self, node: int) -> list[int]:
-        """The nodes that have the state of this one: those that are alike in equal layers, and itself."""
+        """The nodes that must have the same state as this one: itself, and its counterparts in equal layers."""
         return [node] if self.layers is None else np.flatnonzero(self.layers == self.layers[node]).tolist()
 
     def with_state(self, node: int, state: int) -> Ints | None:
-        """The states that cost least where a node, and all that are tied to it, have this one; None if none do.
+        """The cheapest states in which a node and all nodes tied to it have this state; None if there are none.
 
-        They are found as the chosen ones were: exactly in a small problem, and in a large one by messages.
+        The search is the same as for the chosen states: exact for a small problem, by messages for a large one.
         """
         if self.states[node] == state:
             return self.states
@@ -163,17 +164,17 @@ class Choice:
             start[i] = state
         graph = dataclasses.replace(self.graph, problem=dataclasses.replace(problem, costs=tuple(costs)))
         if layers is not None:
-            alike = _alike(graph, layers)
-            return None if alike is None else alike[1]
+            solution = _with_equal_layers(graph, layers)
+            return None if solution is None else solution[1]
         try:
-            found, _ = _solved(graph.problem, _from(graph, self.propagated, start))
+            states, _ = _solved(graph.problem, _starts(graph, self.propagated, start))
         except ProblemError:
             return None
-        while math.isfinite(graph.problem.value(found)):
-            if (less := _with_less_held(graph, found, self.propagated, start)) is None:
+        while math.isfinite(graph.problem.value(states)):
+            if (limited := _with_less_held(graph, states, self.propagated, start)) is None:
                 break
-            graph, (found, _) = less
-        return found if math.isfinite(graph.problem.value(found)) else None
+            graph, (states, _) = limited
+        return states if math.isfinite(graph.problem.value(states)) else None
 
 
 def choose(
@@ -185,32 +186,33 @@ def choose(
 ) -> Choice | None:
     """Chooses what the marks leave open in a settled program; None if nothing is split, so that nothing is open.
 
-    Where not ``every`` choice has to be priced, costs that take long to find are assumed to be the least that they can
-    be (``Objective.assuming``). Those of the chosen states are found, and states are chosen again, until no chosen one
-    has an assumed cost: other states cost at least what was assumed, so they are no better. Large problems take longer
-    to solve than to price, and are priced first.
+    Unless ``every`` is true, gshard first assumes the least possible value for costs that take long to compute
+    (``Objective.assuming``). It computes these costs for the chosen states and chooses again, until no chosen state has
+    an assumed cost. Then no other state is better, because each costs at least what was assumed. Large problems take
+    longer to solve than to price, and are priced first.
 
     Args:
-        propagated: the settled program with what follows from its marks.
-        objective, boundary: as of ``propagate``.
-        every: price every choice, as one has to where costs of others than the chosen ones are read.
+        propagated: the settled program with its propagated shardings.
+        objective: makes the objective for the mesh and the axes that move as wholes.
+        boundary: constraints on arguments and results, besides marks.
+        every: price every choice. Necessary if you read the costs of choices that are not chosen.
     """
     if not any(sharding.atoms for sharding in propagated.shardings.values()):
         return None
     known = {*propagated.shardings.values(), *propagated.moved.values()}
-    costs = objective(propagated.mesh, joined(propagated.mesh, axes_of(propagated.mesh, known), known))
-    size = estimated_entries(propagated.program, propagated.mesh, costs.axes)
+    exact_costs = objective(propagated.mesh, joined(propagated.mesh, axes_of(propagated.mesh, known), known))
+    size = estimated_entries(propagated.program, propagated.mesh, exact_costs.axes)
     rounds = 0 if every or size > _SOLVED_SOON else _ROUNDS
     while True:
-        used = costs.assuming() if rounds else costs
-        graph = graph_of(propagated.program, used, propagated=propagated, boundary=boundary)
-        graph, chosen, gap = _chosen(graph, propagated)
-        if not rounds or not used.price(graph.splits(chosen)):
-            return Choice(graph, chosen, gap, propagated, used)
+        costs = exact_costs.assuming() if rounds else exact_costs
+        graph = graph_of(propagated.program, costs, propagated=propagated, boundary=boundary)
+        graph, states, gap = _chosen(graph, propagated)
+        if not rounds or not costs.price(graph.splits(states)):
+            return Choice(graph, states, gap, propagated, costs)
         rounds -= 1
 
 
-def _whole(propagated: Propagated) -> Plan:
+def _replicated_plan(propagated: Propagated) -> Plan:
     """The plan of a program without a mark: every device runs the whole program, as with ``jax.jit``."""
     manual = manual_axes(propagated.program.block, propagated.mesh)
     rules = ((e, e.rule) for e in propagated.program.block.walk() if e.rule)
@@ -219,103 +221,109 @@ def _whole(propagated: Propagated) -> Plan:
 
 
 def _chosen(graph: Graph, propagated: Propagated) -> tuple[Graph, Ints, float]:
-    """The problem with loops that hold no more than they may, the cheapest states, and the gap.
+    """The problem without states that make loops hold too many bytes, its cheapest states, and the gap.
 
-    Prefers states in which equal layers are alike, if these cost nearly as little.
+    Prefers states in which equal layers get equal choices, if these cost little more (``_SAME``).
     """
     classes = classes_of_layers(graph)
-    alike = None if classes is None else _alike(graph, classes)
-    cost = math.inf if alike is None else alike[0].problem.value(alike[1])
+    equal = None if classes is None else _with_equal_layers(graph, classes)
+    equal_cost = math.inf if equal is None else equal[0].problem.value(equal[1])
+    start = None if equal is None else equal[1]
 
-    start = None if alike is None else alike[1]
-    best, gap = _solved(graph.problem, _from(graph, propagated, start))
-    while (least := graph.problem.value(best)) * _SAME < cost and (
-        less := _with_less_held(graph, best, propagated, start)
-    ) is not None:
-        graph, (best, gap) = less
-    if alike is None or cost > least * _SAME:
+    best, gap = _solved(graph.problem, _starts(graph, propagated, start))
+    best_cost = graph.problem.value(best)
+    while best_cost * _SAME < equal_cost:
+        limited = _with_less_held(graph, best, propagated, start)
+        if limited is None:
+            break
+        graph, (best, gap) = limited
+        best_cost = graph.problem.value(best)
+    if equal is None or equal_cost > best_cost * _SAME:
         return graph, best, gap
-    return *alike, max(0.0, 1 - least * (1 - gap) / cost) if cost else 0.0
+    return *equal, max(0.0, 1 - best_cost * (1 - gap) / equal_cost) if equal_cost else 0.0
 
 
 def _with_less_held(
     graph: Graph, states: Ints, propagated: Propagated, start: Ints | None
 ) -> tuple[Graph, tuple[Ints, float]] | None:
-    """The problem in which loops hold less than with these states, and its solution.
+    """The problem in which loops hold fewer bytes than with these states, and its solution.
 
-    None if they hold little enough, or if the marks leave no plan in which they hold less.
+    None if loops hold few enough bytes, or if the marks allow no plan in which they hold fewer.
     """
-    if (less := within_rounds(graph, states)) is None:
+    if (limited := without_excess_in_loops(graph, states)) is None:
         return None
     try:
-        return less, _solved(less.problem, _from(less, propagated, start))
+        return limited, _solved(limited.problem, _starts(limited, propagated, start))
     except ProblemError:
         return None
 
 
-def _from(graph: Graph, propagated: Propagated, start: Ints | None) -> Callable[[Reduced], Iterator[Ints | None]]:
-    """Where to begin in the reduced problem: where the marks are followed, and at some states of the whole problem."""
+def _starts(graph: Graph, propagated: Propagated, start: Ints | None) -> Callable[[Reduced], Iterator[Ints | None]]:
+    """The states at which to begin in a reduced problem: those that follow the marks, and some of the whole problem."""
 
-    def places(small: Reduced) -> Iterator[Ints | None]:
-        yield followed(graph, propagated, small)
+    def places(reduced: Reduced) -> Iterator[Ints | None]:
+        yield followed(graph, propagated, reduced)
         if start is not None and math.isfinite(graph.problem.value(start)):
-            yield small.lower(start)
+            yield reduced.lower(start)
 
     return places
 
 
-def _alike(graph: Graph, classes: Ints) -> tuple[Graph, Ints] | None:
-    """The same for states in which equal layers are alike; None if there are none."""
-    less: Graph | None = graph
-    while less is not None:
+def _with_equal_layers(graph: Graph, classes: Ints) -> tuple[Graph, Ints] | None:
+    """The problem without states that make loops hold too many bytes, and its cheapest states that equal layers share.
+
+    None if there are no such states.
+    """
+    limited: Graph | None = graph
+    while limited is not None:
         try:
-            graph, chosen = less, _solved(tied(less.problem, classes))[0][classes]
-        except ProblemError:  # they have to differ in turn
+            graph, chosen = limited, _solved(tied(limited.problem, classes))[0][classes]
+        except ProblemError:  # layers have to alternate
             return None
         if not math.isfinite(graph.problem.value(chosen)):
             return None
-        less = within_rounds(graph, chosen, classes)
+        limited = without_excess_in_loops(graph, chosen, classes)
     return graph, chosen
 
 
 def _solved(
-    problem: Problem, places: Callable[[Reduced], Iterable[Ints | None]] = lambda small: ()
+    problem: Problem, places: Callable[[Reduced], Iterable[Ints | None]] = lambda reduced: ()
 ) -> tuple[Ints, float]:
-    """The cheapest states, and the gap: exact if the problem is small, else found by some rounds of messages.
+    """The cheapest states, and the gap: exact for a small problem, by rounds of messages for a large one.
 
-    Each round of a large problem is followed by many rounds over the few most promising states of each node.
+    After each round of a large problem follow many rounds over the few most promising states of each node.
 
     Args:
-        problem: what is solved.
-        places: states of the reduced problem to begin at: the result costs no more than these.
+        problem: the problem.
+        places: states of the reduced problem at which to begin: the result costs no more than these.
     """
-    small = reduce(problem)
-    if (found := exact(small.problem)) is not None:
-        if not found:
+    reduced = reduce(problem)
+    if (solution := exact(reduced.problem)) is not None:
+        if not solution:
             raise ProblemError("No states are allowed together.")
-        return small.lift(found[0]), 0.0
-    descent = Descent(small.problem, 0)
-    for place in places(small):
+        return reduced.lift(solution[0]), 0.0
+    descent = Descent(reduced.problem, 0)
+    for place in places(reduced):
         if place is not None:
             descent.offer(place)
-    work = entries(small.problem)
-    for done in range(int(min(_MOST, max(_FEWEST, _WORK / max(work, 1))))):
+    work = entries(reduced.problem)
+    for round_index in range(int(min(_MOST, max(_FEWEST, _WORK / max(work, 1))))):
         before = descent.value
         descent.round()
         if work >= LARGE:
             best_of_few(descent)
-        spared = descent.value - descent.prices.bound
-        ends = done > 0 and work >= LARGE and descent.value >= before * (1 - _LITTLE)
-        if ends or spared <= _ENOUGH * descent.value:
+        gap_cost = descent.value - descent.prices.bound
+        is_enough = round_index > 0 and work >= LARGE and descent.value >= before * (1 - _LITTLE)
+        if is_enough or gap_cost <= _ENOUGH * descent.value:
             break
-        if spared <= _NEARLY * descent.value and (best := best_of_rest(descent, _ENOUGH)) is not None:
-            return small.lift(best), 0.0
+        if gap_cost <= _NEARLY * descent.value and (best := best_of_rest(descent, _ENOUGH)) is not None:
+            return reduced.lift(best), 0.0
     assert descent.states is not None, "without a limit of memory, messages find states that are allowed"
-    return small.lift(descent.states), spared / descent.value if spared > 0 else 0.0
+    return reduced.lift(descent.states), gap_cost / descent.value if gap_cost > 0 else 0.0
 
 
 def decided(graph: Graph, chosen: Ints, propagated: Propagated) -> Plan:
-    """The plan of some states, with the reasons for what differs from the marks."""
+    """The plan of chosen states, with the reasons for what differs from the marks."""
     shardings = graph.shardings(chosen)
     reshards, leaves = graph.moved(chosen)
     reasons = Reasons(graph.program, shardings, propagated)
@@ -327,14 +335,18 @@ def decided(graph: Graph, chosen: Ints, propagated: Propagated) -> Plan:
 
 @with_tables
 def in_best_order(program: Program, mesh: Mesh) -> Mesh:
-    """The mesh with its devices in the order that marks ask for; where marks disagree, in the order of most bytes."""
-    asked = {demand.order: None for _, demand, _ in demands(program, mesh) if any(demand.dims)}
-    if not set(asked) - {mesh.order} or any(e.rule is not None and not e.rule.is_free for e in program.block.walk()):
+    """The mesh with its devices in the order that the marks require; if marks disagree, in the order of most bytes."""
+    marked_orders = {demand.order: None for _, demand, _ in demands(program, mesh) if any(demand.dims)}
+    if not set(marked_orders) - {mesh.order} or any(
+        e.rule is not None and not e.rule.is_free for e in program.block.walk()
+    ):
         return mesh
 
-    def elsewhere(order: Order) -> int:
-        found = demands(program, mesh.reordered(order))
-        return sum(value.bytes for value, demand, _ in found if any(demand.dims) and demand.order != order)
+    def bytes_elsewhere(order: Order) -> int:
+        all_demands = demands(program, mesh.reordered(order))
+        return sum(value.bytes for value, demand, _ in all_demands if any(demand.dims) and demand.order != order)
 
-    # Among equals one that is asked for: what is out of order in both of two orders would be moved twice.
-    return mesh.reordered(min((*asked, mesh.order), key=lambda order: (elsewhere(order), order == mesh.order)))
+    # A tie goes to an order of a mark: values that are out of order in both candidates would move twice.
+    return mesh.reordered(
+        min((*marked_orders, mesh.order), key=lambda order: (bytes_elsewhere(order), order == mesh.order))
+    )

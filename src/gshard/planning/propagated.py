@@ -4,17 +4,17 @@ This is an iterative data-flow analysis over factors, forward and backward at on
 array of an equation on the equation's factors, and from there on the other arrays. It only refines dimensions: an axis,
 once given, stays. Shardings cross the boundaries of loops and branches along their edges.
 
-The analysis runs each priority until nothing changes; any change returns to the first:
+The analysis runs each priority until nothing changes. Any change returns to the first priority:
 
-    1. equations that only move or combine elements where they are, and edges of regions
-    2. equations that reduce or communicate with neighbours (contractions, sums, scatters, slices)
-    3. equations that make many elements of few: a mask says less of the scores than the operands of their product
+    1. equations that only move elements or combine them in place, and edges of regions
+    2. equations that reduce, or communicate with neighbours (contractions, sums, scatters, slices)
+    3. equations that make many elements of few: a mask says less about the scores than the operands of their product
 
-It sets the user's marks, and the shardings of arguments, first, and never changes them. It never changes the program
-either: ``planning.settled`` alternates it with the rewrites that depend on shardings (``planning.decompose``).
+The analysis sets the user's marks and the shardings of arguments first, and never changes them. It never changes the
+program either: ``planning.settled`` alternates it with the rewrites that depend on shardings (``planning.decompose``).
 
-Where the arrays of an equation disagree, or it cannot be split as one of them is, nothing follows.
-``Propagated.undecided`` lists which dimensions could still be split so, there and wherever that leads; planning chooses
+If the arrays of an equation disagree, or if the equation cannot be split as one of them is, nothing follows.
+``Propagated.undecided`` lists the dimensions that could still be split there, and wherever that leads. Planning chooses
 among them by cost.
 """
 
@@ -42,17 +42,17 @@ from gshard.planning.nodes import Change, Node, nodes_of
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Propagated:
-    """What follows from the marks of a program.
+    """The shardings that follow from the marks of a program.
 
     Attributes:
         program: the program.
         mesh: the devices.
-        shardings: of every value; a value that no mark reaches is replicated.
-        reasons: for each value and dimension that is split, why.
-        orders: the order of the devices in which a marked value is to be, where that is not the mesh's.
-        undecided: of values, the atoms that open dimensions could get from equations whose arrays disagree.
-        moved: of values, how they would be split if parts that cannot stay moved to the first dimension that can have
-            them, or were spread over the dimensions that are joined, and wherever that leads.
+        shardings: for every value; a value that no mark reaches is replicated.
+        reasons: for each split dimension of a value.
+        orders: for each marked value that needs another order of the devices than the mesh's, that order.
+        undecided: for values, the atoms that open dimensions could get from equations whose arrays disagree.
+        moved: for values, the shardings that follow if parts that cannot stay move to the first dimension that can have
+            them, or spread over the dimensions that are joined, and wherever that leads.
     """
 
     program: Program
@@ -64,18 +64,22 @@ class Propagated:
     moved: Mapping[Value, Sharding]
 
     def could(self, value: Value) -> Mapping[int, frozenset[str]]:
-        """What open dimensions of a value could get where arrays disagree."""
+        """For each open dimension of a value, the atoms that it could get where arrays disagree."""
         return self.undecided.get(value, {})
 
     def allow(self, value: Value, sharding: Sharding) -> bool:
-        """Whether a sharding is as propagation says, and beyond that splits only what is undecided."""
-        more = self.could(value)
-        known = enumerate(zip(self.shardings[value].dims, sharding.dims, strict=True))
-        return all(own[: len(k)] == k and more.get(d, frozenset()).issuperset(own[len(k) :]) for d, (k, own) in known)
+        """Whether a sharding contains the propagated one, and splits only undecided dimensions further."""
+        undecided = self.could(value)
+        dims = enumerate(zip(self.shardings[value].dims, sharding.dims, strict=True))
+        return all(
+            atoms[: len(known_atoms)] == known_atoms
+            and undecided.get(d, frozenset()).issuperset(atoms[len(known_atoms) :])
+            for d, (known_atoms, atoms) in dims
+        )
 
     @functools.cached_property
     def supposed(self) -> Mapping[Value, Sharding]:
-        """The shardings, with those of ``moved`` in their place."""
+        """The shardings, with those of ``moved`` instead where there are some."""
         return {**self.shardings, **self.moved}
 
     def __str__(self) -> str:
@@ -85,7 +89,7 @@ class Propagated:
 
     @functools.cached_property
     def kept(self) -> frozenset[Value]:
-        """The results that leave as propagation says: marked ones, and those sharded as an argument of their kind is.
+        """The results that keep their propagated sharding: marked ones, and those sharded like an input of their type.
 
         So the state of a training loop keeps its sharding from step to step.
         """
@@ -114,7 +118,7 @@ def propagated_from(program: Program, mesh: Mesh) -> Propagated:
     return Propagated(program, mesh, shardings, reasons, state.orders, undecided, moved)
 
 
-_Moves = Sequence[tuple[int, Atoms]]  # factors, and what may move there
+_Moves = Sequence[tuple[int, Atoms]]  # factors, and the atoms that may move there
 
 
 class _State:
@@ -148,7 +152,7 @@ class _State:
         ] = {}  # of each visited node, factors about which its arrays disagree
         # Memo: nodes with equal rules and equal operand shardings share a result, so equal layers are visited once.
         self.found: dict[object, tuple[dict[int, Atoms], Sequence[Change]]] = {}
-        self.ways: dict[object, _Moves] = {}
+        self.movable: dict[object, _Moves] = {}
         self.ones: dict[tuple[Atoms, ...], Sharding] = {}
         self.unreduced: dict[Value, tuple[tuple[str, str], ...]] = {}
 
@@ -157,7 +161,7 @@ class _State:
         self.open[value] = (True,) * len(value.shape)
 
     def seed(self) -> None:
-        """Sets what the user said: marks, and shardings of arguments."""
+        """Sets the user's marks and the shardings of arguments."""
         for value, demand, reason in demands(self.program, self.mesh):
             self._set(value, demand.dims, demand.open, reason)
             if demand.order != self.mesh.order:
@@ -184,7 +188,7 @@ class _State:
                 self.queues[node.priority].append(node)
 
     def shardings(self) -> dict[Value, Sharding]:
-        """The sharding of every value, as far as it is known."""
+        """The sharding of every value so far."""
         return {v: self._sharding(v) for v in self.dims}
 
     def _sharding(self, value: Value) -> Sharding:
@@ -213,68 +217,68 @@ class _State:
             self._change(node, changes)
 
     def moved(self, known: Mapping[Value, Sharding]) -> dict[Value, Sharding]:
-        """Values that would be split otherwise than ``known``. Changes the state: call it last."""
+        """The values with another sharding than ``known`` once parts move. Changes the state: call it last."""
         for node in self.nodes:
             e = node.equation
             if node in self.disputed and e is not None and e.rule is not None and self._to_be_moved(node):
                 values = (v for v in (*e.inputs, *e.outputs) if isinstance(v, Value))
                 arrays = arrays_of(e, {v: self._sharding(v) for v in values})
-                ways = itertools.chain(spread(e.rule, arrays, self.mesh), candidates(e.rule, arrays, self.mesh))
-                split = next((own for own in ways if any(own.values())), None)
+                splits = itertools.chain(spread(e.rule, arrays, self.mesh), candidates(e.rule, arrays, self.mesh))
+                split = next((candidate for candidate in splits if any(candidate.values())), None)
                 if split is not None:
                     self._change(node, self._refined(node, split))
                     self.run()
         return {v: s for v, s in self.shardings().items() if s != known[v]}
 
     def moving(self) -> dict[Node, _Moves]:
-        """The equations that cannot be split as an operand of theirs is, and where its parts may move."""
+        """The equations that cannot be split like one of their operands, and where its parts may move."""
         found = {node: self._to_be_moved(node) for node in self.disputed}
-        return {node: ways for node, ways in found.items() if ways}
+        return {node: moves for node, moves in found.items() if moves}
 
     def undecided(self, moving: Mapping[Node, _Moves]) -> dict[Value, dict[int, frozenset[str]]]:
-        """What open dimensions could get where arrays disagree or have to move, and wherever that leads."""
-        found: dict[Value, dict[int, frozenset[str]]] = {}
+        """The atoms that open dimensions could get where arrays disagree or parts have to move, and what follows."""
+        undecided: dict[Value, dict[int, frozenset[str]]] = {}
         changed: deque[tuple[Value, int]] = deque()
 
-        def note(node: Node, f: int, atoms: frozenset[str]) -> None:
+        def add(node: Node, f: int, atoms: frozenset[str]) -> None:
             for value, dims in node.tensors:
                 allowed = atoms - self.manual.of(value)
-                for d, own in enumerate(dims):
-                    if f in own and self.open[value][d] and allowed:
-                        have = found.setdefault(value, {}).get(d, frozenset())
-                        if not allowed <= have:
-                            found[value][d] = have | allowed
+                for d, factors in enumerate(dims):
+                    if f in factors and self.open[value][d] and allowed:
+                        known = undecided.setdefault(value, {}).get(d, frozenset())
+                        if not allowed <= known:
+                            undecided[value][d] = known | allowed
                             changed.append((value, d))
 
         for node, disputed in self.disputed.items():
             for f, atoms in (*disputed.items(), *moving.get(node, ())):
-                note(node, f, frozenset(atoms))
+                add(node, f, frozenset(atoms))
         while changed:
             value, d = changed.popleft()
             for node in self.users[value]:
-                for own in (dims[d] for v, dims in node.tensors if v is value):
-                    for f in own:
+                for factors in (dims[d] for v, dims in node.tensors if v is value):
+                    for f in factors:
                         if node.factors[f].kind != REPLICATE:
-                            note(node, f, found[value][d])
-        return found
+                            add(node, f, undecided[value][d])
+        return undecided
 
     def _to_be_moved(self, node: Node) -> _Moves:
-        """Where an operand is split as the equation cannot be: the dimensions to which its parts may move."""
+        """If an operand is split as the equation cannot be: the factors to which its parts may move."""
         e = node.equation
         if e is None or e.rule is None or not e.rule.is_free:
             return ()
         operands = tuple([self.dims[x] if isinstance(x, Value) else () for x in e.inputs])
         key = e.rule, operands
-        if key not in self.ways:
-            self.ways[key] = tuple(_to_be_moved(e.rule, operands, self.mesh))
-        return self.ways[key]
+        if key not in self.movable:
+            self.movable[key] = tuple(_to_be_moved(e.rule, operands, self.mesh))
+        return self.movable[key]
 
     def _agree(self, node: Node) -> tuple[Split, dict[int, Atoms]]:
-        """What the arrays of a node say about its factors, and the factors with contradictions."""
+        """The split of a node that its arrays agree on, and the factors on which they disagree."""
         if node.fixed is not None:
             try:
                 return node.fixed(self.mesh), {}
-            except ShardingError as reason:  # it names what the mesh does not have
+            except ShardingError as reason:  # the split names an axis that the mesh does not have
                 line = reason.where or (node.equation and node.equation.line) or None
                 raise ShardingError(reason.what, line, reason.got, reason.hint) from None
         claims: Split = self._pinned(node)
@@ -282,36 +286,28 @@ class _State:
         pinned = frozenset(claims)
         barred = self.manual.at(node.equation) if node.equation is not None else frozenset[str]()
         for value, dims in node.tensors:
-            for f, atoms in project(dims, self.dims[value], node.factors, self.mesh).items():
-                atoms, known = before_any(atoms, barred), claims.get(f)
+            for f, suggested in project(dims, self.dims[value], node.factors, self.mesh).items():
+                atoms = before_any(suggested, barred)
+                claimed = claims.get(f)
                 if f in pinned or not atoms:
                     continue
-                if known is None or known == atoms[: len(known)]:
+                if claimed is None or claimed == atoms[: len(claimed)]:
                     claims[f] = atoms
-                elif known[: len(atoms)] != atoms:
-                    claims[f] = common_prefix(known, atoms)
-                    disputed[f] = (*disputed.get(f, ()), *known, *atoms)
-        owners: dict[tuple[int, str], int] = {}
-        twice: set[tuple[int, str]] = set()
-        for f, atoms in claims.items():
-            for a in atoms:
-                if owners.setdefault((node.component[f], a), f) != f:
-                    twice.add((node.component[f], a))
-        for f, atoms in claims.items() if twice else ():
-            cut = next((i for i, a in enumerate(atoms) if (node.component[f], a) in twice), len(atoms))
-            if cut < len(atoms):
-                claims[f], disputed[f] = atoms[:cut], (*disputed.get(f, ()), *atoms[cut:])
+                elif claimed[: len(atoms)] != atoms:
+                    claims[f] = common_prefix(claimed, atoms)
+                    disputed[f] = (*disputed.get(f, ()), *claimed, *atoms)
+        _drop_atoms_of_several(claims, disputed, node.component)
         return claims, disputed
 
     def _pinned(self, node: Node) -> Split:
         return {} if node.equation is None else dict(self.manual.pinned(node.equation))
 
     def _refined(self, node: Node, split: Split) -> Sequence[Change]:
-        """How the open dimensions of a node's arrays are refined to a split of its factors."""
-        own = {value: list(self.dims[value]) for value, _ in node.tensors}
-        found = []
+        """The changes that refine open dimensions of a node's arrays to a split of its factors."""
+        dims_of = {value: list(self.dims[value]) for value, _ in node.tensors}
+        changes = []
         for i, (value, dims) in enumerate(node.tensors):
-            current, is_open = own[value], self.open[value]
+            current_dims, is_open = dims_of[value], self.open[value]
             for d, factors in enumerate(dims):
                 if not is_open[d]:
                     continue
@@ -321,49 +317,67 @@ class _State:
                     and node.factors[factors[0]].kind == COMMUNICATE
                     and value.shape[d] < self.mesh.count(wanted)
                 ):
-                    continue  # a short part of a split dimension: most devices would have none of it
-                have = current[d]
-                if len(wanted) <= len(have) or wanted[: len(have)] != have:
+                    continue  # a short slice of a split dimension: most devices would have no part of it
+                current_atoms = current_dims[d]
+                if len(wanted) <= len(current_atoms) or wanted[: len(current_atoms)] != current_atoms:
                     continue
                 new = set(wanted)
                 if not new.isdisjoint(dict(self.unreduced.get(value, ()))):
-                    continue  # it is in parts of a sum over these
-                if not all(new.isdisjoint(dim) for other, dim in enumerate(current) if other != d):
+                    continue  # the value is unreduced over these atoms
+                if not all(new.isdisjoint(dim) for other, dim in enumerate(current_dims) if other != d):
                     continue
-                current[d] = wanted
+                current_dims[d] = wanted
                 others = (k for k, (v, _) in enumerate(node.tensors) if v is not value)
-                source = next((k for k in others if any(map(new.intersection, own[node.tensors[k][0]]))), None)
-                found.append(Change(i, d, wanted, source))
-        return found
+                source = next((k for k in others if any(map(new.intersection, dims_of[node.tensors[k][0]]))), None)
+                changes.append(Change(i, d, wanted, source))
+        return changes
 
     def _change(self, node: Node, changes: Sequence[Change]) -> None:
         e = node.line_of
         for i, d, atoms, source in changes:
-            value, dims = node.tensors[i][0], self.dims[node.tensors[i][0]]
-            self.dims[value] = (*dims[:d], atoms, *dims[d + 1 :])
-            came = None if source is None else node.tensors[source][0]
-            self.reasons[value, d] = Reason("propagated", e.line if e else "", e.name if e else "", came)
+            value, old_dims = node.tensors[i][0], self.dims[node.tensors[i][0]]
+            self.dims[value] = (*old_dims[:d], atoms, *old_dims[d + 1 :])
+            from_value = None if source is None else node.tensors[source][0]
+            self.reasons[value, d] = Reason("propagated", e.line if e else "", e.name if e else "", from_value)
             self._wake(value)
 
 
+def _drop_atoms_of_several(claims: Split, disputed: dict[int, Atoms], component: Sequence[int]) -> None:
+    """Cuts claims before the first atom that two factors of one component claim, and adds the rest to ``disputed``."""
+    owners: dict[tuple[int, str], int] = {}
+    claimed_twice: set[tuple[int, str]] = set()
+    for f, atoms in claims.items():
+        for a in atoms:
+            if owners.setdefault((component[f], a), f) != f:
+                claimed_twice.add((component[f], a))
+    if not claimed_twice:
+        return
+    for f, atoms in claims.items():
+        cut = next((i for i, a in enumerate(atoms) if (component[f], a) in claimed_twice), len(atoms))
+        if cut < len(atoms):
+            claims[f] = atoms[:cut]
+            disputed[f] = (*disputed.get(f, ()), *atoms[cut:])
+
+
 def _to_be_moved(rule: Rule, operands: Sequence[Sequence[Atoms]], mesh: Mesh) -> Iterator[tuple[int, Atoms]]:
-    for dims, have in zip(rule.operands, operands, strict=True):
-        split = project(dims, have, rule.factors, mesh) if any(have) else {}
-        if any(have) and (place(dims, split) != have or not is_valid(rule, split, mesh)):
-            atoms = tuple(a for own in have for a in own)
-            yield from ((f, atoms) for own in dims for f in own if rule.factors[f].kind == PARALLEL)
+    """The parallel factors of operands that are split as the equation cannot be, each with all atoms of its operand."""
+    for dims, dims_of_operand in zip(rule.operands, operands, strict=True):
+        split = project(dims, dims_of_operand, rule.factors, mesh) if any(dims_of_operand) else {}
+        if any(dims_of_operand) and (place(dims, split) != dims_of_operand or not is_valid(rule, split, mesh)):
+            atoms = tuple(a for group in dims_of_operand for a in group)
+            yield from ((f, atoms) for group in dims for f in group if rule.factors[f].kind == PARALLEL)
 
 
-def _fitting(factors: tuple[int, ...], split: Split, table: Sequence[Factor], mesh: Mesh) -> Atoms:
-    """The atoms that a split puts on a dimension, as far as they leave its parts contiguous and equal."""
+def _fitting(factors: tuple[int, ...], split: Split, factor_table: Sequence[Factor], mesh: Mesh) -> Atoms:
+    """The atoms that a split gives a dimension, as far as they leave its parts contiguous and equal."""
     if len(factors) == 1:
         return split.get(factors[0], ())
     atoms: list[str] = []
     for f in factors:
-        own = split.get(f, ())
-        while own and table[f].size % mesh.count(own):
-            own = own[:-1]
-        atoms += own
-        if mesh.count(own) != table[f].size:
+        factor_atoms = split.get(f, ())
+        while factor_atoms and factor_table[f].size % mesh.count(factor_atoms):
+            factor_atoms = factor_atoms[:-1]
+        atoms += factor_atoms
+        if mesh.count(factor_atoms) != factor_table[f].size:
             break
     return tuple(atoms)

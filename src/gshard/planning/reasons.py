@@ -1,4 +1,4 @@
-"""Reasons: traces the sharding of each value of a plan back to a mark or argument."""
+"""Traces the sharding of each value of a plan back to a mark or argument."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class Reasons(Mapping[tuple[Value, int], Reason]):
 def reasons_of(
     program: Program, shardings: Mapping[Value, Sharding], propagated: Propagated
 ) -> dict[tuple[Value, int], Reason]:
-    """Why each dimension is split: through which equation its atoms came, and from which value.
+    """Why each dimension is split: the equation through which its atoms came, and the value from which they came.
 
-    Reasons begin at marks and arguments and go from array to array as far as atoms are shared: first on the way on
-    which propagation went, where values are split as propagation says; else as it was cheapest.
+    Reasons begin at marks and arguments and pass from array to array as far as these share atoms. They follow the steps
+    of propagation where values have their propagated shardings, and otherwise any equation at which the arrays meet.
     """
     followers: dict[Value, list[tuple[Value, int]]] = {}
     reasons: dict[tuple[Value, int], Reason] = {}
@@ -50,8 +50,8 @@ def reasons_of(
             reasons[v, d] = reason
         else:
             followers.setdefault(reason.source, []).append((v, d))
-    around = _around(program)
-    # Dimensions of each value for which there is no reason yet.
+    neighbours = _neighbours(program)
+    # For each value, the split dimensions without a reason so far.
     missing = {
         v: [d for d, atoms in enumerate(s.dims) if atoms and (v, d) not in reasons] for v, s in shardings.items()
     }
@@ -60,16 +60,18 @@ def reasons_of(
     queues[0].extend(dict.fromkeys(v for v, _ in reasons))
     while (level := next((i for i, queue in enumerate(queues) if queue), None)) is not None:
         source = queues[level].popleft()
-        found = []
+        reached = []
         if level == 0:
-            found = [(v, d, propagated.reasons[v, d]) for v, d in followers.get(source, ())]
+            reached = [(v, d, propagated.reasons[v, d]) for v, d in followers.get(source, ())]
         else:
-            own = {a for d, atoms in enumerate(shardings[source].dims) if (source, d) in reasons for a in atoms}
-            for v, e in around.get(source, ()) if own else ():
+            source_atoms = {
+                a for d, atoms in enumerate(shardings[source].dims) if (source, d) in reasons for a in atoms
+            }
+            for v, e in neighbours.get(source, ()) if source_atoms else ():
                 for d in missing.get(v, ()):
-                    if _comes_from(shardings[v].dims[d], own, level):
-                        found.append((v, d, Reason("cost", e.line, e.name, source)))
-        for v, d, reason in found:
+                    if _comes_from(shardings[v].dims[d], source_atoms, level):
+                        reached.append((v, d, Reason("cost", e.line, e.name, source)))
+        for v, d, reason in reached:
             if (v, d) not in reasons:
                 reasons[v, d] = reason
                 queues[0].append(v)
@@ -84,15 +86,15 @@ def reasons_of(
     return reasons
 
 
-def _comes_from(atoms: Atoms, own: set[str], level: int) -> bool:
-    """Whether atoms come from an array that has these: all of them do, at the second level the major one, or any."""
+def _comes_from(atoms: Atoms, source_atoms: set[str], level: int) -> bool:
+    """Whether atoms come from an array with ``source_atoms``: at level 1 all of them, at 2 the major one, at 3 any."""
     if level == 1:
-        return bool(atoms) and own.issuperset(atoms)
-    return bool(own & set(atoms[:1] if level == 2 else atoms))
+        return bool(atoms) and source_atoms.issuperset(atoms)
+    return bool(source_atoms & set(atoms[:1] if level == 2 else atoms))
 
 
-def _around(program: Program) -> dict[Value, list[tuple[Value, Equation]]]:
-    """The other arrays of the equations, and of the boundaries of regions, that each value is at."""
+def _neighbours(program: Program) -> dict[Value, list[tuple[Value, Equation]]]:
+    """For each value, the other arrays at its equations and at the boundaries of its regions."""
     around: dict[Value, list[tuple[Value, Equation]]] = {}
     for e in program.block.walk():
         arrays = dict.fromkeys(v for v in (*e.inputs, *e.outputs) if isinstance(v, Value) and e.rule is not None)

@@ -1,9 +1,10 @@
-"""Room: the bytes of arrays beyond those of the marks, and how many of them a loop may hold.
+"""Computes the bytes of arrays beyond those of the marks, and how many of them a loop may hold.
 
-A loop holds what is brought there before it begins, what its rounds stack, and what they carry. Weights that marks
-split are gathered one layer at a time, and their gradients scattered in the rounds that make them, also where they are
-added up over micro-batches. To hold all of them would send less, and would not fit. A stack that is small beside the
-largest array of a round may be gathered or reduced at once.
+A loop holds the values that it reads from outside, the values that its iterations stack, and those that they pass on.
+gshard gathers weights that marks split one layer at a time, and scatters their gradients in the iterations that compute
+them, also if micro-batches add them up. To hold all of them at once would send less, but would not fit into memory. A
+stack that is small beside the largest array of an iteration may be gathered or reduced at once
+(``graph.without_excess_in_loops``).
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from gshard.core.mesh import Mesh
 from gshard.core.plan import local_bytes
 from gshard.core.program import Edge, Equation, Value
 from gshard.core.sharding import Sharding
-from gshard.planning.graph import SMALL, STACKED, WHOLE, Brought, largest_of_round
+from gshard.planning.graph import SMALL, STACKED, WHOLE, LoopBytes, largest_of_iteration
 from gshard.planning.propagated import Propagated
 from gshard.solver.problem import Bools, Floats
 
 
 class Room:
-    """The room of the loops of a program.
+    """The bytes that the loops of a program may hold.
 
     Args:
-        loops: what runs its body more than once.
-        propagated: what follows from the marks; where there are none, loops hold what they like.
+        loops: the equations that run their bodies more than once.
+        propagated: the propagated shardings; None if there are none, so that loops have no limit.
         mesh: the devices.
     """
 
@@ -34,32 +35,32 @@ class Room:
         self._loops, self._propagated, self._mesh = loops, propagated, mesh
         self._largest: dict[Equation, int] = {}
 
-    def more(self, e: Equation, edge: Edge, sizes: Sequence[int]) -> Floats | None:
-        """float64 [states]: by how many bytes a value at a loop's boundary is more than the marks say.
+    def extra_bytes(self, e: Equation, edge: Edge, sizes: Sequence[int]) -> Floats | None:
+        """float64 [states]: bytes of a value at a loop's boundary beyond those of the marks.
 
         Args:
             e: the loop.
             edge: the value outside and the one inside.
-            sizes: for each state the bytes of the value outside.
+            sizes: for each state, the bytes of the value outside on one device.
 
         Returns:
-            None if ``e`` is no loop, or nothing is known of marks.
+            None if ``e`` is no loop, or if there are no propagated shardings.
         """
         if self._propagated is None or e not in self._loops:
             return None
-        known, stacked = self._propagated.shardings, len(edge.outer.shape) - len(edge.inner.shape)
-        least = local_bytes(edge.outer, known[edge.outer], self._mesh)
-        if stacked:
-            inside = Sharding(((),) * stacked + known[edge.inner].dims)
+        shardings, stacked_dims = self._propagated.shardings, len(edge.outer.shape) - len(edge.inner.shape)
+        least = local_bytes(edge.outer, shardings[edge.outer], self._mesh)
+        if stacked_dims:
+            inside = Sharding(((),) * stacked_dims + shardings[edge.inner].dims)
             least = max(least, local_bytes(edge.outer, inside, self._mesh))
         return np.array(sizes, float) - least
 
-    def beyond(self, group: Sequence[Value], states: Sequence[Sharding]) -> Floats:
-        """float64 [states]: by how many bytes the largest of some values is more than the marks say; else zero.
+    def extra_bytes_of_group(self, group: Sequence[Value], states: Sequence[Sharding]) -> Floats:
+        """float64 [states]: bytes of the largest value of a group beyond those of the marks, at least 0.
 
         Args:
-            group: values that are sharded alike.
-            states: how.
+            group: values with one sharding.
+            states: the shardings to compare.
         """
         if self._propagated is None:
             return np.zeros(len(states))
@@ -67,18 +68,18 @@ class Room:
         sizes = np.array([local_bytes(v, s, self._mesh) for s in states], float)
         return (sizes - local_bytes(v, self._propagated.shardings[v], self._mesh)).clip(0)
 
-    def brought(self, node: int, e: Equation, more: Floats, stacked: bool) -> Brought:
-        """Values that a loop reads from outside, unchanged or moved, by the states of a node for both.
+    def loop_input(self, node: int, e: Equation, extra_bytes: Floats, is_stacked: bool) -> LoopBytes:
+        """The bytes of a value that a loop reads from outside.
 
-        An unchanged value counts for the loop only if it is a stack, because a stack is held until the loop
-        ends.
+        The states of the node are the shardings of the unchanged value, then those of a copy. An unchanged value counts
+        only if it is a stack, because memory holds a stack until the loop ends.
         """
-        unchanged = more if stacked else np.zeros(len(more))
-        return Brought(node, e, np.concatenate([unchanged, more]), STACKED if stacked else WHOLE)
+        unchanged = extra_bytes if is_stacked else np.zeros(len(extra_bytes))
+        return LoopBytes(node, e, np.concatenate([unchanged, extra_bytes]), STACKED if is_stacked else WHOLE)
 
-    def fits(self, e: Equation, more: Floats) -> Bools:
-        """bool [states]: whether so much more is small beside the largest array that a round makes, as marks say."""
+    def fits(self, e: Equation, extra_bytes: Floats) -> Bools:
+        """bool [states]: whether the extra bytes are few beside the largest array of an iteration under the marks."""
         assert self._propagated is not None
         if e not in self._largest:
-            self._largest[e] = largest_of_round(e, self._propagated.shardings, self._mesh)
-        return more <= SMALL * self._largest[e]
+            self._largest[e] = largest_of_iteration(e, self._propagated.shardings, self._mesh)
+        return extra_bytes <= SMALL * self._largest[e]

@@ -1,7 +1,7 @@
-"""Recorded: a plan as plain data, which can be applied to the same program in another process.
+"""Stores a plan as plain data, which can be applied to the same program in another process.
 
-A plan is about the values of one trace. What is recorded of it is how each of them is sharded and each equation is
-split, in program order, and the text of the program. A program that reads differently is refused.
+A plan refers to the values of one trace. A saved plan has the sharding of each value and the split of each equation in
+program order, and the text of the program. gshard refuses a program with another text.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from gshard.planning.io_shardings import at_boundary
 from gshard.planning.settled import settled
 
 _FORMAT = 4
-_SHOWN = 6  # lines of what has changed,
-_WIDE = 160  # and letters of each
+_SHOWN = 6  # changed lines in an error message
+_WIDE = 160  # characters of each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,13 +37,14 @@ class SavedPlan:
     """A plan as plain data.
 
     Attributes:
-        program: the text of its program.
+        program: the text of the program.
         axes: names and sizes of the mesh's axes.
-        shardings: of each value, as text.
-        splits: of each equation, pairs of a factor's number and the atoms that it was given.
-        rings: the equations, by their number, that are collective matmuls, and how.
-        shared_reshards, leaves: values, by their number, that are read or leave otherwise, and how, as text.
-        finite: whether it was made for ``finite=True``.
+        shardings: for each value, its sharding as text.
+        splits: for each equation, pairs of the number of a factor and its atoms.
+        rings: numbers of the equations that are collective matmuls, and their rings.
+        shared_reshards: numbers of values that several equations read in another sharding, and that sharding as text.
+        leaves: numbers of results that leave in another sharding, and that sharding as text.
+        finite: whether the plan was made with ``finite=True``.
     """
 
     program: str
@@ -57,26 +58,26 @@ class SavedPlan:
 
     @staticmethod
     def of(plan: Plan) -> SavedPlan:
-        """Records a plan."""
+        """Saves a plan as plain data."""
         shardings = tuple(plan.format(v) for v in plan.program.block.values())
         splits = (plan.splits.get(e, {}) for e in plan.program.block.walk())
         kept = tuple(tuple((f, atoms) for f, atoms in sorted(split.items()) if atoms) for split in splits)
         rings = tuple((i, plan.rings[e]) for i, e in enumerate(plan.program.block.walk()) if e in plan.rings)
 
-        def otherwise(ways: Mapping[Value, Sharding]) -> tuple[tuple[int, str], ...]:
-            pairs = [(i, v, ways[v]) for i, v in enumerate(plan.program.block.values()) if v in ways]
-            return tuple((i, way.format(plan.mesh, v.shape, v.dtype_name)) for i, v, way in pairs)
+        def as_text(changed: Mapping[Value, Sharding]) -> tuple[tuple[int, str], ...]:
+            pairs = [(i, v, changed[v]) for i, v in enumerate(plan.program.block.values()) if v in changed]
+            return tuple((i, sharding.format(plan.mesh, v.shape, v.dtype_name)) for i, v, sharding in pairs)
 
         text = format_block(plan.program.block)
-        read, leave = otherwise(plan.shared_reshards), otherwise(plan.leaves)
+        read, leave = as_text(plan.shared_reshards), as_text(plan.leaves)
         return SavedPlan(text, plan.mesh.axes, shardings, kept, rings, read, leave, plan.program.finite)
 
     @staticmethod
     def checked(plan: Any) -> SavedPlan | None:
-        """A plan as plain data, from a plan or what was recorded of one; None if there is none.
+        """A saved plan from a plan or a saved plan; None from None.
 
         Raises:
-            PlanError: it is something else.
+            PlanError: ``plan`` is something else.
         """
         if plan is None or isinstance(plan, SavedPlan):
             return plan
@@ -89,7 +90,7 @@ class SavedPlan:
         )
 
     def plan(self, program: Program, mesh: Mesh, boundary: Boundary = AS_MARKED) -> Plan:
-        """The plan for a traced program that reads the same once it is settled (``planning.settled``).
+        """The plan for a traced program that has the same text once it is settled (``planning.settled``).
 
         Raises:
             ShardingError: a mark does not fit its value or the mesh.
@@ -99,7 +100,7 @@ class SavedPlan:
         return self.plan_of_settled(settled(program, mesh).program, mesh, boundary)
 
     def plan_of_settled(self, program: Program, mesh: Mesh, boundary: Boundary = AS_MARKED) -> Plan:
-        """The plan for a settled program that reads the same.
+        """The plan for a settled program with the same text.
 
         Raises:
             PlanError: the program is another one; the message has the first lines that differ.
@@ -130,8 +131,8 @@ class SavedPlan:
         splits = {e: dict(split) for e, split in zip(equations, self.splits, strict=True) if e.rule is not None}
         rings = {equations[i]: ring for i, ring in self.rings}
         reshards, leaves = (
-            {values[i]: Sharding.parse(text, mesh)[0] for i, text in ways}
-            for ways in (self.shared_reshards, self.leaves)
+            {values[i]: Sharding.parse(text, mesh)[0] for i, text in numbered}
+            for numbered in (self.shared_reshards, self.leaves)
         )
         return dataclasses.replace(plan_of(program, mesh, shardings, splits, reshards, leaves, boundary), rings=rings)
 
@@ -144,16 +145,16 @@ class SavedPlan:
             )
 
     def as_json(self) -> str:
-        """As text, to be read by ``SavedPlan.of_json``."""
+        """The plan as JSON text, for ``SavedPlan.of_json``."""
         return json.dumps({"format": _FORMAT, **dataclasses.asdict(self)}, indent=1) + "\n"
 
     def save(self, path: str | Path) -> None:
-        """Writes it as JSON, to be read by ``SavedPlan.load``."""
+        """Writes the plan to a file as JSON, for ``SavedPlan.load``."""
         Path(path).write_text(self.as_json(), "utf-8")
 
     @staticmethod
     def load(path: str | Path) -> SavedPlan:
-        """Reads what ``save`` wrote.
+        """Reads a plan from a file that ``save`` wrote.
 
         Raises:
             PlanError: the file is no plan.
@@ -166,7 +167,7 @@ class SavedPlan:
 
     @staticmethod
     def of_json(text: str, path: str = "the text") -> SavedPlan:
-        """Reads what ``as_json`` gave.
+        """Reads a plan from the text of ``as_json``.
 
         Raises:
             PlanError: the text is no plan.
@@ -205,7 +206,7 @@ def plan_of(
     leaves: Mapping[Value, Sharding],
     boundary: Boundary = AS_MARKED,
 ) -> Plan:
-    """A plan that was not propagated but chosen as a whole. The shardings obey the program's marks."""
+    """A plan of chosen shardings and splits. The shardings must obey the program's marks."""
     reasons: dict[tuple[Value, int], Reason] = {}
     orders: dict[Value, Order] = {}
     producers = {v: e for e in program.block.walk() for v in e.outputs}
@@ -222,21 +223,25 @@ def plan_of(
 
 
 def _changes(before: str, after: str) -> list[str]:
-    """The first lines that differ, those of the plan beside those of the program."""
+    """The first lines that differ: each line of the plan before the line of the program."""
     old, new = before.splitlines(), after.splitlines()
-    changed = [
-        ways for ways in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes() if ways[0] != "equal"
+    changed_ranges = [
+        opcode
+        for opcode in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
+        if opcode[0] != "equal"
     ]
-    told: list[str] = []
-    for _, i, end, j, to in changed:
+    lines: list[str] = []
+    for _, i, end, j, to in changed_ranges:
         for a, b in itertools.zip_longest(old[i:end], new[j:to]):
-            same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a or "", b or "")))
-            told += [f"{sign} {_around(text, same)}" for sign, text in (("-", a), ("+", b)) if text is not None]
-    return told[:_SHOWN]
+            common_prefix = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a or "", b or "")))
+            lines += [
+                f"{sign} {_around(text, common_prefix)}" for sign, text in (("-", a), ("+", b)) if text is not None
+            ]
+    return lines[:_SHOWN]
 
 
 def _around(line: str, same: int) -> str:
-    """A line, cut where it is long to what is around its first ``same`` letters."""
+    """A line; if it is long, only the part around the end of its first ``same`` characters."""
     line = line.replace("   # ", " # ").strip()
     begin = max(0, same - _WIDE // 2) if len(line) > _WIDE else 0
     return f"{'...' if begin else ''}{line[begin : begin + _WIDE]}{'...' if begin + _WIDE < len(line) else ''}"

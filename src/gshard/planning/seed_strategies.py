@@ -1,4 +1,4 @@
-"""Suggested: shardings over parts of axes, and splits, that follow from propagated shardings."""
+"""Derives the shardings and splits that propagated shardings suggest, over whole axes and over parts of axes."""
 
 from __future__ import annotations
 
@@ -19,50 +19,53 @@ from gshard.planning.strategies import Component, places_of, shardings, share, s
 from gshard.planning.value_classes import Kinds, kinds_at
 
 
-def arrays_as(e: Equation, propagated: Propagated) -> tuple[Arrays, ...]:
-    """The operands and results of an equation as they are sharded; and as they could be, if that is otherwise."""
+def propagated_arrays(e: Equation, propagated: Propagated) -> tuple[Arrays, ...]:
+    """The operands and results of an equation with their propagated shardings, then with ``supposed`` ones if other."""
     known = arrays_of(e, propagated.shardings)
     supposed = arrays_of(e, propagated.supposed) if propagated.moved else known
     return (known,) if supposed == known else (known, supposed)
 
 
-def in_parts(
-    propagated: Propagated, kinds: Kinds, tied: Collection[Equation], axes: Sequence[Atoms], *, whole: bool
+def suggested_shardings(
+    propagated: Propagated, kinds: Kinds, tied: Collection[Equation], axes: Sequence[Atoms], *, whole_axes: bool
 ) -> dict[Value, dict[Sharding, None]]:
-    """Shardings, over parts of axes, in which equations make or take a value where it is sharded as propagation says.
+    """Shardings over parts of axes in which equations read or make a value that is sharded as propagation found.
 
     Args:
         propagated: what follows from the marks.
-        kinds: of the values, by that.
+        kinds: the kind of each value.
         tied: equations that have no choice of their own.
-        axes: those that move as wholes.
-        whole: also over whole axes, where not all of these are compared (``planning.nearby``).
+        axes: the axes that move as wholes.
+        whole_axes: include shardings over whole axes, because not all of these are compared (``planning.nearby``).
     """
-    found: dict[Value, dict[Sharding, None]] = {}
-    known: dict[object, list[tuple[int, Sharding]]] = {}
+    suggested: dict[Value, dict[Sharding, None]] = {}
+    by_key: dict[object, list[tuple[int, Sharding]]] = {}
     for e in propagated.program.block.walk():
         if e.rule is None or not e.rule.is_free or e in tied:
             continue
         key = e.rule, kinds_at(e, kinds)
-        if key not in known:
-            arrays, mesh = arrays_as(e, propagated), propagated.mesh
-            known[key] = [found for own in arrays for found in _of_rule(e.rule, own, mesh, axes, whole)]
-        values = (*e.inputs, *e.outputs) if known[key] else ()
-        for i, sharding in known[key]:
+        if key not in by_key:
+            by_key[key] = [
+                found
+                for arrays in propagated_arrays(e, propagated)
+                for found in _suggested_by(e.rule, arrays, propagated.mesh, axes, whole_axes)
+            ]
+        values = (*e.inputs, *e.outputs) if by_key[key] else ()
+        for i, sharding in by_key[key]:
             if isinstance(v := values[i], Value):
-                found.setdefault(v, {})[sharding] = None
-    return found
+                suggested.setdefault(v, {})[sharding] = None
+    return suggested
 
 
-def _of_rule(
-    rule: Rule, arrays: Arrays, mesh: Mesh, axes: Sequence[Atoms], whole: bool
+def _suggested_by(
+    rule: Rule, arrays: Arrays, mesh: Mesh, axes: Sequence[Atoms], whole_axes: bool
 ) -> Iterator[tuple[int, Sharding]]:
     for split in candidates(rule, arrays, mesh):
-        if whole or any(not is_made_of(atoms, axes) for atoms in split.values()):
-            yield from enumerate(met_in(rule, (split,)))
+        if whole_axes or any(not is_made_of(atoms, axes) for atoms in split.values()):
+            yield from enumerate(array_shardings(rule, (split,)))
 
 
-def shardings_as(
+def group_shardings(
     group: Sequence[Value],
     propagated: Propagated | None,
     mesh: Mesh,
@@ -72,37 +75,46 @@ def shardings_as(
     even: bool = False,
     changes: int | None = None,
 ) -> tuple[Sharding, ...]:
-    """The shardings over whole axes of values that are sharded alike, as they are worth considering by propagation.
+    """The shardings over whole axes to compare for values that have one sharding.
 
-    With ``changes``, at most so many axes are elsewhere than it says.
+    With ``changes``, at most so many axes differ from the propagated shardings.
     """
-    v, also, near = group[0], frozenset[tuple[int, Atoms]](), None
+    v = group[0]
+    uneven_cuts: frozenset[tuple[int, Atoms]] = frozenset()
+    near: tuple[Sharding, ...] | None = None
     if propagated is not None and not even:
-        cut = enumerate(zip(v.shape, propagated.shardings[v].dims, strict=True))
-        also = frozenset((d, own) for d, (n, own) in cut if n % mesh.count(own))
+        dims = enumerate(zip(v.shape, propagated.shardings[v].dims, strict=True))
+        uneven_cuts = frozenset((d, atoms) for d, (n, atoms) in dims if n % mesh.count(atoms))
     if propagated is not None and changes is not None:
         near = tuple(dict.fromkeys(propagated.shardings[u] for u in group))
-    find = functools.partial(shardings, v.shape, mesh, axes, even=even, also=also, near=near, changes=changes or 0)
-    found = [find(unreduced=m) for m in monoids or ("",)]
-    return found[0] if len(found) == 1 else tuple(dict.fromkeys(s for some in found for s in some))
+    find = functools.partial(
+        shardings, v.shape, mesh, axes, even=even, also=uneven_cuts, near=near, changes=changes or 0
+    )
+    by_monoid = [find(unreduced=monoid) for monoid in monoids or ("",)]
+    if len(by_monoid) == 1:
+        return by_monoid[0]
+    return tuple(dict.fromkeys(s for found in by_monoid for s in found))
 
 
-def as_demanded(found: Sequence[Sharding], said: Sequence[Demand], barred: frozenset[str]) -> tuple[Sharding, ...]:
-    """Those of some shardings that are as marks ask, and over no barred atoms; what marks ask if none is."""
-    found = [s for s in found if barred.isdisjoint(s.atoms)] if barred else found
-    for demand in said:
-        found = [*filter(demand.allows, found)] or [demand.sharding]  # it names parts of axes, or axes in another order
-    return tuple(found)
+def allowed_by_marks(
+    shardings: Sequence[Sharding], demands: Sequence[Demand], barred: frozenset[str]
+) -> tuple[Sharding, ...]:
+    """The shardings that all demands allow and that use no barred atoms; if none is left, those of the demands."""
+    allowed = [s for s in shardings if barred.isdisjoint(s.atoms)]
+    for demand in demands:
+        # A mark may name parts of axes, or axes in another order: then no sharding over whole axes fits.
+        allowed = [*filter(demand.allows, allowed)] or [demand.sharding]
+    return tuple(allowed)
 
 
-def met_in(rule: Rule, ways: Sequence[Split]) -> Iterator[Sharding]:
-    """How operands and results are sharded where an equation is split so."""
-    for split in ways:
+def array_shardings(rule: Rule, splits: Sequence[Split]) -> Iterator[Sharding]:
+    """The shardings of the operands and results of an equation under each split."""
+    for split in splits:
         yield from (operand_sharding(rule, i, split) for i in range(len(rule.operands)))
         yield from (result_sharding(rule, i, split) for i in range(len(rule.results)))
 
 
-def ways_as(
+def component_splits(
     rule: Rule,
     component: Component,
     passing: frozenset[int],
@@ -113,52 +125,63 @@ def ways_as(
     pinned: Split | None = None,
     changes: int | None = None,
 ) -> tuple[tuple[Split, ...], float]:
-    """The splits of a component of an equation over whole axes and those that its arrays suggest; what is asked for.
-
-    The latter is the largest share of its work that a device has as the marks ask (``_asked``); ``inf`` if they do not.
+    """The splits of a component of an equation: over whole axes, and those that its arrays suggest.
 
     Args:
-        rule, component: which.
-        passing: the ways in which parts still to be combined may pass.
-        arrays: its operands and results.
+        rule: the rule of the equation.
+        component: the component.
+        passing: the keys of sums (below zero) over which unreduced operands may pass.
+        arrays: the operands and results, as propagation found them.
         mesh: the devices.
-        axes: those that move as wholes.
-        barred: atoms over which it cannot be split, since they are manual there; no axes either.
-        pinned: factors that are split over these all the same, in every way.
-        changes: how many axes may be elsewhere than the arrays suggest first; None if all may.
+        axes: the axes that move as wholes.
+        barred: atoms that are manual at the equation, so that no split may use them.
+        pinned: splits of factors over manual atoms, which every split contains.
+        changes: how many axes may differ from the first suggestion; None if all may.
+
+    Returns:
+        the splits, and the largest share of the work of the equation on one device under the marks (``inf`` without
+        suggestions).
     """
     if rule.manual is not None:
         return splits(rule, component, mesh, axes, passing, pinned=tuple((pinned or {}).items())), math.inf
-    near = [s for own in arrays for s in candidates(rule, own, mesh)] if rule.fixed is None else []
-    near = [s for s in near if barred.isdisjoint(a for atoms in s.values() for a in atoms)] if barred else near
-    suggested = tuple({f: a for f, a in s.items() if f in component.factors} for s in near)
-    cuts = ((f, a, rule.factors[f].size) for s in suggested for f, a in s.items() if f >= 0)
-    uneven = frozenset((f, a) for f, a, n in cuts if n % mesh.count(a))
+    near = [split for known in arrays for split in candidates(rule, known, mesh)] if rule.fixed is None else []
+    if barred:
+        near = [split for split in near if barred.isdisjoint(a for atoms in split.values() for a in atoms)]
+    suggested = tuple(_of_component(split, component) for split in near)
+    cuts = ((f, atoms) for split in suggested for f, atoms in split.items() if f >= 0)
+    uneven = frozenset((f, atoms) for f, atoms in cuts if rule.factors[f].size % mesh.count(atoms))
     expected = None
     if arrays and changes is not None:
-        first = (candidates(rule, own, mesh)[0] for own in arrays)
-        own_factors = ({f: atoms for f, atoms in split.items() if f in component.factors} for split in first)
-        expected = tuple(dict.fromkeys(places_of(split, axes) for split in own_factors))
-    found = splits(rule, component, mesh, axes, passing, uneven, expected, changes or 0)
-    known = {key_of(split) for split in found}
-    new = {key_of(s): s for s in suggested if all(f >= 0 or f in passing for f, a in s.items() if a)}
-    stays = [s for own in arrays for s in led(rule, own, mesh)] if suggested else []
-    return found + tuple(s for own, s in new.items() if own not in known), _asked(rule, suggested, stays, mesh)
+        first = (_of_component(candidates(rule, known, mesh)[0], component) for known in arrays)
+        expected = tuple(dict.fromkeys(places_of(split, axes) for split in first))
+    over_axes = splits(rule, component, mesh, axes, passing, uneven, expected, changes or 0)
+    known_keys = {key_of(split) for split in over_axes}
+    possible = (split for split in suggested if all(f >= 0 or f in passing for f, atoms in split.items() if atoms))
+    more = {key_of(split): split for split in possible}
+    unmoved = [split for known in arrays for split in led(rule, known, mesh)] if suggested else []
+    found = over_axes + tuple(split for key, split in more.items() if key not in known_keys)
+    return found, _marked_share(rule, suggested, unmoved, mesh)
 
 
-def _asked(rule: Rule, suggested: Sequence[Split], stays: Sequence[Split], mesh: Mesh) -> float:
-    """The largest share of an equation's work that a device has as the marks ask.
+def _of_component(split: Split, component: Component) -> Split:
+    """The part of a split that concerns a component."""
+    return {f: atoms for f, atoms in split.items() if f in component.factors}
 
-    It is that of the suggested splits with most parts. Those of a dimension smaller than the mesh are unequal: most
-    devices have one element or none. Where arrays that stay as they are sharded lead to unequal parts, these are what
-    is asked for, although another dimension could be cut in equal ones: to cut that one is not worth any price.
+
+def _marked_share(rule: Rule, suggested: Sequence[Split], unmoved: Sequence[Split], mesh: Mesh) -> float:
+    """The largest share of an equation's work that a device has under the marks.
+
+    It is the share of the suggested splits with the most parts. Parts of a dimension smaller than the mesh are unequal:
+    most devices have one element or none. If arrays that keep their sharding lead to unequal parts, the share is that
+    of the busiest device, although another dimension has equal parts: to split that dimension is not worth any price.
     """
     if not suggested:
         return math.inf
     most = max(_parts(split, mesh) for split in suggested)
-    unequal = [share(rule, split, mesh) for split in stays if _parts(split, mesh) == most]
+    unequal = [share(rule, split, mesh) for split in unmoved if _parts(split, mesh) == most]
     return max(unequal, default=min(share(rule, split, mesh) for split in suggested))
 
 
 def _parts(split: Split, mesh: Mesh) -> int:
+    """Into how many parts a split divides the work of an equation."""
     return math.prod(mesh.count(atoms) for f, atoms in split.items() if f >= 0)

@@ -1,11 +1,11 @@
-"""Settled: alternates propagation and rewrites that depend on shardings until neither changes anything.
+"""Alternates propagation and the rewrites that depend on shardings until neither changes anything.
 
     program, mesh ──▶ rules of the mesh ──▶ propagate ⇄ rewrite where split ──▶ Propagated, of the settled program
 
-Propagation (``planning.propagated``) reads a program and leaves it unchanged. Rewrites (``planning.decompose``) read
-the shardings that it found: a loop over a dimension becomes an operator only where that dimension is split. A rewritten
-program is propagated again, because its equations pass other shardings on. Every rewrite removes an equation that could
-be rewritten, so this ends.
+Propagation (``planning.propagated``) does not change a program. Rewrites (``planning.decompose``) read the propagated
+shardings: a loop over a dimension becomes an operator only where that dimension is split. gshard propagates a rewritten
+program again, because its equations pass other shardings on. The loop ends, because every rewrite removes an equation
+that could be rewritten.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gshard.planning.propagated import Propagated, propagated_from
 
 
 def settled(program: Program, mesh: Mesh) -> Propagated:
-    """The program to plan, ``Propagated.program``, and what follows from its marks.
+    """Settles a program: the program to plan (``Propagated.program``) and the shardings that follow from its marks.
 
     A settled program is a fixed point: ``settled(found.program, mesh).program is found.program``.
 
@@ -29,7 +29,7 @@ def settled(program: Program, mesh: Mesh) -> Propagated:
 
     Raises:
         ShardingError: a mark does not fit its value or the mesh.
-        RuleError: what a user said of an operator contradicts it.
+        RuleError: a user's rule contradicts the operator.
     """
     while True:
         program = on_mesh(program, mesh)

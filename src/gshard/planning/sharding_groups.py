@@ -1,12 +1,12 @@
-"""Sharding groups: values that elementwise equations give one common sharding.
+"""Finds sharding groups: values that elementwise equations give one common sharding.
 
     y = jnp.exp(x + 1) * m        x, x + 1, exp(x + 1), m and y are one group
 
-To move one of them and not the others would cost a collective and spare nothing that moving all of them does not. A
-value that the user marked, an argument and a value at the boundary of a loop are groups of their own: there a sharding
-may change. So is, in ``x + y``, a value that others read, too: what they want it to be need not be what the sum is.
-A sum over devices, and what it is converted to, are two groups where their elements have not equally many bytes: a
-sum in bfloat16 is combined before it becomes float32, with half the bytes.
+To reshard one of them alone would cost a collective and save nothing that a reshard of all of them does not save. A
+marked value, an argument and a value at the boundary of a loop each start a group of their own, because a sharding may
+change there. In ``x + y``, a value that other equations read too is a group of its own: these readers may need another
+sharding than the sum. A sum over devices and its conversion to another type are two groups if their elements differ in
+size: gshard combines a sum in bfloat16 before it becomes float32, with half the bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gshard.core.planning_tables import tabulated
 from gshard.core.program import Constant, Equation, Program, Value, itemsize
 from gshard.core.rule import PARALLEL, REDUCE, Rule
 
-_ADDED = frozenset({"add", "mul"})  # what only numbers can be combined by
+_ADDED = frozenset({"add", "mul"})  # monoids that only numbers have
 _NONE: Mapping[Value, str] = MappingProxyType({})
 
 
@@ -31,10 +31,10 @@ class ShardingGroups:
     """The sharding groups of a program.
 
     Attributes:
-        members: the values of each group, in program order.
+        members: for each group, its values in program order.
         of: the number of each value's group.
-        tied: the equations all of whose arrays are in one group: they have no choice of their own.
-        unreduced: by which monoids all members of a group may be parts still to be combined.
+        tied: the equations whose arrays are all in one group. They have no choice of their own.
+        unreduced: for each group whose members may be unreduced, the monoids.
     """
 
     members: tuple[tuple[Value, ...], ...]
@@ -54,15 +54,15 @@ def sharding_groups_of(
     """Finds the sharding groups of a program.
 
     Args:
-        program: its equations.
-        alone: values that are not tied to others.
-        finished: those in which nothing is left to be combined.
-        unreduced: those that marks want in parts, and by which monoid these are combined.
-        fused: whether elementwise equations cost what the kernel costs that they are part of: then nothing in it moves
-            by itself, whoever reads it.
+        program: the program.
+        alone: values that start a group of their own.
+        finished: values that are never unreduced.
+        unreduced: values that marks leave unreduced, with their monoids.
+        fused: whether an elementwise equation costs what its kernel costs, so that no value inside a kernel moves
+            alone, whatever reads it.
     """
-    monoids = _unfinished(program, finished, unreduced)
-    shared = set() if fused else _shared(program)
+    monoids = _possible_monoids(program, finished, unreduced)
+    read_by_several = set() if fused else _read_by_several(program)
     parent: dict[Value, Value] = {}
 
     def root(v: Value) -> Value:
@@ -74,7 +74,7 @@ def sharding_groups_of(
     for v in program.block.values():
         root(v)
     for e in program.block.walk():
-        together = _together(e, alone, monoids, shared)
+        together = _together(e, alone, monoids, read_by_several)
         for v in together[1:]:
             parent[root(v)] = root(together[0])
         if _has_no_choice(e, together, monoids):
@@ -83,34 +83,34 @@ def sharding_groups_of(
     for v in program.block.values():
         members.setdefault(root(v), []).append(v)
     of = {v: k for k, group in enumerate(members.values()) for v in group}
-    partial: dict[int, tuple[str, ...]] = {}
+    unreduced_groups: dict[int, tuple[str, ...]] = {}
     for k, group in enumerate(members.values()):
-        own = dict.fromkeys(m for v in group for m in monoids.get(v, ()))
-        found = [m for m in own if m not in _ADDED or all(map(_is_number, group))]
-        if found and not any(v in finished for v in group):
-            partial[k] = tuple(found)
-    return ShardingGroups(tuple(map(tuple, members.values())), of, frozenset(tied), partial)
+        candidates = dict.fromkeys(m for v in group for m in monoids.get(v, ()))
+        combinable = [m for m in candidates if m not in _ADDED or all(map(_is_number, group))]
+        if combinable and not any(v in finished for v in group):
+            unreduced_groups[k] = tuple(combinable)
+    return ShardingGroups(tuple(map(tuple, members.values())), of, frozenset(tied), unreduced_groups)
 
 
-def free_to_leave(program: Program, groups: ShardingGroups, results: Collection[Value]) -> set[int]:
-    """The groups of results that may leave as they like, and of what nothing but these is made of, in place."""
-    found = {groups.of[v] for v in results}
+def free_result_groups(program: Program, groups: ShardingGroups, results: Collection[Value]) -> set[int]:
+    """The groups of results that may leave in any sharding, and groups whose only use is to compute these in place."""
+    free = {groups.of[v] for v in results}
     users: dict[int, set[Equation]] = {}
-    for e in program.block.walk() if found else ():
+    for e in program.block.walk() if free else ():
         for v in e.inputs:
             if isinstance(v, Value):
                 users.setdefault(groups.of[v], set()).add(e)
     for e in reversed(program.block.equations):
-        made = [groups.of[v] for v in e.outputs]
-        if e.rule is not None and e.mark is None and made and found.issuperset(made):
+        result_groups = [groups.of[v] for v in e.outputs]
+        if e.rule is not None and e.mark is None and result_groups and free.issuperset(result_groups):
             if all(f.kind == PARALLEL for f in e.rule.factors):
-                own = (groups.of[v] for v in e.inputs if isinstance(v, Value))
-                found.update(k for k in own if users[k] - groups.tied <= {e})
-    return found
+                operand_groups = (groups.of[v] for v in e.inputs if isinstance(v, Value))
+                free.update(group for group in operand_groups if users[group] - groups.tied <= {e})
+    return free
 
 
-def _shared(program: Program) -> set[Value]:
-    """What more than one equation reads."""
+def _read_by_several(program: Program) -> set[Value]:
+    """The values that more than one equation reads."""
     readers = Counter(v for e in program.block.walk() for v in {v for v in e.inputs if isinstance(v, Value)})
     return {v for v, n in readers.items() if n > 1}
 
@@ -118,56 +118,59 @@ def _shared(program: Program) -> set[Value]:
 def _together(
     e: Equation, alone: Collection[Value], monoids: Mapping[Value, Collection[str]], shared: Collection[Value]
 ) -> list[Value]:
-    """The arrays of an elementwise equation that are cut alike: its result and operands of the same dimensions.
+    """The arrays of an elementwise equation that share a sharding: its result, and operands of the same dimensions.
 
-    What may be parts still to be combined is among them only where it may pass, together with the others, and where
-    elements have as many bytes. Where an equation reads several, what others read is not, even if it alone is left.
+    An operand that may be unreduced is among them only if it passes together with the others and its elements have the
+    same size. If the equation reads several operands, those that other equations read too are left out, even if only
+    one operand remains.
     """
     if e.rule is None or e.mark is not None or not (ties := _ties(e.rule)) or e.outputs[0] in alone:
         return []
     result = e.outputs[0]
-    own, at = monoids.get(result, ()), {}
-    alike = {v for i, _ in ties if isinstance(v := e.inputs[i], Value) and v.shape == result.shape and v not in alone}
+    result_monoids, passing_operands = monoids.get(result, ()), {}
+    same_shape = {
+        v for i, _ in ties if isinstance(v := e.inputs[i], Value) and v.shape == result.shape and v not in alone
+    }
     for i, passing in ties:
         v = e.inputs[i]
-        if v in alike and not (own and itemsize(v.dtype) != itemsize(result.dtype)):
-            if passing.issuperset(own) and passing.issuperset(monoids.get(v, ())):
-                at[i] = v
-    for monoid in own:
-        at = _passing_together(e.rule, monoid, at, monoids)
-    found = list(dict.fromkeys([result, *at.values()]))
-    if len(alike) > 1:
+        if v in same_shape and not (result_monoids and itemsize(v.dtype) != itemsize(result.dtype)):
+            if passing.issuperset(result_monoids) and passing.issuperset(monoids.get(v, ())):
+                passing_operands[i] = v
+    for monoid in result_monoids:
+        passing_operands = _passing_together(e.rule, monoid, passing_operands, monoids)
+    found = list(dict.fromkeys([result, *passing_operands.values()]))
+    if len(same_shape) > 1:
         found = [v for v in found if v not in shared or v is result]
     return found if len(found) > 1 else []
 
 
 def _passing_together(
-    rule: Rule, monoid: str, at: dict[int, Value], monoids: Mapping[Value, Collection[str]]
+    rule: Rule, monoid: str, operand_values: dict[int, Value], monoids: Mapping[Value, Collection[str]]
 ) -> dict[int, Value]:
-    """Those of some operands that can be parts at once: of a product only one of them."""
-    ways = [operands for name, operands in rule.linear if name == monoid]
-    if any(operands.issuperset(at) for operands in ways):
-        return at
-    first = next((i for i, v in at.items() if monoid in monoids.get(v, ())), None)
-    way = next((operands for operands in ways if first in operands), frozenset[int]())
-    return {i: v for i, v in at.items() if i in way}
+    """The operands that can be unreduced at once: of a product only one."""
+    linear_operands = [indices for name, indices in rule.linear if name == monoid]
+    if any(indices.issuperset(operand_values) for indices in linear_operands):
+        return operand_values
+    first = next((i for i, v in operand_values.items() if monoid in monoids.get(v, ())), None)
+    first_operands = next((indices for indices in linear_operands if first in indices), frozenset[int]())
+    return {i: v for i, v in operand_values.items() if i in first_operands}
 
 
 @tabulated(4096)
 def _ties(rule: Rule) -> tuple[tuple[int, frozenset[str]], ...]:
-    """The operands of an elementwise rule that have the dimensions of its result, and by which monoids parts pass."""
+    """The operands of an elementwise rule with the dimensions of its result, each with the monoids that it passes."""
     dims = rule.results[0] if len(rule.results) == 1 else ()
     if not rule.is_free or rule.allowed or not rule.known or not dims or any(len(d) != 1 for d in dims):
         return ()
     if not all(f.kind == PARALLEL for f in rule.factors):
         return ()
     same = [i for i, d in enumerate(rule.operands) if d == dims]
-    ways = [way for way in rule.linear if way not in rule.finite]  # of those that are permitted each is a choice
-    return tuple((i, frozenset(monoid for monoid, operands in ways if i in operands)) for i in same)
+    linear = [pair for pair in rule.linear if pair not in rule.finite]  # each permitted pair is a choice of its own
+    return tuple((i, frozenset(monoid for monoid, operands in linear if i in operands)) for i in same)
 
 
 def _has_no_choice(e: Equation, together: Collection[Value], monoids: Mapping[Value, Collection[str]]) -> bool:
-    """Whether all arrays of an equation are in one group, and parts still to be combined pass all of them alike."""
+    """Whether all arrays of an equation are in one group, and unreduced values pass all operands together."""
     if not together or not all(isinstance(v, Constant) or v in together for v in e.inputs):
         return False
     assert e.rule is not None
@@ -175,40 +178,40 @@ def _has_no_choice(e: Equation, together: Collection[Value], monoids: Mapping[Va
     return all((monoid, every) in e.rule.linear for v in together for monoid in monoids.get(v, ()))
 
 
-def _unfinished(
+def _possible_monoids(
     program: Program, finished: Collection[Value], unreduced: Mapping[Value, str]
 ) -> dict[Value, dict[str, None]]:
-    """By which monoids the parts of each value may still have to be combined."""
+    """For each value, the monoids with which it may be unreduced."""
     monoids: dict[Value, dict[str, None]] = {v: {monoid: None} for v, monoid in unreduced.items()}
 
-    def may(v: Value, monoid: str) -> bool:
+    def add(v: Value, monoid: str) -> bool:
         if v in finished or v in unreduced or (monoid in _ADDED and not _is_number(v)):
             return False
-        new = monoid not in monoids.setdefault(v, {})
+        is_new = monoid not in monoids.setdefault(v, {})
         monoids[v][monoid] = None
-        return new
+        return is_new
 
-    around = [(edge, e) for e in program.block.walk() for edge in e.edges if edge.outer not in e.inputs]
-    news = True
-    while news:
-        news = False
+    loop_edges = [edge for e in program.block.walk() for edge in e.edges if edge.outer not in e.inputs]
+    changed = True
+    while changed:
+        changed = False
         for e in program.block.walk():
             if e.rule is not None and e.rule.fixed is None:
-                for monoid in _made(e, e.rule, monoids):
-                    news |= any([may(v, monoid) for v in e.outputs])
-        for edge, _ in around:  # what leaves a loop, or goes round in it
+                for monoid in _result_monoids(e, e.rule, monoids):
+                    changed |= any([add(v, monoid) for v in e.outputs])
+        for edge in loop_edges:  # values that leave a loop or that an iteration passes on
             for monoid in tuple(monoids.get(edge.inner, ())):
-                news |= may(edge.outer, monoid)
-        news = news and bool(around)
+                changed |= add(edge.outer, monoid)
+        changed = changed and bool(loop_edges)
     return monoids
 
 
-def _made(e: Equation, rule: Rule, monoids: Mapping[Value, Collection[str]]) -> dict[str, None]:
-    """The monoids by which parts of an equation's results may have to be combined."""
+def _result_monoids(e: Equation, rule: Rule, monoids: Mapping[Value, Collection[str]]) -> dict[str, None]:
+    """The monoids with which the results of an equation may be unreduced."""
     found = {f.monoid or "add": None for f in rule.factors if f.kind == REDUCE and f.size > 1}
-    have = {i: own for i, v in enumerate(e.inputs) if isinstance(v, Value) and (own := monoids.get(v))}
-    for monoid, operands in rule.linear if have else ():
-        if any(monoid in have.get(i, ()) for i in operands):
+    operand_monoids = {i: known for i, v in enumerate(e.inputs) if isinstance(v, Value) and (known := monoids.get(v))}
+    for monoid, operands in rule.linear if operand_monoids else ():
+        if any(monoid in operand_monoids.get(i, ()) for i in operands):
             found[rule.after(monoid)] = None
     return found
 

@@ -1,4 +1,4 @@
-"""Windows: finds windows of one array that several equations read, so that they are fetched once (``comm.shards``)."""
+"""Finds windows of one array that several equations read, so that gshard fetches them once (``comm.shards``)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from gshard.planning.objective import Windows
 
 
 class SharedWindows:
-    """Collects what strategies fetch, each being a node and its state."""
+    """Collects the windows that strategies fetch. A strategy is given by its node and state in the planning problem."""
 
     def __init__(self, block: Block):
         self._block_of = dict(_blocks(block))
         self._receivers: dict[tuple[Value, Sharding, Block, object], dict[tuple[int, int], float]] = {}
 
     def add(self, e: Equation, split: Split, window: Windows, receiver: tuple[int, int], cost: float) -> None:
-        """Notes that an equation that is split so fetches windows, and what that costs in one call."""
+        """Adds the windows that an equation fetches under a split, and their cost in one call."""
         v, rule = e.inputs[window.operand], e.rule
         if isinstance(v, Value) and rule is not None:
             key = v, operand_sharding(rule, window.operand, split), self._block_of[e], window.which
@@ -32,7 +32,7 @@ class SharedWindows:
 
 
 def _blocks(block: Block) -> Iterator[tuple[Equation, Block]]:
-    """In which block each equation is."""
+    """Each equation with the block that contains it."""
     for e in block.equations:
         yield e, block
         for body in e.blocks:

@@ -1,7 +1,7 @@
-"""Ways: enumerates the shardings of values and the splits of equations that the planner compares.
+"""Enumerates the shardings of values and the splits of equations that the planner compares.
 
-Each axis (``moves.axes_of``) is given as a whole: to one dimension (or factor), to none, or, where parts of a sum may
-stay unreduced, to the sum. Axes that meet in a dimension stand there in the mesh's order.
+Each axis (``reshard_costs.axes_of``) goes as a whole to one dimension (or factor), to none, or to the sum where a value
+may be unreduced. Axes of one dimension stand in the mesh's order.
 
     >>> mesh = Mesh.abstract(data=4, model=2)
     >>> [s.format(mesh, (8, 3)) for s in shardings((8, 3), mesh, tuple(mesh.atoms_of.values()))]
@@ -23,9 +23,9 @@ from gshard.core.split import Split, is_valid
 from gshard.planning.nearby import LARGE_PROGRAM, MANY_AXES
 from gshard.planning.reshard_costs import are_together, is_considered, parts_of
 
-# Unequal parts are considered where the devices compute at most this much more for padding.
+# The planner considers unequal parts if padding makes the devices compute at most this much more.
 WASTE = 1.125
-_SUM = -1  # in the place of a dimension: parts of a sum
+_SUM = -1  # the place of an axis over which a value is unreduced, instead of a dimension
 Cuts = frozenset[tuple[int, Atoms]]
 
 
@@ -44,14 +44,14 @@ def shardings(
     """The shardings of an array of this shape, the replicated one first.
 
     Args:
-        shape: global.
+        shape: the global shape.
         mesh: the devices.
         given: the axes.
-        unreduced: the monoid by which parts may still have to be combined; "" for none.
+        unreduced: the monoid with which the array may be unreduced; "" for none.
         even: whether all parts must be equal, as at the boundary of a program.
-        also: dimensions and what may cut them, however unequal the parts are.
-        near: what propagation says of it; None if nothing is known.
-        changes: how many axes may be elsewhere.
+        also: dimensions and the atoms that may split them even into very unequal parts.
+        near: the propagated shardings; None to enumerate all.
+        changes: how many axes may differ from ``near``.
     """
     found = []
     bases = None if near is None else [places_of(dict(enumerate(s.dims)), given) for s in near]
@@ -65,7 +65,10 @@ def shardings(
             elif place is not None:
                 dims[place] += atoms
         pairs = zip(shape, dims, strict=True)
-        if all(_is_worth(n, mesh.count(own), even=even) or (d, own) in also for d, (n, own) in enumerate(pairs)):
+        if all(
+            _is_worth(n, mesh.count(axis_atoms), even=even) or (d, axis_atoms) in also
+            for d, (n, axis_atoms) in enumerate(pairs)
+        ):
             found.append(Sharding(tuple(dims)).with_unreduced(partial))
     return tuple(found)
 
@@ -81,36 +84,42 @@ def places_for(
     near: Sequence[Places] | None = None,
     changes: int = MANY_AXES,
 ) -> Iterable[Places]:
-    """A place for each axis; of the parts of an axis only what ``moves.is_considered`` allows.
+    """Assigns a place to each axis, for parts of one axis as ``reshard_costs.is_considered`` allows.
 
-    Where it is known ``near`` what they are expected to be, at most so many axes are elsewhere than there, or than in
-    no place (``planning.nearby``); if there is only one axis more, all may be. If it is one axis, its parts that are
-    elsewhere are together.
+    With ``near``, at most ``changes`` axes differ from one of these assignments, or from the one without places
+    (``planning.nearby``); if there is only one axis more, all may differ. With ``changes`` of 1, the parts of an axis
+    that differ have one place.
     """
     parts = parts_of(mesh, given)
-    each = [[c for c in itertools.product(places, repeat=len(own)) if is_considered(c)] for own in parts]
+    options_of_axis = [
+        [option for option in itertools.product(places, repeat=len(part)) if is_considered(option)] for part in parts
+    ]
     ends = list(itertools.accumulate(map(len, parts), initial=0))
     bases = [[base[a:b] for a, b in itertools.pairwise(ends)] for base in ((None,) * len(given), *(near or ()))]
     if near is not None and changes == LARGE_PROGRAM:
-        each = [[c for c in own if any(are_together(c, base[k]) for base in bases)] for k, own in enumerate(each)]
+        options_of_axis = [
+            [option for option in options if any(are_together(option, base[axis]) for base in bases)]
+            for axis, options in enumerate(options_of_axis)
+        ]
     if near is None or sum(map(bool, parts)) <= changes + 1:
-        return (tuple(itertools.chain(*chosen)) for chosen in itertools.product(*each))
-    found: dict[Places, None] = {}
+        return (tuple(itertools.chain(*chosen)) for chosen in itertools.product(*options_of_axis))
+    assignments: dict[Places, None] = {}
     for base in bases:
-        own = [[c] for c in base]
-        for some in itertools.combinations(range(len(each)), changes):
-            ways = (each[k] if k in some else own[k] for k in range(len(each)))
-            found.update((tuple(itertools.chain(*chosen)), None) for chosen in itertools.product(*ways))
-    return found
+        unmoved = [[option] for option in base]
+        for moved_axes in itertools.combinations(range(len(options_of_axis)), changes):
+            choices = (options_of_axis[axis] if axis in moved_axes else unmoved[axis] for axis in range(len(unmoved)))
+            assignments.update((tuple(itertools.chain(*chosen)), None) for chosen in itertools.product(*choices))
+    return assignments
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Component:
-    """A part of a rule that is split whatever the others are: one operand of a barrier and its result; else all of it.
+    """A part of a rule that is split independently of the others: a barrier's operand and result, or else all of it.
 
     Attributes:
-        factors: its factors, and the ways in which sums pass it, by their keys in a split.
-        operands, results: which of the rule's.
+        factors: keys in a split: its factors, and the sums (below zero) that may pass it.
+        operands: indices of its operands.
+        results: indices of its results.
     """
 
     factors: tuple[int, ...]
@@ -128,9 +137,8 @@ def components(rule: Rule) -> tuple[Component, ...]:
     >>> [component.factors for component in components(make.rule(arrays, arrays, passes=True))]
     [(0, 1), (2,)]
     """
-    first, ways = len(rule.factors), len(rule.linear)
     if rule.fixed is not None or not rule.passes:
-        keys = (*range(first), *(-1 - k for k in range(ways)))
+        keys = (*range(len(rule.factors)), *(-1 - k for k in range(len(rule.linear))))
         return (Component(keys, tuple(range(len(rule.operands))), tuple(range(len(rule.results)))),)
     found = []
     for i, dims in enumerate(rule.operands):
@@ -151,49 +159,50 @@ def splits(
     changes: int = MANY_AXES,
     pinned: tuple[tuple[int, Atoms], ...] = (),
 ) -> tuple[Split, ...]:
-    """The splits of a component, the one that splits nothing first; where the rule has no choice, its own.
+    """The splits of a component, the one that splits nothing first. If the rule has only one split, that one.
 
     Args:
-        rule, component: which.
+        rule: the rule of the equation.
+        component: the component.
         mesh: the devices.
         given: the axes.
-        passing: the ways, by their keys in a split, in which parts still to be combined may pass.
-        also: factors and what may split them, however unequal the parts are.
-        near: what propagation says of it; None if nothing is known.
-        changes: how many axes may be elsewhere.
-        pinned: factors whose atoms are given, and part of every split.
+        passing: the keys of sums (below zero) over which unreduced operands may pass.
+        also: factors and the atoms that may split them even into very unequal parts.
+        near: places of the axes in propagated splits; None to enumerate all.
+        changes: how many axes may differ from ``near``.
+        pinned: factors with their atoms, which are part of every split.
     """
     if rule.fixed is not None:
         return (rule.fixed(mesh),)
-    given_already = dict(pinned)
+    pinned_split = dict(pinned)
     factors = [
         f
         for f in component.factors
-        if f >= 0 and rule.factors[f].kind != REPLICATE and rule.factors[f].size > 1 and f not in given_already
+        if f >= 0 and rule.factors[f].kind != REPLICATE and rule.factors[f].size > 1 and f not in pinned_split
     ]
-    sums = [way for way in component.factors if way < 0 and way in passing]
+    passing_sums = [key for key in component.factors if key < 0 and key in passing]
     found = []
-    for chosen in places_for([None, *factors, *sums], mesh, given, near, changes):
-        split: Split = dict(given_already)
+    for chosen in places_for([None, *factors, *passing_sums], mesh, given, near, changes):
+        split: Split = dict(pinned_split)
         for f, atoms in zip(chosen, given, strict=True):
             if f is not None:
                 split[f] = (*split.get(f, ()), *atoms)
-        own = ((f, rule.factors[f].size, atoms) for f, atoms in split.items() if f >= 0)
-        worth = all(_is_worth(n, mesh.count(atoms)) or (f, atoms) in also for f, n, atoms in own)
-        if worth and is_valid(rule, split, mesh):
+        sized_factors = ((f, rule.factors[f].size, atoms) for f, atoms in split.items() if f >= 0)
+        is_worth = all(_is_worth(n, mesh.count(atoms)) or (f, atoms) in also for f, n, atoms in sized_factors)
+        if is_worth and is_valid(rule, split, mesh):
             found.append(split)
     return tuple(found)
 
 
 def places_of(split: Mapping[int, Atoms], given: tuple[Atoms, ...]) -> Places:
-    """Where each axis is as a whole, of dimensions or factors."""
-    place = {a: f for f, atoms in split.items() for a in atoms}
-    found = [{place.get(a) for a in own} for own in given]
-    return tuple(own.pop() if len(own) == 1 else None for own in found)
+    """For each axis, the dimension (or factor) that has all of it; None if none has."""
+    place_of_atom = {a: f for f, atoms in split.items() for a in atoms}
+    places_of_axes = [{place_of_atom.get(a) for a in places} for places in given]
+    return tuple(places.pop() if len(places) == 1 else None for places in places_of_axes)
 
 
 def share(rule: Rule, split: Split, mesh: Mesh) -> float:
-    """The share of an equation's work that one device has, padding included."""
+    """The share of an equation's work on one device, padding included."""
     sizes = ((rule.factors[f].size, mesh.count(atoms)) for f, atoms in split.items() if f >= 0 and atoms)
     return math.prod(-(-n // parts) / n for n, parts in sizes if n)
 

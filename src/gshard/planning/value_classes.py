@@ -1,4 +1,4 @@
-"""Kinds: classes of values with one shape and equal propagated shardings, so that equal layers have equal choices."""
+"""Numbers values of one shape with equal propagated shardings alike, so that equal layers get equal choices."""
 
 from __future__ import annotations
 
@@ -11,18 +11,22 @@ Kinds = Mapping[Value, int]
 
 
 def kinds_of(program: Program, propagated: Propagated | None) -> Kinds:
-    """A number for each value, the same for those that are alike."""
+    """A number for each value; equal for values with the same shape, item size and propagation result."""
     numbers: dict[object, int] = {}
-    found: dict[Value, int] = {}
+    kinds: dict[Value, int] = {}
     for v in program.block.values():
         key: tuple[object, ...] = v.shape, itemsize(v.dtype)
         if propagated is not None:
-            could = propagated.undecided.get(v)
-            undecided = None if could is None else tuple(sorted((d, tuple(sorted(own))) for d, own in could.items()))
+            open_atoms = propagated.undecided.get(v)
+            undecided = (
+                None
+                if open_atoms is None
+                else tuple(sorted((d, tuple(sorted(atoms))) for d, atoms in open_atoms.items()))
+            )
             moved = propagated.moved.get(v)
             key = *key, propagated.shardings[v], None if moved is None else moved.dims, undecided
-        found[v] = numbers.setdefault(key, len(numbers))
-    return found
+        kinds[v] = numbers.setdefault(key, len(numbers))
+    return kinds
 
 
 def kinds_at(e: Equation, kinds: Kinds) -> tuple[int, ...]:

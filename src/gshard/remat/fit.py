@@ -1,7 +1,7 @@
-"""Fit: compiles a program so that it keeps a memory limit by the compiler's own figures.
+"""Compiles a program within a memory limit by the compiler's own figures.
 
-What ``rematerialise`` expects is modelled. Where the compiled program takes more, the model is given a lower limit
-and the program is compiled once more.
+``rematerialise`` uses modelled memory. If the compiled program takes more, gshard lowers the limit of the model and
+compiles again.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ def compiled_within(
     donated: frozenset[int],
     compiled: Callable[..., Executable] = compile_spmd,
 ) -> Executable:
-    """Compiles a program, recomputed as far as it must be.
+    """Compiles a program that recomputes as many values as the limit requires.
 
     Args:
-        program: as ``rematerialise`` makes it for the limit.
+        program: the result of ``rematerialise`` for the limit.
         spmd: the program without recomputation.
-        limit: bytes that a device may hold at the peak: arguments, results and all else.
-        machine: tells what it takes to recompute a value.
-        donated: arguments whose memory the results may take.
-        compiled: makes a program and the donated arguments an executable.
+        limit: bytes that a device may hold at the peak: arguments, results and everything else.
+        machine: prices recomputation.
+        donated: arguments whose memory results may take.
+        compiled: compiles a program with these donated arguments.
 
     Raises:
-        MemoryLimitError: it does not fit; the compiler's figure is named.
+        MemoryLimitError: the program does not fit. The error has the compiler's figure.
     """
     target, planned = limit, ""
     for _ in range(_ATTEMPTS):
@@ -72,16 +72,16 @@ def compiled_within(
 
 
 def peak_of(compiled: Any) -> int:
-    """Bytes that a device holds, by the compiler: arguments, results that do not take their place, temporaries.
+    """Bytes that a device holds, by the compiler: arguments, results outside of their memory, temporaries.
 
-    The TPU compiler counts the place of a result, and that of a donated argument, among its temporaries as well if they
-    are there until the result is made. Its own figure for the peak counts each place once. (Other compilers' figures
-    for the peak leave temporaries out.)
+    The TPU compiler also counts the memory of results and of donated arguments as temporaries, if it is used until the
+    result is computed. Its own figure for the peak counts each buffer once. (The figures of other compilers for the
+    peak omit temporaries.)
     """
     memory = compiled.memory_analysis()
-    whole = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
-    own = getattr(memory, "peak_memory_in_bytes", 0) if _is_for_tpus(compiled) else 0
-    return int(own or whole - memory.alias_size_in_bytes)
+    total = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    reported_peak = getattr(memory, "peak_memory_in_bytes", 0) if _is_for_tpus(compiled) else 0
+    return int(reported_peak or total - memory.alias_size_in_bytes)
 
 
 def _is_for_tpus(compiled: Any) -> bool:

@@ -1,7 +1,7 @@
-"""Liveness: when the buffers of a block are written and read, and the cost of recomputing them.
+"""Computes when the buffers of a block are written and read, and which kernels recompute them.
 
-made[v], last[v]     the kernels that make and last read a buffer, by position
-users[v]             all that read it, in order
+made[v], last[v]     the kernels that write and last read a buffer, by position
+users[v]             all kernels that read it, in order
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from gshard.core.program import Equation, Value
 from gshard.device.fusion_model import REGION, Kernel, Kernels
 from gshard.rewrite.cse import is_pure
 
-# Seconds of one run of a kernel, bodies and rounds of loops included.
+# Seconds of one run of a kernel, including bodies and iterations of loops.
 Seconds = Callable[[Kernel], float]
 
 
@@ -22,11 +22,13 @@ class Liveness:
     """The buffers of one block.
 
     Attributes:
-        kernels: the block's.
-        made, last, users: by buffer; a value that leaves the block is last read after the last kernel.
-        ends: the buffers that leave the block.
-        producer: the equation that makes each value.
-        position: of the kernel that an equation is the last of.
+        kernels: the kernels of the block.
+        made: for each buffer, the position of the kernel that writes it.
+        last: for each buffer, the position of the last kernel that reads it; after the last kernel for outputs.
+        users: for each buffer, the positions of the kernels that read it.
+        ends: the buffers that are outputs of the block.
+        producer: for each value, the equation that computes it.
+        position: for the last equation of each kernel, the position of the kernel.
     """
 
     kernels: Kernels
@@ -42,41 +44,41 @@ class Liveness:
         return self.kernels.home.get(v, v)
 
     def sliced(self, v: Value) -> Value:
-        """The buffer whose slices are those of a value; a view in another shape has slices of its own."""
+        """The buffer with the same slices as a value: its home, unless that has another shape."""
         home = self.home(v)
         return home if home.shape == v.shape else v
 
     def is_buffer(self, v: Value) -> bool:
-        """Whether a value is in memory by itself: an input of the block, or what a kernel makes."""
+        """Whether a value is a buffer: an input of the block, or written by a kernel."""
         return v not in self.producer or v in self.made
 
     def available(self, v: Value, at: int, peak: int) -> bool:
-        """Whether a buffer can be read at a kernel: it is alive there, or at the peak and may be kept until then."""
+        """Whether a kernel can read a buffer: it is alive there, or alive at the peak and can be kept until then."""
         return v not in self.made or self.last[v] >= at or self.last[v] > peak
 
     def kernel(self, v: Value) -> Kernel:
-        """The kernel that makes a buffer."""
+        """The kernel that writes a buffer."""
         return self.kernels.kernels[self.made[v]]
 
     def recomputation(self, v: Value, at: int, peak: int) -> list[Kernel] | None:
-        """The kernels that recompute a buffer at a later kernel; None if that cannot or should not be done."""
-        found: dict[Kernel, None] = {}
+        """The kernels that recompute a buffer for a later kernel; None if that is impossible or too long."""
+        kernels_needed: dict[Kernel, None] = {}
         pending = [v]
         while pending:
             kernel = self.kernel(pending.pop())
-            if kernel in found:
+            if kernel in kernels_needed:
                 continue
             if kernel.kind == REGION or not all(map(is_pure, (kernel.equation, *kernel.fused))):
                 return None
-            found[kernel] = None
-            if len(found) > 64:
+            kernels_needed[kernel] = None
+            if len(kernels_needed) > 64:
                 return None
             pending += [u for u in kernel.reads if u is v or not self.available(u, at, peak)]
-        return list(found)
+        return list(kernels_needed)
 
 
 def liveness_of(kernels: Kernels) -> Liveness:
-    """Follows a block."""
+    """Computes the liveness of a block."""
     made: dict[Value, int] = {}
     users: dict[Value, list[int]] = {}
     for i, kernel in enumerate(kernels.kernels):

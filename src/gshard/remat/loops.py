@@ -1,10 +1,11 @@
-"""Loops: recomputes residuals that one loop stacks for another inside that other loop.
+"""Recomputes residuals that one loop stacks for another inside that other loop.
 
     ys = scan(x -> f(x) stacked); ...; scan over ys(y -> g(y))
     xs = scan(x -> x stacked);    ...; scan over xs(x -> g(f(x)))
 
-A backward loop reads what the forward loop stacked, slice by slice. What is not stacked is made from the constants,
-the slices and the carry of the forward loop, and from what is still stacked. A carry that is needed is stacked itself.
+A backward loop reads the stacks of the forward loop slice by slice. It recomputes slices that are not stacked from the
+constants, the slices and the carry of the forward loop, and from the remaining stacks. If it needs a carry, the forward
+loop stacks that instead.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ from gshard.rewrite.cse import common_key, is_pure
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stacked:
-    """Stacks that one loop writes for another, and what not stacking them would bring and take.
+    """Stacks that one loop writes for another, with the saving and the price of recomputing them.
 
     Attributes:
-        writer, consumer: the loops.
+        writer: the loop that writes the stacks.
+        consumer: the loop that reads them.
         values: the stacks, results of the writer.
-        freed: bytes, less those of what must be kept in their place.
+        freed: bytes saved, minus those of values that must be kept instead.
         seconds: of recomputing all slices.
     """
 
@@ -43,7 +45,7 @@ class Stacked:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Pair:
-    """Two loops, and what the second one reads of the first one's stacks."""
+    """Two loops, with the stacks of the first one that the second one reads."""
 
     writer: Kernel
     consumer: Kernel
@@ -52,37 +54,37 @@ class _Pair:
 
     @functools.cached_property
     def producer(self) -> dict[Value, Equation]:
-        """The equation that makes each value of the writer's body."""
+        """For each value of the writer's body, the equation that computes it."""
         return {v: e for e in self.writer.equation.blocks[0].equations for v in e.outputs}
 
     @functools.cached_property
     def inside(self) -> dict[Value, Value | Constant]:
-        """What the writer's body stacks, by stack."""
+        """For each stack, the value of the writer's body."""
         return {v: self.inner(v) for v in self.stacks}
 
     @functools.cached_property
     def shared(self) -> frozenset[Equation]:
-        """What both bodies compute of what both read, such as gathers of weights: it is not computed once more."""
-        here, there = self.writer.equation, self.consumer.equation
-        read = dict(_read(there))
-        same = {inner: read[outer] for outer, inner in _read(here) if outer in read}
-        met = {_key(e, e.inputs): e for e in there.blocks[0].equations}
-        found = []
-        for e in here.blocks[0].equations:
+        """Equations that both bodies run on equal inputs, such as gathers of weights: they need no second run."""
+        writer, consumer = self.writer.equation, self.consumer.equation
+        read = dict(_read(consumer))
+        same = {inner: read[outer] for outer, inner in _read(writer) if outer in read}
+        consumer_equations = {_key(e, e.inputs): e for e in consumer.blocks[0].equations}
+        shared = []
+        for e in writer.blocks[0].equations:
             key = _key(e, [same.get(x, x) if isinstance(x, Value) else x for x in e.inputs])
-            if key is not None and key in met:
-                same.update(zip(e.outputs, met[key].outputs, strict=True))
-                found.append(e)
-        return frozenset(found)
+            if key is not None and key in consumer_equations:
+                same.update(zip(e.outputs, consumer_equations[key].outputs, strict=True))
+                shared.append(e)
+        return frozenset(shared)
 
     def inner(self, stack: Value) -> Value | Constant:
-        """What the writer's body stacks."""
+        """The value of the writer's body that a stack contains."""
         e = self.writer.equation
         return e.blocks[0].outputs[e.outputs.index(stack)]
 
 
 def _read(loop: Equation) -> Iterator[tuple[tuple[bool, Value | Constant], Value]]:
-    """What a body reads that it does not carry: an array outside, and whether in slices; and what it is inside."""
+    """The constants and slices of a body: whether it is a slice and the outer array, then the value inside."""
     consts, carry = scan_counts(loop.params)
     for i, (outer, inner) in enumerate(zip(loop.inputs, loop.blocks[0].inputs, strict=True)):
         if not consts <= i < consts + carry:
@@ -116,15 +118,15 @@ def _pairs(liveness: Liveness, peak: int, elsewhere: frozenset[Value]) -> Iterat
 
 
 def stacked_over(liveness: Liveness, peak: int, seconds: Seconds, elsewhere: frozenset[Value]) -> list[Stacked]:
-    """The stacks that need not be kept over a kernel: each one by itself, and all of a pair of loops together."""
-    found = []
+    """The stacks that need not be kept over a kernel: each one alone, and all of a pair of loops together."""
+    offers = []
     for pair in _pairs(liveness, peak, elsewhere):
         (body,) = pair.writer.bodies
-        taken = {k.equation: seconds(k) for k in body.kernels}
+        seconds_of_kernel = {k.equation: seconds(k) for k in body.kernels}
         carries = _carries(pair.writer.equation)
-        able = [v for v in pair.stacks if pair.inner(v) not in carries and _backward_slice(pair, {v}) is not None]
-        together = _together(pair, able)
-        groups = [(v,) for v in able] + ([together] if len(together) > 1 else [])
+        droppable = [v for v in pair.stacks if pair.inner(v) not in carries and _backward_slice(pair, {v}) is not None]
+        together = _together(pair, droppable)
+        groups = [(v,) for v in droppable] + ([together] if len(together) > 1 else [])
         for group in groups:
             found_slice = _backward_slice(pair, set(group))
             assert found_slice is not None, "slices that can be recomputed"
@@ -133,17 +135,19 @@ def stacked_over(liveness: Liveness, peak: int, seconds: Seconds, elsewhere: fro
             freed = sum(map(size, group)) - needed
             if freed > 0:
                 trip_count = pair.writer.equation.trip_count
-                again = trip_count * sum(taken.get(e, 0.0) for e in equations if e not in pair.shared)
-                found.append(Stacked(pair.writer.equation, pair.consumer.equation, group, freed, again))
-    return found
+                extra_seconds = trip_count * sum(
+                    seconds_of_kernel.get(e, 0.0) for e in equations if e not in pair.shared
+                )
+                offers.append(Stacked(pair.writer.equation, pair.consumer.equation, group, freed, extra_seconds))
+    return offers
 
 
-def _together(pair: _Pair, able: Sequence[Value]) -> tuple[Value, ...]:
-    """Stacks that can be recomputed at the same time: of one slice that is stacked twice, one may need the other."""
+def _together(pair: _Pair, droppable: Sequence[Value]) -> tuple[Value, ...]:
+    """Stacks that can be recomputed together. If a slice is stacked twice, one stack may need the other."""
     found: list[Value] = []
-    if _backward_slice(pair, set(able)) is not None:
-        return tuple(able)
-    for v in able:
+    if _backward_slice(pair, set(droppable)) is not None:
+        return tuple(droppable)
+    for v in droppable:
         if _backward_slice(pair, {*found, v}) is not None:
             found.append(v)
     return tuple(found)
@@ -155,7 +159,7 @@ def _carries(loop: Equation) -> set[Value]:
 
 
 def _backward_slice(pair: _Pair, dropped: set[Value]) -> tuple[list[Equation], set[Value]] | None:
-    """The equations of the writer's body that recompute dropped slices, and the body's inputs that they read."""
+    """The equations of the writer's body that recompute dropped slices, and the inputs of the body that they read."""
     producer = pair.producer
     kept = {x for v, x in pair.inside.items() if v not in dropped}
     equations: dict[Equation, None] = {}
@@ -176,7 +180,7 @@ def _backward_slice(pair: _Pair, dropped: set[Value]) -> tuple[list[Equation], s
 
 
 def _kept_for(liveness: Liveness, pair: _Pair, x: Value) -> int:
-    """Bytes that are held from the writer to the consumer so that the consumer knows an input of the writer's body."""
+    """Bytes held from the writer to the consumer so that the consumer has an input of the writer's body."""
     e = pair.writer.equation
     consts, carry = scan_counts(e.params)
     at = e.blocks[0].inputs.index(x)
@@ -193,8 +197,8 @@ def without_stacking(liveness: Liveness, found: Stacked, names: Iterator[int]) -
     """The block in which the consumer recomputes the stacks, slice by slice.
 
     Args:
-        liveness: the block's.
-        found: what ``stacked_over`` found.
+        liveness: the liveness of the block.
+        found: a result of ``stacked_over``.
         names: numbers for new values.
     """
     loops = {found.writer, found.consumer}
@@ -206,13 +210,15 @@ def without_stacking(liveness: Liveness, found: Stacked, names: Iterator[int]) -
     stacks = tuple(v for v in found.writer.outputs[carry:] if v in read and liveness.users.get(v) == [at[1]])
     pair = _Pair(writer, consumer, at, stacks)
     new_writer, new_consumer = _LoopRewriting(liveness, pair, found.values, names).loops()
-    made = []
+    equations = []
     for e in liveness.kernels.block.equations:
-        made.append(e if e not in loops else new_writer if e is found.writer else new_consumer)
-    return without_dead_code(Block(liveness.kernels.block.inputs, tuple(made), liveness.kernels.block.outputs))
+        equations.append(e if e not in loops else new_writer if e is found.writer else new_consumer)
+    return without_dead_code(Block(liveness.kernels.block.inputs, tuple(equations), liveness.kernels.block.outputs))
 
 
 class _LoopRewriting:
+    """Rewrites a pair of loops without some stacks."""
+
     def __init__(self, liveness: Liveness, pair: _Pair, dropped: tuple[Value, ...], names: Iterator[int]):
         self.pair, self.names, self.liveness = pair, names, liveness
         self.dropped = set(dropped)
@@ -223,8 +229,8 @@ class _LoopRewriting:
         self.consts = list(zip(consumer.inputs[:consts], body.inputs[:consts], strict=True))
         slices = zip(consumer.inputs[consts + carry :], body.inputs[consts + carry :], strict=True)
         self.slices: list[tuple[Value | Constant, Value]] = []
-        self.known: dict[Value | Constant, Value | Constant] = {}  # of the writer's body, as the consumer's body has it
-        self.lost: dict[Value, Value | Constant] = {}  # of the consumer's body, as the writer's body makes it
+        self.known: dict[Value | Constant, Value | Constant] = {}  # by value of the writer's body: the consumer's
+        self.lost: dict[Value, Value | Constant] = {}  # by value of the consumer's body: the writer's
         for outer, inner in slices:
             stack = liveness.sliced(outer) if isinstance(outer, Value) else None
             if stack in self.dropped:
@@ -233,7 +239,7 @@ class _LoopRewriting:
             self.slices.append((outer, inner))
             if stack in pair.stacks:
                 self.known.setdefault(pair.inner(stack), inner)
-        self.stacked: list[tuple[Value, Value]] = []  # carries that the writer stacks now: inside and outside
+        self.stacked: list[tuple[Value, Value]] = []  # new stacks of carries: inside and outside
         self.equations: list[Equation] = []
         self.met: dict[object, Equation] = {}
         self.producer = pair.producer
@@ -277,7 +283,7 @@ class _LoopRewriting:
         return with_edges(dataclasses.replace(writer, params=params, outputs=results, blocks=(block,)))
 
     def _make(self, x: Value | Constant) -> Value | Constant:
-        """A value of the writer's body inside the consumer's body."""
+        """Computes a value of the writer's body in the consumer's body."""
         if isinstance(x, Constant):
             return x
         if x not in self.known:
@@ -298,7 +304,7 @@ class _LoopRewriting:
         return self.known[x]
 
     def _input(self, x: Value) -> Value:
-        """An input of the writer's body inside the consumer's body: a constant, a slice, or a stacked carry."""
+        """An input of the writer's body in the consumer's body: a constant, a slice, or a stacked carry."""
         writer = self.pair.writer.equation
         consts, carry = scan_counts(writer.params)
         at = writer.blocks[0].inputs.index(x)

@@ -1,9 +1,9 @@
-"""Low-precision stacks: stacks values before a loop's final widening conversion, and widens them after the loop.
+"""Stacks the values before a loop's final widening conversion, and widens the stack after the loop.
 
     ys = scan(x -> f32(g(x)) stacked); p - ys   ->   ys = scan(x -> g(x) stacked); p - f32(ys)
 
-So it is with gradients of float32 weights that are used in bfloat16. The same numbers take half the memory, and the
-widening becomes part of what reads them.
+Gradients of float32 weights that are used in bfloat16 have this form. The same numbers take half the memory, and the
+widening is fused into the readers of the stack.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from gshard.remat.straight_line import without_dead_code
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LowPrecision:
-    """Stacks of one loop that can be of lower precision.
+    """Stacks of one loop that can have lower precision.
 
     Attributes:
         writer: the loop.
         values: the stacks.
-        freed: bytes.
-        seconds: none, nothing is computed twice.
+        freed: bytes that this saves.
+        seconds: 0, because nothing is computed twice.
     """
 
     writer: Equation
@@ -38,7 +38,7 @@ class LowPrecision:
 
 
 def low_precision_over(liveness: Liveness, peak: int, elsewhere: frozenset[Value]) -> list[LowPrecision]:
-    """The stacks that are alive at a kernel, or made by it, and could be of lower precision."""
+    """The stacks that are alive at a kernel, or written by it, and can have lower precision."""
     found = []
     for i, kernel in enumerate(liveness.kernels.kernels[: peak + 1]):
         e = kernel.equation
@@ -59,43 +59,43 @@ def low_precision_over(liveness: Liveness, peak: int, elsewhere: frozenset[Value
 
 
 def _widened_operand(e: Equation) -> Value | None:
-    """The operand of an equation that does nothing but make elements wider."""
+    """The operand of an equation that only widens elements; None for other equations."""
     if len(e.inputs) != 1 or isinstance(e.inputs[0], Constant) or kind_of(e) != FUSED or e.rule is None:
         return None
     x, y = e.inputs[0], e.outputs[0]
-    assert isinstance(x, Value), "told from a constant above"
+    assert isinstance(x, Value), "constants return above"
     same = e.rule.operands[0] == e.rule.results[0] and x.shape == y.shape
     return x if same and itemsize(x.dtype) < itemsize(y.dtype) else None
 
 
 def with_low_precision_stacks(liveness: Liveness, found: LowPrecision, names: Iterator[int]) -> Block:
-    """The block in which the stacks are widened after the loop.
+    """The block with the stacks widened after the loop.
 
     Args:
-        liveness: the block's.
-        found: what ``low_precision_over`` found.
+        liveness: the liveness of the block.
+        found: a result of ``low_precision_over``.
         names: numbers for new values.
     """
     writer, block = found.writer, liveness.kernels.block
     body = writer.blocks[0]
     producer = {v: e for e in body.equations for v in e.outputs}
-    outputs, inner, wider = [], [], []
+    outputs, body_outputs, widenings = [], [], []
     for v, x in zip(writer.outputs, body.outputs, strict=True):
         if v not in found.values:
             outputs.append(v)
-            inner.append(x)
+            body_outputs.append(x)
             continue
         assert isinstance(x, Value), "a constant is not widened"
         e = producer[x]
         (source,) = e.inputs
         stack = Value(v.shape, source.dtype, next(names))
         call = Call(e.name, e.params, (v.shape,), (v.shape,), (source.dtype,), e.primitive)
-        wider.append(dataclasses.replace(e, inputs=(stack,), outputs=(v,), rule=rule_of(call, e.source_info)))
+        widenings.append(dataclasses.replace(e, inputs=(stack,), outputs=(v,), rule=rule_of(call, e.source_info)))
         outputs.append(stack)
-        inner.append(source)
-    loop = without_dead_code(Block(body.inputs, body.equations, tuple(inner)))
+        body_outputs.append(source)
+    loop = without_dead_code(Block(body.inputs, body.equations, tuple(body_outputs)))
     changed = with_edges(dataclasses.replace(writer, outputs=tuple(outputs), blocks=(loop,)))
-    made: list[Equation] = []
+    equations: list[Equation] = []
     for e in block.equations:
-        made += [changed, *wider] if e is writer else [e]
-    return Block(block.inputs, tuple(made), block.outputs)
+        equations += [changed, *widenings] if e is writer else [e]
+    return Block(block.inputs, tuple(equations), block.outputs)

@@ -1,20 +1,20 @@
-"""Prefetch: gathers the first weights of a loop's next iteration beside the last product of this one.
+"""Gathers the first weights of a loop's next iteration beside the last product of this one.
 
-    scan: w = gather(ws[i]); ... x = y @ v              each round begins with waiting for its gather
+    scan: w = gather(ws[i]); ... x = y @ v              each iteration begins with a wait for its gather
 
     w = gather(ws[0])
     scan: ... next, y = barrier(ws[i + 1], y); x = y @ v; w = gather(next)
 
-A compiler that hides gathers behind products (``Compiler.hides``) finds none in front of the first product of a round.
-The barrier keeps what is fetched from being sent beside an earlier product, which has a gather of its own. The last
-round fetches the last slice again, so that a loop sends one gather more than it has rounds. (To run the last round by
-itself, after the loop, spares that; but then libtpu copies the stacks of the loop into another layout.)
+A compiler that overlaps gathers with products (``Compiler.hides``) finds no product before the first one of an
+iteration. The barrier keeps the prefetch from being sent beside an earlier product, which has a gather of its own. The
+last iteration fetches the last slice again, so a loop sends one gather more than it has iterations. (To run the last
+iteration after the loop avoids that; but then libtpu copies the stacks of the loop into another layout.)
 
-A round holds what it multiplies by and what the next product needs, as before. Where its only product reads what is
-held, two rounds are written out, so that what arrives is not copied to where the other one was.
+As before, an iteration holds the array of its present product and that of the next one. If its only product reads the
+held array, the loop is unrolled twice, so that the arriving array is not copied into the place of the other.
 
-A loop fetches ahead where a call is then faster by the cost model, by enough to be worth the gather. A loop that stacks
-what its products make does not, where the compiler then writes the stack in a kernel of its own
+gshard prefetches in a loop if the cost model predicts a call that is faster by enough to be worth the gather. It does
+not in a loop that stacks results of its products, if the compiler would then write the stack in a separate kernel
 (``Compiler.gathers_split_stack_writes``).
 """
 
@@ -51,41 +51,41 @@ def prefetched(
     limit: int | None = None,
     known: Cost | None = None,
 ) -> SpmdProgram:
-    """The program whose loops fetch ahead where that is faster, or the program itself.
+    """The program with prefetches in loops where that is faster, or the program itself.
 
     Args:
         spmd: the program.
-        machine: tells what takes how long, and which collectives its compiler hides.
+        machine: the times, and the collectives that its compiler hides.
         donated: arguments (counted without captured arrays) whose memory results may take.
         limit: bytes that a device may hold at the peak; None if there is no limit.
-        known: what the program costs, if that is known.
+        known: the cost of the program, if it is known.
     """
     if ALL_GATHER not in (machine.compiler.hides or ()):
         return spmd
     before = known or cost(spmd, machine, donated)
-    chosen: dict[Equation, _Ahead] = {}
+    chosen: dict[Equation, _Prefetch] = {}
     best, priced = spmd, before
-    for ahead in _aheads(before, stacks=not machine.compiler.gathers_split_stack_writes):
-        made = _rewritten(spmd, before, {**chosen, ahead.loop: ahead})
-        taken = cost(made, machine, donated)
-        if taken.seconds < WORTH * priced.seconds and (limit is None or taken.peak <= limit):
-            chosen[ahead.loop], best, priced = ahead, made, taken
+    for prefetch in _possible_prefetches(before, stacks=not machine.compiler.gathers_split_stack_writes):
+        program = _rewritten(spmd, before, {**chosen, prefetch.loop: prefetch})
+        new_cost = cost(program, machine, donated)
+        if new_cost.seconds < WORTH * priced.seconds and (limit is None or new_cost.peak <= limit):
+            chosen[prefetch.loop], best, priced = prefetch, program, new_cost
     if not chosen:
         return spmd
-    lines = tuple(dict.fromkeys(e.line for ahead in chosen.values() for e in ahead.gathers))
+    lines = tuple(dict.fromkeys(e.line for prefetch in chosen.values() for e in prefetch.gathers))
     return dataclasses.replace(best, prefetched=Prefetched(before.seconds, priced.seconds, machine.name, lines))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Ahead:
-    """What a loop can fetch ahead.
+class _Prefetch:
+    """The prefetch of a loop.
 
     Attributes:
         loop: a scan.
-        gathers: of its body: those that are run a round before.
-        makes: the equations that make what they send of slices and constants, in order.
-        beside: the product beside which they run, and
-        operand: one of its operands, which is there late enough.
+        gathers: the gathers of its body that run one iteration earlier.
+        makes: the equations that compute their operands from slices and constants, in order.
+        beside: the product beside which they run.
+        operand: an operand of that product that is computed late enough.
     """
 
     loop: Equation
@@ -95,8 +95,8 @@ class _Ahead:
     operand: Value
 
 
-def _aheads(found: Cost, *, stacks: bool) -> Iterator[_Ahead]:
-    """The loops whose rounds begin with waiting for gathers of slices; ``stacks``: also those that stack new values."""
+def _possible_prefetches(found: Cost, *, stacks: bool) -> Iterator[_Prefetch]:
+    """The prefetches of loops whose iterations wait for gathers of slices; with ``stacks``, loops that stack too."""
     waited = {row.equation for row in found.kernels if row.kind == COLLECTIVE and row.seconds > 0}
 
     def loops(program: Kernels) -> Iterator[Kernel]:
@@ -111,50 +111,50 @@ def _aheads(found: Cost, *, stacks: bool) -> Iterator[_Ahead]:
         if (
             e.name == "scan"
             and e.params["length"] > 1
-            and (ahead := _ahead(e, kernel.bodies[0], waited, stacks=stacks))
+            and (ahead := _prefetch_of(e, kernel.bodies[0], waited, stacks=stacks))
         ):
             yield ahead
 
 
-def _ahead(loop: Equation, body: Kernels, waited: set[Equation], *, stacks: bool) -> _Ahead | None:
+def _prefetch_of(loop: Equation, body: Kernels, waited: set[Equation], *, stacks: bool) -> _Prefetch | None:
     products = [k for k in body.kernels if k.kind == PRODUCT]
     consts, carry = scan_counts(loop.params)
     inputs, outputs = loop.blocks[0].inputs, loop.blocks[0].outputs
     stacked = any(isinstance(v, Value) and v not in inputs for v in outputs[carry:])
     if not products or (stacked and not stacks):
         return None
-    sliced = set(inputs[consts + carry :])  # what is computed of slices, and of constants,
-    early = {*inputs[:consts], *sliced}  # or of either: what is there before its round
-    able = []
+    sliced = set(inputs[consts + carry :])  # slices, and values computed from slices and constants
+    early = {*inputs[:consts], *sliced}  # all values that exist before the iteration
+    computable = []
     for e in loop.blocks[0].equations:
         reads = {v for v in e.inputs if isinstance(v, Value)}
         if reads <= early and e.rule is not None and e.name not in KINDS and is_pure(e):
-            able.append(e)
+            computable.append(e)
             early.update(e.outputs)
             sliced.update(e.outputs if reads & sliced else ())
     first = body.kernels.index(products[0])
     waiting = [k.equation for k in body.kernels[:first] if _is_gather(k) and k.equation in waited]
     gathers = [e for e in waiting if early.issuperset(e.inputs) and not sliced.isdisjoint(e.inputs)]
     last = products[-1].equation
-    late = [v for v in last.inputs if isinstance(v, Value) and v not in early]
-    if not gathers or not late:
+    late_operands = [v for v in last.inputs if isinstance(v, Value) and v not in early]
+    if not gathers or not late_operands:
         return None
     sent = tuple(v for e in gathers for v in e.inputs)
-    makes = without_dead_code(Block(inputs, tuple(able), sent)).equations
-    return _Ahead(loop, tuple(gathers), makes, last, late[0])
+    makes = without_dead_code(Block(inputs, tuple(computable), sent)).equations
+    return _Prefetch(loop, tuple(gathers), makes, last, late_operands[0])
 
 
 def _is_gather(kernel: Kernel) -> bool:
     return kernel.kind == COLLECTIVE and KINDS[kernel.equation.name] == ALL_GATHER
 
 
-def _rewritten(spmd: SpmdProgram, before: Cost, chosen: Mapping[Equation, _Ahead]) -> SpmdProgram:
-    jaxpr = run_by(_Fetching(chosen), before.program.block, spmd)
+def _rewritten(spmd: SpmdProgram, before: Cost, chosen: Mapping[Equation, _Prefetch]) -> SpmdProgram:
+    jaxpr = run_by(_PrefetchingInterpreter(chosen), before.program.block, spmd)
     return dataclasses.replace(spmd, jaxpr=jaxpr, collectives=tuple(_noted(spmd, before, chosen)))
 
 
-def _noted(spmd: SpmdProgram, before: Cost, chosen: Mapping[Equation, _Ahead]) -> Iterator[Collective]:
-    """The collectives: what a loop fetches, and once more before it."""
+def _noted(spmd: SpmdProgram, before: Cost, chosen: Mapping[Equation, _Prefetch]) -> Iterator[Collective]:
+    """The collectives of the rewritten program: the prefetches in a loop, and once more before it."""
     loops = {e: loop for loop, ahead in chosen.items() for e in ahead.gathers}
     pairs = zip(before.kernels, origins(spmd, before), strict=True)
     early = {id(c): loops[k.equation].trip_count for k, c in pairs if c is not None and k.equation in loops}
@@ -165,20 +165,20 @@ def _noted(spmd: SpmdProgram, before: Cost, chosen: Mapping[Equation, _Ahead]) -
 
 
 @dataclasses.dataclass(frozen=True)
-class _Fetching(Interpreter):
-    """Runs blocks on one device's parts, as they stand, but for loops that fetch ahead."""
+class _PrefetchingInterpreter(Interpreter):
+    """Runs blocks on one device's parts unchanged, except loops that prefetch."""
 
-    ahead: Mapping[Equation, _Ahead]
+    ahead: Mapping[Equation, _Prefetch]
 
     def region(self, e: Equation, arrays: Sequence[Any]) -> Sequence[Any]:
         """Runs a loop or a branch."""
-        return _Loop(self, self.ahead[e], arrays).run() if e in self.ahead else super().region(e, arrays)
+        return _PrefetchingLoop(self, self.ahead[e], arrays).run() if e in self.ahead else super().region(e, arrays)
 
 
-class _Loop:
-    """A loop that fetches ahead, on arrays."""
+class _PrefetchingLoop:
+    """Runs a loop with prefetches on arrays."""
 
-    def __init__(self, interpreter: Interpreter, ahead: _Ahead, arrays: Sequence[Any]):
+    def __init__(self, interpreter: Interpreter, ahead: _Prefetch, arrays: Sequence[Any]):
         self.interpreter, self.ahead = interpreter, ahead
         body, params = ahead.loop.blocks[0], ahead.loop.params
         self.rounds, self.backwards = int(params["length"]), bool(params["reverse"])
@@ -194,7 +194,7 @@ class _Loop:
         self.unroll = max(2, params["unroll"]) if set(ahead.beside.inputs) & set(self.held) else params["unroll"]
 
     def run(self) -> list[Any]:
-        """The loop's results."""
+        """The results of the loop."""
         first = self.rounds - 1 if self.backwards else 0
         start = self.start, self._fetched(self._sent(first))
         counted = jnp.arange(self.rounds), list(self.stacks)
@@ -202,31 +202,31 @@ class _Loop:
         return [*carried, *stacked]
 
     def _round(self, state: Any, slices: Any) -> tuple[Any, list[Any]]:
-        """One round: what it carries on, with what it has fetched for the next one, and what it stacks."""
-        (carried, held), (i, here) = state, slices
-        env = dict(zip(self.body.inputs, (*self.consts, *carried, *here, *held), strict=True))
+        """One iteration: the carry, with the arrays fetched for the next iteration, and the stacked outputs."""
+        (carried, held), (i, own_slices) = state, slices
+        env = dict(zip(self.body.inputs, (*self.consts, *carried, *own_slices, *held), strict=True))
         for e in self.body.equations:
             if e is not self.ahead.beside:
                 self.interpreter.evaluate([e], env)
                 continue
-            after = jnp.maximum(i - 1, 0) if self.backwards else jnp.minimum(i + 1, self.rounds - 1)
-            *sent, late = lax.optimization_barrier((*self._sent(after), env[self.ahead.operand]))
-            inner = {**env, self.ahead.operand: late}
-            self.interpreter.evaluate([e], inner)
-            env.update((v, inner[v]) for v in e.outputs)
+            next_index = jnp.maximum(i - 1, 0) if self.backwards else jnp.minimum(i + 1, self.rounds - 1)
+            *sent, late_operand = lax.optimization_barrier((*self._sent(next_index), env[self.ahead.operand]))
+            inner_env = {**env, self.ahead.operand: late_operand}
+            self.interpreter.evaluate([e], inner_env)
+            env.update((v, inner_env[v]) for v in e.outputs)
             held = self._fetched(sent)
         outputs = [jnp.asarray(value_of(v, env)) for v in self.body.outputs]
         return (outputs[: self.carry], held), outputs[self.carry :]
 
     def _sent(self, at: Any) -> list[Any]:
-        """What the gathers of a round send."""
+        """The operands of the gathers of an iteration."""
         found = [lax.dynamic_index_in_dim(x, at, keepdims=False, allow_negative_indices=False) for x in self.stacks]
         env = dict(zip((*self.fixed, *self.slices), (*self.consts, *found), strict=True))
         self.interpreter.evaluate(self.ahead.makes, env)
         return [env[v] for v in self.sent]
 
     def _fetched(self, sent: Sequence[Any]) -> list[Any]:
-        """What they bring."""
+        """The results of the gathers."""
         env = dict(zip(self.sent, sent, strict=True))
         self.interpreter.evaluate(self.ahead.gathers, env)
         return [env[v] for v in self.held]

@@ -1,11 +1,11 @@
-"""Rematerialise: chooses the values that a program recomputes to fit into memory (GShard paper, section 5.1).
+"""Chooses the values that a program recomputes to fit into memory (GShard paper, section 5.1).
 
     program = rematerialise(spmd, 14 * 2**30, Machine.of("v3:8x8"))
 
-As long as the peak is above the limit, the values that are alive there and needed only later are looked at: what
-would it take to recompute them just before they are read? Those that take the least time for a byte are not kept. In
-a straight line of equations they are recomputed behind a barrier; what one loop stacks for another is recomputed in
-the other; and what a loop stacks in a wider type than it need be is widened after the loop, which costs nothing.
+While the peak exceeds the limit, gshard prices the recomputation of each value that is alive at the peak and read only
+later. It drops the values with the least time for each byte. In a straight line of equations, it recomputes them behind
+a barrier; a residual that one loop stacks for another, in that other loop; and a stack in a wider type than necessary
+is widened after the loop, which costs nothing.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "M
 
 
 class MemoryLimitError(GShardError):
-    """The program does not fit, whatever is recomputed; or the limit is no number of bytes.
+    """The program does not fit with any recomputation, or the limit is not a number of bytes.
 
     Attributes:
-        needed: bytes that the compiler needs; 0 where it was not asked.
+        needed: bytes that the compiler needs; 0 if the program was not compiled.
     """
 
     needed: int = 0
@@ -50,7 +50,7 @@ def bytes_of(limit: int | str) -> int:
     """A number of bytes.
 
     Raises:
-        MemoryLimitError: it is none.
+        MemoryLimitError: ``limit`` is not a number of bytes.
 
     >>> bytes_of("14GiB") == 14 * 2**30, bytes_of(1000), bytes_of("1.5 MB")
     (True, 1000, 1500000)
@@ -65,47 +65,46 @@ def bytes_of(limit: int | str) -> int:
 
 @with_tables
 def rematerialise(spmd: SpmdProgram, limit: int, machine: Machine, donated: Iterable[int] = ()) -> SpmdProgram:
-    """Makes a per-device program fit by computing some values twice.
+    """Makes a per-device program fit into memory by computing some values twice.
 
     Args:
         spmd: the program.
-        limit: bytes that a device may hold at the peak: arguments, results and all else.
-        machine: tells what it takes to recompute a value.
+        limit: bytes that a device may hold at the peak: arguments, results and everything else.
+        machine: prices recomputation.
         donated: arguments (counted without captured arrays) whose memory results may take.
 
     Returns:
-        the program itself if it fits, or one with the same results and ``recomputed`` set.
+        the program itself if it fits; otherwise one with the same results, with ``recomputed`` set.
 
     Raises:
-        MemoryLimitError: it cannot fit.
+        MemoryLimitError: the program cannot fit.
     """
     before = device_program(spmd)
     lent = [len(spmd.program.captured) + i for i in donated]
-    first, own, target = (
-        memory_of(before, lent, keeps_low_precision_copies=machine.compiler.keeps_low_precision_copies).peak,
-        _flops(before),
-        limit,
-    )
+    keeps_copies = machine.compiler.keeps_low_precision_copies
+    first_peak = memory_of(before, lent, keeps_low_precision_copies=keeps_copies).peak
+    flops_before = _flops(before)
+    target = limit
     while True:
         search = _Search(before, target, machine, spmd.mesh, lent)
         try:
-            found = search.run()
+            block = search.run()
         except _StuckError as error:
             raise _does_not_fit(error.memory, error.block, spmd.program, limit) from None
-        if found is before.block:
+        if block is before.block:
             return spmd
-        made = replayed(spmd, before, found)
-        after = device_program(made)
-        memory = memory_of(after, lent, keeps_low_precision_copies=machine.compiler.keeps_low_precision_copies)
+        program = replayed(spmd, before, block)
+        after = device_program(program)
+        memory = memory_of(after, lent, keeps_low_precision_copies=keeps_copies)
         if memory.peak <= limit:
-            again = max(0, _flops(after) - own)
-            report = Recomputed(limit, first, memory.peak, own, again, tuple(search.chosen))
-            return dataclasses.replace(made, recomputed=report)
-        target -= memory.peak - limit  # what the replay adds: copies that stand for barriers on CPU
+            extra_flops = max(0, _flops(after) - flops_before)
+            report = Recomputed(limit, first_peak, memory.peak, flops_before, extra_flops, tuple(search.chosen))
+            return dataclasses.replace(program, recomputed=report)
+        target -= memory.peak - limit  # the excess comes from copies that replace barriers on CPU
 
 
 class _StuckError(Exception):
-    """The search found nothing more to drop."""
+    """The search finds no further value to drop."""
 
     def __init__(self, memory: Memory, block: Block):
         super().__init__()
@@ -140,7 +139,7 @@ class _Search:
         return program.block
 
     def _step(self, program: Kernels, memory: Memory) -> tuple[Kernels, Memory] | None:
-        """Less memory at the peak, by values of one kind in one block; None if there are none."""
+        """Lowers the peak by values of one kind in one block; None if there are no such values."""
         offers = self._offers(program, memory)
         while offers:
             depth, liveness, batch = self._batch(offers, memory.peak - self.limit)
@@ -164,7 +163,7 @@ class _Search:
         return None
 
     def _offers(self, program: Kernels, memory: Memory) -> list[tuple[int, Liveness, _Offer]]:
-        """What need not be kept over the peak, the cheapest for its bytes first."""
+        """The values that need not be kept over the peak, those with the least time for each byte first."""
         offers: list[tuple[int, Liveness, _Offer]] = []
         results = frozenset(v for v in program.block.outputs if isinstance(v, Value))
         rounds = 1
@@ -183,13 +182,14 @@ class _Search:
             ]
             rounds *= kernels.kernels[at].equation.trip_count
         excess = memory.peak - self.limit
-        large = [o for o in offers if o[2].freed * 100 >= excess]  # crumbs only where there is nothing else
+        large = [o for o in offers if o[2].freed * 100 >= excess]  # small values only if there are no others
         return sorted(large or offers, key=lambda o: (o[2].seconds / o[2].freed, -o[2].freed))
 
     def _batch(self, offers: list[tuple[int, Liveness, _Offer]], excess: int) -> tuple[int, Liveness, list[_Offer]]:
-        """The best offer, and the next best that go with it until enough is free.
+        """The best offer, and the next best ones that fit to it, until enough is freed.
 
-        A value and what it is recomputed from are not taken at once: what is left tells what the other one costs then.
+        A value and the values from which it is recomputed are never in one batch: dropping one changes the price of the
+        other.
         """
         depth, liveness, best = offers[0]
         batch: list[_Offer] = []
@@ -243,7 +243,7 @@ def _does_not_fit(memory: Memory, block: Block, program: Program, limit: int) ->
 
 
 def _go_together(a: _Offer, b: _Offer) -> bool:
-    """Whether one rewriting serves both: values of one straight line, or stacks of the same loops."""
+    """Whether one rewrite can apply both: values of one straight line, or stacks of the same loops."""
     if isinstance(a, Stacked) and isinstance(b, Stacked):
         return a.writer is b.writer and a.consumer is b.consumer
     if isinstance(a, LowPrecision) and isinstance(b, LowPrecision):
@@ -256,7 +256,7 @@ def _values(item: _Offer) -> tuple[Value, ...]:
 
 
 def _is_less(after: Memory, before: Memory) -> bool:
-    """Whether there is progress: a lower peak, or as high a peak less often."""
+    """Whether the peak is lower, or equally high at fewer moments."""
     if after.peak != before.peak:
         return after.peak < before.peak
     return _at_peak(after) < _at_peak(before)
@@ -277,16 +277,16 @@ def _noted(item: _Offer, liveness: Liveness) -> Recomputation:
     largest = max(values, key=size)
     producer = liveness.producer[largest]
     if not isinstance(item, Kept):
-        made = item.writer.blocks[0].outputs[item.writer.outputs.index(largest)]
+        stacked = item.writer.blocks[0].outputs[item.writer.outputs.index(largest)]
         producers = {v: e for e in item.writer.blocks[0].equations for v in e.outputs}
-        if isinstance(made, Value) and made in producers:
-            producer = producers[made]
+        if isinstance(stacked, Value) and stacked in producers:
+            producer = producers[stacked]
     shape = f"{largest.dtype_name}[{','.join(map(str, largest.shape))}]"
     return Recomputation(producer.name, producer.line, shape, len(values), item.freed, item.seconds)
 
 
 def _largest(block: Block) -> int:
-    """The largest number of a value in a block and its bodies."""
+    """The largest index of a value in a block and its bodies."""
 
     def values(block: Block) -> Iterator[Value]:
         yield from block.inputs

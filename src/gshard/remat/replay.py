@@ -1,4 +1,4 @@
-"""Replay: traces a block of a per-device program into a per-device program again."""
+"""Traces a changed block of a per-device program into a per-device program again."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from gshard.language.interpret import Interpreter
 
 
 def replayed(spmd: SpmdProgram, before: Kernels, block: Block) -> SpmdProgram:
-    """The program with another block of equations in the place of its own.
+    """The program with another block of equations.
 
     Args:
         spmd: the program.
-        before: its own block.
-        block: the other one, with the same inputs.
+        before: the kernels of its present block.
+        block: the new block, with the same inputs.
     """
     devices = spmd.mesh.devices
     on_cpu = devices is not None and devices[0].platform == "cpu"
-    jaxpr = run_by(_Behind(frozenset(before.block.walk()) if on_cpu else None), block, spmd)
+    jaxpr = run_by(_WithOpaqueBarriers(frozenset(before.block.walk()) if on_cpu else None), block, spmd)
     return dataclasses.replace(spmd, jaxpr=jaxpr, collectives=_noted(spmd, before, kernels_of(block)))
 
 
 @no_mesh_set()
 def run_by(interpreter: Interpreter, block: Block, spmd: SpmdProgram) -> Any:
-    """A closed jaxpr like that of a per-device program, with a block in its place, as an interpreter runs it."""
+    """A closed jaxpr of a per-device program whose block an interpreter runs."""
     (mapping,) = spmd.jaxpr.jaxpr.eqns
     mapped = jax.shard_map(
         lambda *arrays: interpreter.run(block, arrays),
@@ -56,46 +56,46 @@ def run_by(interpreter: Interpreter, block: Block, spmd: SpmdProgram) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Behind(Interpreter):
-    """Runs blocks on one device's parts, as they stand; barriers that are not among ``own`` in CPU's way."""
+class _WithOpaqueBarriers(Interpreter):
+    """Runs blocks on one device's parts unchanged. Barriers outside of ``own_equations`` become opaque identities."""
 
-    own: frozenset[Equation] | None
+    own_equations: frozenset[Equation] | None
 
     def equation(self, e: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
         """Runs an equation."""
-        if self.own is not None and e.primitive is optimization_barrier_p and e not in self.own:
+        if self.own_equations is not None and e.primitive is optimization_barrier_p and e not in self.own_equations:
             return [*opaque_identity(inputs[:-1], inputs[-1]), inputs[-1]]
         return super().equation(e, inputs)
 
 
-_Said = tuple[str, tuple[str, ...], int, int, str, str]
+_Attributes = tuple[str, tuple[str, ...], int, int, str, str]
 
 
 def _noted(spmd: SpmdProgram, before: Kernels, after: Kernels) -> tuple[Collective, ...]:
-    """The collectives that the program reports: those that are gone are left out, those that are new are added.
+    """The collectives that the new program reports, without those that are gone and with those that are new.
 
-    Gone are also those that said the same as others, in windows that overlap: read back, equal equations are one.
+    Equal collectives in overlapping windows may be gone too: equal equations are one after they are read back.
     """
-    equations = dict(_said(after, spmd.mesh))
-    old, new = (Counter(said for said, _ in _said(kernels, spmd.mesh)) for kernels in (before, after))
-    left: Counter[tuple[str, tuple[str, ...], int, int]] = Counter()
-    for said, count in new.items():
-        left[said[:4]] += count
+    equations = dict(_attributes(after, spmd.mesh))
+    old, new = (Counter(attributes for attributes, _ in _attributes(kernels, spmd.mesh)) for kernels in (before, after))
+    count_left: Counter[tuple[str, tuple[str, ...], int, int]] = Counter()
+    for attributes, count in new.items():
+        count_left[attributes[:4]] += count
     kept = []
     for c in spmd.collectives:
-        if left[c.kind, c.atoms, c.bytes, c.times]:
-            left[c.kind, c.atoms, c.bytes, c.times] -= 1
+        if count_left[c.kind, c.atoms, c.bytes, c.times]:
+            count_left[c.kind, c.atoms, c.bytes, c.times] -= 1
             kept.append(c)
-    for said in (*(new - old).elements(), *new.elements()):
-        if left[said[:4]]:
-            left[said[:4]] -= 1
-            kind, atoms, sent, times, shape, line = said
-            e = equations[said]
+    for attributes in (*(new - old).elements(), *new.elements()):
+        if count_left[attributes[:4]]:
+            count_left[attributes[:4]] -= 1
+            kind, atoms, sent, times, shape, line = attributes
+            e = equations[attributes]
             kept.append(Collective(kind, atoms, sent, times, shape, line, RECOMPUTED, cause=e, emitted=e))
     return tuple(kept)
 
 
-def _said(kernels: Kernels, mesh: Mesh) -> Iterator[tuple[_Said, Equation]]:
+def _attributes(kernels: Kernels, mesh: Mesh) -> Iterator[tuple[_Attributes, Equation]]:
     for kernel, times in kernels.walk():
         if kernel.kind == COLLECTIVE:
             e = kernel.equation

@@ -1,9 +1,9 @@
-"""Straight line: recomputes values of straight-line code instead of keeping them over the memory peak.
+"""Recomputes values of straight-line code instead of keeping them over the memory peak.
 
     y = f(x); ...; peak; ...; g(y)   ->   y = f(x); ...; peak; ...; x' = barrier(x, late); y' = f(x'); g(y')
 
-The barrier hides from XLA that both computations are the same, and holds the second one back until ``late``, an
-operand of the user that is made after the peak, is there.
+The barrier hides from XLA that both computations are equal, and delays the second one until ``late`` is computed, an
+operand of the reader that is computed after the peak.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from gshard.rewrite.cse import is_pure
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Kept:
-    """A buffer that is alive at the peak and read only later, and what not keeping it would bring and take.
+    """A buffer that is alive at the peak and read only later, with the saving and the price of recomputing it.
 
     Attributes:
         value: the buffer.
-        freed: bytes at the peak.
-        seconds: of recomputing it.
+        freed: bytes saved at the peak.
+        seconds: of its recomputation.
         anchors: the buffers from which it is recomputed.
     """
 
@@ -37,34 +37,41 @@ class Kept:
 
 
 def kept_over(liveness: Liveness, peak: int, seconds: Seconds, elsewhere: frozenset[Value]) -> list[Kept]:
-    """The buffers that need not be kept over a kernel.
+    """The buffers that can be recomputed after a kernel instead of being kept.
 
     Args:
-        liveness: the block's.
+        liveness: the liveness of the block.
         peak: the position of the kernel.
-        seconds: what a kernel takes.
+        seconds: prices one run of a kernel.
         elsewhere: buffers that are never freed, such as results.
     """
     found = []
-    for v, at in liveness.made.items():
-        later = [i for i in liveness.users.get(v, ()) if i > peak]
-        if at >= peak or not later or peak in liveness.users[v] or v in liveness.ends or v in elsewhere or not size(v):
+    for v, made_at in liveness.made.items():
+        later_users = [i for i in liveness.users.get(v, ()) if i > peak]
+        if (
+            made_at >= peak
+            or not later_users
+            or peak in liveness.users[v]
+            or v in liveness.ends
+            or v in elsewhere
+            or not size(v)
+        ):
             continue
-        again = liveness.recomputation(v, later[0], peak)
-        if again is None:
+        kernels = liveness.recomputation(v, later_users[0], peak)
+        if kernels is None:
             continue
-        anchors = {u for kernel in again for u in kernel.reads} - {w for kernel in again for w in kernel.writes}
-        found.append(Kept(v, size(v), sum(map(seconds, again)), frozenset(anchors)))
+        anchors = {u for kernel in kernels for u in kernel.reads} - {w for kernel in kernels for w in kernel.writes}
+        found.append(Kept(v, size(v), sum(map(seconds, kernels)), frozenset(anchors)))
     return found
 
 
 def without_keeping(liveness: Liveness, peak: int, dropped: Sequence[Value], names: Iterator[int]) -> Block:
-    """The block in which users after the peak read values that are recomputed.
+    """The block in which readers after the peak read recomputed values.
 
     Args:
-        liveness: the block's.
-        peak: position of a kernel.
-        dropped: buffers, each one that ``kept_over`` found for this peak.
+        liveness: the liveness of the block.
+        peak: the position of a kernel.
+        dropped: buffers that ``kept_over`` found for this peak.
         names: numbers for new values.
     """
     return _Recomputing(liveness, peak, frozenset(dropped), names).block()
@@ -73,16 +80,16 @@ def without_keeping(liveness: Liveness, peak: int, dropped: Sequence[Value], nam
 class _Recomputing:
     def __init__(self, liveness: Liveness, peak: int, dropped: frozenset[Value], names: Iterator[int]):
         self.liveness, self.peak, self.dropped, self.names = liveness, peak, dropped, names
-        self.recomputed: dict[Value, Value] = {}  # dropped values, as recomputed
+        self.recomputed: dict[Value, Value] = {}  # for each dropped value, its recomputation
         self.at = 0
 
     def block(self) -> Block:
         liveness, block = self.liveness, self.liveness.kernels.block
-        made: list[Equation] = []
+        equations: list[Equation] = []
         for e in block.equations:
             at = liveness.position.get(e)
             if at is None or at <= self.peak:
-                made.append(e)
+                equations.append(e)
                 continue
             self.at = at
             self.fresh: list[Equation] = []
@@ -94,14 +101,14 @@ class _Recomputing:
                 if late is not None:
                     self._hide(late)
                     inputs = tuple(self.hidden.get(x, x) if x is late else x for x in inputs)  # type: ignore[arg-type]
-                made.append(self._barrier(e))
-            made += self.fresh
+                equations.append(self._barrier(e))
+            equations += self.fresh
             changed = any(a is not b for a, b in zip(inputs, e.inputs, strict=True))
-            made.append(dataclasses.replace(e, inputs=inputs) if changed else e)
-        return without_dead_code(Block(block.inputs, tuple(made), block.outputs))
+            equations.append(dataclasses.replace(e, inputs=inputs) if changed else e)
+        return without_dead_code(Block(block.inputs, tuple(equations), block.outputs))
 
     def _read(self, x: Value | Constant) -> Value | Constant:
-        """What a user after the peak reads in the place of ``x``."""
+        """The value that a reader after the peak reads instead of ``x``."""
         liveness = self.liveness
         if isinstance(x, Constant) or (x in self.dropped and x not in liveness.made):
             return x
@@ -120,7 +127,7 @@ class _Recomputing:
         return self._clone(e, inputs, x, False)
 
     def _source(self, x: Value | Constant) -> Value | Constant:
-        """What a recomputation reads in the place of ``x``."""
+        """The value that a recomputation reads instead of ``x``."""
         liveness = self.liveness
         if isinstance(x, Constant):
             return x
@@ -156,7 +163,7 @@ class _Recomputing:
         return self.hidden[x]
 
     def _late(self) -> Value | None:
-        """An operand of the user that is made after the peak: the last one."""
+        """The last operand of the reader that is computed after the peak; None if there is none."""
         liveness = self.liveness
         kernel = liveness.kernels.kernels[self.at]
         late = [v for v in kernel.equation.inputs if isinstance(v, Value) and liveness.made.get(v, -1) > self.peak]
@@ -174,7 +181,7 @@ class _Recomputing:
 
 
 def without_dead_code(block: Block) -> Block:
-    """The block without equations that have no users and no effects."""
+    """The block without equations that have no readers and no effects."""
     needed = {v for v in block.outputs if isinstance(v, Value)}
     kept = []
     for e in reversed(block.equations):

@@ -1,8 +1,8 @@
-"""Alternatives: other shardings of a value in a searched plan, and what forcing one of them costs.
+"""Lists other shardings of a value than a searched plan has, and what each of them costs.
 
-The messages of a solution bound from below what each state of each node costs (``Solution.alternatives``). For the few
-alternatives that are printed, the problem is solved again with nothing else allowed. Where that ends with a proof, the
-cost is exact.
+The messages of a solution are a lower bound for the cost of each state of each node (``Solution.alternatives``). For
+the few alternatives that are printed, gshard solves the problem again with only that state allowed. If the solver
+proves that solution optimal, the cost is exact.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from gshard.planning.graph import Graph
 from gshard.solver.problem import Ints, ProblemError
 from gshard.solver.solve import Solution, solve
 
-_SHOWN = 4  # of each value, those that cost least
-_EFFORT = 0.1  # for solving again
-_PROVEN = 1e-4  # a gap that is none to the digits that are shown
-_TRIES, _ENTRIES = 16, 5e6  # how often, at most, and entries of tables of all that is solved again
+_SHOWN = 4  # the cheapest alternatives of a value
+_EFFORT = 0.1  # of the solver, for each further solution
+_PROVEN = 1e-4  # a gap that counts as none, to the printed digits
+_TRIES, _ENTRIES = 16, 5e6  # limits on further solutions: their number, and the entries of all their tables
 
 
 @dataclasses.dataclass(frozen=True)
 class Alternative:
-    """Another sharding of a value than the one that was found.
+    """Another sharding of a value than that of the plan.
 
     Attributes:
-        sharding: as text.
-        seconds: how much longer a call takes with it, in the model, whatever else is chosen; ``inf`` where nothing was
-            found that is allowed.
-        proven: whether that is what it takes; else it takes at least that.
+        sharding: the sharding as text.
+        seconds: how much longer a call takes with it, in the model, with the best choices for everything else; ``inf``
+            if no allowed solution was found.
+        proven: whether ``seconds`` is exact; otherwise it is a lower bound.
     """
 
     sharding: str
@@ -46,7 +46,7 @@ class Alternative:
 
 
 def tries(solution: Solution) -> Iterator[int]:
-    """As many numbers as solutions may be looked for again."""
+    """An iterator with one element for each further solution that the limits allow."""
     entries = sum(table.size for table in solution.problem.tables)
     return iter(range(int(min(_TRIES, _ENTRIES // max(entries, 1)))))
 
@@ -54,37 +54,37 @@ def tries(solution: Solution) -> Iterator[int]:
 def alternatives(
     graph: Graph, solution: Solution, v: Value, chosen: Sharding, budget: Iterator[int]
 ) -> list[Alternative]:
-    """What else a value could be, the cheapest first.
+    """The other shardings of a value, the cheapest first.
 
     Args:
-        graph: what there is to choose from.
-        solution: of its problem.
+        graph: the problem.
+        solution: its solution.
         v: the value.
-        chosen: its sharding, which is left out.
-        budget: one is taken for each time that the problem is solved again.
+        chosen: the sharding of the value, which is left out.
+        budget: gives one element for each further solution (``tries``).
     """
-    k = graph.groups.of[v]
-    more = np.maximum(solution.alternatives(k) - solution.bound, 0.0)
-    states = [i for i, s in enumerate(graph.states[k]) if s != chosen]
-    texts = {i: graph.states[k][i].format(graph.mesh, v.shape, v.dtype_name) for i in states}
+    group = graph.groups.of[v]
+    extra = np.maximum(solution.alternatives(group) - solution.bound, 0.0)
+    states = [i for i, s in enumerate(graph.states[group]) if s != chosen]
+    texts = {i: graph.states[group][i].format(graph.mesh, v.shape, v.dtype_name) for i in states}
     rows = []
-    for i in sorted(states, key=lambda i: (more[i], texts[i]))[:_SHOWN]:
-        seconds, proven = float(more[i]), False
+    for i in sorted(states, key=lambda i: (extra[i], texts[i]))[:_SHOWN]:
+        seconds, proven = float(extra[i]), False
         if np.isfinite(seconds) and next(budget, None) is not None:
-            again = _with_state(solution, k, i)
-            proven = again.gap <= _PROVEN
-            seconds = max(seconds, again.value - solution.value if proven else again.bound - solution.value)
+            forced = _with_state(solution, group, i)
+            proven = forced.gap <= _PROVEN
+            seconds = max(seconds, forced.value - solution.value if proven else forced.bound - solution.value)
         rows.append(Alternative(texts[i], seconds, proven))
     return sorted(rows, key=lambda row: (row.seconds, row.sharding))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SearchChoice:
-    """What a search chose, and from what, as ``explanation.value_costs`` compares it.
+    """The problem and the solution of a search, in the form that ``explanation.value_costs`` reads.
 
     Attributes:
         graph: the problem.
-        solution: of it.
+        solution: its solution.
         counted: the unit of its costs, in words.
     """
 
@@ -94,20 +94,20 @@ class SearchChoice:
 
     @property
     def states(self) -> Ints:
-        """int64 [nodes], those that were chosen."""
+        """int64 [nodes], the chosen states."""
         return self.solution.states
 
     @property
     def cost(self) -> float:
-        """What they cost."""
+        """The cost of the chosen states."""
         return self.solution.value
 
     def tied_to(self, node: int) -> list[int]:
-        """The node itself: a search plans each layer by itself."""
+        """The node itself: a search does not tie equal layers."""
         return [node]
 
     def with_state(self, node: int, state: int) -> Ints | None:
-        """The states that cost least where a node has this one; None if none were found that fit."""
+        """The cheapest states with this state of a node; None if none were found that fit."""
         if self.states[node] == state:
             return self.states
         try:
@@ -118,7 +118,7 @@ class SearchChoice:
 
 
 def _with_state(solution: Solution, node: int, state: int) -> Solution:
-    """The best that can be found with one state of a node."""
+    """The best solution that the solver finds with this state of a node."""
     costs = list(solution.problem.costs)
     costs[node] = np.where(np.arange(costs[node].size) == state, costs[node], np.inf)
     return solve(dataclasses.replace(solution.problem, costs=tuple(costs)), effort=_EFFORT)

@@ -1,7 +1,7 @@
-"""Argument marks: writes marks on arguments as statements, one for each parameter.
+"""Writes marks on arguments as statements, one for each parameter.
 
-An array is marked by itself, ``x = gshard.shard(x, P("data"))``; arrays of a pytree by patterns of their paths, which
-say the same of equal layers once: ``state = gshard.shard_by_path(state, {"0/blocks/*/up/kernel": P("data")})``.
+An array gets a mark of its own, ``x = gshard.shard(x, P("data"))``. Arrays of a pytree get patterns of their paths, so
+that equal layers need one pattern: ``state = gshard.shard_by_path(state, {"0/blocks/*/up/kernel": P("data")})``.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from gshard.core.sharding import Sharding
 from gshard.naming.short_names import equal_layers
 from gshard.planning.added_marks import spec_of_cut
 
-_WIDE = 100  # columns of a line
+_WIDE = 100  # columns; a longer statement is written on several lines
 
 
 def argument_marks(
     marks: Mapping[Value, Sharding], inputs: Sequence[Value], paths: Sequence[str], mesh: Mesh
 ) -> tuple[dict[str, str], set[Value]]:
-    """The statements, by parameter, and the values that none is about: those whose paths patterns cannot tell apart.
+    """Writes the statements.
 
     Args:
-        marks: how arguments are to be cut.
-        inputs: all arguments;
-        paths: and where they are.
+        marks: the shardings of arguments.
+        inputs: all arguments.
+        paths: the path of each argument.
         mesh: the devices.
     """
     of_parameter: dict[str, dict[str, Value]] = {}
     for v, path in zip(inputs, paths, strict=bool(paths)):
         parameter, _, below = path.partition("/")
         of_parameter.setdefault(parameter, {})[below] = v
-    statements, said = {}, set()
+    statements, written = {}, set()
     for parameter, values in of_parameter.items():
         specs = {path: spec for path, v in values.items() if v in marks and (spec := _text(marks[v], mesh))}
         if not specs or not parameter.isidentifier():
@@ -49,8 +49,8 @@ def argument_marks(
             statements[parameter] = short if len(short) < _WIDE else wide
         else:
             continue
-        said |= {values[path] for path in specs}
-    return statements, set(marks) - said
+        written |= {values[path] for path in specs}
+    return statements, set(marks) - written
 
 
 def _text(sharding: Sharding, mesh: Mesh) -> str:
@@ -59,18 +59,18 @@ def _text(sharding: Sharding, mesh: Mesh) -> str:
 
 
 def _patterns(specs: Mapping[str, str], values: Mapping[str, Value]) -> dict[str, str] | None:
-    """Patterns that say of each path what is to be said, and nothing of others; None if there are none."""
+    """Patterns that give each path its spec and match no other path; None if there are none."""
     parts = {path: tuple(f"[{w}]" if w.isdecimal() else w for w in path.split("/")) for path in values}
-    folded = equal_layers({parts[path]: (v.shape, v.dtype, specs.get(path)) for path, v in values.items()})
+    pattern_words = equal_layers({parts[path]: (v.shape, v.dtype, specs.get(path)) for path, v in values.items()})
     patterns: dict[str, str] = {}
     for path, spec in specs.items():
-        words = folded.get(parts[path], parts[path])
+        words = pattern_words.get(parts[path], parts[path])
         patterns.setdefault("/".join(word.strip("[]") for word in words), spec)
     ends = {path.rpartition("/")[2] for path in values}
-    boxed = f"/{next(iter(ends))}" if len(ends) == 1 and len(values) > 1 else ""  # a pattern is for all below it
-    shorter = {pattern.removesuffix(boxed): spec for pattern, spec in patterns.items()}
-    for found in (shorter, patterns, dict(specs)):
-        first = {path: next((p for p in found if is_below(p, path)), None) for path in values}
-        if all((None if p is None else found[p]) == specs.get(path) for path, p in first.items()):
-            return found
+    common_end = f"/{next(iter(ends))}" if len(ends) == 1 and len(values) > 1 else ""  # a pattern is for all below it
+    shorter = {pattern.removesuffix(common_end): spec for pattern, spec in patterns.items()}
+    for candidate in (shorter, patterns, dict(specs)):
+        first_match = {path: next((p for p in candidate if is_below(p, path)), None) for path in values}
+        if all((None if p is None else candidate[p]) == specs.get(path) for path, p in first_match.items()):
+            return candidate
     return None

@@ -1,12 +1,12 @@
-"""Reproduces a plan with few marks; each was tried by planning and pricing the program again.
+"""Reproduces a plan with few marks, each tested by planning and pricing the program again.
 
-A plan has a sharding for every value; of most of them propagation says the same once a few are marked. Which few, a
-greedy choice finds: of the values that are sharded otherwise than in the plan, those of the same name in equal layers
-taken together, the largest are tried, and what lowers the price most is kept. Then those that are not needed any more
-are left out. Where marks do not reach the price of the plan, the plan itself does (``gshard.jit(plan=...)``).
+A plan has a sharding for every value; propagation finds most of them once a few values are marked. A greedy search
+finds these few. In each round it takes the values whose sharding differs from the plan, with those of the same name in
+equal layers together; it tries the largest, and keeps the marks that lower the price most. Then it removes marks that
+are no longer needed. If marks do not reach the price of the plan, use the plan itself (``gshard.jit(plan=...)``).
 
-A time budget limits this: the program without further marks is priced in any case, and the marks that were found until
-the time is over are returned.
+A time budget limits the search. The program without further marks is priced in any case, and the search returns the
+marks that it found until the time is over.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gshard.search.priced import PricedPlan
 from gshard.search.time_budget import TimeBudget
 
 _LARGEST, _FIRST = 3, 2  # candidates of each round
-_NEAR = 5e-4  # of the plan's time: a smaller difference is none
+_NEAR = 5e-4  # of the plan's time: a smaller difference counts as none
 _MORE = "further marks"
 
 
@@ -37,10 +37,10 @@ class FoundMark:
     """One mark, perhaps on several values of the same name in equal layers.
 
     Attributes:
-        at: an argument, or the operation and line that make the value.
+        at: an argument, or the operation and line that compute the value.
         text: the source text, ``gshard.shard(x, P(None, 'model'))``.
-        saved: seconds of a call that it saves, after those before it.
-        shardings: the values that it is about, as the plan cuts them.
+        saved: seconds of a call that it saves, after the marks before it.
+        shardings: the marked values, with their shardings in the plan.
     """
 
     at: str
@@ -50,7 +50,7 @@ class FoundMark:
 
     @property
     def values(self) -> int:
-        """How many values it is about."""
+        """How many values it marks."""
         return len(self.shardings)
 
     def __str__(self) -> str:
@@ -63,13 +63,13 @@ class Marks:
     """Marks that make a program nearly as fast as a plan.
 
     Attributes:
-        marks: in the order in which they were found.
-        priced: the plan that follows from all of them.
-        bare: that without any of them.
-        goal: the plan that they are to say.
+        marks: the marks, in the order in which they were found.
+        priced: the plan with all of them.
+        bare: the plan with none of them.
+        goal: the plan to reproduce.
         limit: bytes that a device may hold.
-        took: seconds that finding them took.
-        left_out: what was not tried, or cut, since the time was over.
+        took: seconds that the search took.
+        left_out: steps that were cut or not begun because the time was over.
     """
 
     marks: tuple[FoundMark, ...]
@@ -82,7 +82,7 @@ class Marks:
 
     @property
     def seconds(self) -> float:
-        """Of a call, with all of them."""
+        """Seconds of a call with all of them."""
         return self.priced.cost.seconds
 
     @property
@@ -105,7 +105,7 @@ class Marks:
 
     @property
     def cut(self) -> list[str]:
-        """A line on what the time was too short for, if on anything."""
+        """A line about the steps for which the time was too short, if there were any."""
         return ended(self.took, self.left_out, None)
 
     def __str__(self) -> str:
@@ -119,7 +119,7 @@ class Marks:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Candidate:
-    """Values that are to be marked together, and the shardings that the plan gives them."""
+    """Values to mark together, with their shardings in the plan."""
 
     at: str
     text: str
@@ -139,15 +139,15 @@ def marks_of(
     tolerance: float = 0.01,
     most: int = 12,
 ) -> Marks:
-    """Says a plan in marks.
+    """Finds marks that reproduce a plan.
 
     Args:
-        goal: the plan; its program has the marks that the user wrote.
-        limit: bytes that a device may hold; marks with which a call takes more are as good as none.
-        price: plans the program with other marks, and prices that.
+        goal: the plan; its program has the user's own marks.
+        limit: bytes that a device may hold; marks with which a call needs more count as none.
+        price: plans and prices the program with other marks.
         budget: the time that is left; the program without further marks is priced in any case.
-        tolerance: how far above the goal is near enough.
-        most: how many marks at most.
+        tolerance: the relative distance from the goal at which the search ends.
+        most: the largest number of marks.
     """
     program, mesh = goal.plan.program, goal.plan.mesh
     near = goal.cost.seconds * (1 + tolerance)
@@ -155,75 +155,77 @@ def marks_of(
 
     def tried(candidates: Sequence[_Candidate], doing: str, *, always: bool = False) -> PricedPlan | None:
         marks = {v: mark_of_cut(s.dims, mesh) for c in candidates for v, s in c.shardings.items()}
-        marked, found = with_marks(program, marks), None
+        marked, priced = with_marks(program, marks), None
         with budget.step(doing, always=always), contextlib.suppress(GShardError):
-            found = None if marked is None else price(marked)
-        return found
+            priced = None if marked is None else price(marked)
+        return priced
 
     def is_over() -> bool:
         if budget.is_over and _MORE not in budget.left_out:
             budget.left_out.append(_MORE)
         return budget.is_over
 
-    def is_near(found: PricedPlan) -> bool:
-        return found.cost.seconds <= near and (found.cost.peak <= limit or goal.cost.peak > limit)
+    def is_near(priced: PricedPlan) -> bool:
+        return priced.cost.seconds <= near and (priced.cost.peak <= limit or goal.cost.peak > limit)
 
     without = tried([], "the program without further marks", always=True)
     assert without is not None
-    now, saved = without, []
-    while not is_near(now) and len(chosen) < most and not is_over():
+    current, savings = without, []
+    while not is_near(current) and len(chosen) < most and not is_over():
         results = [
-            (found, candidate)
-            for candidate in _candidates(goal.plan, now.plan, chosen)
-            if not is_over() and (found := tried([*chosen, candidate], f"{candidate.text} {candidate.at}")) is not None
+            (priced, candidate)
+            for candidate in _candidates(goal.plan, current.plan, chosen)
+            if not is_over() and (priced := tried([*chosen, candidate], f"{candidate.text} {candidate.at}")) is not None
         ]
         if not results:
             break
-        after, candidate = min(results, key=lambda result: result[0].rank(limit))
+        best, candidate = min(results, key=lambda result: result[0].rank(limit))
         enough = [result for result in results if is_near(result[0])]
         if enough:
-            after, candidate = min(enough, key=lambda result: len(result[1].shardings))
-        elif not chosen:  # one is not enough: all arguments at once, and then the rest
-            after, candidate = results[0]
-        if after.rank(limit) >= now.rank(limit) and len(results) < 2:
+            best, candidate = min(enough, key=lambda result: len(result[1].shardings))
+        elif not chosen:  # one mark is not enough: mark all arguments at once, then the rest
+            best, candidate = results[0]
+        if best.rank(limit) >= current.rank(limit) and len(results) < 2:
             break
         chosen.append(candidate)
-        saved.append(now.cost.seconds - after.cost.seconds)
-        now = after
+        savings.append(current.cost.seconds - best.cost.seconds)
+        current = best
     for candidate in list(chosen):
-        rest = [c for c in chosen if c is not candidate]
-        found = tried(rest, f"without {candidate.text} {candidate.at}") if len(chosen) > 1 and not is_over() else None
-        if found is not None and (is_near(found) or found.rank(limit) <= now.rank(limit)):
-            del saved[chosen.index(candidate)]
-            chosen, now = rest, found
-    marks = [FoundMark(c.at, c.text, s, c.shardings) for c, s in zip(chosen, saved, strict=True)]
-    return Marks(tuple(marks), now, without, goal, limit, budget.spent, tuple(budget.left_out))
+        others = [c for c in chosen if c is not candidate]
+        priced = (
+            tried(others, f"without {candidate.text} {candidate.at}") if len(chosen) > 1 and not is_over() else None
+        )
+        if priced is not None and (is_near(priced) or priced.rank(limit) <= current.rank(limit)):
+            del savings[chosen.index(candidate)]
+            chosen, current = others, priced
+    marks = [FoundMark(c.at, c.text, s, c.shardings) for c, s in zip(chosen, savings, strict=True)]
+    return Marks(tuple(marks), current, without, goal, limit, budget.spent, tuple(budget.left_out))
 
 
-def _candidates(plan: Plan, now: Plan, chosen: Sequence[_Candidate]) -> list[_Candidate]:
-    """What is sharded otherwise than in the plan: all arguments; of values called alike the largest and the first."""
-    done = {v for c in chosen for v in c.shardings}
+def _candidates(plan: Plan, current_plan: Plan, chosen: Sequence[_Candidate]) -> list[_Candidate]:
+    """Values whose sharding differs from the plan: all arguments; of equal names, the largest and the first."""
+    marked = {v for c in chosen for v in c.shardings}
     first = len(plan.program.captured)
     arguments: dict[Value, Sharding] = {}
     groups: dict[tuple[str, Sharding], dict[Value, Sharding]] = {}
     for v, name in _named(plan.program).items():
         target = Sharding(plan.shardings[v].dims)
         nameable = text_of_mark(target, plan.mesh) is not None
-        if v not in done and nameable and v.shape and Sharding(now.shardings[v].dims) != target:
+        if v not in marked and nameable and v.shape and Sharding(current_plan.shardings[v].dims) != target:
             groups.setdefault((name, target), {})[v] = target
             if v in plan.program.block.inputs[first:]:
                 arguments[v] = target
-    alike = [
+    by_name = [
         _Candidate(name, text_of_mark(target, plan.mesh) or "", values) for (name, target), values in groups.items()
     ]
-    largest = sorted(alike, key=lambda c: -c.bytes)[:_LARGEST]
+    largest = sorted(by_name, key=lambda c: -c.bytes)[:_LARGEST]
     together = [_Candidate("arguments", "in_shardings=found.in_shardings", arguments)]
     together = together if len(arguments) > 1 and not chosen else []
-    return [*together, *dict.fromkeys([*largest, *alike[:_FIRST]])]
+    return [*together, *dict.fromkeys([*largest, *by_name[:_FIRST]])]
 
 
 def _named(program: Program) -> Mapping[Value, str]:
-    """What a user can mark, by what it is called: those of equal layers alike."""
+    """The values that a user can mark, with their names. Values of equal layers have equal names."""
     first = len(program.captured)
     arguments = ArrayNames(program).arguments
     names = {v: arguments[v].alike for v in program.block.inputs[first:]}

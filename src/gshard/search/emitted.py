@@ -1,9 +1,8 @@
-"""Emitted: prices equations that run on shards in a special way by tracing them alone.
+"""Prices equations that run on shards in their own way, by tracing each of them alone.
 
-A halo that is fetched, a look-up in a part of a table, masks around what is padded: how much of that there is only the
-rule knows, and the rest of what is emitted for it. So the equation is partitioned alone and priced, as a program is.
-Windows that are fetched are shared by all equations of a block that want the same ones of an array (``comm.shards``),
-so their times differ.
+Only the rule of an equation determines what it emits: a halo, a look-up in a part of a table, masks around padding, and
+the rest. So gshard partitions the equation alone and prices the result like a program. Equations of a block share the
+windows of one array that they fetch (``comm.shards``), so the time of windows is reported apart.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from gshard.planning.objective import Windows
 
 
 def has_own_way(rule: Rule, split: Split) -> bool:
-    """Whether an equation does something else on shards than the same on smaller arrays."""
+    """Whether an equation does more on shards than the same operator on smaller arrays."""
     if not rule.is_free or (rule.local is None and rule.sends is None):
         return False
     return any(f >= 0 and atoms and rule.factors[f].kind != PARALLEL for f, atoms in split.items())
@@ -44,11 +43,11 @@ def has_own_way(rule: Rule, split: Split) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Emitted:
-    """What is emitted for one run of an equation.
+    """The price of one run of an equation.
 
     Attributes:
-        seconds: of all of it.
-        windows: what of it other equations may share.
+        seconds: of everything that it emits.
+        windows: the part that other equations may share.
     """
 
     seconds: float
@@ -56,7 +55,7 @@ class Emitted:
 
 
 class OwnWays:
-    """What is emitted for equations that run on shards in ways of their own, on a machine; what was priced is known.
+    """Prices equations that run on shards in their own way, on one machine, each once.
 
     Splits that take the same time are traced once (``_class_of``), and so are windows of equal parts of arrays.
     """
@@ -68,9 +67,9 @@ class OwnWays:
         self._windows: _FetchSeconds = {}
 
     def of(self, e: Equation, split: Split, *, traces: bool = True) -> Emitted | None:
-        """What is emitted for an equation that is split so; None if it does the same on smaller arrays.
+        """The price of an equation under a split; None if it runs the same operator on smaller arrays.
 
-        Without ``traces`` also None if it has not been traced yet.
+        Without ``traces``, also None if it is not traced yet.
         """
         rule = e.rule
         assert rule is not None
@@ -78,64 +77,70 @@ class OwnWays:
             return None
         ordered = sorted((f, atoms) for f, atoms in split.items() if atoms)
         parallel = {f: atoms for f, atoms in ordered if f >= 0 and rule.factors[f].kind == PARALLEL}
-        others = {f: atoms for f, atoms in ordered if f not in parallel}
-        names = self._renamed(others)
-        renamed = {f: tuple(names[a] for a in atoms) for f, atoms in others.items()}
-        arrays = tuple((v.shape, short_dtype(v.dtype)) for v in e.inputs)
-        key = rule, tuple(sorted(renamed.items())), _class_of(rule, parallel, self._mesh), arrays
+        other_factors = {f: atoms for f, atoms in ordered if f not in parallel}
+        names = self._renamed(other_factors)
+        renamed = {f: tuple(names[a] for a in atoms) for f, atoms in other_factors.items()}
+        operands = tuple((v.shape, short_dtype(v.dtype)) for v in e.inputs)
+        key = rule, tuple(sorted(renamed.items())), _class_of(rule, parallel, self._mesh), operands
         if key not in self._known:
             if not traces:
                 return None
             check_deadline()
-            names = self._renamed(others | parallel)
+            names = self._renamed(other_factors | parallel)
             renamed |= {f: tuple(names[a] for a in atoms) for f, atoms in parallel.items()}
             self._known[key] = emitted_alone(e, renamed, self._mesh, self._machine, self._windows)
-        found = self._known[key]
-        if not found.windows or all(a == b for a, b in names.items()):
-            return found
-        back = {b: a for a, b in names.items()}
-        windows = (w._replace(which=tuple(_with_atoms(what, back) for what in w.which)) for w in found.windows)
-        return dataclasses.replace(found, windows=tuple(windows))
+        emitted = self._known[key]
+        if not emitted.windows or all(a == b for a, b in names.items()):
+            return emitted
+        original = {b: a for a, b in names.items()}
+        windows = (w._replace(which=tuple(_with_atoms(what, original) for what in w.which)) for w in emitted.windows)
+        return dataclasses.replace(emitted, windows=tuple(windows))
 
     def _renamed(self, split: Split) -> dict[str, str]:
-        """For the atoms of a split those that stand for them: of atoms that are alike the first ones.
+        """For each atom of a split, the atom that represents it: the first ones of each class of interchangeable atoms.
 
-        Atoms are alike if they can take each other's places (``network.interchangeable``).
+        Interchangeable atoms can take each other's places (``network.interchangeable``).
         """
-        names: dict[str, str] = {}
-        taken: dict[Atoms, int] = {}
+        representatives: dict[str, str] = {}
+        used: dict[Atoms, int] = {}
         for atoms in split.values():
             for a in atoms:
-                if a not in names:
-                    alike = self._alike[a]
-                    names[a] = alike[taken.get(alike, 0)]
-                    taken[alike] = taken.get(alike, 0) + 1
-        return names
+                if a not in representatives:
+                    same_class = self._alike[a]
+                    representatives[a] = same_class[used.get(same_class, 0)]
+                    used[same_class] = used.get(same_class, 0) + 1
+        return representatives
 
 
 def _class_of(rule: Rule, split: Split, mesh: Mesh) -> Hashable:
-    """Splits of parallel factors with an equal class take the same time, the split of all other factors being the same.
+    """A key: splits of parallel factors with equal keys take the same time, with all other factors split equally.
 
-    Nothing is sent over their atoms, so that only the sizes of the parts count: that of each array, and which factors
-    have one element left, since no array is copied into place across those. Unequal parts are padded, factor by factor.
+    Nothing is sent over their atoms, so only the sizes of the parts count: the size of each array, and the factors with
+    one element left, across which no array is copied into place. Unequal parts are padded, factor by factor.
     """
     sizes = {
-        f: -(-own.size // mesh.count(split.get(f, ()))) for f, own in enumerate(rule.factors) if own.kind == PARALLEL
+        f: -(-factor.size // mesh.count(split.get(f, ())))
+        for f, factor in enumerate(rule.factors)
+        if factor.kind == PARALLEL
     }
     parts = {f: mesh.count(atoms) for f, atoms in split.items()}
     unequal = tuple(sorted((f, n) for f, n in parts.items() if rule.factors[f].size % n))
     arrays = ([f for dim in dims for f in dim if f in sizes] for dims in (*rule.operands, *rule.results))
-    return tuple(math.prod(sizes[f] for f in own) for own in arrays), tuple(n == 1 for n in sizes.values()), unequal
+    return (
+        tuple(math.prod(sizes[f] for f in factor) for factor in arrays),
+        tuple(n == 1 for n in sizes.values()),
+        unequal,
+    )
 
 
 def _with_atoms(what: Hashable, names: Mapping[str, str]) -> Hashable:
-    """What names a window (``Shards.fetch``), with other atoms in its tuples of atoms."""
+    """The key of a window (``Shards.fetch``) with other atoms in its tuples of atoms."""
     if not isinstance(what, tuple):
         return what
     return tuple(tuple(names.get(a, a) for a in part) if type(part) is tuple else part for part in what)
 
 
-# What it takes to fetch windows of an array: by its shape, dtype and sharding, and the windows.
+# Seconds to fetch windows of an array, by its shape, dtype and sharding, and the windows.
 _FetchSeconds = dict[Hashable, float]
 
 
@@ -143,31 +148,32 @@ _FetchSeconds = dict[Hashable, float]
 def emitted_alone(
     e: Equation, split: Split, mesh: Mesh, machine: Machine, fetch_seconds: _FetchSeconds | None = None
 ) -> Emitted:
-    """All that is emitted for one run of an equation, its operands being where the split wants them.
+    """Prices one run of an equation whose operands are in the shardings of the split.
 
     Args:
         e: the equation.
-        split: how it is split.
-        mesh, machine: the devices.
-        fetch_seconds: what is known of windows; what is found is added.
+        split: its split.
+        mesh: the devices.
+        machine: the machine.
+        fetch_seconds: known prices of windows; new ones are added.
     """
-    known: _FetchSeconds = {} if fetch_seconds is None else fetch_seconds
+    seconds_of_windows: _FetchSeconds = {} if fetch_seconds is None else fetch_seconds
     fetched: dict[int, list[Hashable]] = {}
     seconds = _seconds(partition(_alone(e, split, mesh, fetched)).jaxpr, mesh, machine)
     windows = []
-    for operand, which in fetched.items():
+    for operand, keys in fetched.items():
         v, rule = e.inputs[operand], e.rule
         assert rule is not None
-        key = v.shape, short_dtype(v.dtype), operand_sharding(rule, operand, split), tuple(which)
-        if key not in known:
-            known[key] = _seconds(_fetching_jaxpr(e, split, mesh, operand), mesh, machine)
-        windows.append(Windows(operand, tuple(which), known[key]))
+        key = v.shape, short_dtype(v.dtype), operand_sharding(rule, operand, split), tuple(keys)
+        if key not in seconds_of_windows:
+            seconds_of_windows[key] = _seconds(_fetching_jaxpr(e, split, mesh, operand), mesh, machine)
+        windows.append(Windows(operand, tuple(keys), seconds_of_windows[key]))
     return Emitted(seconds, tuple(windows))
 
 
 @tabulated(16)
 def own_ways(mesh: Mesh, machine: Machine) -> OwnWays:
-    """One for all plans that are made together."""
+    """The prices that all plans share that are made together."""
     return OwnWays(mesh, machine)
 
 
@@ -180,59 +186,62 @@ def _fetching_jaxpr(e: Equation, split: Split, mesh: Mesh, operand: int) -> Any:
     """A jaxpr that fetches the windows of an operand."""
     rule = e.rule
     assert rule is not None
-    taken = {i: operand_sharding(rule, i, split) for i, v in enumerate(e.inputs) if v.shape}
+    read_shardings = {i: operand_sharding(rule, i, split) for i, v in enumerate(e.inputs) if v.shape}
 
     def local(*parts: Any) -> list[Any]:
-        read = dict(zip(taken, parts, strict=True))
-        arrays = [read[i] if i in read else jnp.zeros((), v.dtype) for i, v in enumerate(e.inputs)]
+        part_of = dict(zip(read_shardings, parts, strict=True))
+        arrays = [part_of[i] if i in part_of else jnp.zeros((), v.dtype) for i, v in enumerate(e.inputs)]
         fetched: Fetched = {}
         _run(rule, Shards(e, split, mesh, fetched=fetched), arrays)
-        return [got for i, _, got in _windows_of(fetched, arrays) if i == operand and got is not None]
+        return [window for i, _, window in _windows_of(fetched, arrays) if i == operand and window is not None]
 
-    specs = tuple(spec(s) for s in taken.values())
-    shapes = (padded_shape(s, mesh, e.inputs[i].shape) for i, s in taken.items())
-    takes = [jax.ShapeDtypeStruct(n, e.inputs[i].dtype) for i, n in zip(taken, shapes, strict=True)]
+    specs = tuple(spec(s) for s in read_shardings.values())
+    shapes = (padded_shape(s, mesh, e.inputs[i].shape) for i, s in read_shardings.items())
+    operands = [jax.ShapeDtypeStruct(n, e.inputs[i].dtype) for i, n in zip(read_shardings, shapes, strict=True)]
     mapped = jax.shard_map(local, mesh=mesh.jax_mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
     with jax.sharding.use_abstract_mesh(mesh.abstract_jax_mesh):
-        return jax.make_jaxpr(mapped)(*takes)
+        return jax.make_jaxpr(mapped)(*operands)
 
 
 def _run(rule: Rule, shards: Shards, parts: Sequence[Any]) -> Any:
-    """Runs an equation in the way of its rule on parts of its operands."""
+    """Runs the ``local`` of an equation's rule on parts of its operands."""
     assert rule.local is not None
     return rule.local(shards, *(x if rule.masks_itself else shards.masked(x, i) for i, x in enumerate(parts)))
 
 
 def _windows_of(fetched: Fetched, parts: Sequence[Any]) -> Iterator[tuple[int, Hashable, Any]]:
-    """The windows that are fetched of each operand: which operand, what names the window, and the window.
+    """The windows of each operand: the operand's index, the key of the window, and the window.
 
-    None for what other windows are made of: it is no result. Such are those of a window, those that are filled outside.
+    The window is None if other windows are made of it, so that it is no result: windows of a window, filled windows.
     """
-    of = {id(x): i for i, x in enumerate(parts) if x.shape}
-    for (x, what), (_, got) in fetched.items():
-        if x in of:
-            inner = any(y == id(got) or (y == x and more[:3] == what != more) for y, more in fetched)
-            yield of[x], what, None if inner else got
-            of[id(got)] = of[x]
+    operand_of = {id(x): i for i, x in enumerate(parts) if x.shape}
+    for (x, key), (_, window) in fetched.items():
+        if x in operand_of:
+            is_inner = any(
+                other == id(window) or (other == x and other_key[:3] == key != other_key)
+                for other, other_key in fetched
+            )
+            yield operand_of[x], key, None if is_inner else window
+            operand_of[id(window)] = operand_of[x]
 
 
 def as_kernel(e: Equation) -> Kernel:
-    """An equation as a kernel that reads and writes nothing but its own operands and results."""
+    """An equation as a kernel that reads and writes only its own operands and results."""
     reads = tuple(dict.fromkeys(v for v in e.inputs if isinstance(v, Value)))
     return Kernel(e, kind_of(e), (), reads, e.outputs)
 
 
 def _alone(e: Equation, split: Split, mesh: Mesh, windows: dict[int, list[Hashable]]) -> Plan:
-    """The plan of a program of nothing else; when it is partitioned, ``windows`` gets what is fetched of operands."""
+    """The plan of a program with only this equation. Partitioning it adds the fetched windows to ``windows``."""
     rule = e.rule
     assert rule is not None
 
     def local(shards: Shards, *parts: Any) -> Any:
-        made = _run(rule, shards, parts)
+        result_shardings = _run(rule, shards, parts)
         windows.clear()
         for operand, what, _ in _windows_of(shards.fetched or {}, parts):
             windows.setdefault(operand, []).append(what)
-        return made
+        return result_shardings
 
     inputs = [dataclasses.replace(v) if isinstance(v, Value) else v for v in e.inputs]
     outputs = [dataclasses.replace(v) for v in e.outputs]
@@ -240,8 +249,8 @@ def _alone(e: Equation, split: Split, mesh: Mesh, windows: dict[int, list[Hashab
     alone = dataclasses.replace(e, rule=watched, inputs=tuple(inputs), outputs=tuple(outputs))
     shardings = {v: operand_sharding(rule, i, split) for i, v in enumerate(inputs) if isinstance(v, Value)}
     values = tuple(shardings)
-    made = {v: result_sharding(rule, i, split) for i, v in enumerate(outputs)}
+    result_shardings = {v: result_sharding(rule, i, split) for i, v in enumerate(outputs)}
     block = Block(values, (alone,), tuple(outputs))
     program = Program(block, (), (None,) * len(values), tuple(f"operand {i}" for i in range(len(values))), None)
-    entry, leave = tuple(shardings.values()), tuple(made.values())
-    return Plan(program, mesh, shardings | made, {alone: split}, {}, entry=entry, leave=leave)
+    entry, leave = tuple(shardings.values()), tuple(result_shardings.values())
+    return Plan(program, mesh, shardings | result_shardings, {alone: split}, {}, entry=entry, leave=leave)

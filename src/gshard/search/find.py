@@ -1,13 +1,13 @@
-"""Find: searches for the best plan of a program, with a bound in the model that is solved.
+"""Searches for the best plan of a program on one mesh, with a bound in a simplified model.
 
 The search solves the problem of ``planning.graph``, partitions the plan of the solution and prices the per-device
-program, as it does with the presets. That shows what the graph leaves out, such as fused kernels and the memory of
-moved copies. If the plan needs more memory than the device has, products become collective matmuls
-(``planning.rings``) or values are recomputed (``remat``), and the problem is solved again with a limit. The best plan
-that fits is returned.
+program; it prices the presets likewise. The prices include what the graph leaves out, such as fused kernels and the
+memory of copies. If the plan needs more memory than the device has, products become collective matmuls
+(``planning.rings``) or values are recomputed (``remat``), and the search solves the problem again with a limit. It
+returns the best plan that fits.
 
 A time budget limits all of this. The steps with the most benefit for their time come first: the marked program, so that
-there is a plan to return; then the problem; then the presets, those that take the least planning first.
+there is a plan to return; then the problem; then the presets, in the order of their planning time.
 """
 
 from __future__ import annotations
@@ -43,29 +43,29 @@ from gshard.search.time_budget import EFFORT, EQUATIONS, TimeBudget
 from gshard.solver.problem import Problem
 from gshard.solver.solve import Solution, solve
 
-_ROUNDS = 7  # of solving, each after the second with other memory
-_USUAL = 4  # presets that are always priced, the usual ones
-_SOLVING = 0.6  # of the time that is left, what one solving may take: its plan has to be priced, and the presets
-_ROUNDED = 1e-9  # of a time: a difference that is none
-_NEAR = 1.02  # limits of memory between which no further one is tried
+_ROUNDS = 7  # solutions, each after the second with another limit of memory
+_USUAL = 4  # the first presets, which are priced for every program
+_SOLVING = 0.6  # the largest share of the time that is left for one solution: its plan and the presets are priced later
+_ROUNDED = 1e-9  # relative difference of times that counts as rounding
+_NEAR = 1.02  # ratio of limits of memory: between nearer ones no further limit is tried
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Best:
-    """What a search on one mesh found.
+    """The result of a search on one mesh.
 
     Attributes:
-        mesh: what it is for.
-        chosen: the plan that takes least time of those that fit; of those that need least memory, if none fits.
-        searched: the best of the plans that were searched; None where the search did not get as far.
+        mesh: the mesh.
+        chosen: the fastest plan that fits; if none fits, the one with the least memory.
+        searched: the best of the searched plans; None if the search did not get as far.
         others: the presets.
-        graph: the problem, which is the simplified model; None where the search did not get as far.
-        solution: that of ``searched``.
-        bound: seconds that no plan that keeps to the limit goes below, in the simplified model.
-        predicted: seconds of ``chosen`` in the simplified model; None where that has no such plan.
+        graph: the problem, which is the simplified model; None if the search did not get as far.
+        solution: the solution that became ``searched``.
+        bound: seconds that every plan within the limit takes at least, in the simplified model.
+        predicted: seconds of ``chosen`` in the simplified model; None if the model has no such plan.
         limit: bytes that a device may hold.
-        seconds: that the search took.
-        left_out: steps that were cut or not begun for want of time.
+        seconds: the time that the search took.
+        left_out: steps that were cut or not begun because the time was over.
         stopped: the signal that ended the search; None if none did.
     """
 
@@ -84,15 +84,15 @@ class Best:
 
     @property
     def fits(self) -> bool:
-        """Whether the plan keeps to the limit."""
+        """Whether the plan keeps within the limit of memory."""
         return self.chosen.cost.peak <= self.limit
 
     @property
     def gap(self) -> float | None:
-        """How much of ``predicted`` could at most be saved, as a part of it; None where nothing is proven of the plan.
+        """The largest share of ``predicted`` that another plan could save; None if nothing is proven of the plan.
 
-        Both numbers are of the simplified model. Nothing is proven where the plan does not fit, where the model has no
-        such plan, or where no bound was found.
+        Both numbers belong to the simplified model. Nothing is proven if the plan does not fit, if the model has no
+        such plan, or if the solver found no bound.
         """
         if not self.fits or self.predicted is None:
             return None
@@ -102,16 +102,16 @@ class Best:
 
 
 class MeshSearch:
-    """The search on one mesh, in steps: what is found is kept, whenever time or a signal ends it.
+    """The search on one mesh, in steps. Results are kept, so that a search that is ended early returns the best so far.
 
     Args:
-        program: with the user's marks, which are kept.
+        program: the program. Its marks are kept.
         mesh: the devices.
-        machine: as many.
+        machine: a machine with as many devices.
         donated: arguments (counted without captured arrays) whose memory results may take.
         memory_limit: bytes that a device may hold; the machine's memory if None.
         on_better: called with each plan that is the best so far.
-        budget: the time that is left, of this and of other meshes.
+        budget: the time that is left for this mesh and others.
     """
 
     def __init__(
@@ -140,14 +140,14 @@ class MeshSearch:
         self.graph: Graph | None = None
         self.presets: list[PricedPlan] = []
         self.shown: tuple[PricedPlan, ...] = ()  # the presets of another mesh
-        self._solved: list[Solution] = []  # on ``graph``, in order
+        self._solved: list[Solution] = []  # solutions of ``graph``, in order
         self._priced: dict[PricedPlan, Solution] = {}
-        self._others_bound = math.inf  # what is proven of the same mesh with its axes in other groups
-        self._of = ", ".join(f"{name}={size}" for name, size in mesh.axes)
+        self._others_bound = math.inf  # the bound of the same mesh with its axes in other groups
+        self._mesh_text = ", ".join(f"{name}={size}" for name, size in mesh.axes)
 
     @property
     def rank(self) -> tuple[bool, bool, float]:
-        """Orders searches on several meshes, the one that promises most first."""
+        """Orders searches on several meshes, the most promising one first."""
         return self._rank_of(self._solved)
 
     def _rank_of(self, solved: Sequence[Solution]) -> tuple[bool, bool, float]:
@@ -158,28 +158,28 @@ class MeshSearch:
         return False, not fits, float(f"{last.value:.9g}") if fits else last.peak
 
     def price_marked(self) -> None:
-        """Prices the program as it is marked, however long that takes: there is a plan to return afterwards."""
+        """Prices the program under its own marks, however long that takes, so that there is a plan to return."""
         boundary = self.pricing.boundary(self.program)
-        with self.budget.step(f"the program as it is marked, on mesh ({self._of})", always=True):
-            made = plans_of(self.program, self.timed, self.machine, boundary=boundary)
-            self.presets.append(self.pricing.add(AS_IT_IS, *made))
+        with self.budget.step(f"the program as it is marked, on mesh ({self._mesh_text})", always=True):
+            plans = plans_of(self.program, self.timed, self.machine, boundary=boundary)
+            self.presets.append(self.pricing.add(AS_IT_IS, *plans))
 
     def solve(self, effort: float = 1.0, share: float = 1.0) -> None:
-        """Makes the problem and solves it: without a limit of memory, and with it if the solution does not keep to it.
+        """Builds the problem and solves it: without a limit of memory, and with it if the solution exceeds it.
 
         Args:
-            effort: as of ``solver.solve``.
-            share: of the time that is left once there is a problem, what solving it may take at most.
+            effort: as in ``solver.solve``.
+            share: the largest share of the time that is left, once the problem is built, for its solution.
         """
         share = min(share, _SOLVING)
-        ways = in_two(self.timed, axes_of(self.timed, self._demands), self._demands)
-        found: list[tuple[Graph, list[Solution]]] = []
-        for i, way in enumerate(ways):
-            budget = self.budget.part(1 / (len(ways) - i))
-            with budget.step(f"the problem of mesh ({self._of})"):
-                graph, solved = self._posed(way), list[Solution]()
-                found.append((graph, solved))
-                budget.progress.step(f"solving for mesh ({self._of}): {len(graph.problem.costs):,} choices")
+        axis_groups = in_two(self.timed, axes_of(self.timed, self._demands), self._demands)
+        problems: list[tuple[Graph, list[Solution]]] = []
+        for i, axes in enumerate(axis_groups):
+            budget = self.budget.part(1 / (len(axis_groups) - i))
+            with budget.step(f"the problem of mesh ({self._mesh_text})"):
+                graph, solved = self._posed(axes), list[Solution]()
+                problems.append((graph, solved))
+                budget.progress.step(f"solving for mesh ({self._mesh_text}): {len(graph.problem.costs):,} choices")
                 solved.append(self._solution(graph.problem, budget.part(share), effort))
                 self.graph, self._solved = graph, solved
                 if solved[0].peak > self.limit and not solved[0].interrupted:
@@ -187,36 +187,38 @@ class MeshSearch:
                     solved.append(self._solution(limited, budget.part(share), effort))
                 if solved[-1].interrupted:
                     raise KeyboardInterrupt
-        found = [(graph, solved) for graph, solved in found if solved]
-        if not found:
+        problems = [(graph, solved) for graph, solved in problems if solved]
+        if not problems:
             self.graph = None
             return
-        self.graph, self._solved = min(found, key=lambda pair: self._rank_of(pair[1]))
-        others = [self._bound(solved) for graph, solved in found if graph is not self.graph]
-        self._others_bound = min([math.inf, *others]) if len(found) == len(ways) else 0.0
+        self.graph, self._solved = min(problems, key=lambda pair: self._rank_of(pair[1]))
+        other_bounds = [self._bound(solved) for graph, solved in problems if graph is not self.graph]
+        self._others_bound = min([math.inf, *other_bounds]) if len(problems) == len(axis_groups) else 0.0
 
-    def _posed(self, way: tuple[Atoms, ...]) -> Graph:
+    def _posed(self, axes: tuple[Atoms, ...]) -> Graph:
         boundary = self.pricing.boundary(self.program)
-        return with_loads(graph_of(self.program, seconds_on(self.machine)(self.timed, way), boundary=boundary))
+        return with_loads(graph_of(self.program, seconds_on(self.machine)(self.timed, axes), boundary=boundary))
 
     def _solution(self, problem: Problem, budget: TimeBudget, effort: float) -> Solution:
         if budget.uses_all:
             return solve(problem, budget.left, effort=effort)
         found = solve(problem, effort=effort, most_seconds=budget.left)
         if found.cut and not found.interrupted:
-            self.budget.left_out.append(f"further steps of solving for mesh ({self._of})")
+            self.budget.left_out.append(f"further steps of solving for mesh ({self._mesh_text})")
         return found
 
     def _bound(self, solved: Iterable[Solution]) -> float:
-        """Seconds that no plan that keeps to the limit goes below, in the model."""
-        kept = (own for own in solved if own.problem.limit is None or own.problem.limit >= self.limit)
-        return max((own.bound for own in kept), default=0.0)
+        """Seconds that every plan within the limit of memory takes at least, in the model."""
+        applicable = (
+            solution for solution in solved if solution.problem.limit is None or solution.problem.limit >= self.limit
+        )
+        return max((solution.bound for solution in applicable), default=0.0)
 
     def finish(self, shown: tuple[PricedPlan, ...] | None = None) -> None:
-        """Prices what the solutions become, solves again where that takes too much memory, and prices presets.
+        """Prices the plans of the solutions, solves again if they take too much memory, and prices the presets.
 
         Args:
-            shown: presets for another mesh of these devices, to be shown beside; None prices them for this one.
+            shown: presets for another mesh of these devices, to list beside; None prices the presets of this mesh.
         """
         self._price_solutions()
         if shown is not None:
@@ -225,53 +227,53 @@ class MeshSearch:
         if not self.presets:
             self.price_marked()
         boundary = self.pricing.boundary(self.program)
-        most = max(_USUAL, EQUATIONS // (1 + sum(1 for _ in self.program.block.walk()))) - 1
-        some = list(itertools.islice(marked_presets(self.program, self.timed, boundary), most))
-        work = {preset: preset.work(self.timed) for preset in some if not self.budget.is_over}
-        for preset in sorted(some, key=lambda one: work.get(one, (0, 0))):
+        preset_count = max(_USUAL, EQUATIONS // (1 + sum(1 for _ in self.program.block.walk()))) - 1
+        candidates = list(itertools.islice(marked_presets(self.program, self.timed, boundary), preset_count))
+        work = {preset: preset.work(self.timed) for preset in candidates if not self.budget.is_over}
+        for preset in sorted(candidates, key=lambda preset: work.get(preset, (0, 0))):
             if self.budget.is_over:
                 self.budget.left_out.append(f"the preset '{preset.name}'")
                 continue
             with self.budget.step(f"the preset '{preset.name}'"), contextlib.suppress(GShardError):
-                made = preset.planned(self.timed, self.machine, boundary)
-                self.presets.append(self.pricing.add(preset.name, *made))
+                plans = preset.planned(self.timed, self.machine, boundary)
+                self.presets.append(self.pricing.add(preset.name, *plans))
 
     def price_solution(self) -> PricedPlan | None:
         """Prices the first solution that is not priced yet; None if there is none."""
         if self.graph is None or len(self._priced) == len(self._solved):
             return None
         solution = self._solved[len(self._priced)]
-        with self.budget.step(f"the plan that was searched for mesh ({self._of})", always=True):
+        with self.budget.step(f"the plan that was searched for mesh ({self._mesh_text})", always=True):
             found = self.pricing.add("searched", Planned(_plan(self.graph, solution, self.pricing)))
             self._priced[found] = solution
         return found
 
     def _price_solutions(self) -> None:
-        """Plans of the solutions: without a limit of memory, with it, and with less, until one fits as it is."""
+        """Prices the plans of the solutions: without a limit, with it, then with lower ones until a plan fits."""
         limit = self.limit
-        too_much, too_little = np.inf, 0.0
+        too_high, too_low = np.inf, 0.0
         for _ in range(_ROUNDS):
-            if (found := self.price_solution()) is None:
+            if (priced := self.price_solution()) is None:
                 return
-            solution = self._priced[found]
-            if self.budget.is_over or found.kept <= limit:
+            solution = self._priced[priced]
+            if self.budget.is_over or priced.kept <= limit:
                 return
-            given = solution.problem.limit
+            used_limit = solution.problem.limit
             if not solution.fits:
-                too_little = limit if given is None else given
-            elif given is not None:
-                too_much = given
+                too_low = limit if used_limit is None else used_limit
+            elif used_limit is not None:
+                too_high = used_limit
             if len(self._priced) < len(self._solved):
                 continue
-            # The graph does not know all that is held for a moment: so much less is what it may use.
-            now = limit if given is None else min(limit * solution.peak / found.kept, too_much * 0.97)
-            if now <= too_little:
-                now = math.sqrt(too_little * too_much)
-            if now <= too_little * _NEAR or now >= too_much:
+            # The graph omits some short-lived memory, so its limit is lower in proportion.
+            next_limit = limit if used_limit is None else min(limit * solution.peak / priced.kept, too_high * 0.97)
+            if next_limit <= too_low:
+                next_limit = math.sqrt(too_low * too_high)
+            if next_limit <= too_low * _NEAR or next_limit >= too_high:
                 return
-            with self.budget.step(f"solving with less memory for mesh ({self._of})"):
-                less = dataclasses.replace(solution.problem, limit=float(int(now)))
-                self._solved.append(self._solution(less, self.budget.part(_SOLVING), EFFORT))
+            with self.budget.step(f"solving with less memory for mesh ({self._mesh_text})"):
+                limited = dataclasses.replace(solution.problem, limit=float(int(next_limit)))
+                self._solved.append(self._solution(limited, self.budget.part(_SOLVING), EFFORT))
                 if self._solved[-1].interrupted:
                     raise KeyboardInterrupt
 
@@ -281,9 +283,9 @@ class MeshSearch:
         return bool(self._priced or self.presets)
 
     def best(self, stopped: int | None = None) -> Best:
-        """The best so far; there is one (``has_found``)."""
+        """The best result so far. Requires ``has_found``."""
         limit = self.limit
-        # Of equals what was searched, since of that it is known what else was possible.
+        # A tie goes to the searched plan, because its alternatives are known.
         chosen = min([*self._priced, *self.presets], key=lambda option: option.rank(limit))
         searched = chosen if chosen in self._priced else None
         if self._priced and searched is None:
@@ -295,7 +297,7 @@ class MeshSearch:
         elif self.graph is not None and not chosen.recomputed and stopped is None:
             predicted = in_model(self.graph, chosen.plan)
         if predicted is not None and predicted < bound * (1 - _ROUNDED):
-            predicted = None  # the bound is of plans that take less memory in the model
+            predicted = None  # the bound is for plans that take less memory in the model
         return Best(
             self.mesh, chosen, searched, (*self.presets, *self.shown), self.graph,
             None if searched is None else self._priced[searched], bound, predicted, limit, self.budget.spent,
@@ -315,11 +317,17 @@ def best_plan(
     on_better: Callable[[PricedPlan], None] | None = None,
     progress: bool | Callable[[str], object] | None = False,
 ) -> Best:
-    """Searches for the plan of a program that takes least time.
+    """Searches for the fastest plan of a program.
 
     Args:
-        program, mesh, machine, donated, memory_limit, on_better: as of ``MeshSearch``.
-        budget_seconds, progress: as of ``gshard.search``.
+        program: as in ``MeshSearch``.
+        mesh: as in ``MeshSearch``.
+        machine: as in ``MeshSearch``.
+        donated: as in ``MeshSearch``.
+        memory_limit: as in ``MeshSearch``.
+        budget_seconds: as in ``gshard.search``.
+        on_better: as in ``MeshSearch``.
+        progress: as in ``gshard.search``.
 
     Raises:
         ShardingError: a mark does not fit its value or the mesh.

@@ -1,4 +1,4 @@
-"""Sentences about the distance of a plan from the best one, the model of that proof, and how a search ended."""
+"""Writes sentences about the distance of a plan from the best one, the model of that proof, and the end of a search."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 from gshard.search.find import Best
 
-_NONE = 1e-5  # a gap that is none to the digits that are shown
-_SHOWN = 4  # steps that were left out
+_NONE = 1e-5  # a gap that counts as none, to the printed digits
+_SHOWN = 4  # printed names of steps that were left out
 
 
 def how_near(best: Best) -> str:
-    """One sentence on the plan that is returned; it names the simplified model and the full price apart."""
+    """One sentence on the returned plan, with its price in the simplified model and its full price."""
     full = f"priced in full: {_ms(best.chosen.cost.seconds)}"
     gap = best.gap
     if gap is not None and best.predicted is not None:
@@ -30,7 +30,7 @@ def how_near(best: Best) -> str:
 
 
 def ended(seconds: float, left_out: Sequence[str], stopped: int | None) -> list[str]:
-    """Lines on a search that ended before it had tried all: by a signal, or as its time was over."""
+    """Lines on a search that a signal ended, or whose time was over before it had tried everything."""
     lines = []
     if stopped is not None:
         by = "Ctrl-C" if stopped == signal.SIGINT else signal.Signals(stopped).name

@@ -1,21 +1,21 @@
-"""In model: prices a plan in the simplified model that has a bound.
+"""Prices a plan in the simplified model that has a bound.
 
-A search solves a problem whose costs simplify the full price (``device.cost``): it leaves out that collectives share
-messages, which kernels are fused once everything is placed, and copies that the compiler makes. So its bound says
-nothing of a full price. To tell how near a plan is to the best, the plan is priced in the same problem: every value and
-equation in the state that the plan gives it, and what a plan leaves open (copies at loops, shared windows) in the best.
+A search solves a problem whose costs simplify the full price (``device.cost``). The model leaves out that collectives
+share messages, the fusion of kernels once everything is placed, and copies that the compiler makes. So its bound says
+nothing about the full price. To compare a plan with the bound, gshard prices the plan in the same problem: every value
+and equation has the state of the plan, and everything that a plan leaves open (copies at loops, shared windows) is
+chosen best.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from gshard.core.plan import Plan
-from gshard.core.sharding import Sharding
 from gshard.planning.graph import Graph
 from gshard.solver.problem import ProblemError
 from gshard.solver.solve import solve
@@ -24,11 +24,11 @@ _EFFORT = 0.1
 
 
 def in_model(graph: Graph, plan: Plan) -> float | None:
-    """Seconds that a plan takes in a problem; None if the problem has no such plan.
+    """The seconds of a plan in a problem; None if the problem has no such plan.
 
     Args:
-        graph: the problem, of the program that was searched.
-        plan: of the same program.
+        graph: the problem of the searched program.
+        plan: a plan of the same program.
     """
     chosen = _states_of(graph, plan)
     if chosen is None:
@@ -44,27 +44,30 @@ def in_model(graph: Graph, plan: Plan) -> float | None:
 
 
 def _states_of(graph: Graph, plan: Plan) -> dict[int, int] | None:
-    """The states of all nodes that a plan says something of, by node."""
+    """The states of all nodes that a plan decides, by node; None if the problem lacks one of them."""
     if plan.program.block is not graph.program.block or plan.rings:
         return None
     chosen: dict[int, int] = {}
 
-    def take(node: int, states: Sequence[Any], wanted: Any) -> bool:
+    def choose(node: int, states: Sequence[Any], wanted: Any) -> bool:
+        """Chooses the wanted state of a node. False if it is not a state, or contradicts an earlier choice."""
         if wanted not in states:
             return False
         state = list(states).index(wanted)
         return chosen.setdefault(node, state) == state
 
-    def read(given: Mapping[Any, Sharding], v: Any) -> Sharding:
-        return given.get(v, plan.shardings[v])
-
-    said = all(take(k, graph.states[k], plan.shardings[v]) for v, k in graph.groups.of.items())
-    said = said and all(
-        take(node, states, read(plan.shared_reshards, v)) for v, (node, states) in graph.shared_reshards.items()
-    )
-    said = said and all(take(node, states, read(plan.leaves, v)) for v, (node, states) in graph.leaves.items())
-    for (e, component), (node, ways) in graph.strategies.items():
-        own = {f: atoms for f, atoms in plan.splits.get(e, {}).items() if f in component.factors and atoms}
-        bare = [{f: atoms for f, atoms in way.items() if atoms} for way in ways]
-        said = said and take(node, bare, own)
-    return chosen if said else None
+    for v, group in graph.groups.of.items():
+        if not choose(group, graph.states[group], plan.shardings[v]):
+            return None
+    for v, (node, states) in graph.shared_reshards.items():
+        if not choose(node, states, plan.shared_reshards.get(v, plan.shardings[v])):
+            return None
+    for v, (node, states) in graph.leaves.items():
+        if not choose(node, states, plan.leaves.get(v, plan.shardings[v])):
+            return None
+    for (e, component), (node, splits) in graph.strategies.items():
+        split = {f: atoms for f, atoms in plan.splits.get(e, {}).items() if f in component.factors and atoms}
+        without_empty = [{f: atoms for f, atoms in other.items() if atoms} for other in splits]
+        if not choose(node, without_empty, split):
+            return None
+    return chosen

@@ -1,13 +1,14 @@
-"""Layouts: searches for the table of names and axes with the least time.
+"""Searches for the layout (the table of names and axes) with the shortest call.
 
-A layout says less than a plan: a dimension is cut alike wherever it has its name. Data, tensor and expert parallelism
-can be said so, and, by rows for one argument (``params:embed``), a state that is split and gathered; a dimension that
-is cut in one place and whole in another cannot. Names are those that the user gave and, for the rest, the labels of
-the classes of dimensions (``naming.dimension_classes``).
+A layout says less than a plan: it splits a dimension alike wherever that has its name. It can express data, tensor and
+expert parallelism and, with rows for one argument (``params:embed``), a state that is split and gathered. It cannot
+express a dimension that is split in one place and whole in another. Names are those that the user gave and, for other
+dimensions, the labels of the classes of dimensions (``naming.dimension_classes``).
 
-The problem of ``planning.graph`` is solved once more with one state for all dimensions of a name. From the rows that
-follow, and from none, rows are left out, changed and added one after the other as long as that makes a call shorter.
-Every table is traced, planned and priced as ``jit`` would plan the function with it, so what is lost to the plan is
+The search solves the problem of ``planning.graph`` once more with one state for all dimensions of a name. It starts
+from the resulting rows, and from none. Then it removes, changes and adds rows one after the other as long as that makes
+a call shorter. It traces, plans and prices the function with every table as ``jit`` would, so it measures what a layout
+loses against the plan.
 known.
 """
 
@@ -41,11 +42,11 @@ from gshard.search.time_budget import EFFORT, EQUATIONS, TimeBudget
 from gshard.solver.problem import Problem, ProblemError
 from gshard.solver.solve import solve
 
-_SOLVING = 0.25  # of the time that is left, what that may take
-_KEYS = 12  # rows that may be written, those of most bytes
-_LEAST, _MOST = 24, 80  # programs that are planned, at least and at most, if no time is given
+_SOLVING = 0.25  # the largest share of the time that is left for a solution
+_KEYS = 12  # possible rows, those of most bytes
+_LEAST, _MOST = 24, 80  # the fewest and the most programs that are planned, if no time is given
 
-_Key = tuple[str, str]  # at which argument (anywhere: ""), which name
+_Key = tuple[str, str]  # the argument ("": any), and the name
 _Axes = tuple[str, ...]
 _Rows = Mapping[_Key, _Axes | None]
 
@@ -56,10 +57,10 @@ class Namable:
 
     Attributes:
         program: the program, for one mesh.
-        paths: of its arguments.
-        told: the program under a layout, with names for its arguments (None: none).
-        defined: file and first line of its definition; None where there is none in a file.
-        jaxpr: makes the closed jaxpr of the function as it is written, before anything is rewritten.
+        paths: the paths of its arguments.
+        told: traces the program under a layout, with names for the dimensions of its arguments (None: no names).
+        defined: the file and first line of its definition; None if it is not in a file.
+        jaxpr: makes the closed jaxpr of the function as the user wrote it, before gshard rewrites anything.
     """
 
     program: Program
@@ -71,19 +72,19 @@ class Namable:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class LayoutResult:
-    """A layout for a function, and what is known of it.
+    """A layout for a function, with its plan and price.
 
     Attributes:
-        layout: the table, for ``gshard.jit(..., layout=...)``. It holds the rows of a layout that was given.
-        names: what the dimensions of arguments are called, by path, for ``gshard.jit(..., names=...)``.
+        layout: the table, for ``gshard.jit(..., layout=...)``. It contains the rows of a layout that was given.
+        names: names of the dimensions of arguments, by path, for ``gshard.jit(..., names=...)``.
         mesh: the devices, with the names of the axes.
-        priced: the plan that follows, and what it costs.
-        goal: the plan that was searched, on this mesh.
+        priced: the plan under this layout, and its cost.
+        goal: the searched plan on this mesh.
         limit: bytes that a device may hold.
         dimensions: the classes of dimensions.
-        tables: how many were tried.
-        seconds: that the search took.
-        left_out: steps that were cut or not begun for want of time.
+        tables: how many tables were tried.
+        seconds: the time that the search took.
+        left_out: steps that were cut or not begun because the time was over.
         stopped: the signal that ended the search; None if none did.
     """
 
@@ -101,12 +102,12 @@ class LayoutResult:
 
     @property
     def cost(self) -> Cost:
-        """What a call takes on each device with this table."""
+        """The cost of a call on each device with this table."""
         return self.priced.cost
 
     @property
     def plan(self) -> Plan:
-        """The plan that follows from the table."""
+        """The plan under this table."""
         return self.priced.plan
 
     def __str__(self) -> str:
@@ -129,7 +130,7 @@ class LayoutResult:
     __repr__ = __str__
 
     def _members(self, row: Row) -> str:
-        """The dimensions that a row is about."""
+        """The dimensions of a row, as text."""
         found = [c for c in self.dimensions.classes if c.label == row.name]
         every = [(path, d) for c in found for path, d in c.arguments if not row.at or is_below(row.at, path)]
         shown = ", ".join(f"{path}.{d}" for path, d in every[:3]) + (", ..." if len(every) > 3 else "")
@@ -142,11 +143,11 @@ def layout_of(
     """Searches for the layout of a function.
 
     Args:
-        best: the search for its plan.
+        best: the result of the search for its plan.
         function: the function, for the mesh of that search.
         donated: arguments whose memory results may take.
         budget: the time that is left; the program without a table is planned in any case.
-        stop: the signal that has ended the search before, if one has, or ends it now.
+        stop: the signal that has ended the search before, or that ends it now.
 
     Raises:
         ArgumentError: the function has an ordered layout (``Layout.of``), to which rows cannot be added.
@@ -155,7 +156,7 @@ def layout_of(
 
 
 class _Search:
-    """What is tried, and what came of it."""
+    """The search: the tables that were tried, and the best rows so far."""
 
     def __init__(self, best: Best, function: Namable, donated: Sequence[int], budget: TimeBudget, stop: Stop):
         program = function.program
@@ -168,7 +169,7 @@ class _Search:
             )
         self.best, self.function, self.given = best, function, given
         self.dimensions = of_equal_layers(dimensions_of(program, function.paths))
-        self.said = _said(program, function.paths, self.dimensions)
+        self.argument_names = _argument_names(program, function.paths, self.dimensions)
         self.pricing = Pricing(best.chosen.cost.machine, list(donated), best.limit)
         self.known: dict[frozenset[tuple[_Key, _Axes | None]], PricedPlan | None] = {}
         equations = 1 + sum(1 for _ in program.block.walk())
@@ -181,7 +182,7 @@ class _Search:
         """The best table."""
         budget = self.budget
         with budget.step("the program without a table", always=True):
-            rows, now = self.rows, self._tried({})  # which no table may be worse than
+            rows, now = self.rows, self._tried({})  # no table may be worse than this
         assert now is not None, "the program was planned without a table"
         try:
             with budget.step("tables of names and axes"):
@@ -191,18 +192,21 @@ class _Search:
                     self._take(start)
                     while self.now is not None and self._climb(keys):
                         pass
-                    rows, now = self._better(rows, now)  # only now: climbing leaves out rows that bring nothing
+                    # Only now, because climbing removes rows without effect.
+                    rows, now = self._better(rows, now)
         except KeyboardInterrupt:
             self.stop.number = self.stop.number or signal.SIGINT
         rows, now = self._better(rows, now)
-        names = _by_pattern({n.at: str(n) for n in self.said if n is not None and any(n.dims)}, self.function.paths)
+        names = _by_pattern(
+            {n.at: str(n) for n in self.argument_names if n is not None and any(n.dims)}, self.function.paths
+        )
         return LayoutResult(
             self._layout(rows), names, self.best.mesh, now, self.best.chosen, self.best.limit, self.dimensions,
             len(self.known), budget.spent, tuple(budget.left_out), self.stop.number,
         )  # fmt: skip
 
     def _starts(self, keys: Sequence[_Key]) -> Iterator[_Rows]:
-        """The rows to begin from."""
+        """The rows with which the search starts."""
         if keys:
             yield self._solved([key for key in keys if not key[0]])
             yield self._solved(keys)
@@ -216,13 +220,15 @@ class _Search:
         return rows, now
 
     def _climb(self, keys: Sequence[_Key]) -> bool:
-        """Leaves out, changes and adds one row after the other; whether that made anything better."""
+        """Removes, changes and adds one row after the other. True if that improved the plan."""
         before = self.now
-        every = [own for k in range(1, 1 + len(self._axes)) for own in itertools.combinations(self._axes, k)]
+        axis_sets = [
+            axes_of_set for k in range(1, 1 + len(self._axes)) for axes_of_set in itertools.combinations(self._axes, k)
+        ]
         for key in list(self.rows):
             self._take({k: axes for k, axes in self.rows.items() if k != key}, or_equal=True)
         for key in dict.fromkeys([*self.rows, *keys]):
-            for axes in (*every, None):
+            for axes in (*axis_sets, None):
                 self._take({**self.rows, key: axes})
         return self.now is not before
 
@@ -242,15 +248,15 @@ class _Search:
             self.rows, self.now = dict(rows), after
 
     def _tried(self, rows: _Rows) -> PricedPlan | None:
-        """The plan with these rows; None where two dimensions of a value are over one axis, or a mark is against it."""
+        """The plan with these rows; None if two dimensions of a value have one axis, or a mark contradicts a row."""
         key = frozenset(rows.items())
         if key not in self.known:
             self.known[key] = None
             try:
-                program = self.function.told(self._layout(rows), self.said)
+                program = self.function.told(self._layout(rows), self.argument_names)
                 self.known[key] = self.pricing.marked("layout", program, self.best.chosen.plan.mesh)
             except OutOfTime:
-                del self.known[key]  # it was not tried
+                del self.known[key]  # the attempt was cut
                 raise
             except GShardError:
                 if not rows:
@@ -258,52 +264,60 @@ class _Search:
         return self.known[key]
 
     def _layout(self, rows: _Rows) -> Layout:
-        made = {f"{at}:{name}" if at else name: axes for (at, name), axes in rows.items()}
-        return Layout({**{row.key: row.entry for row in self.given.rows}, **made})
+        new_rows = {f"{at}:{name}" if at else name: axes for (at, name), axes in rows.items()}
+        return Layout({**{row.key: row.entry for row in self.given.rows}, **new_rows})
 
     def _keys(self) -> list[_Key]:
-        """The rows that there may be, those of most bytes: names anywhere, and those of several arguments at each."""
-        held: dict[_Key, int] = {}
-        heads: dict[str, set[str]] = {}
-        for v, path, names in zip(self._arguments(self.function.program), self.function.paths, self.said, strict=True):
-            head = path.split("/")[0]
+        """The possible rows, those of most bytes: names anywhere, and names of several arguments at each of these."""
+        bytes_of: dict[_Key, int] = {}
+        arguments_of: dict[str, set[str]] = {}
+        for v, path, names in zip(
+            self._arguments(self.function.program), self.function.paths, self.argument_names, strict=True
+        ):
+            argument = path.split("/")[0]
             for word in filter(None, names.dims if names else ()):
-                heads.setdefault(word, set()).add(head)
-                for key in (("", word), (head, word)):
-                    held[key] = held.get(key, 0) + v.bytes
+                arguments_of.setdefault(word, set()).add(argument)
+                for key in (("", word), (argument, word)):
+                    bytes_of[key] = bytes_of.get(key, 0) + v.bytes
         inside = {word for named in self.function.program.named if named.line for word in named.names.dims}
-        given = [(row.at.split("/")[0], row.name) for row in self.given.rows]  # which are kept
-        left = (key for key in held if key not in given and ("", key[1]) not in given)
-        kept = (key for key in left if not key[0] or key[1] in inside or len(heads[key[1]]) > 1)
-        return sorted(kept, key=lambda key: (-held[key], key))[:_KEYS]
+        given = [(row.at.split("/")[0], row.name) for row in self.given.rows]  # these rows are kept
+        new_keys = (key for key in bytes_of if key not in given and ("", key[1]) not in given)
+        useful_keys = (key for key in new_keys if not key[0] or key[1] in inside or len(arguments_of[key[1]]) > 1)
+        return sorted(useful_keys, key=lambda key: (-bytes_of[key], key))[:_KEYS]
 
     def _solved(self, keys: Sequence[_Key]) -> _Rows:
-        """The best rows of these keys in the model that was searched, with the best choices inside."""
+        """The best rows of these keys in the searched model, with the best choices for everything else."""
         if self.best.graph is None or self.best.solution is None:
             return {}
         graph, problem = self.best.graph, self.best.solution.problem
-        every = [own for k in range(1 + len(self._axes)) for own in itertools.combinations(self._axes, k)]
+        axis_sets = [
+            axes_of_state for k in range(1 + len(self._axes)) for axes_of_state in itertools.combinations(self._axes, k)
+        ]
         first = len(problem.costs)
-        number = {key: first + i for i, key in enumerate(keys)}
+        node_of = {key: first + i for i, key in enumerate(keys)}
         edges = [(int(u), int(v), table) for (u, v), table in zip(problem.ends, problem.tables, strict=True)]
-        for v, path, names in zip(self._arguments(graph.program), self.function.paths, self.said, strict=True):
+        for v, path, names in zip(
+            self._arguments(graph.program), self.function.paths, self.argument_names, strict=True
+        ):
             k = graph.groups.of[v]
             cuts = [spec_of_cut(Sharding(s.dims), graph.mesh) for s in graph.states[k]]
             for d, word in enumerate(names.dims if names else ()):
                 key = (path.split("/")[0], word or "")
-                node = number.get(key, number.get(("", key[1])))
+                node = node_of.get(key, node_of.get(("", key[1])))
                 if node is not None:
-                    own = [None if cut is None else _entry(cut, d) for cut in cuts]
-                    edges.append((node, k, np.where([[axes == cut for cut in own] for axes in every], 0.0, np.inf)))
-        costs = [*problem.costs, *(np.zeros(len(every)) for _ in keys)]
+                    axes_of_state = [None if cut is None else _entry(cut, d) for cut in cuts]
+                    edges.append(
+                        (node, k, np.where([[axes == cut for cut in axes_of_state] for axes in axis_sets], 0.0, np.inf))
+                    )
+        costs = [*problem.costs, *(np.zeros(len(axis_sets)) for _ in keys)]
         loads = [(load.node, load.start, load.end, load.bytes) for load in problem.loads]
         try:
-            found = solve(Problem.of(costs, edges, loads, problem.limit), effort=EFFORT,
+            solution = solve(Problem.of(costs, edges, loads, problem.limit), effort=EFFORT,
                           most_seconds=self.budget.part(_SOLVING).left)  # fmt: skip
-        except ProblemError:  # marks of the user's allow no sharding that is the same for all of a name
+        except ProblemError:  # the user's marks allow no sharding that all dimensions of a name share
             return {}
-        chosen = {key: every[found.states[node]] or None for key, node in number.items()}
-        return chosen if np.isfinite(found.value) else {}
+        chosen = {key: axis_sets[solution.states[node]] or None for key, node in node_of.items()}
+        return chosen if np.isfinite(solution.value) else {}
 
     def _arguments(self, program: Program) -> tuple[Value, ...]:
         return program.block.inputs[len(program.captured) :]
@@ -315,33 +329,33 @@ def _entry(spec: PartitionSpec, d: int) -> _Axes:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
-def _said(program: Program, paths: Sequence[str], found: Dimensions) -> list[Names | None]:
-    """What the dimensions of each argument are called: as the user says, else as their classes; None if marked."""
+def _argument_names(program: Program, paths: Sequence[str], dimensions: Dimensions) -> list[Names | None]:
+    """The names of the dimensions of each argument: the user's, or else those of their classes; None if marked."""
     given = {named.value: named.names for named in program.named if not named.line}
-    said: list[Names | None] = []
+    names_of_arguments: list[Names | None] = []
     arguments = program.block.inputs[len(program.captured) :]
     for v, mark, path in zip(arguments, program.argument_marks, paths, strict=True):
         if mark is not None and v not in given:
-            said.append(None)
+            names_of_arguments.append(None)
             continue
         words: list[str | None] = list(given[v].dims) if v in given else [None] * len(v.shape)
-        for d, label in enumerate(found.labels[v]):
+        for d, label in enumerate(dimensions.labels[v]):
             if words[d] is None and label != "_" and label not in words:
                 words[d] = label
-        said.append(Names(tuple(words), path))
-    return said
+        names_of_arguments.append(Names(tuple(words), path))
+    return names_of_arguments
 
 
 def _by_pattern(names: Mapping[str, str], paths: Sequence[str]) -> dict[str, str]:
-    """The same with one pattern for what equal layers have, ``layers/*/w1``, where it is of nothing else."""
-    kept: dict[str, str] = {}
+    """The names by path, with one pattern (``layers/*/w1``) for equal layers, if it matches no other path."""
+    pattern_words: dict[str, str] = {}
     for path, words in names.items():
-        if any(matches(pattern, path) for pattern in kept):
+        if any(matches(pattern, path) for pattern in pattern_words):
             continue
         parts = path.split("/")
         numbers = [i for i, part in enumerate(parts) if part.isdecimal()]
-        some = (own for k in range(len(numbers), 0, -1) for own in itertools.combinations(numbers, k))
-        patterns = ("/".join("*" if i in own else part for i, part in enumerate(parts)) for own in some)
+        subsets = (starred for k in range(len(numbers), 0, -1) for starred in itertools.combinations(numbers, k))
+        patterns = ("/".join("*" if i in starred else part for i, part in enumerate(parts)) for starred in subsets)
         fitting = (p for p in patterns if all(names.get(other) == words for other in paths if matches(p, other)))
-        kept[next(fitting, path)] = words
-    return kept
+        pattern_words[next(fitting, path)] = words
+    return pattern_words

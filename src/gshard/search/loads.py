@@ -1,4 +1,4 @@
-"""Loads: adds the memory of buffers, from first write to last read, to the planning problem."""
+"""Adds the memory of buffers, from first write to last read, to the planning problem."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _Load = tuple[int, int, int, Sequence[int]]
 
 
 def with_loads(graph: Graph) -> Graph:
-    """The same problem with the bytes that each state holds, and when."""
+    """The problem with the bytes that each state holds, and their interval of time."""
     problem = graph.problem
     edges = [(u, v, table) for (u, v), table in zip(problem.ends.tolist(), problem.tables)]
     loaded = Problem.of(problem.costs, edges, _loads(graph), names=problem.names)
@@ -28,24 +28,27 @@ def _loads(graph: Graph) -> list[_Load]:
     end = clock.now + 1
 
     def load(v: Value, start: int, stop: int) -> _Load:
-        k = graph.groups.of[v]
-        return k, start, stop, [0 if v.on_host else local_bytes(v, s, graph.mesh) for s in graph.states[k]]
+        group = graph.groups.of[v]
+        return group, start, stop, [0 if v.on_host else local_bytes(v, s, graph.mesh) for s in graph.states[group]]
 
     results = {v for v in graph.program.block.outputs if isinstance(v, Value)}
-    found = [load(v, 0, end + 1) for v in graph.program.block.inputs]
-    for v, start in clock.made.items():
-        if v not in graph.after:
-            found.append(load(v, start, end + 1 if v in results else clock.last.get(v, start) + 1))
-    return found + [(k, *clock.spans[e], sizes) for k, e, sizes in graph.held if e in clock.spans]
+    loads = [load(v, 0, end + 1) for v in graph.program.block.inputs]
+    for v, start in clock.written_at.items():
+        if v not in graph.donated_results:
+            loads.append(load(v, start, end + 1 if v in results else clock.last_read.get(v, start) + 1))
+    return loads + [(group, *clock.spans[e], sizes) for group, e, sizes in graph.held if e in clock.spans]
 
 
 @dataclasses.dataclass
 class _Clock:
-    """When each buffer is made and last read; a body's moments are between those of its region."""
+    """Numbers the moments at which each buffer is written first and read last.
+
+    The moments of a body lie between those of its region.
+    """
 
     now: int = 0
-    made: dict[Value, int] = dataclasses.field(default_factory=dict)
-    last: dict[Value, int] = dataclasses.field(default_factory=dict)
+    written_at: dict[Value, int] = dataclasses.field(default_factory=dict)
+    last_read: dict[Value, int] = dataclasses.field(default_factory=dict)
     spans: dict[Equation, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
     def run(self, kernels: Kernels) -> None:
@@ -58,9 +61,9 @@ class _Clock:
                 self.now += 1
                 self.spans[kernel.equation] = start, self.now
             for v in kernel.writes:
-                self.made[v] = self.now
+                self.written_at[v] = self.now
             for v in kernel.reads:
-                self.last[v] = self.now
+                self.last_read[v] = self.now
         for out in kernels.block.outputs:
             if isinstance(out, Value):
-                self.last[kernels.home.get(out, out)] = self.now + 1
+                self.last_read[kernels.home.get(out, out)] = self.now + 1

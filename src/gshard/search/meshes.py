@@ -1,4 +1,4 @@
-"""Meshes: the mesh shapes of a number of devices.
+"""Enumerates the mesh shapes for a number of devices.
 
 >>> [dict(mesh.axes) for mesh in meshes(8)]
 [{'data': 8}, {'data': 2, 'model': 4}, {'data': 4, 'model': 2}]
@@ -18,11 +18,11 @@ NAMES = ("data", "model")
 
 
 def meshes(size: int, devices: tuple[Any, ...] | None = None) -> Iterator[Mesh]:
-    """Meshes of so many devices with one axis and with two.
+    """The meshes of a number of devices with one axis and with two.
 
     Args:
-        size: a number of devices.
-        devices: that many; None takes the first of those that there are, if there are as many.
+        size: the number of devices.
+        devices: the devices; None takes the first of ``jax.devices()``, if there are enough.
     """
     available = tuple(jax.devices())
     if devices is None and len(available) >= size:

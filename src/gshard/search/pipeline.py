@@ -1,14 +1,14 @@
-"""Pipeline: the stages from a traced program to the program that every device runs, in order.
+"""Runs the stages from a traced program to the per-device program, in order.
 
     trace ──▶ propagate ⇄ rewrite where split ──▶ choose ──▶ collective matmuls ──▶ partition ──▶ recompute ──▶ prefetch
 
-``PLANNING`` ends with a plan, ``EMITTING`` with the per-device program; ``compile`` takes that. ``jit``, ``explain``,
-``search`` with its presets, the command line and plans that are read back all run these stages, so one program has one
-plan and one modelled time. Tracing comes before the pipeline, because a traced program serves several meshes, and so
-does the order of devices (``planning.propagate.in_best_order``), which is a property of the mesh. Where XLA needs more
-memory than was modelled, compiling runs ``recompute`` again with less (``remat.fit``).
+``PLANNING`` ends with a plan, ``EMITTING`` with the per-device program, which ``compile`` takes. ``jit``, ``explain``,
+``search`` with its presets, the command line and loaded plans all run these stages, so one program has one plan and one
+modelled time. Tracing precedes the pipeline, because a traced program serves several meshes. The order of devices
+precedes it too (``planning.propagate.in_best_order``), because it is a property of the mesh. If XLA needs more memory
+than modelled, compiling runs ``recompute`` again with a lower limit (``remat.fit``).
 
-Every stage logs what it made as one DEBUG record of the logger ``gshard.stages``::
+Every stage logs its result as one DEBUG record of the logger ``gshard.stages``::
 
     logging.basicConfig()
     logging.getLogger("gshard.stages").setLevel(logging.DEBUG)
@@ -44,19 +44,19 @@ from gshard.search.seconds import on_machine
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Settings:
-    """What the stages are run for.
+    """The inputs of the stages besides the program.
 
     Attributes:
         mesh: the devices.
-        machine: planning is by seconds on it; by bytes if None.
-        strict: refuse primitives that have no rule.
+        machine: planning minimises seconds on it; bytes if None.
+        strict: refuse primitives without a rule.
         boundary: constraints on arguments and results, besides marks.
         donated: arguments (counted without captured arrays) whose memory results may take.
-        given: makes the plan of a settled program, where it is saved or searched; None chooses one.
-        windowed: which contractions may be collective matmuls; None if none may.
-        faster: use collective matmuls only if a call is faster with them, by the cost model.
+        given: makes the plan of a settled program, if it is saved or searched; None chooses one.
+        windowed: selects contractions that may run as collective matmuls; None selects none.
+        faster: use collective matmuls only if they make a call faster, by the cost model.
         memory_limit: bytes that a device may hold; the machine's memory if None.
-        recomputes: recompute values to keep to the memory limit.
+        recomputes: recompute values to keep within the memory limit.
     """
 
     mesh: Mesh
@@ -72,7 +72,7 @@ class Settings:
 
     @property
     def on(self) -> Machine:
-        """The machine whose times decide what is recomputed."""
+        """The machine whose times decide which values are recomputed."""
         return self.machine or machine_to_order(self.mesh)
 
     @property
@@ -86,9 +86,9 @@ class Draft:
     """A program between two stages.
 
     Attributes:
-        program: the traced program; None for a plan that is made.
-        propagated: the settled program with what follows from its marks.
-        plans: plans of it, the best first: later stages work on this one.
+        program: the traced program; None if the draft begins with a plan.
+        propagated: the settled program with its propagated shardings.
+        plans: the plans, the best first. Later stages work on the best.
     """
 
     program: Program | None = None
@@ -97,7 +97,7 @@ class Draft:
 
     @property
     def best(self) -> Planned:
-        """The best plan, its per-device program, if that is made, and what this costs, if that is known."""
+        """The best plan, with its per-device program and cost as far as they exist."""
         return self.plans[0]
 
     @property
@@ -107,11 +107,11 @@ class Draft:
         return self.best.spmd
 
     def with_best(self, best: Planned) -> Draft:
-        """The same with another best plan."""
+        """The draft with another best plan."""
         return dataclasses.replace(self, plans=(best, *self.plans[1:]))
 
     def with_program(self, spmd: SpmdProgram) -> Draft:
-        """The same with another per-device program for the best plan, not priced yet."""
+        """The draft with another per-device program for the best plan, not priced yet."""
         return self.with_best(dataclasses.replace(self.best, spmd=spmd, cost=None))
 
     @property
@@ -124,10 +124,10 @@ class Stage(NamedTuple):
     """One stage.
 
     Attributes:
-        name: what the log calls it.
+        name: the name in the log.
         run: makes the next draft.
-        shown: what of the draft the log shows; None for a stage that logs its own steps.
-        applies: whether it runs for some settings.
+        shown: the part of the draft that the log shows; None for a stage that logs its own steps.
+        applies: whether the stage runs under these settings.
     """
 
     name: str
@@ -143,8 +143,8 @@ def _settle(draft: Draft, settings: Settings) -> Draft:
 
 def _choose(draft: Draft, settings: Settings) -> Draft:
     assert draft.propagated is not None
-    made = cheapest(draft.propagated, settings.machine, strict=settings.strict, boundary=settings.boundary)
-    return dataclasses.replace(draft, plans=made)
+    plans = cheapest(draft.propagated, settings.machine, strict=settings.strict, boundary=settings.boundary)
+    return dataclasses.replace(draft, plans=plans)
 
 
 def _take_given(draft: Draft, settings: Settings) -> Draft:
@@ -155,39 +155,41 @@ def _take_given(draft: Draft, settings: Settings) -> Draft:
 
 
 def _use_collective_matmuls(draft: Draft, settings: Settings) -> Draft:
-    """Where only what is faster counts, both programs are made and priced, as they fetch ahead."""
+    """Uses collective matmuls. With ``faster``, it emits, prefetches and prices both programs and compares them."""
     plan = windowed(draft.best.plan, settings.windowed)
     if not plan.rings:
         return draft
-    made = dataclasses.replace(draft.best, plan=plan, spmd=None, cost=None)
+    with_rings = dataclasses.replace(draft.best, plan=plan, spmd=None, cost=None)
     if not settings.faster or settings.machine is None:
-        return draft.with_best(made)
+        return draft.with_best(with_rings)
 
-    def seconds(one: Draft) -> float:
-        ahead = _prefetch(one, settings).spmd.prefetched
-        return one.best.seconds if ahead is None else ahead.seconds
+    def seconds(candidate: Draft) -> float:
+        prefetches = _prefetch(candidate, settings).spmd.prefetched
+        return candidate.best.seconds if prefetches is None else prefetches.seconds
 
-    without, other = (draft.with_best(_priced(one, settings)) for one in (draft.best, made))
-    before, after = seconds(without), seconds(other)
-    if after >= before:
-        return without
-    spared = before, after, settings.machine.name
-    return draft.with_best(dataclasses.replace(other.best, plan=dataclasses.replace(plan, spared=spared)))
+    draft_without, draft_with = (
+        draft.with_best(_priced(candidate, settings)) for candidate in (draft.best, with_rings)
+    )
+    seconds_without, seconds_with = seconds(draft_without), seconds(draft_with)
+    if seconds_with >= seconds_without:
+        return draft_without
+    saving = seconds_without, seconds_with, settings.machine.name
+    return draft.with_best(dataclasses.replace(draft_with.best, plan=dataclasses.replace(plan, spared=saving)))
 
 
 def _partition(draft: Draft, settings: Settings) -> Draft:
-    made = draft.best
-    return draft if made.spmd is not None else draft.with_program(partition(made.plan))
+    best = draft.best
+    return draft if best.spmd is not None else draft.with_program(partition(best.plan))
 
 
 def _recompute(draft: Draft, settings: Settings) -> Draft:
-    made = rematerialise(draft.spmd, settings.room, settings.on, sorted(settings.donated))
-    return draft if made is draft.spmd else draft.with_program(made)
+    spmd = rematerialise(draft.spmd, settings.room, settings.on, sorted(settings.donated))
+    return draft if spmd is draft.spmd else draft.with_program(spmd)
 
 
 def _prefetch(draft: Draft, settings: Settings) -> Draft:
-    made = prefetched(draft.spmd, settings.on, sorted(settings.donated), settings.room, draft.best.cost)
-    return draft if made is draft.spmd else draft.with_program(made)
+    spmd = prefetched(draft.spmd, settings.on, sorted(settings.donated), settings.room, draft.best.cost)
+    return draft if spmd is draft.spmd else draft.with_program(spmd)
 
 
 def _plan(draft: Draft) -> Plan:
@@ -215,11 +217,11 @@ EMITTING = (PARTITION, *FITTING)
 
 @with_tables
 def run(stages: Sequence[Stage], draft: Draft, settings: Settings) -> Draft:
-    """Runs those of some stages that apply, in order.
+    """Runs the stages that apply, in order.
 
     Raises:
         ShardingError: a mark does not fit its value or the mesh.
-        PlanError: ``settings.strict``, and a primitive without rule; or the given plan is of another program.
+        PlanError: ``settings.strict``, and a primitive has no rule; or the given plan belongs to another program.
         MemoryLimitError: ``settings.recomputes``, and the program does not fit.
     """
     for stage in stages:
@@ -238,8 +240,8 @@ def plans_of(
     Args:
         program: the traced function.
         mesh: the devices.
-        machine: gives the times; bytes count if None.
-        strict: refuse primitives that have no rule.
+        machine: the machine for times; None to count bytes.
+        strict: refuse primitives without a rule.
         boundary: constraints on arguments and results, besides marks.
     """
     settings = Settings(mesh if machine is None else on_machine(mesh, machine), machine, strict, boundary)
@@ -247,7 +249,7 @@ def plans_of(
 
 
 def as_run(
-    made: Planned,
+    planned: Planned,
     machine: Machine,
     donated: Iterable[int],
     limit: int | None = None,
@@ -255,32 +257,32 @@ def as_run(
     recomputes: bool = False,
     rings: bool = True,
 ) -> Planned:
-    """The program that runs for a plan on a machine, and what it costs.
+    """The program that runs for a plan on a machine, with its cost.
 
     Args:
-        made: the plan.
-        machine: gives the times.
+        planned: the plan.
+        machine: the machine for times.
         donated: arguments (counted without captured arrays) whose memory results may take.
         limit: bytes that a device may hold; the machine's memory if None.
-        recomputes: recompute values to keep to the limit.
-        rings: use collective matmuls where that is faster, as ``jit`` does by default.
+        recomputes: recompute values to keep within the limit.
+        rings: use collective matmuls if they are faster, as ``jit`` does by default.
 
     Raises:
-        MemoryLimitError: ``recomputes``, and it does not fit.
+        MemoryLimitError: ``recomputes``, and the program does not fit.
     """
-    mesh = made.plan.mesh
-    policy = CollectiveMatmul.of(None, mesh, machine) if rings and not made.plan.rings else None
+    mesh = planned.plan.mesh
+    policy = CollectiveMatmul.of(None, mesh, machine) if rings and not planned.plan.rings else None
     settings = Settings(
         mesh, machine, donated=tuple(donated), windowed=policy, faster=True, memory_limit=limit, recomputes=recomputes
     )
-    draft = run((COLLECTIVE_MATMULS, PARTITION), Draft(plans=(made,)), settings)
+    draft = run((COLLECTIVE_MATMULS, PARTITION), Draft(plans=(planned,)), settings)
     draft = run(FITTING, draft.with_best(_priced(draft.best, settings)), settings)
     return _priced(draft.best, settings)
 
 
-def _priced(made: Planned, settings: Settings) -> Planned:
-    """The same, with its per-device program and what this costs."""
-    if made.spmd is not None and made.cost is not None:
-        return made
-    spmd = made.spmd or partition(made.plan)
-    return dataclasses.replace(made, spmd=spmd, cost=cost(spmd, settings.on, settings.donated))
+def _priced(planned: Planned, settings: Settings) -> Planned:
+    """The plan with its per-device program and the cost of that."""
+    if planned.spmd is not None and planned.cost is not None:
+        return planned
+    spmd = planned.spmd or partition(planned.plan)
+    return dataclasses.replace(planned, spmd=spmd, cost=cost(spmd, settings.on, settings.donated))

@@ -1,9 +1,9 @@
 """Chooses the plan of a settled program: the stage "choose" of ``search.pipeline``.
 
-Without a machine it is the plan that sends least. With a machine there are three: that one, the one that takes least
-time if each message is sent by itself, and the one that takes least time if sums that are ready together share a
-message. Which sums share one is known only once there is a plan. So all three are partitioned and priced, and the
-fastest one that fits the machine's memory is taken.
+Without a machine, it is the plan that sends the fewest bytes. With a machine, there are three candidates: that plan,
+the fastest plan if every message is sent alone, and the fastest plan if sums that are ready together share a message.
+Which sums share a message is known only once there is a plan. So gshard partitions and prices all three, and chooses
+the fastest one that fits the machine's memory.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from gshard.search.seconds import on_machine, seconds_on
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan, and what is known of it.
+    """A plan, with its per-device program and cost if choosing it required them.
 
     Attributes:
         plan: the plan.
-        spmd: what it becomes, if that had to be known to choose it;
-        cost: and what that costs.
-        choice: poses the problem again that the plan is a solution of, and gives what was chosen in it: None if nothing
-            was to be chosen. None for a plan that was given.
+        spmd: the per-device program; None if it is not emitted yet.
+        cost: the cost of that program; None if it is not priced yet.
+        choice: builds and solves the problem of the plan again; it returns None if nothing was open. None for a plan
+            that was given.
     """
 
     plan: Plan
@@ -45,14 +45,14 @@ class Planned:
 
     @property
     def seconds(self) -> float:
-        """What it takes, if that had to be known."""
+        """The seconds of a call; ``inf`` if the plan is not priced."""
         return math.inf if self.cost is None else self.cost.seconds
 
     def rank(self, worth: float = 1.0) -> tuple[bool, float]:
-        """Orders priced plans, the better first: by time those that fit the machine's memory, by memory the others.
+        """Orders priced plans, the better first: plans that fit the machine's memory by time, the others by memory.
 
         Args:
-            worth: by which the number is multiplied, of a plan that is taken unless another one is better by more.
+            worth: a factor on the time or memory of a plan that is kept unless another plan is better by more.
         """
         assert self.cost is not None
         fits = self.cost.fits
@@ -65,13 +65,13 @@ def cheapest(
     """The plans of a settled program, the best first.
 
     Args:
-        propagated: the settled program with what follows from its marks.
-        machine: gives the times; bytes count if None.
-        strict: refuse primitives that have no rule.
+        propagated: the settled program with its propagated shardings.
+        machine: the machine for times; None to count bytes.
+        strict: refuse primitives without a rule.
         boundary: constraints on arguments and results, besides marks.
 
     Raises:
-        PlanError: ``strict``, and a primitive without rule, or something that the program says and gshard drops.
+        PlanError: ``strict``, and the program has a primitive without a rule, or something that gshard drops.
     """
     program, mesh = propagated.program, propagated.mesh
     if machine is not None:
@@ -81,24 +81,26 @@ def cheapest(
         plan = propagate(program, known.mesh, strict=strict, boundary=boundary, objective=objective, propagated=known)
         return Planned(plan, choice=functools.partial(choose, known, objective, boundary))
 
-    least = planned(propagated, bytes_on)
-    if machine is None or not least.plan.counted:  # nothing was to be chosen
-        return (least,)
-    first = len(program.captured)
+    fewest_bytes = planned(propagated, bytes_on)
+    if machine is None or not fewest_bytes.plan.counted:  # nothing was open
+        return (fewest_bytes,)
+    first_argument = len(program.captured)
+    donated = [i - first_argument for i in boundary.donated]
 
-    def priced(made: Planned) -> Planned:
-        spmd = partition(made.plan)
-        return dataclasses.replace(made, spmd=spmd, cost=cost(spmd, machine, [i - first for i in boundary.donated]))
+    def priced(candidate: Planned) -> Planned:
+        spmd = partition(candidate.plan)
+        return dataclasses.replace(candidate, spmd=spmd, cost=cost(spmd, machine, donated))
 
-    shared = dataclasses.replace(propagated, mesh=on_machine(propagated.mesh, machine, joined=True))
-    sends_least = priced(least)
-    alone = planned(propagated, seconds_on(machine, call=sends_least.seconds))
-    if alone.plan.runs_as(least.plan):
-        alone = dataclasses.replace(alone, spmd=sends_least.spmd, cost=sends_least.cost)
+    fewest_bytes = priced(fewest_bytes)
+    call = fewest_bytes.seconds
+    alone = planned(propagated, seconds_on(machine, call=call))
+    if alone.plan.runs_as(fewest_bytes.plan):
+        alone = dataclasses.replace(alone, spmd=fewest_bytes.spmd, cost=fewest_bytes.cost)
     else:
         alone = priced(alone)
-    faster = [alone, priced(planned(shared, seconds_on(machine, joined=True, call=sends_least.seconds)))]
-    faster.sort(key=lambda made: made.rank())
-    if faster[0].rank() < sends_least.rank(WORTH):
-        return *faster, sends_least
-    return sends_least, *faster
+    joined_mesh = on_machine(propagated.mesh, machine, joined=True)
+    joined = planned(dataclasses.replace(propagated, mesh=joined_mesh), seconds_on(machine, joined=True, call=call))
+    faster = sorted([alone, priced(joined)], key=lambda candidate: candidate.rank())
+    if faster[0].rank() < fewest_bytes.rank(WORTH):
+        return *faster, fewest_bytes
+    return fewest_bytes, *faster

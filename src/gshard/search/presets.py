@@ -1,9 +1,9 @@
-"""Presets: makes the plans that people write by hand, from marks on arguments (``propagated``).
+"""Makes the plans that people write by hand, from marks on arguments.
 
-Data parallelism, a state that is split (ZeRO, FSDP), and one dimension over all devices or, beside the batch, over the
-last axis: the hidden one is Megatron's plan, that of experts GShard's, the length is sequence parallelism, the height
-of images spatial partitioning (``naming.dimension_classes`` finds which are the same). They are priced beside
-what search finds, which is never worse than one of them.
+They are: data parallelism; a state that is split (ZeRO, FSDP); and one dimension split over all devices or, beside the
+batch, over the last axis. The hidden dimension gives Megatron's plan, the dimension of experts GShard's, the length
+sequence parallelism, and the height of images spatial partitioning (``naming.dimension_classes`` finds the classes of
+dimensions). The search prices presets beside its own plans, so its result is never worse than a preset.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gshard.search.pipeline import plans_of
 from gshard.search.planned import Planned
 
 AS_IT_IS = "as it is marked"
-_OUTSIDE, _INSIDE = 2, 1  # the largest dimensions of arguments, and of all values, for which there are presets
+_OUTSIDE, _INSIDE = 2, 1  # the number of largest dimensions of arguments, and of all values, that have presets
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -35,9 +35,9 @@ class Preset:
     """Marks on arguments, as people write them.
 
     Attributes:
-        name: of the preset.
-        program: with the marks.
-        own: the marks that the program has without them.
+        name: the name of the preset.
+        program: the program with the marks of the preset.
+        own: the marks of the program without the preset.
     """
 
     name: str
@@ -45,10 +45,11 @@ class Preset:
     own: tuple[Mark | None, ...]
 
     def work(self, mesh: Mesh) -> tuple[int, int]:
-        """Orders presets by the time that planning them takes, the shortest first: it is exponential in the first.
+        """Orders presets by their planning time, the shortest first. The time is exponential in the first number.
 
         Returns:
-            axes that move as wholes, once marks part some; and dimensions that marks decide or leave to be decided.
+            the number of axes that move as wholes, once marks divide some; and the number of dimensions that marks
+            decide or leave undecided.
         """
         propagated = settled(self.program, mesh)
         known = {*propagated.shardings.values(), *propagated.moved.values()}
@@ -56,50 +57,50 @@ class Preset:
         return len(joined(mesh, axes_of(mesh, known), known)), decided + sum(map(len, propagated.undecided.values()))
 
     def planned(self, mesh: Mesh, machine: Machine | None, boundary: Boundary) -> tuple[Planned, ...]:
-        """The plans, the best first; of the program without its marks.
+        """The plans of the program without the preset's marks, the best first.
 
         Raises:
-            GShardError: a mark does not fit one of the user's.
+            GShardError: a mark of the preset contradicts one of the user's.
         """
-        found = plans_of(self.program, mesh, machine, boundary=boundary)
-        return tuple(dataclasses.replace(made, plan=_marked_as(made.plan, self.own)) for made in found)
+        plans = plans_of(self.program, mesh, machine, boundary=boundary)
+        return tuple(dataclasses.replace(planned, plan=_marked_as(planned.plan, self.own)) for planned in plans)
 
 
 def marked_presets(program: Program, mesh: Mesh, boundary: Boundary = AS_MARKED) -> Iterator[Preset]:
-    """The presets of a program but for the program as it is marked, the usual ones first.
+    """The presets of a program, the usual ones first, without the program under its own marks.
 
     Args:
-        program: with the user's marks, which are kept: a preset says something of other arguments only.
+        program: the program. The user's marks are kept: a preset marks other arguments only.
         mesh: the devices.
-        boundary: what is asked of arguments and results; what is donated is a training state.
+        boundary: constraints on arguments and results. Donated arguments are a training state.
     """
-    own, donated = program.argument_marks, boundary.donated
+    own_marks, donated = program.argument_marks, boundary.donated
     state = set(donated) or {i for i, _ in program.state(range(len(program.block.inputs)))}
     data = [i for i, v in enumerate(program.block.inputs) if v.shape and i not in state]
     by_batch = {i: _along(program.block.inputs[i], 0, mesh.atoms, mesh) for i in data}
-    whole = {i: _along(program.block.inputs[i], None, (), mesh) for i in state}
-    cut = {i: _along(v, _largest(v, mesh), mesh.atoms, mesh) for i in state for v in (program.block.inputs[i],)}
-    known: list[dict[int, Mark]] = []
-    for name, wanted in (
-        ("data parallel", {**whole, **by_batch}),
-        ("data parallel, state split (ZeRO, FSDP)", {**cut, **by_batch}),
-        ("state split", cut),
+    replicated = {i: _along(program.block.inputs[i], None, (), mesh) for i in state}
+    split_state = {i: _along(v, _largest(v, mesh), mesh.atoms, mesh) for i in state for v in (program.block.inputs[i],)}
+    earlier_marks: list[dict[int, Mark]] = []
+    for name, possible_marks in (
+        ("data parallel", {**replicated, **by_batch}),
+        ("data parallel, state split (ZeRO, FSDP)", {**split_state, **by_batch}),
+        ("state split", split_state),
         *_by_dimension(program, mesh, data),
     ):
-        marks = {i: mark for i, mark in wanted.items() if mark is not None}
-        marked = None if marks in known else _marked(program, marks)
-        known.append(marks)
+        marks = {i: mark for i, mark in possible_marks.items() if mark is not None}
+        marked = None if marks in earlier_marks else _marked(program, marks)
+        earlier_marks.append(marks)
         if marked is not None:
-            yield Preset(name, marked, own)
+            yield Preset(name, marked, own_marks)
 
 
 def presets(
     program: Program, mesh: Mesh, machine: Machine | None = None, boundary: Boundary = AS_MARKED
 ) -> Iterator[tuple[str, tuple[Planned, ...]]]:
-    """All plans, each with its name, the best of that name first; bytes count if there is no machine."""
+    """All presets with their names, each with its plans, the best first; by bytes if there is no machine."""
     yield AS_IT_IS, plans_of(program, mesh, machine, boundary=boundary)
     for preset in marked_presets(program, mesh, boundary):
-        with contextlib.suppress(GShardError):  # a mark that does not fit one of the user's
+        with contextlib.suppress(GShardError):  # a mark of the preset contradicts one of the user's
             yield preset.name, preset.planned(mesh, machine, boundary)
 
 
@@ -109,52 +110,57 @@ def _marked_as(plan: Plan, marks: tuple[Mark | None, ...]) -> Plan:
 
 
 def _by_dimension(program: Program, mesh: Mesh, data: Sequence[int]) -> Iterator[tuple[str, dict[int, Mark | None]]]:
-    """One of the largest dimensions over all devices; and over the last axis, with the batch over the others."""
+    """Splits one of the largest dimensions over all devices; or over the last axis, with the batch over the others."""
     axes = {name: atoms for name, atoms in mesh.atoms_of.items() if atoms}
     names = DimensionNames(program)
-    found = names.dimensions
+    dimensions = names.dimensions
     inputs = program.block.inputs
-    everywhere, outside = (_bytes(found, values) for values in (found.labels, inputs))
-    first = sorted(found.classes, key=lambda c: -outside.get(c.label, 0))[:_OUTSIDE]
-    first += sorted(found.classes, key=lambda c: -everywhere.get(c.label, 0))[:_INSIDE]
-    for c in dict.fromkeys(first):
+    bytes_of_values, bytes_of_inputs = (_bytes(dimensions, values) for values in (dimensions.labels, inputs))
+    largest_classes = sorted(dimensions.classes, key=lambda c: -bytes_of_inputs.get(c.label, 0))[:_OUTSIDE]
+    largest_classes += sorted(dimensions.classes, key=lambda c: -bytes_of_values.get(c.label, 0))[:_INSIDE]
+    for c in dict.fromkeys(largest_classes):
         if not c.arguments or c.product:
             continue
-        at = {i: found.labels[v].index(c.label) for i, v in enumerate(inputs) if c.label in found.labels[v]}
-        called = names.of(c)
-        yield f"{called} over all devices", {i: _mark_of(inputs[i], d, mesh.atoms, mesh) for i, d in at.items()}
+        dim_of_input = {
+            i: dimensions.labels[v].index(c.label) for i, v in enumerate(inputs) if c.label in dimensions.labels[v]
+        }
+        class_name = names.of(c)
+        yield (
+            f"{class_name} over all devices",
+            {i: _mark_of(inputs[i], d, mesh.atoms, mesh) for i, d in dim_of_input.items()},
+        )
         if len(axes) > 1:
             *others, last = axes
-            rest = tuple(a for name in others for a in axes[name])
-            batch = {i: _mark_of(inputs[i], 0, rest, mesh) for i in data if i not in at}
-            own = {i: _mark_of(inputs[i], d, axes[last], mesh) for i, d in at.items()}
-            yield f"{called} over {last}, batch over the rest", {**batch, **own}
+            other_atoms = tuple(a for name in others for a in axes[name])
+            batch = {i: _mark_of(inputs[i], 0, other_atoms, mesh) for i in data if i not in dim_of_input}
+            split_marks = {i: _mark_of(inputs[i], d, axes[last], mesh) for i, d in dim_of_input.items()}
+            yield f"{class_name} over {last}, batch over the rest", {**batch, **split_marks}
 
 
-def _bytes(found: Dimensions, values: Iterable[Value]) -> dict[str, int]:
-    """The bytes of the values that have a dimension of each class."""
-    held: dict[str, int] = {}
+def _bytes(dimensions: Dimensions, values: Iterable[Value]) -> dict[str, int]:
+    """For each class of dimensions, the bytes of the values with such a dimension."""
+    bytes_of: dict[str, int] = {}
     for v in values:
-        for label in set(found.labels[v]):
-            held[label] = held.get(label, 0) + v.bytes
-    return held
+        for label in set(dimensions.labels[v]):
+            bytes_of[label] = bytes_of.get(label, 0) + v.bytes
+    return bytes_of
 
 
 def _mark_of(v: Value, dim: int, atoms: Atoms, mesh: Mesh) -> Mark | None:
-    """The mark that cuts a dimension over these atoms, and says nothing of the others; None where parts are unequal."""
+    """The mark that splits a dimension over these atoms and leaves the others open; None if parts are unequal."""
     if v.shape[dim] % mesh.count(atoms):
         return None
     return mark_of_cut([atoms if d == dim else None for d in range(len(v.shape))], mesh)
 
 
 def _largest(v: Value, mesh: Mesh) -> int | None:
-    """The largest dimension that all devices can have equal parts of."""
+    """The largest dimension that divides evenly over all devices; None if there is none."""
     even = [d for d, n in enumerate(v.shape) if n and n % mesh.size == 0]
     return max(even, key=lambda d: (v.shape[d], -d), default=None)
 
 
 def _along(v: Value, dim: int | None, atoms: Atoms, mesh: Mesh) -> Mark | None:
-    """The mark that cuts a dimension over these atoms; the one that replicates, where there is none."""
+    """The mark that splits a dimension over these atoms; one that replicates if there is no such dimension."""
     if not v.shape:
         return None
     if dim is None or v.shape[dim] % mesh.count(atoms):
@@ -163,7 +169,7 @@ def _along(v: Value, dim: int | None, atoms: Atoms, mesh: Mesh) -> Mark | None:
 
 
 def _marked(program: Program, marks: dict[int, Mark]) -> Program | None:
-    """The program with marks on arguments that have none; None if nothing is new."""
+    """The program with marks on unmarked arguments; None if that changes nothing."""
     first = len(program.captured)
     new = tuple(mark or marks.get(first + i) for i, mark in enumerate(program.argument_marks))
     return None if new == program.argument_marks else dataclasses.replace(program, argument_marks=new)

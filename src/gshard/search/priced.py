@@ -1,4 +1,4 @@
-"""Priced: prices plans as they would run, and checks whether they fit into the machine's memory."""
+"""Prices plans as they would run, and checks whether they fit into the machine's memory."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from gshard.remat.rematerialise import MemoryLimitError
 from gshard.search.pipeline import as_run, plans_of
 from gshard.search.planned import Planned
 
-# Where nothing fits, operands come in parts whose gathered copies are larger than this part of the limit. A copy is
-# there while its product runs, two at a time: smaller ones hold a few percent of what there is, and taking them in
-# steps would start many kernels to free next to nothing.
+# If no plan fits, contractions become collective matmuls if their gathered operands take more than this share of the
+# limit. A gathered copy is held while its product runs, two at a time. Smaller ones take a few percent of the memory,
+# and a ring for them would launch many kernels to free almost nothing.
 _LARGE = 1 / 64
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class PricedPlan:
-    """A plan and what it costs.
+    """A plan and its cost.
 
     Attributes:
-        name: ``searched``, or that of a preset.
+        name: ``searched``, or the name of a preset.
         plan: the plan.
-        cost: of the per-device program that it becomes.
-        kept: bytes at the peak, if nothing is recomputed.
-        recomputed: whether something is recomputed, so that it fits.
+        cost: the cost of its per-device program.
+        kept: bytes at the peak without recomputation.
+        recomputed: whether values are recomputed so that the plan fits.
     """
 
     name: str
@@ -48,14 +48,22 @@ class PricedPlan:
     __repr__ = __str__
 
     def rank(self, limit: float) -> tuple[bool, float]:
-        """Orders plans, the better first: by time those that fit, by memory the others; rounding is no difference."""
+        """Orders plans, the better first: those that fit by time, the others by memory, up to rounding."""
         fits = self.cost.peak <= limit
         return not fits, float(f"{self.cost.seconds:.9g}") if fits else float(self.cost.peak)
 
 
 @dataclasses.dataclass(eq=False)
 class Pricing:
-    """Plans as they would run, with what they cost."""
+    """Prices plans as they would run.
+
+    Attributes:
+        machine: the machine.
+        donated: arguments (counted without captured arrays) whose memory results may take.
+        limit: bytes that a device may hold.
+        on_better: called with each plan that is better than all before.
+        known: the plans that were priced.
+    """
 
     machine: Machine
     donated: list[int]
@@ -64,41 +72,45 @@ class Pricing:
     known: list[PricedPlan] = dataclasses.field(default_factory=list)
 
     def marked(self, name: str, program: Program, mesh: Mesh) -> PricedPlan:
-        """Prices what follows from a program's marks."""
+        """Prices the plan that follows from a program's marks."""
         return self.add(name, *plans_of(program, mesh, self.machine, boundary=self.boundary(program)))
 
-    def add(self, name: str, *made: Planned) -> PricedPlan:
-        """Prices a plan, the best of some.
+    def add(self, name: str, *plans: Planned) -> PricedPlan:
+        """Prices several plans and returns the best; the first one unless it needs too much memory.
 
-        Where it does not fit, it has collective matmuls, or recomputes, if that helps.
+        If it does, the others, collective matmuls and recomputation are tried too.
         """
-        ways = [self._priced(name, one) for one in made[:1]]
-        if ways[0].kept > self.limit:
-            ways += [self._priced(name, one) for one in made[1:]]
-            matmuls = [windowed(one.plan, CollectiveMatmul(above=self.limit * _LARGE)) for one in made]
-            ways += [self._priced(name, Planned(plan)) for plan in matmuls if plan.rings]
-            for way in ways.copy():
-                always = way.cost.memory.arguments + way.cost.memory.results - way.cost.memory.shared
-                if way.kept > self.limit >= always:
-                    ways.append(self._recomputed(way))
-        found = min(ways, key=lambda way: way.rank(self.limit))
-        if self.on_better is not None and all(found.rank(self.limit) < x.rank(self.limit) for x in self.known):
-            self.on_better(found)
-        self.known.append(found)
-        return found
+        options = [self._priced(name, planned) for planned in plans[:1]]
+        if options[0].kept > self.limit:
+            options += [self._priced(name, planned) for planned in plans[1:]]
+            matmuls = [windowed(planned.plan, CollectiveMatmul(above=self.limit * _LARGE)) for planned in plans]
+            options += [self._priced(name, Planned(plan)) for plan in matmuls if plan.rings]
+            for option in options.copy():
+                unavoidable = option.cost.memory.arguments + option.cost.memory.results - option.cost.memory.shared
+                if option.kept > self.limit >= unavoidable:
+                    options.append(self._recomputed(option))
+        best = min(options, key=lambda option: option.rank(self.limit))
+        if self.on_better is not None and all(
+            best.rank(self.limit) < known_plan.rank(self.limit) for known_plan in self.known
+        ):
+            self.on_better(best)
+        self.known.append(best)
+        return best
 
-    def _priced(self, name: str, made: Planned) -> PricedPlan:
-        found = as_run(made, self.machine, self.donated, int(self.limit))
-        assert found.cost is not None
-        return PricedPlan(name, found.plan, found.cost, found.cost.peak)
+    def _priced(self, name: str, planned: Planned) -> PricedPlan:
+        emitted = as_run(planned, self.machine, self.donated, int(self.limit))
+        assert emitted.cost is not None
+        return PricedPlan(name, emitted.plan, emitted.cost, emitted.cost.peak)
 
     def boundary(self, program: Program) -> Boundary:
-        """As ``jit`` does: what takes the place of an argument that came sharded leaves as that came."""
+        """The boundary as in ``jit``: a result that replaces an argument leaves in the argument's sharding."""
         return Boundary(tuple(len(program.captured) + i for i in self.donated))
 
-    def _recomputed(self, way: PricedPlan) -> PricedPlan:
+    def _recomputed(self, option: PricedPlan) -> PricedPlan:
         with contextlib.suppress(MemoryLimitError):
-            again = as_run(Planned(way.plan), self.machine, self.donated, int(self.limit), recomputes=True, rings=False)
-            assert again.cost is not None
-            return dataclasses.replace(way, cost=again.cost, recomputed=True)
-        return way
+            planned = as_run(
+                Planned(option.plan), self.machine, self.donated, int(self.limit), recomputes=True, rings=False
+            )
+            assert planned.cost is not None
+            return dataclasses.replace(option, cost=planned.cost, recomputed=True)
+        return option

@@ -1,8 +1,8 @@
-"""Progress: prints the progress of a search and its best plan on stderr.
+"""Prints the progress of a search and its best plan on stderr.
 
-A search that takes two seconds or less prints nothing; a longer one prints a line for each step and each better plan,
-and at least one every ten seconds. Whether stderr is a terminal does not matter: notebooks and logs of batch jobs are
-none, and there a silent search is as hard to tell from a hanging one.
+A search that takes two seconds or less prints nothing. A longer one prints a line for each step and each better plan,
+and at least one every ten seconds. It does so even if stderr is no terminal: in notebooks and logs of batch jobs, a
+silent search looks like a hanging one.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class Progress:
     """The lines of one search.
 
     Attributes:
-        write: where a line goes; None for nowhere.
-        silent: seconds from the beginning for which nothing is printed.
+        write: prints a line; None to print nothing.
+        silent: seconds from the beginning in which nothing is printed.
         since: when the search began (``time.monotonic``).
         doing: the present step.
         best: the best plan so far, as text.
@@ -33,32 +33,32 @@ class Progress:
     since: float = dataclasses.field(default_factory=lambda: time.monotonic())
     doing: str = ""
     best: str = ""
-    _last: float = -float("inf")  # when a line was printed
+    _last: float = -float("inf")  # the time of the last line
 
     @staticmethod
-    def of(asked: bool | Callable[[str], object] | None) -> Progress:
-        """Progress as ``gshard.search(progress=...)`` is asked for it.
+    def of(option: bool | Callable[[str], object] | None) -> Progress:
+        """Reads the option ``gshard.search(progress=...)``.
 
         Args:
-            asked: None for lines on stderr once two seconds have passed, True for all lines, False for none, or a
-                function that takes each line.
+            option: None for lines on stderr after two seconds, True for all lines, False for none, or a function that
+                takes each line.
         """
-        if callable(asked):
-            return Progress(asked)
-        return Progress(_on_stderr if asked is None or asked else None, _SILENT if asked is None else 0.0)
+        if callable(option):
+            return Progress(option)
+        return Progress(_on_stderr if option is None or option else None, _SILENT if option is None else 0.0)
 
     def step(self, doing: str) -> None:
-        """A step begins."""
+        """Reports that a step begins."""
         self.doing = doing
         self._print(doing)
 
     def better(self, plan: str) -> None:
-        """A better plan was found."""
+        """Reports a better plan."""
         self.best = f"best so far: {plan}"
         self._print(self.best)
 
     def beat(self) -> None:
-        """Called again and again by a long step: prints it again when ten seconds have passed without a line."""
+        """Prints the present step again if ten seconds have passed without a line. A long step calls it often."""
         if self.write is not None and time.monotonic() - self._last > _BEAT:
             self._print(f"still {self.doing}")
 

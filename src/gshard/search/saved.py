@@ -1,4 +1,4 @@
-"""Saved: writes a planning problem to a file of plain arrays (``.npz``, nothing pickled).
+"""Saves a planning problem to a file of plain arrays (``.npz``, nothing pickled), and loads it.
 
 >>> import io
 >>> file = io.BytesIO()
@@ -19,7 +19,7 @@ from gshard.solver.problem import Floats, Ints, Problem
 
 
 def save_problem(problem: Problem, path: str | Path | IO[bytes]) -> None:
-    """Writes a problem to a file of that name."""
+    """Writes a problem to a file. The path is used unchanged."""
     flat: dict[str, Any] = {
         "states": problem.states,
         "costs": problem.cost,
@@ -38,7 +38,7 @@ def save_problem(problem: Problem, path: str | Path | IO[bytes]) -> None:
 
 
 def load_problem(path: str | Path | IO[bytes]) -> Problem:
-    """Reads what ``save_problem`` wrote, and checks it again."""
+    """Reads a problem that ``save_problem`` wrote, and checks it."""
     with np.load(path, allow_pickle=False) as file:
         states, ends, loads = file["states"], file["ends"], file["loads"]
         limit = float(file["limit"][0])

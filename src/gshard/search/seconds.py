@@ -1,4 +1,4 @@
-"""Seconds: prices reshards and work in seconds on a machine, with the figures of ``device.cost``."""
+"""Prices reshards and kernels in seconds on a machine, with the figures of ``device.cost``."""
 
 from __future__ import annotations
 
@@ -29,37 +29,38 @@ from gshard.planning.strategies import share
 from gshard.search.emitted import Emitted, as_kernel, has_own_way, own_ways
 from gshard.solver.problem import Floats
 
-# Of the time that a state's bytes take to read: among equals the one that takes less memory.
+# The price of a held byte, as a share of the time to read it: it breaks ties in favour of less memory.
 _TIE = 1e-3
-# Of a call, how long a loop's stack is there: from the forward pass to the backward pass, or from there to the end.
+# The share of a call during which a loop's stack is held: from the forward pass to the backward pass, or to the end.
 _HELD = 0.5
-# Seconds that a value takes which is sharded otherwise than the marks say: among equals what they say.
+# Seconds for a value whose sharding is not the propagated one: it breaks ties in favour of the marks.
 _FOLLOWS = 1e-10
 
 
 class Seconds(Moves):
-    """Seconds on one machine: an objective (``planning.objective``).
+    """An objective (``planning.objective``) in seconds on one machine.
 
     Args:
         mesh: the devices.
-        machine: as many.
-        axes: those that move as wholes.
-        joined: whether what may be sent in one message with others counts as if it were (``StepTimes``).
+        machine: a machine with as many devices.
+        axes: the axes that move as wholes.
+        joined: whether collectives that may share a message are priced as if they did (``StepTimes``).
     """
 
     def __init__(self, mesh: Mesh, machine: Machine, axes: tuple[Atoms, ...], *, joined: bool = False):
         super().__init__(mesh, axes)
         self.machine, self.tie, self.fuses, self.counted = machine, _FOLLOWS, True, f"time on {machine.name}"
-        self.a_byte = self.a_byte_stacked = _TIE / machine.memory_bandwidth
-        self.a_byte_beyond = 0.0  # kernels count what they read and write
+        self.held_byte_cost = self.stacked_byte_cost = _TIE / machine.memory_bandwidth
+        self.extra_byte_cost = 0.0  # kernels count what they read and write
         self.times = StepTimes(machine, joined)
-        # How many of each of the atoms that can take each other's places an axis has.
-        alike = interchangeable(mesh, machine)
+        # For each axis, its number of atoms in each class of interchangeable atoms.
+        classes = interchangeable(mesh, machine)
         self._places = {
-            name: tuple(sum(a in own for a in some) for some in alike) for name, own in self.atoms_of.items()
+            name: tuple(sum(a in axis_atoms for a in atoms_of_class) for atoms_of_class in classes)
+            for name, axis_atoms in self.atoms_of.items()
         }
-        self._own_ways = own_ways(on_machine(mesh, machine), machine)  # what messages share changes nothing of it
-        self._traces = True  # an equation that runs in a way of its own, when its cost is needed first
+        self._own_ways = own_ways(on_machine(mesh, machine), machine)  # independent of shared messages
+        self._traces = True  # whether an equation with an own way to run on shards is traced when it needs a price
 
     def step(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> float:
         atoms = tuple(a for name in step.atoms for a in self.atoms_of.get(name, (name,)))
@@ -69,13 +70,13 @@ class Seconds(Moves):
         return self.times.price_class(step, self._coarse, self._places)
 
     def kernels(self, block: Block) -> Iterator[tuple[Kernel, int]]:
-        """Equations as they are fused."""
+        """The kernels after fusion."""
         return as_compiled(kernels_of(block, windows=False), self.machine.compiler).walk()
 
-    def alike(self, kernel: Kernel) -> Hashable:
+    def cost_key(self, kernel: Kernel) -> Hashable:
         e = kernel.equation
         arrays = tuple((v.shape, short_dtype(v.dtype)) for v in (*e.inputs, *e.outputs))
-        # What else is fused with it differs: by what that reads, and by its operations.
+        # Kernels with equal equations differ in what is fused with them: what that reads, and its operations.
         numbers: dict[object, int] = {}
         needed = *kernel.reads, *kernel.carried
         same = tuple(numbers.setdefault(v, len(numbers)) for v in (*e.inputs, *needed))
@@ -83,125 +84,130 @@ class Seconds(Moves):
         spared = tuple(v in kernel.spared for v in (*kernel.reads, *kernel.writes)), kernel.spares_rows
         return e.rule, kernel.kind, arrays, same, read, kernel.vector_flops, kernel.moved, spared, kernel.returns
 
-    def of_splits(self, kernel: Kernel, ways: Sequence[Split], asked: float) -> Floats:
-        """float64 [ways]: one run of a kernel, its equation split so, and what its own way to run on shards takes."""
+    def split_costs(self, kernel: Kernel, splits: Sequence[Split], marked_share: float) -> Floats:
+        """float64 [splits]: one run of a kernel under each split, including its own way to run on shards."""
+        return np.array([self._split_seconds(kernel, split) for split in splits])
+
+    def _split_seconds(self, kernel: Kernel, split: Split) -> float:
+        """Seconds of one run of a kernel under a split of its equation."""
         e = kernel.equation
         rule = e.rule
         assert rule is not None
-        taken = []
-        for split in ways:
-            part = share(rule, split, self.mesh)
-            results = [result_sharding(rule, i, split) for i in range(len(e.outputs))]
-            made = sum(local_bytes(x, s, self.mesh) for x, s in zip(e.outputs, results, strict=True))
-            read = {}
-            for i, x in enumerate(e.inputs):
-                if isinstance(x, Value):
-                    own = local_bytes(x, operand_sharding(rule, i, split), self.mesh)
-                    read[x] = min(own, made) if is_looked_up(rule, i) else own
-            alone = kernel.spares_rows and _splits_a_row(rule, split)
-            spared = frozenset[Value]() if alone else kernel.spared
-            written = 0 if spared.issuperset(kernel.writes) else made
-            reads = (*(x for x in kernel.reads if x not in spared), *kernel.carried)
-            moved = written + sum(read.get(x, x.bytes * part) for x in reads)
-            more = 0.0
-            if has_own_way(rule, split):
-                emitted, alone_kernel = self.own(e, split), _of(as_kernel(e), part)
-                least = self.work(e, *alone_kernel, made) if emitted is None else emitted.seconds
-                more = least - self.work(e, *alone_kernel, made + sum(read.values()))
-            # A result in parts is written by the collective that combines them.
-            returns = kernel.returns and written > 0 and not any(s.unreduced for s in results)
-            start = launch_seconds(self.machine, moved, returns=returns)
-            taken.append(max(self.work(e, *_of(kernel, part), moved, returns=returns) + more, start))
-        return np.array(taken)
+        work_share = share(rule, split, self.mesh)
+        results = [result_sharding(rule, i, split) for i in range(len(e.outputs))]
+        result_bytes = sum(local_bytes(x, s, self.mesh) for x, s in zip(e.outputs, results, strict=True))
+        read_bytes: dict[Value, int] = {}
+        for i, x in enumerate(e.inputs):
+            if isinstance(x, Value):
+                operand_bytes = local_bytes(x, operand_sharding(rule, i, split), self.mesh)
+                read_bytes[x] = min(operand_bytes, result_bytes) if is_looked_up(rule, i) else operand_bytes
+        is_own_kernel = kernel.spares_rows and _splits_a_row(rule, split)
+        spared = frozenset[Value]() if is_own_kernel else kernel.spared
+        written = 0 if spared.issuperset(kernel.writes) else result_bytes
+        reads = (*(x for x in kernel.reads if x not in spared), *kernel.carried)
+        moved = written + sum(read_bytes.get(x, x.bytes * work_share) for x in reads)
+        own_way_seconds = 0.0
+        if has_own_way(rule, split):
+            emitted = self.emitted_by(e, split)
+            alone = _operations(as_kernel(e), work_share)
+            plain = self.work(e, *alone, result_bytes + sum(read_bytes.values()))
+            own_way = self.work(e, *alone, result_bytes) if emitted is None else emitted.seconds
+            own_way_seconds = own_way - plain
+        # The collective that reduces an unreduced result writes it.
+        returns = kernel.returns and written > 0 and not any(s.unreduced for s in results)
+        seconds = self.work(e, *_operations(kernel, work_share), moved, returns=returns) + own_way_seconds
+        return max(seconds, launch_seconds(self.machine, moved, returns=returns))
 
-    def of_shardings(self, kernel: Kernel, states: Sequence[Sharding]) -> Floats:
-        """float64 [states]: one run of an elementwise kernel, all of whose arrays are sharded so."""
+    def sharding_costs(self, kernel: Kernel, states: Sequence[Sharding]) -> Floats:
+        """float64 [states]: one run of an elementwise kernel whose arrays all have the same sharding."""
         v = kernel.equation.outputs[0]
         parts = [math.prod(s.local_shape(self.mesh, v.shape)) / max(math.prod(v.shape), 1) for s in states]
         e, starts = kernel.equation, [kernel.starts and not s.unreduced for s in states]
         return np.array(
             [
-                self.work(e, *_of(kernel, part), kernel.moved * part, returns=returns)
+                self.work(e, *_operations(kernel, part), kernel.moved * part, returns=returns)
                 for part, returns in zip(parts, starts, strict=True)
             ]
         )
 
-    def windows(self, e: Equation, ways: Sequence[Split]) -> Iterator[tuple[int, Windows]]:
-        """What an equation fetches of its operands, that others may share."""
-        for i, split in enumerate(ways):
-            if (emitted := self.own(e, split)) is not None:
-                yield from ((i, own) for own in emitted.windows)
+    def windows(self, e: Equation, splits: Sequence[Split]) -> Iterator[tuple[int, Windows]]:
+        """The windows of operands that an equation fetches, which other equations may share."""
+        for i, split in enumerate(splits):
+            if (emitted := self.emitted_by(e, split)) is not None:
+                yield from ((i, window) for window in emitted.windows)
 
-    def own(self, e: Equation, split: Split) -> Emitted | None:
-        """What is emitted for an equation that runs on shards in a way of its own; None for others.
+    def emitted_by(self, e: Equation, split: Split) -> Emitted | None:
+        """The code of an equation that runs on shards in its own way; None for other equations.
 
-        None also for one that has not been traced yet, and is not (``assuming``). It takes at least what it takes to
+        None also for an equation that is not traced yet and may not be (``assuming``). Its lower bound is the time to
         compute and to write the same results.
         """
         return self._own_ways.of(e, split, traces=self._traces)
 
     def assuming(self) -> Seconds:
-        """The same, but equations are traced for the splits that ``price`` is given only."""
+        """The same objective, but it traces equations only for the splits that ``price`` gets."""
         found = copy.copy(self)
         found._traces = False
         return found
 
     def price(self, splits: Mapping[Equation, Split]) -> bool:
-        unknown = [(e, split) for e, split in splits.items() if e.rule is not None and self.own(e, split) is None]
+        unknown = [
+            (e, split) for e, split in splits.items() if e.rule is not None and self.emitted_by(e, split) is None
+        ]
         return any([self._own_ways.of(e, split) is not None for e, split in unknown])
 
     def work(self, e: Equation, products: float, others: float, moved: float, *, returns: bool = False) -> float:
-        """Of one kernel on one device.
+        """Seconds of one kernel on one device.
 
         Args:
-            e: its equation.
+            e: the equation of the kernel.
             products: operations of products, of the device's share.
             others: all other operations.
-            moved: bytes that it reads and writes.
-            returns: whether it writes a result of the program.
+            moved: bytes that the kernel reads and writes.
+            returns: whether the kernel writes a result of the program.
         """
         return roofline(self.machine, dtype_of(e), products, others, moved, returns=returns).seconds
 
 
 def _splits_a_row(rule: Rule, split: Split) -> bool:
-    """Whether devices share what is reduced: then the reduction is a kernel of its own."""
+    """Whether a reduced factor is split: then the reduction is a kernel of its own."""
     return any(factor.kind == REDUCE and split.get(f) for f, factor in enumerate(rule.factors))
 
 
-def _of(kernel: Kernel, part: float) -> tuple[float, float]:
-    """The operations of products, and all others, in a part of a kernel."""
+def _operations(kernel: Kernel, part: float) -> tuple[float, float]:
+    """The operations of products, and all other operations, of a share of a kernel."""
     return kernel.product_flops * part, kernel.vector_flops * part
 
 
 def seconds_on(
     machine: Machine, *, joined: bool = False, call: float | None = None
 ) -> Callable[[Mesh, tuple[Atoms, ...]], Seconds]:
-    """The objective for meshes of a machine's devices; plans that are made together share what moves cost.
+    """Makes the objective for meshes of a machine's devices. Plans that are made together share the costs of reshards.
 
-    With ``call``, the approximate seconds of a call, memory has a price. A byte that a loop stacks costs its share of
+    With ``call``, the approximate seconds of a call, memory has a price: a byte that a loop stacks costs its share of
     the memory, times the seconds for which it is held.
     """
 
     def objective(mesh: Mesh, axes: tuple[Atoms, ...]) -> Seconds:
-        if has_many(mesh, axes):  # moves lead over the shardings of one plan only
+        if has_many(mesh, axes):  # reshards pass through the shardings of one plan only
             known = Seconds(mesh, machine, axes, joined=joined)
         else:
             known = copy.copy(_shared_seconds(machine, joined, mesh, axes))
         if call is not None:
-            known.a_byte_stacked = _HELD * call / machine.memory
+            known.stacked_byte_cost = _HELD * call / machine.memory
         return known
 
     return objective
 
 
 def on_machine(mesh: Mesh, machine: Machine, *, joined: bool = False) -> Mesh:
-    """The mesh on which arrays are moved in the fastest way for a machine."""
+    """The mesh with the step times of a machine, so that reshards take the fastest steps."""
     return dataclasses.replace(mesh, times=StepTimes(machine, joined))
 
 
 @tabulated(16)
 def _shared_seconds(machine: Machine, joined: bool, mesh: Mesh, axes: tuple[Atoms, ...]) -> Seconds:
-    found = Seconds(mesh, machine, axes, joined=joined)
-    if joined:  # what messages share changes what steps take, but not which of them take the same
-        found.share_steps(_shared_seconds(machine, False, on_machine(mesh, machine), axes))
-    return found
+    objective = Seconds(mesh, machine, axes, joined=joined)
+    if joined:  # shared messages change the times of steps, but not which steps have equal times
+        objective.share_steps(_shared_seconds(machine, False, on_machine(mesh, machine), axes))
+    return objective

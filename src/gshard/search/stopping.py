@@ -1,4 +1,4 @@
-"""Stopping: Ctrl-C and SIGTERM end a search, which then returns the best plan so far."""
+"""Lets Ctrl-C and SIGTERM end a search, which then returns the best plan so far."""
 
 from __future__ import annotations
 
@@ -10,43 +10,43 @@ from typing import Any
 
 
 class Stop:
-    """What ended a search early.
+    """The signal that ended a search.
 
     Attributes:
-        number: of the signal; None as long as nothing has.
+        number: the number of the signal; None if there was none.
     """
 
     def __init__(self) -> None:
         self.number: int | None = None
 
     def deliver(self) -> None:
-        """Acts on SIGTERM as the process would have without ``stoppable``; called where there is nothing to return."""
+        """Raises SIGTERM again if its default action was replaced. Called if the search has nothing to return."""
         if self.number == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.raise_signal(signal.SIGTERM)
 
 
 @contextlib.contextmanager
 def stoppable() -> Iterator[Stop]:
-    """SIGTERM raises ``KeyboardInterrupt`` inside, as Ctrl-C does; afterwards the former handler is there again.
+    """Makes SIGTERM raise ``KeyboardInterrupt`` inside, as Ctrl-C does, and restores the former handler afterwards.
 
-    A handler of the user's own is called first. Signals are the main thread's: in other threads, where the process
-    ignores SIGTERM, or where its handler is not one of Python's, nothing is changed.
+    A handler of the user's own is called first. Python handles signals in the main thread. In other threads, or if the
+    process ignores SIGTERM or handles it outside of Python, nothing changes.
     """
     stop = Stop()
-    before: Any = signal.getsignal(signal.SIGTERM)
-    in_main = threading.current_thread() is threading.main_thread()
+    former: Any = signal.getsignal(signal.SIGTERM)
+    in_main_thread = threading.current_thread() is threading.main_thread()
 
     def on_term(number: int, frame: Any) -> None:
         stop.number = number
-        if callable(before):
-            before(number, frame)
+        if callable(former):
+            former(number, frame)
         raise KeyboardInterrupt
 
-    installs = in_main and before is not None and before is not signal.SIG_IGN
+    installs = in_main_thread and former is not None and former is not signal.SIG_IGN
     if installs:
         signal.signal(signal.SIGTERM, on_term)
     try:
         yield stop
     finally:
         if installs:
-            signal.signal(signal.SIGTERM, before)
+            signal.signal(signal.SIGTERM, former)

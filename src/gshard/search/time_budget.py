@@ -1,7 +1,7 @@
-"""Time budget: the remaining time of a search, and the steps that it skipped.
+"""Tracks the remaining time of a search, and the steps that it skipped.
 
-Each step runs until a time of its own, inside ``TimeBudget.step``. A step whose time is over is cut (``core.deadline``)
-or not begun; its name is kept, for the result to tell.
+Each step runs inside ``TimeBudget.step`` until a deadline of its own. A step is cut at its deadline (``core.deadline``)
+or not begun if the time is over. Its name is kept for the result.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from gshard.core.deadline import OutOfTime, until
 from gshard.core.errors import ArgumentError
 from gshard.search.progress import Progress
 
-DEFAULT_SECONDS = 300.0  # of a search for which the user gives none
-EQUATIONS = 20_000  # of all programs that are planned for the presets, or for tables of names: few of large programs
-EFFORT = 0.2  # of the solver, for the problems after the first
+DEFAULT_SECONDS = 300.0  # the time of a search, if the user gives none
+EQUATIONS = 20_000  # in all programs that are planned for the presets or for tables of names: few large programs
+EFFORT = 0.2  # of the solver, for problems after the first
 
 
 @dataclasses.dataclass(eq=False)
@@ -26,12 +26,12 @@ class TimeBudget:
     """The time of one search: all its meshes, plans and prices.
 
     Attributes:
-        seconds: how long it may take.
-        uses_all: whether solving goes on as long as there is time; else the size of the problem says how many steps
-            it takes, and only the end is the clock's.
-        progress: the lines that it prints.
+        seconds: how long the search may take.
+        uses_all: whether solving continues as long as there is time; otherwise the size of the problem limits its
+            steps, and the time only cuts them.
+        progress: prints the lines.
         left_out: steps that were cut or not begun.
-        end: when it is over (``time.monotonic``).
+        end: the end of the time (``time.monotonic``).
     """
 
     seconds: float = DEFAULT_SECONDS
@@ -45,7 +45,7 @@ class TimeBudget:
 
     @staticmethod
     def of(seconds: float | None, progress: bool | Callable[[str], object] | None = None) -> TimeBudget:
-        """The budget that ``budget_seconds`` and ``progress`` of ``gshard.search`` stand for."""
+        """Reads the options ``budget_seconds`` and ``progress`` of ``gshard.search``."""
         uses_all = seconds is not None and math.isfinite(seconds)
         return TimeBudget(DEFAULT_SECONDS if seconds is None else seconds, uses_all, Progress.of(progress))
 
@@ -65,17 +65,17 @@ class TimeBudget:
         return self.left <= 0
 
     def part(self, share: float) -> TimeBudget:
-        """A budget of a share of the time that is left; what it leaves out, this one has left out."""
+        """A budget with a share of the time that is left. Both share the list ``left_out``."""
         now = time.monotonic()
         return dataclasses.replace(self, end=min(self.end, now + share * self.left))
 
     @contextlib.contextmanager
     def step(self, name: str, *, always: bool = False) -> Iterator[None]:
-        """Runs what is inside until the budget is over, where it is cut.
+        """Runs the body of a ``with`` statement, and cuts it when the time is over.
 
         Args:
-            name: what it does, for progress and for ``left_out``.
-            always: whether it is never cut: without its result there is nothing to return.
+            name: what the step does, for progress and for ``left_out``.
+            always: never cut it, because without its result there is nothing to return.
         """
         self.progress.step(name)
         try:
@@ -86,7 +86,7 @@ class TimeBudget:
 
 
 def seconds_of(budget_seconds: float | None) -> float | None:
-    """The ``budget_seconds`` that a user gave.
+    """Checks the option ``budget_seconds``, and returns it.
 
     Raises:
         ArgumentError: it is neither None nor a number above zero.

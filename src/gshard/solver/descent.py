@@ -1,10 +1,9 @@
-"""Descent: alternates rounds of messages and prices with random restarts from the best solution.
+"""Alternates rounds of messages and prices with random restarts from the best solution.
 
-A round sends messages at the present prices, chooses states by them, settles a forest, brings the rest into memory
-and notes the bound; then prices follow. A leap goes out from the best states: at prices that are each node's own,
-some dearer and some cheaper at random, forests are chosen again; what comes of it is repaired and descends, and is
-kept where it is no worse. Rounds give the bound and the region, leaps the best in it; neither is much without the
-other.
+A round sends messages at the present prices, chooses states by them, improves a forest, repairs the result until it
+fits, and notes the bound; then it updates the prices. A leap starts from the best states: it chooses forests again at
+perturbed prices, some higher and some lower at random, repairs the result and descends, and keeps it if it is no worse.
+Rounds give the bound and the region of good states, leaps the best states in it.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from gshard.solver.prices import Prices, paid
 from gshard.solver.problem import Floats, Ints, Problem
 from gshard.solver.walk import Walk
 
-SWEEPS = 4  # pairs of sweeps, each with prices of its own, in a round
-FREE_ROUNDS = 3  # before memory is looked at
-NEAR = 1.15  # of the limit: what is fuller is not worth repairing
+SWEEPS = 4  # pairs of sweeps in a round, each with its own prices
+FREE_ROUNDS = 3  # rounds before memory has a price
+NEAR = 1.15  # of the limit: states with a higher peak are not repaired
 REPAIRS = 300  # changes in one repair
-PASSES = 3  # of a descent
-STUCK = 30  # leaps that bring nothing, after which another place is tried
+PASSES = 3  # passes of a descent
+STUCK = 30  # leaps without gain after which another starting point is tried
 NOISE = (0.03, 0.1, 0.3, 1.0)
 
 
@@ -32,8 +31,9 @@ class Descent:
 
     Attributes:
         flat: the problem.
-        prices: of memory; they hold the best bound.
-        states, value: the best that fits, None and ``inf`` before there is one.
+        prices: the prices of memory, with the best bound.
+        states: int64 [nodes], the best states that fit; None before there are any.
+        value: their cost; ``inf`` before there are any.
     """
 
     def __init__(self, problem: Problem, seed: int):
@@ -44,25 +44,25 @@ class Descent:
         self.states: Ints | None = None
         self.value = np.inf
         self.rounds = 0
-        # Where else leaps go out from, what that costs, how many brought nothing; at first there is no such place.
+        # Another starting point of leaps, its value, and the leaps from it without gain. At first there is none.
         self._other, self._other_value, self._stuck = np.zeros(0, dtype=np.int64), np.inf, STUCK + 1
 
     def offer(self, states: Ints) -> bool:
-        """Takes states as a place to go down from. True if the best is better now."""
+        """Repairs and descends from given states. True if the best solution improves."""
         found = self._settled(states)
         return found is not None and self._better(*found)
 
     def round(self) -> bool:
-        """Messages and prices, then a forest. True if the best is better now."""
+        """Runs messages and prices, then a forest. True if the best solution improves."""
         self.rounds += 1
-        for left in range(SWEEPS - 1, -1, -1):
+        for pairs_left in range(SWEEPS - 1, -1, -1):
             costs = self.prices.costs()
             self.messages.sweep(costs, forward=True)
-            # Prices follow what states take of memory; without a limit only the last ones are looked at.
-            choose = not left or bool(np.isfinite(self.flat.limit))
-            bound, states = self.messages.sweep(costs, forward=False, choose=choose)
+            # Prices follow the memory of the chosen states. Without a limit, only the last states matter.
+            chooses = not pairs_left or bool(np.isfinite(self.flat.limit))
+            bound, states = self.messages.sweep(costs, forward=False, choose=chooses)
             self.prices.learn(bound)
-            if not choose:
+            if not chooses:
                 continue
             usage = self.flat.usage(states)
             if self.prices.values.any():
@@ -79,28 +79,28 @@ class Descent:
         return self._better(*found)
 
     def leap(self) -> bool:
-        """Forests at prices of each node's own, from the best or from another place. True if the best is better now."""
+        """Chooses forests at perturbed costs, from the best or another starting point. True if the best improves."""
         if self.states is None:
             return False
-        other = self.generator.random() < 0.5
-        if other and self._stuck > STUCK:
+        from_other = self.generator.random() < 0.5
+        if from_other and self._stuck > STUCK:
             return self._jump()
-        costs, begin = self._noisy_costs(), self._other if other else self.states
-        states = Forest(self.flat, self.generator).improve(costs, begin)
+        costs, origin = self._noisy_costs(), self._other if from_other else self.states
+        states = Forest(self.flat, self.generator).improve(costs, origin)
         if self.generator.random() < 0.5:
             states = Forest(self.flat, self.generator).improve(costs, states)
         found = self._settled(states)
-        if other:
+        if from_other:
             self._stuck += 1
         if found is None:
             return False
-        if other and found[1] <= self._other_value:
+        if from_other and found[1] <= self._other_value:
             self._stuck = 0 if found[1] < self._other_value else self._stuck
             self._other, self._other_value = found
         return self._better(*found)
 
     def _jump(self) -> bool:
-        """Another place for leaps to go out from: what messages choose at noisy costs. True if it is the best."""
+        """Makes another starting point for leaps, from messages at perturbed costs. True if the best improves."""
         costs, sent = self._noisy_costs(), self.messages.sent.copy()
         for _ in range(SWEEPS):
             self.messages.sweep(costs, forward=True)
@@ -113,21 +113,21 @@ class Descent:
         return self._better(*found)
 
     def _noisy_costs(self) -> Floats:
-        """Costs at the best prices, times a random number for each node and one for all; random costs of each state.
+        """Costs at the best prices, times random numbers for each node and for all, plus random costs of states.
 
-        The first helps where memory is what binds, the second where messages do not agree.
+        The factors help where memory limits the choice, the random costs where messages do not agree.
         """
         flat, random = self.flat, self.generator
-        own = np.exp(
+        factors = np.exp(
             random.normal(0.0, random.choice(NOISE), flat.size.size) + random.normal(0.0, random.choice(NOISE))
         )
-        costs = flat.cost + (flat.priced(self.prices.best) - flat.cost) * own[flat.owner]
+        costs = flat.cost + (flat.priced(self.prices.best) - flat.cost) * factors[flat.owner]
         if random.random() < 0.5:
             costs += random.exponential(self.value / flat.size.size * 10 ** random.uniform(-2, 1), costs.size)
         return costs
 
     def _settled(self, states: Ints) -> tuple[Ints, float] | None:
-        """States repaired and gone down from, with their value, or None if they could not be made to fit."""
+        """Repairs states and descends. Returns the states and their value, or None if they could not be repaired."""
         if not np.isfinite(self.flat.value(states)):
             return None
         walk = Walk(self.flat, states)
@@ -143,14 +143,14 @@ class Descent:
         return better
 
     def alternatives(self) -> list[Floats]:
-        """For each node and state a value that no solution with it is below: min-marginals of the last messages."""
+        """float64 [states] for each node: lower bounds with each state, the min-marginals of the last messages."""
         flat, prices = self.flat, self.prices
         costs = flat.priced(prices.best)
         self.messages.sweep(costs, forward=True)
         bound, _ = self.messages.sweep(costs, forward=False)
         prices.bound = max(prices.bound, bound - paid(prices.best, flat.limit))
-        # In a further sweep, the sum of the messages to a state is above the least of its node by no more than
-        # solutions with that state are above the bound before.
+        # After one more sweep, the belief of a state exceeds the least belief of its node by at most as much as the
+        # value of any solution with that state exceeds the bound before.
         self.messages.sweep(costs, forward=True)
         belief = self.messages.belief
         least = np.minimum.reduceat(belief, flat.first[:-1]) if belief.size else belief

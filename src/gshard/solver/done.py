@@ -1,7 +1,7 @@
-"""Done: does work on equal arrays once.
+"""Computes functions of equal arrays once.
 
-Equal layers of a model are equal nodes with equal tables. Of equal arrays one is taken for all, and what came of work
-on it is known by which it is.
+Equal layers of a model are equal nodes with equal tables. ``Done`` replaces equal arrays by one object, and keeps the
+results of functions by the identity of their arguments.
 
     >>> done, calls = Done(), []
     >>> def twice(x):
@@ -21,14 +21,14 @@ import numpy as np
 
 
 class Done:
-    """What came of work on arrays, as long as this object is kept."""
+    """Interned arrays and the results of functions of them, as long as this object is kept."""
 
     def __init__(self) -> None:
         self._ones: dict[tuple[object, ...], list[np.ndarray]] = {}
         self._found: dict[tuple[object, ...], Any] = {}
 
     def one(self, array: Any) -> Any:
-        """The first of all arrays of this content; anything else unchanged."""
+        """The first array that had these contents; any other object unchanged."""
         if not isinstance(array, np.ndarray):
             return array
         data = array.tobytes()
@@ -40,11 +40,11 @@ class Done:
         return array
 
     def __call__(self, work: Callable[..., Any], *arrays: Any) -> Any:
-        """``work(*arrays)``: one array, or a tuple with some.
+        """``work(*arrays)``: an interned array, or a tuple that may contain some.
 
         Args:
-            work: a function that does nothing but compute.
-            arrays: each as ``one`` gave it, or as it was found here.
+            work: a pure function.
+            arrays: arrays from ``one`` or from an earlier call.
         """
         key = (work, *map(id, arrays))
         try:

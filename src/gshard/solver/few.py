@@ -1,11 +1,11 @@
 """Solves a problem again with only the few most promising states of each node, which takes a small part of the time.
 
-A round of messages goes through all entries of all tables. Where nodes have hundreds of states, nearly all of them are
-in no good solution, and tables of the states that messages rank first are smaller by orders of magnitude. Many rounds
-over those cost less than one round over all, and find more.
+A round of messages goes through all entries of all tables. If nodes have hundreds of states, nearly all of these are in
+no good solution, and the tables of the states that messages rank first are smaller by orders of magnitude. Many rounds
+over these states cost less than one round over all, and find better solutions.
 
 States are ranked in two ways: by the messages from all neighbours, and by their cost if all neighbours keep the states
-of the best solution so far. The best solution is always among them, so that the result costs no more.
+of the best solution so far. The best solution is always included, so the result costs no more.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from gshard.solver.flat import ragged
 from gshard.solver.problem import Ints, Problem
 from gshard.solver.reduce import reduce
 
-FEW = 12  # states of each node and ranking: of so many, ``reduce`` still compares all pairs
-LARGE = 1_000_000  # entries from which a round takes longer than all rounds over a few states
-_ROUNDS = 8  # of messages between the few states
-_ENOUGH = 1e-4  # of the costs: a gap between the few states that is not worth another round
+FEW = 12  # states of each node and ranking; with so few, ``reduce`` still compares all pairs
+LARGE = 1_000_000  # entries above which a round takes longer than all rounds over a few states
+_ROUNDS = 8  # rounds of messages over the few states
+_ENOUGH = 1e-4  # of the cost: a smaller gap over the few states is not worth another round
 
 
 def entries(problem: Problem) -> int:
@@ -34,7 +34,7 @@ def entries(problem: Problem) -> int:
 
 
 def best_of_few(descent: Descent) -> bool:
-    """Offers the best states that it finds among the most promising few. True if they are better than the best so far.
+    """Offers the best states among the most promising few to a search. True if the best solution improves.
 
     Args:
         descent: a search of a problem without a limit of memory, after a round.
@@ -49,24 +49,26 @@ def best_of_few(descent: Descent) -> bool:
         order = np.lexsort((values, flat.owner))
         chosen[order[rank < FEW]] = True
     kept = np.split(rank[chosen], np.cumsum(np.add.reduceat(chosen.astype(np.int64), flat.first[:-1]))[:-1])
-    few = reduce(
+    reduced = reduce(
         Problem(
-            costs=tuple(cost[own] for cost, own in zip(problem.costs, kept)),
+            costs=tuple(cost[node_states] for cost, node_states in zip(problem.costs, kept)),
             ends=problem.ends,
             tables=tuple(
                 table[np.ix_(kept[u], kept[v])] for table, (u, v) in zip(problem.tables, problem.ends.tolist())
             ),
         )
     )
-    begin = [int(np.searchsorted(own, state)) for own, state in zip(kept, descent.states.tolist())]
-    found = _solved(few.problem, few.lower(begin))
-    if found is None:
+    start = [int(np.searchsorted(node_states, state)) for node_states, state in zip(kept, descent.states.tolist())]
+    solution = _solved(reduced.problem, reduced.lower(start))
+    if solution is None:
         return False
-    return descent.offer(np.array([own[k] for own, k in zip(kept, few.lift(found).tolist())], dtype=np.int64))
+    return descent.offer(
+        np.array([node_states[k] for node_states, k in zip(kept, reduced.lift(solution).tolist())], dtype=np.int64)
+    )
 
 
 def _solved(problem: Problem, begin: Ints) -> Ints | None:
-    """Good states of a small problem, from some on; None if none are found that are allowed."""
+    """Good states of a small problem, starting from some states; None if no allowed states were found."""
     if found := exact(problem):
         return found[0]
     inner = Descent(problem, 0)

@@ -1,7 +1,7 @@
-"""Flat: stores a problem in long vectors, so that NumPy processes all nodes at once.
+"""Stores a problem in long vectors, so that NumPy processes all nodes at once.
 
-States of all nodes stand one after the other: node i has ``first[i]:first[i + 1]``. What an edge costs a state,
-given the state of the other end, is one entry of the tables, and where it stands is computed and not searched.
+The states of all nodes stand one after the other: node i has ``first[i]:first[i + 1]``. The cost of a state at an edge,
+given the state of the other node, is one entry of the tables, whose index is computed.
 
     >>> flat = Flat(Problem.of([[0, 3], [1, 0]], [(0, 1, [[0, 9], [8, 0]])]))
     >>> flat.given(np.array([0, 1])).tolist()       # node 0 if node 1 is in state 1, node 1 if node 0 is in state 0
@@ -14,22 +14,24 @@ import numpy as np
 
 from gshard.solver.problem import Floats, Ints, Problem, accumulated, offsets
 
-PADDING = 10_000  # entries that a batch may hold in vain: about what one more batch would cost in time
-LARGE = 4  # times as many states as edges: each table is in one run of memory, as numpy goes through it fastest
-BATCH = 40_000  # entries of a batch that is not one edge: what is added to them stays in the processor's cache
-HELD = 256  # moments whose bytes are kept: repairs come back to the same ones
+PADDING = 10_000  # padding entries of a batch: about as expensive as one more batch
+LARGE = 4  # ratio of states to edges above which each table is contiguous in memory, which is fastest in numpy
+BATCH = 40_000  # entries of a batch of several edges, so that it stays in the processor's cache
+HELD = 256  # moments whose bytes are kept, because repairs return to the same ones
 
 
 class Flat:
     """The arrays of a problem.
 
     Attributes:
-        problem: which.
-        size, first: int64 [nodes], [nodes + 1]: states of each node, and where they begin.
-        owner: int64 [all states], the node of each.
+        problem: the problem.
+        size: int64 [nodes], the number of states.
+        first: int64 [nodes + 1], the index of each node's first state.
+        owner: int64 [all states], the node of each state.
         cost: float64 [all states].
-        table, table_first: all tables, row by row, equal ones once, and where each begins.
-        limit: bytes; ``inf`` without one.
+        table: float64, all tables, row by row, equal ones once.
+        table_first: int64 [edges], where each table begins.
+        limit: bytes; ``inf`` without a limit.
     """
 
     def __init__(self, problem: Problem):
@@ -45,7 +47,7 @@ class Flat:
         self._loads()
 
     def _sides(self, u: Ints, v: Ints) -> None:
-        """For each state of each end of each edge: the entry for state 0 of the other end, the step to the next."""
+        """For each state of each end of each edge: its entry for state 0 of the other end, and the step to the next."""
         node, other = np.concatenate([u, v]), np.concatenate([v, u])
         begin = np.concatenate([self.table_first] * 2)
         row = np.concatenate([self.size[v], np.ones_like(v)])  # from a state to the next of the same end
@@ -76,18 +78,18 @@ class Flat:
         self._bytes_target = self.first[self.load_node][self._bytes_load] + ragged(count)
 
     def given(self, states: Ints) -> Floats:
-        """float64 [all states]: what each state of each node costs if the neighbours have theirs."""
+        """float64 [all states]: the cost of each state of each node, given the states of its neighbours."""
         entries = self.table[self._entry + self._step * states[self._other]]
         return self.cost + np.bincount(self._target, entries, self.cost.size)
 
     def given_at(self, node: int, states: Ints) -> Floats:
-        """The same for one node."""
+        """float64 [states of the node]: as ``given``, for one node."""
         part = slice(self._side_first[node], self._side_first[node + 1])
         entries = self.table[self._entry[part] + self._step[part] * states[self._other[part]]]
         return self.cost[self.first[node] : self.first[node + 1]] + entries.reshape(-1, self.size[node]).sum(0)
 
     def given_outside(self, costs: Floats, states: Ints, inside: np.ndarray) -> Floats:
-        """As ``given``, for nodes ``inside`` and with these costs, without the edges between two of them."""
+        """As ``given`` with other costs, for nodes ``inside`` and without the edges between two of them."""
         counts = inside[self.owner[self._target]] & ~inside[self._other]
         entries = self.table[self._entry[counts] + self._step[counts] * states[self._other[counts]]]
         return costs + np.bincount(self._target[counts], entries, self.cost.size)
@@ -96,7 +98,7 @@ class Flat:
         return self.problem.value(states)
 
     def usage(self, states: Ints) -> Floats:
-        """Bytes at each moment."""
+        """float64 [moments]: the bytes at each moment."""
         amounts = self.bytes[self._bytes_first[:-1] + states[self.load_node]]
         return accumulated(self.load_rows, amounts, len(self.problem.moments))
 
@@ -106,17 +108,20 @@ class Flat:
         return self.bytes[self._bytes_first[a] : self._bytes_first[b]].reshape(b - a, self.size[node])
 
     def bytes_at(self, moment: int) -> tuple[Ints, Floats, Ints]:
-        """The nodes that take memory at a moment: all their states, increasing, and how much each takes then.
+        """The memory at a moment, for all states of the nodes that hold some.
 
         Returns:
-            states, bytes, and for each of them where among them the first state of its node is.
+            int64 [n], the states, increasing; float64 [n], their bytes; int64 [n], the position of the first state of
+            the same node.
         """
         if moment not in self._held:
             if len(self._held) >= HELD:
                 self._held.clear()
             loads = (self.load_rows[:, 0] <= moment) & (moment < self.load_rows[:, 1])
-            part = loads[self._bytes_load]
-            total: Floats = np.bincount(self._bytes_target[part], self.bytes[part], self.cost.size).astype(np.float64)
+            is_alive = loads[self._bytes_load]
+            total: Floats = np.bincount(self._bytes_target[is_alive], self.bytes[is_alive], self.cost.size).astype(
+                np.float64
+            )
             nodes = np.unique(self.load_node[loads])
             count = self.size[nodes]
             states = np.repeat(self.first[nodes], count) + ragged(count)
@@ -124,17 +129,17 @@ class Flat:
         return self._held[moment]
 
     def priced(self, prices: Floats) -> Floats:
-        """float64 [all states]: the costs, plus the bytes of each state at the prices of a byte at each moment."""
+        """float64 [all states]: the costs plus the bytes of each state at the price of a byte at each moment."""
         total = np.concatenate([[0.0], np.cumsum(prices)])
         weight = total[self.load_rows[:, 1]] - total[self.load_rows[:, 0]]
         return self.cost + np.bincount(self._bytes_target, self.bytes * weight[self._bytes_load], self.cost.size)
 
     def padded(self, edges: Ints, a: Ints, b: Ints) -> tuple[Floats, Ints, Ints, Ints, Ints]:
-        """Tables of edges between nodes ``a`` and ``b``, made equally large: states beyond a node's last repeat it.
+        """Tables of edges between nodes ``a`` and ``b``, padded to one shape by repeating the last state of a node.
 
         Returns:
-            the tables [states of a, states of b, edges]; where the states of a stand [states, edges], and of b; the
-            same two once more with padding behind all states, for adding to them.
+            float64 [states of a, states of b, edges], the tables; int64 [states, edges], the indices of the states of
+            a, and of b; the same two with padding that points behind all states, to add to them.
         """
         rows = np.arange(int(self.size[a].max()))[:, None]
         columns = np.arange(int(self.size[b].max()))[:, None]
@@ -152,29 +157,29 @@ class Flat:
         return tables, states_a, states_b, into_a, into_b
 
     def _large(self, edges: Ints, a: Ints, row: Ints, column: Ints) -> Floats:
-        """The tables of few edges between nodes of many states: edge by edge in memory."""
-        found = np.empty((edges.size, row.shape[0], column.shape[0]))
+        """The tables of few edges between nodes with many states, each contiguous in memory."""
+        tables = np.empty((edges.size, row.shape[0], column.shape[0]))
         for k, edge in enumerate(edges.tolist()):
             u, v = self.problem.ends[edge]
             first, size = self.table_first[edge], (self.size[u], self.size[v])
-            own = self.table[first : first + size[0] * size[1]].reshape(size)
-            own = own if u == a[k] else own.T
-            found[k] = own if own.shape == found.shape[1:] else own[np.ix_(row[:, k], column[:, k])]
-        return found.transpose(1, 2, 0)
+            table = self.table[first : first + size[0] * size[1]].reshape(size)
+            table = table if u == a[k] else table.T
+            tables[k] = table if table.shape == tables.shape[1:] else table[np.ix_(row[:, k], column[:, k])]
+        return tables.transpose(1, 2, 0)
 
     def best(self, values: Floats) -> Ints:
-        """The cheapest state of each node, the first of equals."""
+        """int64 [nodes]: the cheapest state of each node, the first of equals."""
         least = np.repeat(np.minimum.reduceat(values, self.first[:-1]), self.size) if values.size else values
         at = np.flatnonzero(values == least)
         return at[np.unique(self.owner[at], return_index=True)[1]] - self.first[:-1]
 
 
 def least(tables: Floats, costs: Floats, axis: int) -> Floats:
-    """float64 [states, edges]: the least of tables and what the states of one end cost, over these.
+    """float64 [states, edges]: the minimum of tables plus costs over the states of one end.
 
     Args:
-        tables: [states of a, states of b, edges], as ``Flat.padded`` makes them.
-        costs: [states of that end, edges].
+        tables: float64 [states of a, states of b, edges], from ``Flat.padded``.
+        costs: float64 [states of that end, edges].
         axis: the end: 0 for a, 1 for b.
     """
     if tables.strides[2] <= tables.strides[1]:
@@ -184,7 +189,7 @@ def least(tables: Floats, costs: Floats, axis: int) -> Floats:
 
 
 def grouped(level: Ints, a: Ints, b: Ints) -> list[Ints]:
-    """Edges by level, then by shape of their tables as long as padding stays small; the highest level first."""
+    """Groups edges by level, then by the shape of their tables as long as padding stays small; highest level first."""
     groups: list[Ints] = []
     order = np.lexsort((b, a, np.maximum(a, b), level))[::-1]
     levels, rows, columns = level[order].tolist(), a[order].tolist(), b[order].tolist()
@@ -201,6 +206,6 @@ def grouped(level: Ints, a: Ints, b: Ints) -> list[Ints]:
 
 
 def ragged(counts: Ints) -> Ints:
-    """0, 1, ... of each count, one after the other: [2, 3] gives 0 1 0 1 2."""
+    """int64 [sum]: 0, 1, ... for each count, one after the other: [2, 3] gives 0 1 0 1 2."""
     ends = np.cumsum(counts)
     return np.arange(int(ends[-1]) if ends.size else 0) - np.repeat(ends - counts, counts)

@@ -1,8 +1,8 @@
-"""Chooses the states of many nodes (a forest) again at once, exactly, while the others keep theirs.
+"""Chooses the states of many nodes (a forest) at once, exactly, while the others keep theirs.
 
-A random set of nodes that form no cycle among themselves, to which no node can be added; dynamic programming from
-its leaves to its roots and back. Where messages agree about everything but ties, this settles the ties; where single
-changes are stuck, it goes on (Hamze and de Freitas, From Fields to Trees, UAI 2004).
+The forest is a random maximal set of nodes without cycles among themselves. Dynamic programming runs from its leaves to
+its roots and back. If messages agree except for ties, this resolves the ties; if changes of single nodes are stuck, it
+improves further (Hamze and de Freitas, From Fields to Trees, UAI 2004).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from gshard.solver.problem import Floats, Ints
 
 
 class Forest:
-    """One random maximal induced forest of a problem.
+    """A random maximal induced forest of a problem.
 
     Attributes:
-        inside: bool [nodes].
+        inside: bool [nodes], the nodes of the forest.
     """
 
     def __init__(self, flat: Flat, generator: np.random.Generator):
@@ -30,27 +30,27 @@ class Forest:
         self._groups = [(edges[g], child[g], parent[g]) for g in groups]
 
     def improve(self, costs: Floats, states: Ints) -> Ints:
-        """The best states of the nodes inside, those of the others given; never worse where what is given is allowed.
+        """The best states of the nodes inside, given those of the others. No worse than allowed given states.
 
         Args:
-            costs: float64 [all states], of nodes.
-            states: of all nodes.
+            costs: float64 [all states], the costs of nodes.
+            states: int64 [nodes], the present states.
         """
         flat = self.flat
         belief = np.append(flat.given_outside(costs, states, self.inside), 0.0)
-        sums = []
+        steps = []
         for edges, child, parent in self._groups:
             tables, a, b, _, into = flat.padded(edges, child, parent)
             np.add.at(belief, into.ravel(), least(tables, belief[a], 0).ravel())
-            sums.append((tables, a, child, parent))
-        found = np.where(self.inside, flat.best(belief[:-1]), states)
-        for tables, a, child, parent in reversed(sums):
-            found[child] = (belief[a] + tables[:, found[parent], np.arange(child.size)]).argmin(0)
-        return found
+            steps.append((tables, a, child, parent))
+        best_states = np.where(self.inside, flat.best(belief[:-1]), states)
+        for tables, a, child, parent in reversed(steps):
+            best_states[child] = (belief[a] + tables[:, best_states[parent], np.arange(child.size)]).argmin(0)
+        return best_states
 
 
 def _induced_forest(flat: Flat, generator: np.random.Generator) -> np.ndarray:
-    """Nodes in random order, each taken unless two of its neighbours are in one tree already."""
+    """Adds nodes in random order, each unless two of its neighbours are in one tree already."""
     n = flat.size.size
     tree, inside = list(range(n)), [False] * n
     first, near = flat.neighbours_first.tolist(), flat.neighbours.tolist()
@@ -72,16 +72,16 @@ def _induced_forest(flat: Flat, generator: np.random.Generator) -> np.ndarray:
 
 
 def _peeled(ends: Ints, nodes: int) -> tuple[Ints, Ints, Ints]:
-    """Of each edge of a forest: the round in which it is taken off with a leaf, the leaf, and the other end."""
+    """For each edge of a forest: the round in which it is removed with a leaf, the leaf, and the other node."""
     round_, child, parent = (np.zeros(len(ends), dtype=np.int64) for _ in range(3))
-    left, number = np.arange(len(ends)), 0
-    while left.size:
-        u, v = ends[left, 0], ends[left, 1]
-        leaf = np.bincount(ends[left].ravel(), minlength=nodes) == 1
-        off = leaf[u] | leaf[v]
-        taken = left[off]
-        child[taken] = np.where(leaf[u], u, v)[off]
-        parent[taken] = np.where(leaf[u], v, u)[off]
-        round_[taken] = number
-        left, number = left[~off], number + 1
+    remaining, round_index = np.arange(len(ends)), 0
+    while remaining.size:
+        u, v = ends[remaining, 0], ends[remaining, 1]
+        leaf = np.bincount(ends[remaining].ravel(), minlength=nodes) == 1
+        is_removed = leaf[u] | leaf[v]
+        removed = remaining[is_removed]
+        child[removed] = np.where(leaf[u], u, v)[is_removed]
+        parent[removed] = np.where(leaf[u], v, u)[is_removed]
+        round_[removed] = round_index
+        remaining, round_index = remaining[~is_removed], round_index + 1
     return round_, child, parent

@@ -1,13 +1,13 @@
-"""Messages: passes messages between nodes (TRW-S), which rank states and give a lower bound.
+"""Passes messages between nodes, which rank states and give a lower bound.
 
-Sequential tree-reweighted message passing (TRW-S; Kolmogorov, Convergent Tree-Reweighted Message Passing for Energy
-Minimization, PAMI 2006). Nodes have an order. A sweep goes through them in it, or against it; each node sums its
-cost and what its neighbours sent, and sends on to those that come later the least it can cost them, by each of their
-states. The bound never falls from sweep to sweep as long as costs do not change.
+This is sequential tree-reweighted message passing (TRW-S; Kolmogorov, Convergent Tree-Reweighted Message Passing for
+Energy Minimization, PAMI 2006). Nodes have an order. A sweep visits them in this order, or backwards. Each node adds
+its cost and the messages from its neighbours, and sends to each later neighbour the least cost for each state of that
+neighbour. While costs do not change, the bound never falls from sweep to sweep.
 
-Nodes that are not neighbours can be processed together. Here a node stands in the level after the
-last of its earlier neighbours, and all edges into a level are one numpy operation, or few: tables of unlike shapes
-are padded by states that repeat the last one, which changes no minimum.
+Nodes that are not neighbours can be processed together. A node is in the level after the last of its earlier
+neighbours, and all edges into a level are one numpy operation, or a few: tables of different shapes are padded by
+repeating the last state, which changes no minimum.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ import numpy as np
 from gshard.solver.flat import Flat, grouped, least
 from gshard.solver.problem import Floats, Ints
 
-ROUNDING = 1e-11  # by which a bound is lowered, of the numbers that it is the sum of
+ROUNDING = 1e-11  # by which a bound is lowered, relative to the magnitudes of its terms
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Batch:
-    """Edges into one level. The last axis is the edge; a is the state of the earlier end, b of the later.
+    """Edges into one level. The last axis is the edge; a is the state of the earlier node, b that of the later.
 
     Attributes:
-        tables: [a, b, edges].
-        early, late: the nodes, [edges].
-        early_states, late_states: where their states stand, [a, edges] and [b, edges]; padding repeats the last.
-        early_into, late_into: the same, padding pointing behind all states.
-        to_early, to_late: the messages, by the states of their receiver.
-        early_share, late_share: of its sum, what a node gives each edge in a sweep.
+        tables: float64 [a, b, edges].
+        early, late: int64 [edges], the nodes.
+        early_states, late_states: int64 [a, edges] and [b, edges], indices of their states; padding repeats the last.
+        early_into, late_into: the same, but padding points behind all states.
+        to_early, to_late: float64, the messages, by the states of their receiver.
+        early_share, late_share: float64 [edges], the share of a node's sum that it gives each edge in a sweep.
     """
 
     tables: Floats
@@ -52,11 +52,11 @@ class Messages:
     """The messages of a problem, between sweeps.
 
     Args:
-        flat: the problem; each state must be allowed by some state of every neighbour, as ``reduce`` leaves it.
-        rank: int [nodes], the order. One at random has few levels, however long the ways through the problem are.
+        flat: the problem. Some state of every neighbour must allow each state, as ``reduce`` guarantees.
+        rank: int [nodes], the order. A random order has few levels, however long the paths of the problem are.
 
     Attributes:
-        belief: float64 [all states], after a sweep: the cost of each state and what all neighbours sent.
+        belief: float64 [all states], after a sweep: the cost of each state plus the messages of all neighbours.
     """
 
     def __init__(self, flat: Flat, rank: Ints):
@@ -90,50 +90,50 @@ class Messages:
         self.belief = flat.cost
 
     def sums(self, costs: Floats) -> Floats:
-        """float64 [all states + 1]: the cost of each state and all messages to it."""
+        """float64 [all states + 1]: the cost of each state plus all messages to it."""
         return np.append(costs, 0.0) + np.bincount(self.into, self.sent, costs.size + 1)
 
     def sweep(self, costs: Floats, forward: bool, choose: bool = False) -> tuple[float, Ints]:
         """One sweep.
 
         Args:
-            costs: float64 [all states], of the nodes; they may change from sweep to sweep.
-            forward: in the order, or against it.
-            choose: also choose states on the way, each by the choices of the neighbours before it and the messages of
-                those after it.
+            costs: float64 [all states]. They may change from sweep to sweep.
+            forward: visit nodes in order; otherwise backwards.
+            choose: also choose states, each by the choices of the neighbours visited before and the messages of those
+                visited later.
 
         Returns:
-            the bound for these costs, and the states (all 0 if not asked for).
+            the bound for these costs, and int64 [nodes], the chosen states (all 0 without ``choose``).
         """
         flat, belief = self.flat, self.sums(costs)
         chosen = np.zeros(flat.size.size, dtype=np.int64)
-        apart = np.append(costs, 0.0) * 0.0 if choose else None  # what choices say where messages say otherwise
+        corrections = np.append(costs, 0.0) * 0.0 if choose else None  # corrections of messages by the choices so far
         sent = np.zeros(2)  # sum, and sum of magnitudes
         levels = range(self.levels) if forward else range(self.levels - 1, -1, -1)
         for level in levels:
             if forward:
                 for batch in self.batches[level]:
                     self._send(batch, belief, True, sent)
-                    if apart is not None:
-                        told = batch.tables[chosen[batch.early], :, np.arange(batch.early.size)].T - batch.to_late
-                        np.add.at(apart, batch.late_into.ravel(), told.ravel())
-            if apart is not None:
+                    if corrections is not None:
+                        correction = batch.tables[chosen[batch.early], :, np.arange(batch.early.size)].T - batch.to_late
+                        np.add.at(corrections, batch.late_into.ravel(), correction.ravel())
+            if corrections is not None:
                 for nodes, states in self.nodes[level]:
-                    chosen[nodes] = (belief[states] + apart[states]).argmin(0)
+                    chosen[nodes] = (belief[states] + corrections[states]).argmin(0)
             if not forward:
                 for batch in self.batches[level]:
                     self._send(batch, belief, False, sent)
-                    if apart is not None:
-                        told = batch.tables[:, chosen[batch.late], np.arange(batch.late.size)] - batch.to_early
-                        np.add.at(apart, batch.early_into.ravel(), told.ravel())
+                    if corrections is not None:
+                        correction = batch.tables[:, chosen[batch.late], np.arange(batch.late.size)] - batch.to_early
+                        np.add.at(corrections, batch.early_into.ravel(), correction.ravel())
         self.belief = belief[:-1]
         least = np.minimum.reduceat(belief[:-1], flat.first[:-1]) if costs.size else costs
-        own = least * (1.0 - self.share * (self._later if forward else self._earlier))
-        bound = own.sum() + sent[0]
-        return float(bound - ROUNDING * (np.abs(own).sum() + sent[1])), chosen
+        node_terms = least * (1.0 - self.share * (self._later if forward else self._earlier))
+        bound = node_terms.sum() + sent[0]
+        return float(bound - ROUNDING * (np.abs(node_terms).sum() + sent[1])), chosen
 
     def _send(self, batch: Batch, belief: Floats, forward: bool, sent: Floats) -> None:
-        """New messages along the edges of a batch, and what they change in the sums of their receivers."""
+        """Updates the messages of a batch, and the sums of their receivers."""
         if forward:
             out = belief[batch.early_states] * batch.early_share - batch.to_early
             new = least(batch.tables, out, 0)
@@ -150,7 +150,7 @@ class Messages:
 
 
 def _levels(rank: Ints, early: Ints, late: Ints) -> Ints:
-    """Of each node, the length of the longest way to it along edges in the order."""
+    """int64 [nodes]: the length of the longest path to each node along edges in order."""
     level = np.zeros(rank.size, dtype=np.int64)
     while True:  # a round for each level
         new = level.copy()

@@ -1,4 +1,4 @@
-"""Moments: selects the moments of memory that can be the fullest, so that others can be ignored.
+"""Selects the moments at which memory can be fullest, so that the solver can ignore the others.
 
 >>> full, less = np.array([8.0, 4.0]), np.array([3.0, 4.0])
 >>> fullest_moments([(0, (0, 2), full), (1, (1, 3), less), (1, (2, 4), less)], 4).tolist()
@@ -15,26 +15,26 @@ from gshard.solver.problem import Floats, Ints
 
 
 def fullest_moments(spans: Sequence[tuple[int, tuple[int, int], Floats]], count: int) -> Ints:
-    """The moments that matter: at the others every state of every node takes at most what it takes at one of these.
+    """The moments that matter: at any other moment, every state takes at most what it takes at one of these.
 
     Args:
-        spans: loads: node, from which moment to before which, bytes by state.
-        count: of the moments.
+        spans: for each load, its node, its first moment and the one after its last, and its bytes by state.
+        count: the number of moments.
     """
     starts: list[list[tuple[int, Floats]]] = [[] for _ in range(count + 1)]
     for node, (first, last), amount in spans:
         starts[first].append((node, amount))
         starts[last].append((node, -amount))
-    left: list[int] = []
-    apart: dict[int, Floats] = {}  # by node: bytes now less bytes at the last moment that is left
+    kept: list[int] = []
+    difference: dict[int, Floats] = {}  # by node: bytes now minus bytes at the last kept moment
     for moment in range(count):
         for node, amount in starts[moment]:
-            apart[node] = apart[node] + amount if node in apart else amount
-        apart = {node: amount for node, amount in apart.items() if amount.any()}
-        if left and all((amount <= 0).all() for amount in apart.values()):
+            difference[node] = difference[node] + amount if node in difference else amount
+        difference = {node: amount for node, amount in difference.items() if amount.any()}
+        if kept and all((amount <= 0).all() for amount in difference.values()):
             continue
-        if left and all((amount >= 0).all() for amount in apart.values()):
-            left.pop()
-        left.append(moment)
-        apart = {}
-    return np.array(left, dtype=np.int64)
+        if kept and all((amount >= 0).all() for amount in difference.values()):
+            kept.pop()
+        kept.append(moment)
+        difference = {}
+    return np.array(kept, dtype=np.int64)

@@ -1,12 +1,11 @@
-"""Prices: Lagrange multipliers for memory, one price of a byte for each moment.
+"""Maintains Lagrange multipliers for memory: one price of a byte for each moment.
 
-With prices, memory is part of the costs of states and messages need not know of it. For any prices at all, the bound
-of the priced problem less ``prices x limit`` is a bound of the problem itself (Geoffrion, Lagrangean Relaxation for
-Integer Programming, 1974).
+With prices, memory is part of the costs of states, and messages need not represent it. For any prices, the bound of the
+priced problem minus ``prices x limit`` is a bound of the problem itself (Geoffrion, Lagrangean Relaxation for Integer
+Programming, 1974).
 
-Prices begin at nothing. Where what is then best does not fit, they go on from above, where memory is nearly all that
-counts, and fall where there is room: so there is something that fits from the first, which from below takes long to
-come.
+Prices begin at 0. If the best states at these prices do not fit, prices restart from above, where memory is nearly all
+that counts, and fall where there is room. So solutions fit from the first round on; from below that would take long.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ from gshard.solver.flat import Flat
 from gshard.solver.messages import ROUNDING
 from gshard.solver.problem import Floats
 
-ABOVE = 10.0  # of the value without memory: what a full memory costs at the first prices
-COOLING = 60  # rounds after which changes are half as large
-RISE, FALL, SLOW, SLOWEST = 0.3, 0.35, 0.12, 0.02  # parts by which a price changes in a round
+ABOVE = 10.0  # the cost of a full memory at the first prices, relative to the value without memory
+COOLING = 60  # rounds after which price changes are half as large
+RISE, FALL, SLOW, SLOWEST = 0.3, 0.35, 0.12, 0.02  # relative changes of a price in a round
 
 
 class Prices:
-    """Prices that follow what memory is used.
+    """Prices that follow the use of memory.
 
     Attributes:
         values: float64 [moments].
-        bound: the best bound that any prices gave.
-        best: the prices that gave it.
+        bound: the best bound at any prices so far.
+        best: float64 [moments], the prices of that bound.
     """
 
     def __init__(self, flat: Flat):
@@ -42,29 +41,29 @@ class Prices:
         return self.flat.priced(self.values)
 
     def start(self, usage: Floats, value: float) -> None:
-        """Prices from above.
+        """Sets the first prices, from above.
 
         Args:
-            usage: of what is best without memory.
-            value: of the same.
+            usage: float64 [moments], the memory of the best states without prices.
+            value: the cost of these states.
         """
         fullness = usage / max(self.flat.limit, 1.0)
         self.values = np.where(fullness > 1, fullness - 1, 0.02)
         self.values *= ABOVE * value / max(self.flat.limit, 1.0) / self.values.sum()
 
     def learn(self, bound: float) -> float:
-        """Notes a bound of the problem at these prices, and returns it as one of the problem itself."""
-        own = bound - paid(self.values, self.flat.limit)
-        if own > self.bound:
-            self.bound, self.best = own, self.values
-        return own
+        """Records a bound of the priced problem, and returns it as a bound of the problem itself."""
+        own_bound = bound - paid(self.values, self.flat.limit)
+        if own_bound > self.bound:
+            self.bound, self.best = own_bound, self.values
+        return own_bound
 
     def follow(self, usage: Floats, bound: float) -> None:
-        """Raises prices where memory does not suffice and lowers them where there is room.
+        """Raises prices where memory exceeds the limit and lowers them where there is room.
 
         Args:
-            usage: of what was chosen at these prices.
-            bound: of the priced problem; it gives the size of a price that rises from nothing.
+            usage: float64 [moments], the memory of the states chosen at these prices.
+            bound: a bound of the priced problem; it sets the size of a price that rises from 0.
         """
         self._rounds += 1
         step = 1.0 / (1.0 + self._rounds / COOLING)
@@ -76,5 +75,5 @@ class Prices:
 
 
 def paid(prices: Floats, limit: float) -> float:
-    """What a full memory costs, and a little more for rounding: what is taken from a bound of a priced problem."""
+    """The cost of a full memory, plus rounding: the difference between bounds of the priced problem and the problem."""
     return float(prices.sum()) * limit * (1.0 + ROUNDING) if prices.any() else 0.0

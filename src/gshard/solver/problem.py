@@ -1,14 +1,14 @@
-"""Problem: chooses one state for each node with the least cost, within limits of memory.
+"""Defines the optimisation problem: choose one state for each node with the least cost, within limits of memory.
 
     minimise    sum of costs[i][x_i]  +  sum of table[x_u, x_v] over edges
     so that     at every moment, the bytes of the loads alive then are at most the limit
 
-A node is an unknown (the sharding of a value, the split of an equation) and its states are the choices. A load is
-memory that a node takes in the half-open interval [start, end) of moments, as many bytes as its state says. This is
-the class of problems of the ASPLOS 2025 contest on intra-operator parallelism (google/iopddl). Nothing here knows
-what the states mean.
+A node is an unknown (the sharding of a value, the split of an equation), and its states are the choices. A load is
+memory that a node holds in the half-open interval [start, end) of moments, with bytes for each state. This is the class
+of problems of the ASPLOS 2025 contest on intra-operator parallelism (google/iopddl). The solver does not depend on what
+the states mean.
 
-A choice that is forbidden costs ``inf``. Bytes are whole numbers, so that sums of them are exact.
+The cost of a forbidden choice is ``inf``. Bytes are whole numbers, so that sums of them are exact.
 
     >>> p = Problem.of([[0, 3], [1, 0]], [(0, 1, [[0, 9], [9, 0]])], loads=[(0, 0, 2, [8, 4])], limit=6)
     >>> p.value([1, 1]), p.peak([1, 1]), p.fits([1, 1]), p.fits([0, 0])
@@ -30,18 +30,18 @@ from gshard.core.errors import GShardError
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
-MOST_BYTES = 2.0**53  # above, sums of whole numbers in float64 are no longer exact
+MOST_BYTES = 2.0**53  # sums of larger whole numbers are not exact in float64
 
 
 class ProblemError(GShardError):
-    """A problem contradicts itself: shapes that do not agree, costs that are not numbers, nothing that is allowed."""
+    """A problem contradicts itself: shapes disagree, costs are not numbers, or nothing is allowed."""
 
 
 class Load(NamedTuple):
-    """Memory that a node takes.
+    """Memory that a node holds.
 
     Attributes:
-        node: whose state says how much.
+        node: the node whose state decides the bytes.
         start: the first moment.
         end: the moment after the last.
         bytes: float64 [states of the node], whole numbers.
@@ -55,15 +55,15 @@ class Load(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Problem:
-    """Costs, tables and loads of a choice of states; made by ``Problem.of``, which checks them.
+    """Costs, tables and loads. ``Problem.of`` makes and checks a problem.
 
     Attributes:
-        costs: of each node, float64 [states].
+        costs: for each node, float64 [states].
         ends: int64 [edges, 2], the two nodes of each edge, the smaller first; no pair twice, in lexicographic order.
-        tables: of each edge, float64 [states of the first, states of the second]; what was given as one array, is one.
-        loads: memory, empty ones left out.
+        tables: for each edge, float64 [states of the first, states of the second]. Equal arrays may be one object.
+        loads: the loads, without empty ones.
         limit: bytes at any moment, or None.
-        names: of the nodes, for messages; may be empty.
+        names: names of the nodes, for messages; may be empty.
     """
 
     costs: tuple[Floats, ...]
@@ -82,43 +82,43 @@ class Problem:
         limit: float | None = None,
         names: Sequence[str] = (),
     ) -> Problem:
-        """A problem from plain lists. Tables of the same two nodes are added up; one of a node with itself is its cost.
+        """Makes a problem from plain lists. Tables of equal nodes are added; one of a node with itself is its cost.
 
         Raises:
-            ProblemError: shapes that do not agree, NaN, numbers below zero, bytes that are not whole.
+            ProblemError: shapes disagree, or there are NaNs, negative numbers, or fractions of bytes.
         """
-        called = _Names(tuple(names))
-        numbers = _Numbers(called)
-        own = [numbers(cost, "the cost of", i) for i, cost in enumerate(costs)]
-        if names and len(names) != len(own):
-            raise ProblemError(f"{len(names)} names for {len(own)} nodes.")
-        for i, cost in enumerate(own):
+        node_names = _Names(tuple(names))
+        numbers = _Numbers(node_names)
+        node_costs = [numbers(cost, "the cost of", i) for i, cost in enumerate(costs)]
+        if names and len(names) != len(node_costs):
+            raise ProblemError(f"{len(names)} names for {len(node_costs)} nodes.")
+        for i, cost in enumerate(node_costs):
             if cost.ndim != 1 or not cost.size:
-                raise ProblemError(f"{called(i)} has costs of shape {cost.shape}.", hint="One cost for each state.")
+                raise ProblemError(f"{node_names(i)} has costs of shape {cost.shape}.", hint="One cost for each state.")
         sums: dict[tuple[int, int], Floats] = {}
-        turned: dict[int, Floats] = {}
+        transposed: dict[int, Floats] = {}
         for u, v, given in edges:
-            u, v = called.node(u, len(own)), called.node(v, len(own))
+            u, v = node_names.node(u, len(node_costs)), node_names.node(v, len(node_costs))
             table = numbers(given, "the table of", u, v)
-            if table.shape != (own[u].size, own[v].size):
+            if table.shape != (node_costs[u].size, node_costs[v].size):
                 raise ProblemError(
-                    f"The table of {called(u)} and {called(v)} has shape {table.shape}.",
-                    got=f"their states: {own[u].size} and {own[v].size}",
+                    f"The table of {node_names(u)} and {node_names(v)} has shape {table.shape}.",
+                    got=f"their states: {node_costs[u].size} and {node_costs[v].size}",
                 )
             if u == v:
-                own[u] = own[u] + np.diagonal(table)
+                node_costs[u] = node_costs[u] + np.diagonal(table)
                 continue
             if u > v:
-                if id(table) not in turned:
-                    turned[id(table)] = np.ascontiguousarray(table.T)
-                u, v, table = v, u, turned[id(table)]
+                if id(table) not in transposed:
+                    transposed[id(table)] = np.ascontiguousarray(table.T)
+                u, v, table = v, u, transposed[id(table)]
             sums[u, v] = sums[u, v] + table if (u, v) in sums else table
         keys = sorted(sums)
         return cls(
-            costs=tuple(own),
+            costs=tuple(node_costs),
             ends=np.array(keys, dtype=np.int64).reshape(-1, 2),
             tables=tuple(np.ascontiguousarray(sums[key]) for key in keys),
-            loads=tuple(_loads(loads, own, called, numbers)),
+            loads=tuple(_loads(loads, node_costs, node_names, numbers)),
             limit=_limit(limit),
             names=tuple(names),
         )
@@ -133,12 +133,12 @@ class Problem:
 
     @cached_property
     def first(self) -> Ints:
-        """int64 [nodes + 1]: where the states of each node begin, if those of all stand one after the other."""
+        """int64 [nodes + 1]: where the states of each node begin in an array of all states."""
         return offsets(self.states)
 
     @cached_property
     def cost(self) -> Floats:
-        """float64 [all states]."""
+        """float64 [all states]: the costs of all nodes, one after the other."""
         return _flat(self.costs)
 
     @cached_property
@@ -151,7 +151,7 @@ class Problem:
 
     @cached_property
     def table(self) -> Floats:
-        """All tables one after the other, row by row; those that are one array, once."""
+        """float64: all tables one after the other, row by row; tables that are one object, once."""
         return _flat([table.ravel() for table in self._different.values()])
 
     @property
@@ -160,9 +160,9 @@ class Problem:
 
     @cached_property
     def moments(self) -> Ints:
-        """The moments at which most is alive: memory that suffices at these suffices at all.
+        """int64: the moments of the highest memory. A solution that fits at these moments fits at all.
 
-        They are the last starts before an end; between two of them loads only end and then only start.
+        They are the last starts before an end. Between two of them, loads only end and then only start.
         """
         starts = np.unique(np.array([load.start for load in self.loads], dtype=np.int64))
         ends = np.unique(np.array([load.end for load in self.loads], dtype=np.int64))
@@ -171,32 +171,32 @@ class Problem:
 
     @cached_property
     def rows(self) -> Ints:
-        """int64 [loads, 2]: the moments, by their index, that each load is a part of: [first, last)."""
+        """int64 [loads, 2]: for each load, the range [first, last) of indices of ``moments`` at which it is alive."""
         spans = np.array([(load.start, load.end) for load in self.loads], dtype=np.int64).reshape(-1, 2)
         return np.searchsorted(self.moments, spans)
 
     def value(self, states: Sequence[int] | Ints) -> float:
-        """What the states cost; ``inf`` if one of them is forbidden."""
+        """The cost of the states; ``inf`` if one of them is forbidden."""
         chosen = self._checked(states)
         u, v = self.ends[:, 0], self.ends[:, 1]
         entries = self.table[self.table_first + chosen[u] * self.states[v] + chosen[v]]
         return float(self.cost[self.first[:-1] + chosen].sum() + entries.sum())
 
     def usage(self, states: Sequence[int] | Ints) -> Floats:
-        """Bytes alive at each of ``moments``."""
+        """float64 [moments]: bytes alive at each moment."""
         chosen = self._checked(states)
         return accumulated(self.rows, [load.bytes[chosen[load.node]] for load in self.loads], len(self.moments))
 
     def peak(self, states: Sequence[int] | Ints) -> float:
-        """Most bytes alive at any moment."""
+        """The most bytes alive at any moment."""
         return float(self.usage(states).max(initial=0.0))
 
     def fits(self, states: Sequence[int] | Ints) -> bool:
-        """Whether memory suffices and nothing is forbidden."""
+        """Whether the states are within the limit of memory, and none is forbidden."""
         return (self.limit is None or self.peak(states) <= self.limit) and self.value(states) < np.inf
 
     def __str__(self) -> str:
-        """Its sizes: ``816 nodes (12.5 states, at most 39), 1,096 edges (236,126 entries), 665 loads ...``."""
+        """The sizes of the problem: ``816 nodes (12.5 states, at most 39), 1,096 edges (236,126 entries), ...``."""
         states = self.states
         text = (
             f"{states.size:,} nodes ({states.mean() if states.size else 0:.1f} states, at most {states.max(initial=0)})"
@@ -215,14 +215,14 @@ class Problem:
 
 
 def accumulated(rows: Ints, amounts: ArrayLike, length: int) -> Floats:
-    """Sums over intervals: ``amounts[k]`` is added to all of ``rows[k, 0]:rows[k, 1]`` of a vector of that length."""
+    """Sums over intervals: float64 [length], where ``amounts[k]`` is added to all of ``rows[k, 0]:rows[k, 1]``."""
     weights = np.asarray(amounts, dtype=np.float64)
     change = np.bincount(rows[:, 0], weights, length + 1) - np.bincount(rows[:, 1], weights, length + 1)
     return np.cumsum(change[:length], dtype=np.float64)
 
 
 def offsets(counts: Ints) -> Ints:
-    """Where each begins, and the end of the last, if so many of each stand one after the other.
+    """int64 [groups + 1]: where each group begins, and the end of the last, for groups of these sizes in a row.
 
     >>> offsets(np.array([2, 3])).tolist()
     [0, 2, 5]
@@ -231,7 +231,7 @@ def offsets(counts: Ints) -> Ints:
 
 
 class _Names:
-    """How a message calls a node."""
+    """The names of nodes in messages."""
 
     def __init__(self, names: tuple[str, ...]):
         self.names = names
@@ -246,11 +246,12 @@ class _Names:
 
 
 class _Numbers:
-    """Arrays of what is given, checked; what is given more than once is looked at once."""
+    """Checks given arrays and converts them to float64, each object once."""
 
     def __init__(self, called: _Names):
         self.called = called
-        self._known: dict[int, tuple[ArrayLike, Floats]] = {}  # with what was given, so that it stays
+        # By identity of the given object, which is kept so that its identity stays valid.
+        self._known: dict[int, tuple[ArrayLike, Floats]] = {}
 
     def __call__(self, given: ArrayLike, what: str, *nodes: int) -> Floats:
         if id(given) not in self._known:
@@ -265,18 +266,18 @@ class _Numbers:
 
 
 def _loads(
-    loads: Iterable[tuple[int, int, int, ArrayLike]], own: list[Floats], called: _Names, numbers: _Numbers
+    loads: Iterable[tuple[int, int, int, ArrayLike]], node_costs: list[Floats], node_names: _Names, numbers: _Numbers
 ) -> Iterable[Load]:
     total = 0.0
     for node, start, end, given in loads:
-        node = called.node(node, len(own))
+        node = node_names.node(node, len(node_costs))
         amount = numbers(given, "the bytes of", node)
-        if amount.shape != own[node].shape:
+        if amount.shape != node_costs[node].shape:
             raise ProblemError(
-                f"A load of {called(node)} has shape {amount.shape}.", got=f"its states: {own[node].size}"
+                f"A load of {node_names(node)} has shape {amount.shape}.", got=f"its states: {node_costs[node].size}"
             )
         if not (amount == np.floor(amount)).all() or not np.isfinite(amount).all():
-            raise ProblemError(f"A load of {called(node)} is not a whole number of bytes.")
+            raise ProblemError(f"A load of {node_names(node)} is not a whole number of bytes.")
         total += float(amount.max())
         if end > start and amount.any():
             yield Load(node, int(start), int(end), amount)

@@ -1,4 +1,4 @@
-"""Reduced: a smaller problem with the way back to solutions of the larger one.
+"""Represents a reduced problem, and lifts its solutions to the whole problem.
 
 >>> whole = Problem.of([[0, 3], [1, 0]])
 >>> gone = Step(1, np.arange(2), (), (), np.array(1), np.array([1.0, 0.0]))
@@ -18,21 +18,21 @@ from gshard.solver.problem import Floats, Ints, Problem, ProblemError
 
 
 class DoesNotFit(ProblemError):
-    """Memory suffices for no choice at all."""
+    """No choice of states is within the limit of memory."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Step:
-    """How the state of a node that is gone follows from those of others.
+    """An eliminated node, and how its state follows from those of others.
 
     Attributes:
-        node: which.
-        kept: its states that were left, increasing.
-        given: the nodes that it follows from; none, one or two.
-        given_kept: their states that were left then.
-        choice: int [states of the given], the best of ``kept`` by its index.
-        extra: float64 [states, states of the given], what each costs above the best; None where all others are
-            forbidden.
+        node: the node.
+        kept: its remaining states at that time, increasing.
+        given: the nodes from which its state follows; none, one or two.
+        given_kept: their remaining states at that time.
+        choice: int [states of the given nodes], the index in ``kept`` of the best state.
+        extra: float64 [states, states of the given nodes], the cost of each state above the best; None if all other
+            states are forbidden.
     """
 
     node: int
@@ -54,16 +54,16 @@ class Dominated:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Reduced:
-    """A smaller problem and the way back.
+    """A reduced problem, with the steps that made it.
 
     Attributes:
-        whole: the problem it came from.
-        problem: the smaller one. Its last node may be one of a single state, which holds what is decided: a cost and
-            bytes.
-        nodes: of each node of ``problem``, the node of ``whole``; -1 for what is decided.
-        kept: of each node of ``problem``, the states of that node that are left.
-        moments: of each moment of ``problem``, the number of the moment of ``whole``.
-        steps: what was removed, in order.
+        whole: the original problem.
+        problem: the reduced problem. Its last node may have a single state, with the cost and bytes of everything that
+            is decided.
+        nodes: for each node of ``problem``, the node of ``whole``; -1 for the node of what is decided.
+        kept: for each node of ``problem``, the remaining states of that node.
+        moments: for each moment of ``problem``, the index of the moment of ``whole``.
+        steps: the steps of the reduction, in order.
     """
 
     whole: Problem
@@ -74,51 +74,51 @@ class Reduced:
     steps: tuple[Step | Dominated, ...]
 
     def lift(self, states: Sequence[int] | Ints) -> Ints:
-        """The states of all nodes of ``whole``, of the same value."""
-        found = [0] * len(self.whole.costs)
+        """The states of all nodes of ``whole``, with the same value."""
+        states_of_nodes = [0] * len(self.whole.costs)
         for node, kept, state in zip(self.nodes, self.kept, states):
             if node >= 0:
-                found[node] = int(kept[state])
-        places: dict[int, dict[int, int]] = {}  # of states among some that were left
+                states_of_nodes[node] = int(kept[state])
+        places: dict[int, dict[int, int]] = {}  # by identity of ``kept``: the index of each state in it
         for step in reversed(self.steps):
             if isinstance(step, Step):
                 for kept in step.given_kept:
                     if id(kept) not in places:
                         places[id(kept)] = {state: k for k, state in enumerate(kept.tolist())}
-                at = [places[id(kept)][found[j]] for j, kept in zip(step.given, step.given_kept)]
-                found[step.node] = step.kept.item(step.choice.item(*at))
-        return np.array(found, dtype=np.int64)
+                indices = [places[id(kept)][states_of_nodes[j]] for j, kept in zip(step.given, step.given_kept)]
+                states_of_nodes[step.node] = step.kept.item(step.choice.item(*indices))
+        return np.array(states_of_nodes, dtype=np.int64)
 
     def lower(self, states: Sequence[int] | Ints) -> Ints:
-        """The states of ``problem`` that a solution of ``whole`` has there; the first one where its own is gone."""
-        found = []
+        """The states of ``problem`` for a solution of ``whole``; the first state of a node whose own was removed."""
+        indices = []
         for node, kept in zip(self.nodes, self.kept):
-            at = int(np.searchsorted(kept, states[node])) if node >= 0 else 0
-            found.append(at if at < kept.size and (node < 0 or kept[at] == states[node]) else 0)
-        return np.array(found, dtype=np.int64)
+            index = int(np.searchsorted(kept, states[node])) if node >= 0 else 0
+            indices.append(index if index < kept.size and (node < 0 or kept[index] == states[node]) else 0)
+        return np.array(indices, dtype=np.int64)
 
     def lift_alternatives(self, values: Sequence[Floats], least: float) -> list[Floats]:
         """Lower bounds of the value with each state of each node of ``whole``, from those of ``problem``.
 
         Args:
-            values: for each node of ``problem`` and each of its states.
-            least: a bound that holds for all.
+            values: for each node of ``problem``, float64 [states].
+            least: a lower bound of all values.
         """
-        found = [np.full(cost.size, np.inf) for cost in self.whole.costs]
+        bounds = [np.full(cost.size, np.inf) for cost in self.whole.costs]
         for node, kept, value in zip(self.nodes, self.kept, values):
             if node >= 0:
-                found[node][kept] = value
+                bounds[node][kept] = value
         for step in reversed(self.steps):
             if isinstance(step, Dominated):
-                found[step.node][step.state] = found[step.node][step.by]
+                bounds[step.node][step.state] = bounds[step.node][step.by]
                 continue
             context = np.full(step.choice.shape, least)
             for axis, (j, kept) in enumerate(zip(step.given, step.given_kept)):
                 shape = [-1 if a == axis else 1 for a in range(context.ndim)]
-                context = np.maximum(context, found[j][kept].reshape(shape))
+                context = np.maximum(context, bounds[j][kept].reshape(shape))
             if step.extra is None:
-                np.minimum.at(found[step.node], step.kept[step.choice], context)
+                np.minimum.at(bounds[step.node], step.kept[step.choice], context)
             else:
                 axes = tuple(range(1, step.extra.ndim))
-                found[step.node][step.kept] = np.min(step.extra + context, axis=axes)
-        return found
+                bounds[step.node][step.kept] = np.min(step.extra + context, axis=axes)
+        return bounds

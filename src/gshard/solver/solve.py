@@ -1,4 +1,4 @@
-"""Solve: finds good states of a problem, and a bound on their distance from the best.
+"""Finds good states of a problem, and a bound on their distance from the best.
 
     >>> p = Problem.of([[0, 3], [1, 0]], [(0, 1, [[0, 9], [9, 0]])], loads=[(0, 0, 2, [8, 4])], limit=6)
     >>> found = solve(p)
@@ -7,9 +7,9 @@
     >>> solve(Problem.of([[1, 2]], loads=[(0, 0, 2, [8, 4])], limit=3)).fits
     False
 
-The steps: ``reduce`` what can be reduced; write down all that is left, if that is little (``exact``); else rounds of
-messages and prices, and leaps (``descent``). Without ``budget_seconds`` how many follows from the sizes alone, and
-the answer is the same at every call and in every process.
+The steps are: ``reduce`` the problem; enumerate the rest if it is small (``exact``); otherwise alternate rounds of
+messages and prices, and leaps (``descent``). Without ``budget_seconds``, the number of steps depends on the sizes only,
+and the answer is the same at every call and in every process.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ from gshard.solver.problem import Floats, Ints, Problem
 from gshard.solver.reduce import reduce
 from gshard.solver.reduced import DoesNotFit, Reduced
 
-TOLERANCE = 1e-6  # a gap that is none
-WORK = 1e8  # entries of tables that rounds go through if no time is given
-LEAST, MOST = 60, 400  # rounds, likewise
-BURN = 15  # rounds before the first leap, for prices to become what they are; at most a third of the time
-LEAPS, MORE_LEAPS = 2, 10  # after each round; more when so many rounds raised the bound by no more than that part of it
+TOLERANCE = 1e-6  # a gap that counts as none
+WORK = 1e8  # entries of tables that rounds go through, if no time is given
+LEAST, MOST = 60, 400  # the fewest and the most rounds, if no time is given
+BURN = 15  # rounds before the first leap, in which prices settle; at most a third of the time
+LEAPS, MORE_LEAPS = 2, 10  # leaps after each round; more after PATIENCE rounds that raised the bound by at most RISE
 PATIENCE, RISE = 10, 1e-4
-IDLE = 300  # steps that bring nothing better, after which no more are made if no time was given
-ALTERNATIVES = 10  # rounds for what alternatives cost, where the best is known without
+IDLE = 300  # steps without a better solution after which the search ends, if no time is given
+ALTERNATIVES = 10  # rounds for the costs of alternatives, if the best solution is found without rounds
 ENDLESS = 1 << 60
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Solution:
-    """States, and what is known of them.
+    """States, with their cost and bounds.
 
     Attributes:
-        problem: what was solved.
+        problem: the problem.
         states: int64 [nodes].
-        value: what they cost. ``inf`` where nothing was found that is allowed.
+        value: the cost of the states; ``inf`` if no allowed states were found.
         bound: no states that fit cost less.
         peak: bytes at the fullest moment.
-        prices: what a byte would be worth at each of ``problem.moments``.
-        steps: rounds and leaps that it took.
-        peak_bound: no states have a lower peak; 0 where it was not looked for.
-        cut: whether the time was over before all steps that follow from the sizes were made.
-        interrupted: whether Ctrl-C ended it.
+        prices: float64 [moments], the price of a byte at each moment.
+        steps: the number of rounds and leaps.
+        peak_bound: no states have a lower peak; 0 if the search did not minimise the peak.
+        cut: whether the time was over before all planned steps.
+        interrupted: whether Ctrl-C ended the search.
     """
 
     problem: Problem
@@ -70,26 +70,26 @@ class Solution:
 
     @property
     def fits(self) -> bool:
-        """Whether the states are allowed and memory suffices."""
+        """Whether the states are allowed and within the limit of memory."""
         return bool(np.isfinite(self.value)) and (self.problem.limit is None or self.peak <= self.problem.limit)
 
     @property
     def gap(self) -> float:
-        """How much of the value could at most be saved, as a part of it; 1 where nothing fits."""
+        """The largest share of the value that other states could save; 1 if the states do not fit."""
         if not self.fits:
             return 1.0
         return max(0.0, self.value - self.bound) / self.value if self.value > 0 else 0.0
 
     def alternatives(self, node: int) -> Floats:
-        """For each state of a node, a value that no solution with it is below: what insisting on it costs at least.
+        """float64 [states]: for each state of a node, a lower bound on the value of solutions with that state.
 
-        It is at least the bound. A state that cannot be is ``inf``; all are, where memory is known to suffice for none.
-        Of a solution on the way (``on_better``) nothing but the bound is known.
+        It is at least ``bound``. It is ``inf`` for an impossible state, and for all states if no solution can fit. For
+        an intermediate solution (``on_better``), only ``bound`` is known.
         """
         return self._alternatives[node] if self._alternatives else np.full(self.problem.states[node], self.bound)
 
     def fullest(self) -> tuple[int, list[tuple[int, float]]]:
-        """The moment at which most is used, and the nodes that hold it then with their bytes, the largest first."""
+        """The moment of the peak, and the nodes that hold memory then with their bytes, the largest first."""
         usage = self.problem.usage(self.states)
         moment = int(self.problem.moments[usage.argmax()]) if usage.size else 0
         held: dict[int, float] = {}
@@ -122,25 +122,25 @@ def solve(
     effort: float = 1.0,
     most_seconds: float = np.inf,
 ) -> Solution:
-    """The best states that can be found, which an interrupt (Ctrl-C) ends early.
+    """Searches for the best states. An interrupt (Ctrl-C) ends the search early.
 
     Args:
-        problem: costs, tables, loads.
-        budget_seconds: of time; a step that has begun is ended, and ``reduce`` is one. Without, the number of steps
-            follows from the sizes of the problem.
-        start: states to begin from; the answer is no worse than the best of those that fit.
-        on_better: is called with each solution that is better than those before.
+        problem: costs, tables and loads.
+        budget_seconds: the time of the search. A step that has begun is finished; ``reduce`` is one step. If None, the
+            number of steps depends on the sizes of the problem.
+        start: states to begin with. The result is no worse than the best of those that fit.
+        on_better: called with each solution that is better than all before.
         tolerance: the gap at which to stop.
-        seed: of the random numbers.
-        effort: scales the number of steps, where no time is given.
-        most_seconds: after which these steps end, too; ``reduce`` is cut by ``core.deadline`` only.
+        seed: the seed of the random numbers.
+        effort: a factor on the number of steps, if no time is given.
+        most_seconds: ends these steps too; only ``core.deadline`` cuts ``reduce``.
 
     Returns:
-        a solution; one whose ``fits`` is False, with the least peak that was found, where nothing fits.
+        a solution. If nothing fits, its ``fits`` is False, and it has the lowest peak that was found.
 
     Raises:
-        ProblemError: some node has no state that its neighbours allow.
-        OutOfTime: the deadline (``core.deadline``) was over before there was anything to return.
+        ProblemError: a node has no state that its neighbours allow.
+        OutOfTime: the deadline (``core.deadline``) passed before there was a result.
     """
     search = _Search(problem, on_better, seed)
     by_size = budget_seconds is None
@@ -155,20 +155,20 @@ def solve(
 
 
 class _Search:
-    """The best so far of the whole problem, while its reduction is searched."""
+    """The search in the reduced problem, with the best solution of the whole problem so far."""
 
     def __init__(self, problem: Problem, on_better: Callable[[Solution], None] | None, seed: int):
         self.problem, self.on_better, self.seed = problem, on_better, seed
-        self.states: Ints | None = None  # the best that fits
+        self.states: Ints | None = None  # the best states that fit
         self.value, self.bound, self.steps = np.inf, 0.0, 0
-        self.least: Ints | None = None  # those of the least peak, where nothing fits
+        self.least: Ints | None = None  # the states of the lowest peak, if none fit
         self.peak_bound = 0.0
-        self.small: Reduced | None = None
+        self.reduced: Reduced | None = None
         self.descent: Descent | None = None
         self.cut = self.interrupted = False
 
     def offer(self, states: Ints) -> None:
-        """Takes states that fit and are better than those before."""
+        """Keeps states that fit and are better than all before."""
         value = self.problem.value(states)
         if value < self.value and self.problem.fits(states):
             self.states, self.value = states, value
@@ -181,21 +181,21 @@ class _Search:
         for states in start:
             self.offer(np.array(states, dtype=np.int64))
         try:
-            small = self.small = reduce(self.problem)
+            reduced = self.reduced = reduce(self.problem)
         except DoesNotFit:
             self._peak(deadline)
             self.peak_bound = max(self.peak_bound, float(self.problem.limit or 0.0) + 1.0)
             return
-        descent = self.descent = Descent(small.problem, self.seed)
-        outcome = exact(small.problem)
+        descent = self.descent = Descent(reduced.problem, self.seed)
+        outcome = exact(reduced.problem)
         for states in [] if outcome is None else outcome:
-            self.offer(small.lift(states))
-            self.bound = small.problem.value(states)
+            self.offer(reduced.lift(states))
+            self.bound = reduced.problem.value(states)
         for given in start:
-            if descent.offer(small.lower(given)) and descent.states is not None:
-                self.offer(small.lift(descent.states))
+            if descent.offer(reduced.lower(given)) and descent.states is not None:
+                self.offer(reduced.lift(descent.states))
         if outcome is None:
-            self._descend(descent, small, deadline, tolerance, effort if by_size else None)
+            self._descend(descent, reduced, deadline, tolerance, effort if by_size else None)
         else:
             for _ in range(ALTERNATIVES):
                 descent.round()
@@ -203,16 +203,22 @@ class _Search:
             self._peak(deadline)
 
     def _descend(
-        self, descent: Descent, small: Reduced, deadline: float, tolerance: float, effort: float | None
+        self, descent: Descent, reduced: Reduced, deadline: float, tolerance: float, effort: float | None
     ) -> None:
-        """Rounds and leaps; so many as follow from the sizes, times ``effort``, or as there is time for."""
-        entries = sum(table.size for table in small.problem.tables) + descent.flat.cost.size
+        """Runs rounds and leaps: a number that depends on the sizes, times ``effort``; without it, as time allows."""
+        entries = sum(table.size for table in reduced.problem.tables) + descent.flat.cost.size
         rounds = ENDLESS if effort is None else int(min(MOST, max(LEAST, effort * WORK / entries)))
-        last, stale, idle, begin = 0.0, 0, 0, time.monotonic()
-        halfway, burnt = (begin + deadline) / 2, (2 * begin + deadline) / 3
-        for number in range(rounds):
-            burning = number < BURN and time.monotonic() < burnt
-            leaps = 0 if burning else LEAPS if stale < PATIENCE else MORE_LEAPS
+        began = time.monotonic()
+        halfway = (began + deadline) / 2
+        end_of_burn_in = (2 * began + deadline) / 3
+        last_bound = 0.0
+        rounds_without_rise = steps_without_gain = 0
+        for round_index in range(rounds):
+            is_burn_in = round_index < BURN and time.monotonic() < end_of_burn_in
+            if is_burn_in:
+                leaps = 0
+            else:
+                leaps = LEAPS if rounds_without_rise < PATIENCE else MORE_LEAPS
             for step in [descent.round] + [descent.leap] * leaps:
                 check_deadline()
                 if self.value - self.bound <= tolerance * self.bound:
@@ -221,48 +227,52 @@ class _Search:
                     self.cut = effort is not None
                     return
                 self.steps += 1
-                idle += 1
+                steps_without_gain += 1
                 if step() and descent.states is not None:
-                    self.offer(small.lift(descent.states))
-                    idle = 0
+                    self.offer(reduced.lift(descent.states))
+                    steps_without_gain = 0
                 self.bound = max(self.bound, descent.prices.bound)
-            enough = effort is not None and idle > effort * IDLE and stale > PATIENCE
-            if enough and descent.states is not None:
+            is_enough = effort is not None and steps_without_gain > effort * IDLE and rounds_without_rise > PATIENCE
+            if is_enough and descent.states is not None:
                 return
-            last, stale = (self.bound, 0) if self.bound > last * (1 + RISE) else (last, stale + 1)
-            if descent.states is None and (number in (LEAST, 4 * LEAST) or time.monotonic() > halfway):
+            if self.bound > last_bound * (1 + RISE):
+                last_bound = self.bound
+                rounds_without_rise = 0
+            else:
+                rounds_without_rise += 1
+            if descent.states is None and (round_index in (LEAST, 4 * LEAST) or time.monotonic() > halfway):
                 halfway = np.inf
                 self._peak(deadline)
                 if self._proven():
                     return
 
     def _proven(self) -> bool:
-        """Whether nothing can fit."""
+        """Whether it is proven that nothing can fit."""
         return self.problem.limit is not None and self.peak_bound > self.problem.limit
 
     def _peak(self, deadline: float) -> None:
-        """Looks for what takes least memory; where that fits, the search goes on from it."""
+        """Minimises the peak of memory. If that fits, the search goes on from it."""
         states, bound = least_peak(self.problem, self.seed, deadline)
         self.peak_bound = max(self.peak_bound, bound)
         if states is not None:
             self.least = states
             self.offer(states)
-            if self.descent is not None and self.small is not None:
-                self.descent.offer(self.small.lower(states))
+            if self.descent is not None and self.reduced is not None:
+                self.descent.offer(self.reduced.lower(states))
 
     def solution(self, final: bool = False) -> Solution:
-        """The best so far. The final one has prices and alternatives."""
+        """The best solution so far. The final one has prices and alternatives."""
         states = self.states if self.states is not None else self.least
         prices = np.zeros(len(self.problem.moments))
         alternatives: tuple[Floats, ...] = ()
-        if final and self.small is not None and self.descent is not None:
+        if final and self.reduced is not None and self.descent is not None:
             values = self.descent.alternatives()
             self.bound = max(self.bound, self.descent.prices.bound)
             if states is None:
-                states = self.small.lift(np.zeros(len(self.small.nodes), dtype=np.int64))
-            prices[self.small.moments[self.small.problem.moments]] = self.descent.prices.best
+                states = self.reduced.lift(np.zeros(len(self.reduced.nodes), dtype=np.int64))
+            prices[self.reduced.moments[self.reduced.problem.moments]] = self.descent.prices.best
             least = min(self.bound, self.value)
-            lifted = self.small.lift_alternatives(values, least)
+            lifted = self.reduced.lift_alternatives(values, least)
             alternatives = tuple(np.maximum(value, least) for value in lifted)
         elif final:
             alternatives = tuple(np.full(cost.size, np.inf) for cost in self.problem.costs)
@@ -273,7 +283,7 @@ class _Search:
             problem=self.problem,
             states=states,
             value=value,
-            bound=min(self.bound, self.value),  # rounding may have put it above
+            bound=min(self.bound, self.value),  # rounding may raise the bound above the value
             peak=self.problem.peak(states),
             prices=prices,
             steps=self.steps,

@@ -1,7 +1,7 @@
-"""Walk: changes states one at a time, and keeps costs of changes and used memory up to date.
+"""Changes states one at a time, and updates the costs of changes and the memory.
 
-* ``descend`` makes changes that are better and fit, until there is none;
-* ``repair`` frees memory where most is used, the cheapest bytes first, until all fits.
+* ``descend`` makes changes that lower the cost and fit, until there are none;
+* ``repair`` frees memory at the fullest moment, the cheapest bytes first, until everything fits.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import numpy as np
 from gshard.solver.flat import Flat
 from gshard.solver.problem import Floats, Ints, accumulated
 
-SMALL = 1e-9  # of the value: a change that saves less is none
+SMALL = 1e-9  # of the value: a smaller saving counts as none
 
 
 class Walk:
-    """States of a problem on the move.
+    """States of a problem that change one by one.
 
     Attributes:
         states: int64 [nodes].
-        costs: float64 [all states], what each would cost, the neighbours being as they are.
-        usage: float64 [moments].
+        costs: float64 [all states], the cost of each state with the neighbours' present states.
+        usage: float64 [moments], bytes.
     """
 
     def __init__(self, flat: Flat, states: Ints):
@@ -29,10 +29,11 @@ class Walk:
 
     @property
     def over(self) -> float:
-        """Bytes too much at the fullest moment; zero or less if all fits."""
+        """Bytes above the limit at the fullest moment; zero or less if everything fits."""
         return float(self.usage.max() - self.flat.limit) if self.usage.size else -np.inf
 
     def change(self, node: int, state: int) -> None:
+        """Changes the state of a node."""
         flat = self.flat
         first, more = self.bytes_more(node, state)
         self.usage[first : first + more.size] += more
@@ -41,10 +42,10 @@ class Walk:
             self.costs[flat.first[j] : flat.first[j + 1]] = flat.given_at(j, self.states)
 
     def bytes_more(self, node: int, state: int) -> tuple[int, Floats]:
-        """What a change adds to the usage, from which moment on."""
+        """The first moment at which a change adds memory, and float64 [moments], the bytes from there on."""
         flat = self.flat
-        own = slice(flat.load_first[node], flat.load_first[node + 1])
-        rows, amounts = flat.load_rows[own], flat.bytes_of(node)
+        loads = slice(flat.load_first[node], flat.load_first[node + 1])
+        rows, amounts = flat.load_rows[loads], flat.bytes_of(node)
         if not len(rows):
             return 0, np.zeros(0)
         change = amounts[:, state] - amounts[:, self.states[node]]
@@ -54,18 +55,18 @@ class Walk:
         return first, accumulated(rows - first, change, int(rows[:, 1].max()) - first)
 
     def fits(self, node: int, state: int) -> bool:
-        """Whether a change leaves no moment too full that it adds to."""
+        """Whether a change stays within the limit at all moments to which it adds."""
         first, more = self.bytes_more(node, state)
         return not ((more > 0) & (self.usage[first : first + more.size] + more > self.flat.limit)).any()
 
     def current(self) -> Floats:
-        """float64 [nodes]: what the state of each costs."""
+        """float64 [nodes]: the cost of each node's present state."""
         return self.costs[self.flat.first[:-1] + self.states]
 
     def descend(self, passes: int) -> None:
-        """Changes single nodes as long as that saves something and fits. No current state may be forbidden."""
+        """Changes single nodes as long as that saves cost and fits. No present state may be forbidden."""
         flat = self.flat
-        blocked = np.zeros(self.states.size, dtype=bool)  # by memory, which seldom becomes free on the way down
+        blocked = np.zeros(self.states.size, dtype=bool)  # nodes without memory for a better state; that seldom changes
         for _ in range(passes if self.states.size else 0):
             current = self.current()
             saved = current - np.minimum.reduceat(self.costs, flat.first[:-1])
@@ -77,7 +78,7 @@ class Walk:
                 return
 
     def _improve(self, node: int, small: float) -> bool:
-        """Gives a node its best state that fits. False if none does that is better."""
+        """Gives a node its best state that fits. False if no better state fits."""
         flat = self.flat
         costs = self.costs[flat.first[node] : flat.first[node + 1]]
         better = np.flatnonzero(costs < costs[self.states[node]] - small)
@@ -88,8 +89,8 @@ class Walk:
         return False
 
     def repair(self, most: int) -> bool:
-        """Changes nodes until all fits. False if that takes more than ``most`` changes or cannot be."""
-        left = np.zeros(self.costs.size, dtype=bool)  # states that were left are not come back to
+        """Changes nodes until everything fits. False if that needs more than ``most`` changes or is impossible."""
+        left = np.zeros(self.costs.size, dtype=bool)  # states that were left, to which no node returns
         for _ in range(most):
             if self.over <= 0:
                 return True
@@ -102,7 +103,7 @@ class Walk:
         return self.over <= 0
 
     def _cheapest_bytes(self, moment: int, left: np.ndarray) -> int | None:
-        """The state that costs least for each byte that changing to it frees at a moment."""
+        """The state with the least extra cost for each byte that a change to it frees at a moment."""
         flat = self.flat
         states, amounts, first = flat.bytes_at(moment)
         chosen = self.states[flat.owner[states]]
@@ -112,8 +113,8 @@ class Walk:
         if not useful.size:
             return None
         states, freed = states[useful], freed[useful]
-        now = flat.first[flat.owner[states]] + chosen[useful]
-        more = np.maximum(self.costs[states] - self.costs[now], 0.0)
-        each = more / np.minimum(freed, self.usage[moment] - flat.limit)
-        cheapest = np.flatnonzero(each == each.min())
+        present = flat.first[flat.owner[states]] + chosen[useful]
+        extra_costs = np.maximum(self.costs[states] - self.costs[present], 0.0)
+        cost_of_byte = extra_costs / np.minimum(freed, self.usage[moment] - flat.limit)
+        cheapest = np.flatnonzero(cost_of_byte == cost_of_byte.min())
         return int(states[cheapest[freed[cheapest].argmax()]])
