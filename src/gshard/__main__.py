@@ -26,7 +26,7 @@ from gshard.api.jitted import Jitted
 from gshard.api.search import search
 from gshard.baselines import SIGNALLED, CheckFailed, check_fits, check_sent, end_search, explanation_in, limit_of
 from gshard.command_options import parsed
-from gshard.compiled_command import is_dump, mesh_of_arguments, of_dump, of_function
+from gshard.compiled_command import STAGES, is_dump, mesh_of_arguments, of_dump, of_function
 from gshard.core.errors import ArgumentError, GShardError
 from gshard.core.mesh import Mesh
 from gshard.core.program import format_bytes
@@ -54,10 +54,16 @@ def _mesh(mesh: str | None, machine: str | None) -> Mesh:
     return mesh_of(str(Machine.of(machine).size) if ":" in machine or machine.endswith(".json") else "8")
 
 
-def _load(options: argparse.Namespace, target: str, machine: str | None, force: bool = False) -> Any:
+def _load(
+    options: argparse.Namespace,
+    target: str,
+    machine: str | None,
+    force: bool = False,
+    stages: tuple[type, ...] = (),
+) -> Any:
     """The target and its arguments, loaded where there are devices for the mesh, and 8 for one of its own."""
     play_devices(max(8, _mesh(options.mesh, machine).size), force)
-    return load(target, options.arg)
+    return load(target, options.arg, stages)
 
 
 def _write(path: Path, text: str) -> None:
@@ -74,7 +80,7 @@ def _explain(options: argparse.Namespace) -> None:
         _tell_compiled(options, of_dump(options), before, baseline, limit)
         return
     # XLA compiles for devices that exist.
-    f, arguments = _load(options, options.target, options.machine, force=with_xla)
+    f, arguments = _load(options, options.target, options.machine, force=with_xla, stages=STAGES)
     began = time.monotonic()
     if (compiled := of_function(f, arguments, options)) is not None:
         _tell_compiled(options, compiled, before, baseline, limit, time.monotonic() - began)
@@ -86,10 +92,11 @@ def _explain(options: argparse.Namespace) -> None:
     if saved and not options.mesh:
         mesh = Mesh.abstract(**dict(saved.axes))
     on = dict(mesh.axes) if with_xla and mesh is not None else mesh
-    found = explain(
-        f, *arguments, mesh=on, machine=options.machine, memory_limit=options.memory_limit, plan=saved,
-        finite=options.finite, partitioner=options.partitioner, **told_by(f, len(arguments), options),
-    )  # fmt: skip
+    how: dict[str, Any] = {
+        "mesh": on, "machine": options.machine, "memory_limit": options.memory_limit, "plan": saved,
+        "finite": options.finite, **told_by(f, len(arguments), options),
+    }  # fmt: skip
+    found = explain(f, *arguments, partitioner=options.partitioner, **({} if isinstance(f, STAGES) else how))
     data = found.data(options.machine, options.seconds)
     print(found.format(tensors=0, collectives=8) if options.html else found)
     print(f"\n{found.verdict(options.machine, options.seconds)}\n\n{found.cost(options.machine)}")

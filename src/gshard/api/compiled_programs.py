@@ -1,7 +1,7 @@
 """Compiled programs: reads what XLA compiles, or has compiled, for ``explain``.
 
 a function from jax.jit      lowered and compiled with the shardings of its arguments
-jax.stages.Lowered           compiled
+jax.stages.Traced, Lowered   compiled
 jax.stages.Compiled          read
 jax.export.Exported          compiled for as many devices as it was exported for
 the text of a program        read: a dump of XLA's, from whatever machine; also the path of a file with it, or of a .gz
@@ -30,13 +30,14 @@ from gshard.xla_programs.compiled_program import read_program
 from gshard.xla_programs.program_memory import memory_figures
 from gshard.xla_programs.read_shardings import WHOLE, ReadSharding, sharding_of_spec
 
+CompiledLike = jax.stages.Compiled | jax.stages.Lowered | jax.stages.Traced | jax.export.Exported | str | Path
 XLA, GSHARD = "xla", "gshard"  # partitioners
 _GZIP = b"\x1f\x8b"  # a file that begins so is compressed
 
 
 def is_compiled(f: Any) -> bool:
     """Whether this is a compiled program, or becomes one without arguments."""
-    return isinstance(f, jax.stages.Compiled | jax.stages.Lowered | jax.export.Exported | str | Path)
+    return isinstance(f, CompiledLike)
 
 
 def is_from_jax_jit(f: Any) -> bool:
@@ -60,19 +61,21 @@ def explain_compiled(f: Any, mesh: MeshLike = None, machine: str | Machine | Non
         return _told_on(read_program(_text_of(f), None if mesh is None else Mesh.of(mesh)), None, machine)
     if isinstance(f, jax.export.Exported):
         f = _of_exported(f, mesh)
+    f = f.lower() if isinstance(f, jax.stages.Traced) else f
     compiled = f.compile() if isinstance(f, jax.stages.Lowered) else f
     return _read(compiled, None if mesh is None else Mesh.of(mesh), machine, compiled.out_tree)
 
 
-def explain_compiled_by_gshard(compiled: Compiled) -> CompiledExplanation:
+def explain_compiled_by_gshard(compiled: Compiled, machine: str | Machine | None = None) -> CompiledExplanation:
     """Explains what XLA compiled of a function from ``gshard.jit``: the arguments have the names of the function's.
 
     Args:
         compiled: what ``gshard.jit(f).lower(...).compile()`` returned.
+        machine: as for ``explain_compiled``.
     """
     lowered = compiled.lowered
     names = {f"arrays[{i}]": name for i, name in enumerate(lowered.program.names)}
-    return _read(lowered.executable.compiled, lowered.mesh, None, compiled.out_tree, names)
+    return _read(lowered.executable.compiled, lowered.mesh, machine, compiled.out_tree, names)
 
 
 def _read(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal, overload
 
 import jax
@@ -17,7 +16,9 @@ from gshard.api.call_errors import clear_call_errors
 from gshard.api.compiled_programs import (
     GSHARD,
     XLA,
+    CompiledLike,
     explain_compiled,
+    explain_compiled_by_gshard,
     is_compiled,
     is_from_jax_jit,
     lowered_by_jax,
@@ -26,7 +27,9 @@ from gshard.api.compiled_programs import (
 )
 from gshard.api.jit import jit
 from gshard.api.jitted import Jitted
+from gshard.api.lowered import Compiled, Lowered
 from gshard.api.specs import told
+from gshard.api.traced import Traced
 from gshard.api.wrapped import mesh_that_is_meant
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
@@ -42,13 +45,19 @@ from gshard.remat.rematerialise import bytes_of
 from gshard.xla_programs.compiled_explanation import CompiledExplanation
 from gshard.xla_programs.tried_shardings import Specs, with_specs
 
-CompiledLike = jax.stages.Compiled | jax.stages.Lowered | jax.export.Exported | str | Path
+Planned = Traced | Lowered | Compiled  # the stages of a function from gshard.jit
 
 
 @overload  # a compiled program can be called, too, so that it is of the last kind as well: the first one counts
 def explain(  # type: ignore[overload-overlap]
     f: CompiledLike, *, mesh: MeshLike = None, machine: str | Machine | None = None
 ) -> CompiledExplanation: ...
+@overload
+def explain(
+    f: Planned, *, partitioner: Literal["xla"], machine: str | Machine | None = None
+) -> CompiledExplanation: ...
+@overload
+def explain(f: Planned, *, partitioner: Literal["gshard"] | None = None) -> Explanation: ...
 @overload
 def explain(f: Callable[..., Any], *args: Any, partitioner: Literal["xla"], **kwargs: Any) -> CompiledExplanation: ...
 @overload
@@ -89,9 +98,9 @@ def explain(
     """Tells how a function is partitioned: by gshard, without compiling it; or by XLA, as it compiled it.
 
     Args:
-        f: a marked function, or one that ``gshard.jit`` or ``jax.jit`` returned. Or a compiled program:
-            ``jax.jit(f).lower(...)``, the same after ``.compile()``, a ``jax.export.Exported``, the text of a compiled
-            program, or the path of a file with it.
+        f: a marked function, or one that ``gshard.jit`` or ``jax.jit`` returned, or what ``.trace(...)``,
+            ``.lower(...)`` and ``.lower(...).compile()`` of one of these returned. Or another compiled program: a
+            ``jax.export.Exported``, the text of a compiled program, or the path of a file with it.
         args, kwargs: its arguments: arrays or ``jax.ShapeDtypeStruct``, and values for static ones.
         mesh: as for ``jit``, or an abstract mesh of any size (``gshard.Mesh.abstract(data=64, expert=32)``). None takes
             the mesh that ``gshard.jit`` was given, that of the shardings that ``jax.jit`` was given, the one that
@@ -101,9 +110,9 @@ def explain(
         memory_limit, plan: as for ``jit``. None takes those of a function from ``gshard.jit``.
         static_argnums, static_argnames, donate_argnums, donate_argnames, finite: as for ``jit``; a function from
             ``gshard.jit`` has its own.
-        partitioner: ``"gshard"`` or ``"xla"``, which explains what XLA compiles. None takes XLA for a compiled program,
-            and for a function from ``jax.jit`` whose arguments are placed on several devices, unless ``mesh``,
-            ``memory_limit``, ``plan`` or ``finite`` is given; and gshard otherwise.
+        partitioner: ``"gshard"`` or ``"xla"``, which explains what XLA compiles. None takes XLA for a program that
+            ``jax.jit`` traced, lowered or compiled, and for a function from ``jax.jit`` whose arguments are placed on
+            several devices, unless ``mesh``, ``memory_limit``, ``plan`` or ``finite`` is given; and gshard otherwise.
 
     Returns:
         the explanation, an ``Explanation`` by gshard and a ``CompiledExplanation`` by XLA; print it, or write it as a
@@ -125,6 +134,10 @@ def explain(
         "donate_argnums": donate_argnums, "donate_argnames": donate_argnames,
     }  # fmt: skip
     ours = {"memory_limit": memory_limit, "plan": plan, "finite": finite or None, **own}
+    if partitioner not in (None, XLA, GSHARD):
+        raise ArgumentError(f"there is no partitioner {partitioner!r}.", user_line(), hint='Give "gshard" or "xla".')
+    if isinstance(f, Planned):
+        return _of_stage(f, args, kwargs, {"mesh": mesh, **ours}, machine, partitioner)
     compiled = _as_compiled(f, args, kwargs, mesh, machine, partitioner, ours)
     if compiled is not None:
         return compiled
@@ -147,6 +160,42 @@ def explain(
             meant = mesh_that_is_meant(args, kwargs, lambda: jitted.trace(*args, **kwargs).jaxpr)
             jitted = jitted if meant is None else jitted.on(meant)
         lowered = jitted.lower(*args, **kwargs)
+    return _of_lowered(lowered)
+
+
+def _of_stage(
+    f: Planned,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    options: Mapping[str, Any],
+    machine: str | Machine | None,
+    partitioner: str | None,
+) -> Explanation | CompiledExplanation:
+    """The explanation of a function from ``gshard.jit`` that is traced, lowered or compiled.
+
+    Args:
+        f, args, kwargs, machine, partitioner: as for ``explain``.
+        options: the others; None where they are not given.
+    """
+    own = {**options, "machine": machine if partitioner != XLA else None}
+    given = [f"{name}=" for name in (*(n for n, value in own.items() if value is not None), *kwargs)]
+    given += map(told, args)
+    if given:
+        raise ArgumentError(
+            "a function that gshard.jit lowered has its arguments, its mesh and its options.",
+            user_line(),
+            got=", ".join(given),
+            hint="Give the function itself, with its arguments. "
+            "Times on another machine: gshard.explain(lowered).verdict(machine).",
+        )
+    lowered = f.lower() if isinstance(f, Traced) else f.lowered if isinstance(f, Compiled) else f
+    if partitioner == XLA:
+        return explain_compiled_by_gshard(f if isinstance(f, Compiled) else lowered.compile(), machine)
+    return _of_lowered(lowered)
+
+
+def _of_lowered(lowered: Lowered) -> Explanation:
+    """The explanation of a function that is planned for its arguments."""
     target = lowered.target
     made = target.recorded is None and target.search is False
     return explain_program(
@@ -171,8 +220,6 @@ def _as_compiled(
         f, args, kwargs, mesh, machine, partitioner: as for ``explain``.
         ours: options of gshard's partitioner; None where they are not given.
     """
-    if partitioner not in (None, XLA, GSHARD):
-        raise ArgumentError(f"there is no partitioner {partitioner!r}.", user_line(), hint='Give "gshard" or "xla".')
     given = [name for name, value in ours.items() if value is not None]
     if is_compiled(f):
         if given or args or kwargs or partitioner == GSHARD:
@@ -189,8 +236,8 @@ def _as_compiled(
             raise ArgumentError(
                 f'partitioner="xla" explains a function from jax.jit, not {told(f)}.',
                 user_line(),
-                hint="Give jax.jit(f) and arguments with shardings; what gshard.jit compiled is "
-                "gshard.explain(jitted.lower(...).compile().as_text()).",
+                hint="Give jax.jit(f) and arguments with shardings; what XLA compiles of a function from gshard.jit is "
+                'gshard.explain(jitted.lower(...), partitioner="xla").',
             )
         return None
     if partitioner is None and (given or mesh is not None):
