@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gshard.api.compiled_programs import is_from_jax_jit
+from gshard.api.compiled_programs import STAGES, is_from_jax_jit
 from gshard.api.explained import explain
 from gshard.api.export import export_plan
 from gshard.api.jit import jit
@@ -26,7 +26,7 @@ from gshard.api.jitted import Jitted
 from gshard.api.search import search
 from gshard.baselines import SIGNALLED, CheckFailed, check_fits, check_sent, end_search, explanation_in, limit_of
 from gshard.command_options import parsed
-from gshard.compiled_command import STAGES, is_dump, mesh_of_arguments, of_dump, of_function
+from gshard.compiled_command import is_dump, mesh_of_arguments, of_dump, of_function
 from gshard.core.errors import ArgumentError, GShardError
 from gshard.core.mesh import Mesh
 from gshard.core.program import format_bytes

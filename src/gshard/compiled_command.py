@@ -9,14 +9,21 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
 
 from gshard.api.call_errors import clear_call_errors
-from gshard.api.compiled_programs import GSHARD, XLA, explain_compiled, is_from_jax_jit, lowered_by_jax, partitions_of
-from gshard.api.explained import Planned, explain, with_function
+from gshard.api.compiled_programs import (
+    GSHARD,
+    STAGES,
+    XLA,
+    is_from_jax_jit,
+    lowered_by_jax,
+    partitions_of,
+)
+from gshard.api.explained import Planned, explain, explain_lowered
 from gshard.api.jitted import Jitted
 from gshard.core.errors import ArgumentError
 from gshard.core.mesh import Mesh
@@ -25,7 +32,6 @@ from gshard.xla_programs.compiled_explanation import CompiledExplanation
 
 _PLANS = ("memory_limit", "plan", "finite", *TOLD)  # options that say how gshard partitions
 _OF_STAGES = ("is not for a function that is lowered", "Leave it out, or name the function itself.")
-STAGES = (jax.stages.Traced, jax.stages.Lowered, jax.stages.Compiled, *get_args(Planned))
 
 
 def is_dump(target: str) -> bool:
@@ -78,7 +84,7 @@ def of_function(f: Any, arguments: tuple[Any, ...], options: argparse.Namespace)
         options, ("mesh", *_PLANS, "why"), "is for what gshard partitions, and XLA partitions this",
         f"Leave it out, or give --partitioner {GSHARD}.",
     )  # fmt: skip
-    return with_function(explain_compiled(lowered, None, options.machine), f, arguments, {})
+    return explain_lowered(lowered, f, arguments, {}, options.machine)
 
 
 def _of_stage(f: Any, options: argparse.Namespace) -> CompiledExplanation | None:

@@ -24,7 +24,9 @@ from gshard.api.compiled_programs import (
     lowered_by_jax,
     on_first_devices,
     partitions_of,
+    stage_inside,
 )
+from gshard.api.framework_jit import is_from_framework, lowered_instead_of_jit, names_of_arrays
 from gshard.api.jit import jit
 from gshard.api.jitted import Jitted
 from gshard.api.lowered import Compiled, Lowered
@@ -136,6 +138,7 @@ def explain(
     ours = {"memory_limit": memory_limit, "plan": plan, "finite": finite or None, **own}
     if partitioner not in (None, XLA, GSHARD):
         raise ArgumentError(f"there is no partitioner {partitioner!r}.", user_line(), hint='Give "gshard" or "xla".')
+    f = stage_inside(f)
     if isinstance(f, Planned):
         return _of_stage(f, args, kwargs, {"mesh": mesh, **ours}, machine, partitioner)
     compiled = _as_compiled(f, args, kwargs, mesh, machine, partitioner, ours)
@@ -148,6 +151,10 @@ def explain(
             hint="Give the function first: gshard.explain(f, x, mesh=8).",
         )
     limit = None if memory_limit is None else bytes_of(memory_limit)
+    if is_from_framework(f):
+        refused = {name: value for name, value in ours.items() if name != "memory_limit"}
+        options = {"machine": machine, "memory_limit": memory_limit}
+        return _of_lowered(lowered_instead_of_jit(f, args, kwargs, mesh, options, refused, explain))
     if isinstance(f, Jitted):
         refuse_options("explain", f, finite, **own)
         jitted = f if mesh is None else f.on(mesh)
@@ -213,7 +220,7 @@ def _as_compiled(
     machine: str | Machine | None,
     partitioner: str | None,
     ours: Mapping[str, Any],
-) -> CompiledExplanation | None:
+) -> CompiledExplanation | Explanation | None:
     """The explanation of what XLA compiles; None if gshard is to partition.
 
     Args:
@@ -251,20 +258,30 @@ def _as_compiled(
         )
     with clear_call_errors(explain, f, args, kwargs):
         lowered = lowered_by_jax(f, args, kwargs)
+    if isinstance(lowered, Lowered):  # in a block of instead_of_jit
+        return _of_stage(lowered, (), {}, {}, machine, partitioner)
     if partitioner is None and partitions_of(lowered) == 1:
         return None
-    return with_function(explain_compiled(lowered, None, machine), f, args, kwargs)
+    return explain_lowered(lowered, f, args, kwargs, machine)
 
 
-def with_function(
-    found: CompiledExplanation, f: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+def explain_lowered(
+    lowered: jax.stages.Lowered,
+    f: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    machine: str | Machine | None = None,
 ) -> CompiledExplanation:
-    """The explanation with its function, to compile that with other shardings.
+    """Explains what XLA compiles of a function; the explanation can compile it with other shardings.
 
     Args:
-        found: what XLA compiled; returned unchanged if XLA was not given all arguments.
-        f, args, kwargs: the function from ``jax.jit`` and its arguments.
+        lowered: the function for its arguments.
+        f, args, kwargs: the function from ``jax.jit``, or of a framework, and its arguments.
+        machine: as for ``explain``.
     """
+    found = explain_compiled(lowered, None, machine, names_of_arrays(f, args, kwargs))
+    if is_from_framework(f):
+        return found  # it passes arrays to XLA in an order of its own
     leaves, tree = jax.tree.flatten(on_first_devices((args, dict(kwargs))))
     if len(leaves) != len(found.program.arguments) or not all(hasattr(leaf, "sharding") for leaf in leaves):
         return found

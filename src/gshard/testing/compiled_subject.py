@@ -16,6 +16,7 @@ from gshard.api.compiled_programs import (
     on_first_devices,
     with_devices,
 )
+from gshard.api.framework_jit import names_of_arrays
 from gshard.api.jitted import Jitted
 from gshard.api.lowered import Compiled, Lowered
 from gshard.api.specs import told
@@ -75,7 +76,7 @@ def compiled_subject(
     if is_compiled(f):
         return explain_compiled(f, mesh)
     if is_function:
-        return explain_compiled(_lowered(f, args, kwargs))
+        return explain_compiled(_lowered(f, args, kwargs), names=names_of_arrays(f, tuple(args), kwargs))
     raise _not_jitted(f)
 
 
