@@ -510,6 +510,12 @@ def small():
     return jax.jit(step), array((32, 8), devices=8), array((64, 32), "data", devices=8)
 def unplaced():
     return jax.jit(step), jnp.ones((32, 8)), jnp.ones((64, 32))
+def lowered():
+    return gshard.jit(step, mesh=8).lower(*small()[1:])
+def by_jax():
+    mesh = jax.make_mesh((8,), ("data",))
+    x = jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+    return jax.jit(step).lower(small()[1].update(sharding=NamedSharding(mesh, P())), x)
 """
 
 
@@ -588,6 +594,14 @@ def test_what_a_dump_cannot_be_asked_is_one_clear_error(given, message, dump, ca
     assert printed.out == ""
 
 
+def test_a_dump_of_an_earlier_stage_is_one_clear_error(tmp_path, capsys):
+    (tmp_path / "before.txt").write_text(GPU.replace(" is_scheduled=true,", ""))
+    assert main(["explain", str(tmp_path / "before.txt")]) == 1
+    printed = capsys.readouterr().err
+    assert "XLA had not finished partitioning and optimising it" in printed
+    assert "whose name ends in after_optimizations.txt" in printed
+
+
 def test_a_file_that_is_no_dump_is_one_clear_error(tmp_path, capsys):
     (tmp_path / "notes.txt").write_text("nothing")
     assert main(["explain", str(tmp_path / "notes.txt")]) == 1
@@ -620,6 +634,25 @@ def test_a_function_from_jax_jit_is_explained_as_xla_compiles_it(placed, tmp_pat
     assert "compiled by XLA for cpu, on 1 device" in capsys.readouterr().out
     assert main(["explain", f"{placed}:step", "--arg", "f32[32,8]", "--arg", "f32[64,32]", "--partitioner", "xla"]) == 1
     assert 'partitioner="xla" explains a function from jax.jit' in capsys.readouterr().err
+
+
+def test_a_function_that_is_lowered_is_explained(placed, capsys):
+    assert main(["explain", f"{placed}:lowered", "--machine", "h100", "--why", "w"]) == 0
+    printed = capsys.readouterr().out
+    assert "step on 8 devices (devices=8), " in printed
+    assert "x  f32[64@devices,32]" in printed
+    assert "ms a call on h100:1x8" in printed
+    assert main(["explain", f"{placed}:lowered", "--partitioner", "xla"]) == 0
+    assert "step, compiled by XLA for cpu, on 8 devices (devices=8)" in capsys.readouterr().out
+    assert main(["explain", f"{placed}:by_jax"]) == 0
+    assert "step, compiled by XLA for cpu, on 8 devices (data=8)" in capsys.readouterr().out
+    for target, option in ("lowered", ["--mesh", "4"]), ("by_jax", ["--why", "w"]), ("by_jax", ["--finite"]):
+        assert main(["explain", f"{placed}:{target}", *option]) == 1
+        assert f"{option[0]} is not for a function that is lowered." in capsys.readouterr().err
+    assert main(["explain", f"{placed}:by_jax", "--partitioner", "gshard"]) == 1
+    assert "a program that jax.jit lowered is partitioned by XLA." in capsys.readouterr().err
+    assert main(["search", f"{placed}:lowered"]) == 1
+    assert "returned Lowered, not a tuple" in capsys.readouterr().err
 
 
 def test_devices_of_the_arguments_of_a_function_from_jax_jit_need_not_exist(placed):

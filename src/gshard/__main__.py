@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gshard.api.compiled_programs import is_from_jax_jit
+from gshard.api.compiled_programs import STAGES, is_from_jax_jit
 from gshard.api.explained import explain
 from gshard.api.export import export_plan
 from gshard.api.jit import jit
@@ -55,10 +55,16 @@ def _mesh(mesh: str | None, machine: str | None) -> Mesh:
     return mesh_of(str(Machine.of(machine).size) if ":" in machine or machine.endswith(".json") else "8")
 
 
-def _load(options: argparse.Namespace, target: str, machine: str | None, force: bool = False) -> Any:
+def _load(
+    options: argparse.Namespace,
+    target: str,
+    machine: str | None,
+    force: bool = False,
+    stages: tuple[type, ...] = (),
+) -> Any:
     """The target and its arguments, loaded where there are devices for the mesh, and 8 for one of its own."""
     play_devices(max(8, _mesh(options.mesh, machine).size), force)
-    return load(target, options.arg)
+    return load(target, options.arg, stages)
 
 
 def _write(path: Path, text: str) -> None:
@@ -75,7 +81,7 @@ def _explain(options: argparse.Namespace) -> None:
         _tell_compiled(options, of_dump(options), before, baseline, limit)
         return
     # XLA compiles for devices that exist.
-    f, arguments = _load(options, options.target, options.machine, force=with_xla)
+    f, arguments = _load(options, options.target, options.machine, force=with_xla, stages=STAGES)
     began = time.monotonic()
     if (compiled := of_function(f, arguments, options)) is not None:
         _tell_compiled(options, compiled, before, baseline, limit, time.monotonic() - began)
@@ -87,10 +93,11 @@ def _explain(options: argparse.Namespace) -> None:
     if saved and not options.mesh:
         mesh = Mesh.abstract(**dict(saved.axes))
     on = dict(mesh.axes) if with_xla and mesh is not None else mesh
-    found = explain(
-        f, *arguments, mesh=on, machine=options.machine, memory_limit=options.memory_limit, plan=saved,
-        finite=options.finite, partitioner=options.partitioner, **told_by(f, len(arguments), options),
-    )  # fmt: skip
+    how: dict[str, Any] = {
+        "mesh": on, "machine": options.machine, "memory_limit": options.memory_limit, "plan": saved,
+        "finite": options.finite, **told_by(f, len(arguments), options),
+    }  # fmt: skip
+    found = explain(f, *arguments, partitioner=options.partitioner, **({} if isinstance(f, STAGES) else how))
     data = found.data(options.machine, options.seconds)
     print(found.format(tensors=0, collectives=8) if options.html else found)
     print(f"\n{found.verdict(options.machine, options.seconds)}\n\n{found.cost(options.machine)}")

@@ -2,6 +2,7 @@
 
 gshard explain step.hlo.txt --machine v5e:2x4           the text of a compiled program, also as .gz; nothing is compiled
 gshard explain train.py:step                            a function from jax.jit whose arguments have shardings
+gshard explain train.py:lowered                         what .lower(...) or .compile() returned
 """
 
 from __future__ import annotations
@@ -14,8 +15,15 @@ import jax
 from jax.sharding import NamedSharding
 
 from gshard.api.call_errors import clear_call_errors
-from gshard.api.compiled_programs import GSHARD, XLA, explain_compiled, is_from_jax_jit, lowered_by_jax, partitions_of
-from gshard.api.explained import explain, with_function
+from gshard.api.compiled_programs import (
+    GSHARD,
+    STAGES,
+    XLA,
+    is_from_jax_jit,
+    lowered_by_jax,
+    partitions_of,
+)
+from gshard.api.explained import Planned, explain, explain_lowered
 from gshard.api.jitted import Jitted
 from gshard.core.errors import ArgumentError
 from gshard.core.mesh import Mesh
@@ -23,6 +31,7 @@ from gshard.named_target import TOLD, mesh_of, play_devices
 from gshard.xla_programs.compiled_explanation import CompiledExplanation
 
 _PLANS = ("memory_limit", "plan", "finite", *TOLD)  # options that say how gshard partitions
+_OF_STAGES = ("is not for a function that is lowered", "Leave it out, or name the function itself.")
 
 
 def is_dump(target: str) -> bool:
@@ -58,6 +67,8 @@ def of_function(f: Any, arguments: tuple[Any, ...], options: argparse.Namespace)
         ArgumentError: XLA partitions it, and an option is for gshard's plan only.
         MeshError: there are not as many devices as its arguments are placed on.
     """
+    if isinstance(f, STAGES):
+        return _of_stage(f, options)
     if isinstance(f, Jitted) or not is_from_jax_jit(f) or options.partitioner == GSHARD:
         return None
     asks_for_plan = any(getattr(options, name) for name in ("mesh", *_PLANS))
@@ -73,7 +84,24 @@ def of_function(f: Any, arguments: tuple[Any, ...], options: argparse.Namespace)
         options, ("mesh", *_PLANS, "why"), "is for what gshard partitions, and XLA partitions this",
         f"Leave it out, or give --partitioner {GSHARD}.",
     )  # fmt: skip
-    return with_function(explain_compiled(lowered, None, options.machine), f, arguments, {})
+    return explain_lowered(lowered, f, arguments, {}, options.machine)
+
+
+def _of_stage(f: Any, options: argparse.Namespace) -> CompiledExplanation | None:
+    """The explanation of a function that is lowered or compiled; None if gshard planned it, as for ``of_function``."""
+    by_gshard = isinstance(f, Planned)
+    if by_gshard and options.partitioner != XLA:
+        named = [name for name in ("mesh", *_PLANS) if getattr(options, name)]
+        _refuse_given(options, [f"--{name.replace('_', '-')}" for name in named], *_OF_STAGES)
+        return None
+    if not by_gshard and options.partitioner == GSHARD:
+        raise ArgumentError(
+            "a program that jax.jit lowered is partitioned by XLA.",
+            got="--partitioner gshard",
+            hint="Name a function that returns (function, *arguments).",
+        )
+    _refuse(options, ("mesh", *_PLANS, "why"), *_OF_STAGES)
+    return explain(f, machine=options.machine, partitioner="xla") if by_gshard else explain(f, machine=options.machine)
 
 
 def mesh_of_arguments(arguments: tuple[Any, ...]) -> Mesh | None:
@@ -86,5 +114,9 @@ def mesh_of_arguments(arguments: tuple[Any, ...]) -> Mesh | None:
 def _refuse(options: argparse.Namespace, names: tuple[str, ...], why: str, hint: str) -> None:
     given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name)]
     given += [f"--against {XLA}"] if options.against == XLA else []
+    _refuse_given(options, given, why, hint)
+
+
+def _refuse_given(options: argparse.Namespace, given: list[str], why: str, hint: str) -> None:
     if given:
         raise ArgumentError(f"{given[0]} {why}.", got=f"{options.target} with {', '.join(given)}", hint=hint)

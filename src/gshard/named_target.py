@@ -68,12 +68,13 @@ def _not_imported(module: str, error: ImportError) -> TargetError:
     return TargetError(f"{module!r} cannot be imported: {error}.", at)
 
 
-def load(text: str, shapes: Sequence[str] = ()) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def load(text: str, shapes: Sequence[str] = (), stages: tuple[type, ...] = ()) -> tuple[Any, tuple[Any, ...]]:
     """The function and its arguments.
 
     Args:
         text: ``module:name`` or ``file.py:name``; the current folder is searched too.
         shapes: arguments as text, ``f32[64,512]``.
+        stages: what may stand for a function and its arguments: one that is lowered or compiled.
 
     Raises:
         TargetError: there is nothing of this name, or its arguments are not known.
@@ -101,6 +102,8 @@ def load(text: str, shapes: Sequence[str] = ()) -> tuple[Callable[..., Any], tup
             )
             raise TargetError(f"{module!r} has no {name!r}.", got=f"it has: {near}")
         found = getattr(found, part)
+    if isinstance(found, stages) and not shapes:
+        return found, ()
     if not callable(found):
         raise TargetError(f"{text!r} is a {type(found).__name__} and no function.")
     if shapes:
@@ -126,9 +129,12 @@ def load(text: str, shapes: Sequence[str] = ()) -> tuple[Callable[..., Any], tup
             hint="Give each as --arg f32[64,512], or name a function that returns (function, *arguments).",
         )
     made = found()
+    if isinstance(made, stages):
+        return made, ()
     if not isinstance(made, tuple) or not made or not callable(made[0]):
+        kind = "a tuple that begins with no function" if isinstance(made, tuple) else type(made).__name__
         raise TargetError(
-            f"{text!r} returned {type(made).__name__}, not a tuple.",
+            f"{text!r} returned {kind}{'' if isinstance(made, tuple) else ', not a tuple'}.",
             hint="A function without parameters must return a tuple: (function, *arguments).",
         )
     return made[0], made[1:]

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -163,7 +164,7 @@ ENTRY %main (x: f32[8,8], y: bf16[16]) -> f32[32,8] {
   %y = bf16[16]{0} parameter(1)
   %ag = ((f32[8,8]{1,0}, bf16[16]{0}), (f32[32,8]{1,0}, /*index=1*/bf16[64]{0})) \
 all-gather-start(%x, %y), replica_groups=[2,4]<=[8], dimensions={0}, \
-metadata={op_name="f" source_file="/home/me/train.py" source_line=41}
+metadata={op_name="f" source_file="/elsewhere/train.py" source_line=41}
   %agd = (f32[32,8]{1,0}, bf16[64]{0}) all-gather-done(%ag)
   %cp = (f32[8,8]{1,0}, f32[8,8]{1,0}, u32[], u32[]) collective-permute-start(%x), source_target_pairs={{0,1},{1,0}}
   %cpd = f32[8,8]{1,0} collective-permute-done(%cp)
@@ -262,3 +263,48 @@ def test_trip_counts(start: int, direction: str, limit: int, by: int, count: int
 )
 def test_bytes_of_types(text: str, size: int) -> None:
     assert type_bytes(text) == size
+
+
+LAYER = """
+import jax.numpy as jnp
+
+def layer(x):
+    return called(x)
+
+def called(x):
+    return jnp.tanh(x)
+"""
+
+
+def test_the_line_outside_of_libraries_is_named(tmp_path: Path) -> None:
+    """Of the lines of a stack the innermost one that no library has; of one in a library alone the innermost one."""
+    found = {}
+    for folder in "site-packages/flax", "project":
+        (tmp_path / folder).mkdir(parents=True)
+        path = tmp_path / folder / "layers.py"
+        path.write_text(LAYER)
+        exec(compile(LAYER, str(path), "exec"), made := {})
+        text = jax.jit(lambda x, layer=made["layer"]: layer(x) + 1).lower(X).compile().as_text()
+        frames = read_module(text).frames
+        found[folder] = {frames[int(i)] for i in re.findall(r"stack_frame_id=(\d+)", text)}
+    line = test_the_line_outside_of_libraries_is_named.__code__.co_firstlineno + 8
+    assert found["site-packages/flax"] == {f"test_hlo_parser.py:{line}"}
+    assert found["project"] == {f"test_hlo_parser.py:{line}", "layers.py:8"}
+    text = """HloModule m, is_scheduled=true
+
+FileNames
+1 "/env/site-packages/flax/layers.py"
+2 "/elsewhere/train.py"
+
+FileLocations
+1 {file_name_id=2 function_name_id=1 line=3 end_line=3}
+2 {file_name_id=1 function_name_id=1 line=5 end_line=5}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=PARENTS0}
+2 {file_location_id=2 parent_frame_id=PARENTS1}
+3 {file_location_id=2 parent_frame_id=PARENTS0}
+"""
+    for none, first in (1, 2), (0, 1):  # as XLA prints parents, and as it would without adding one
+        module = read_module(text.replace("PARENTS0", str(none)).replace("PARENTS1", str(first)))
+        assert list(module.frames.values()) == ["train.py:3", "train.py:3", "layers.py:5"]

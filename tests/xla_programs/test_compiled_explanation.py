@@ -43,6 +43,11 @@ def tensor_parallel(mesh: Mesh | AbstractMesh) -> tuple[Any, ...]:
     return params, given(mesh, (256, NARROW), "data")
 
 
+def unoptimised(mesh: Mesh) -> str:
+    """What XLA dumps as ``before_optimizations.txt``: shardings are annotations, and there are no collectives."""
+    return str(jax.jit(step).lower(*tensor_parallel(mesh)).compiler_ir("hlo").as_hlo_text())
+
+
 def test_each_collective_has_its_axes_array_module_and_line(mesh: Mesh) -> None:
     found = gshard.explain(jax.jit(step, donate_argnums=0), *tensor_parallel(mesh))
     assert isinstance(found, gshard.CompiledExplanation)
@@ -221,6 +226,7 @@ def test_the_compilers_figures_of_memory_are_taken(mesh: Mesh) -> None:
         (lambda m: gshard.explain("HloModule"), "no entry"),
         (lambda m: gshard.explain("no/such/file.txt"), "neither a compiled program nor a file"),
         (lambda m: gshard.explain(Path(__file__)), "this is no compiled program"),
+        (lambda m: gshard.explain(unoptimised(m)), "(?s)XLA had not finished.*ends in after_optimizations.txt"),
         (lambda m: gshard.explain(jax.jit(step).lower(*tensor_parallel(m)), mesh=4), "8 devices, and the mesh has 4"),
         (lambda m: gshard.explain(jax.jit(step).lower(*tensor_parallel(m)), 3), "takes mesh= and machine= only"),
         (lambda m: gshard.explain(step, *tensor_parallel(m), partitioner="xla"), "a function from jax.jit"),

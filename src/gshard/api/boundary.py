@@ -31,13 +31,32 @@ from gshard.tracing.by_jax import name_of
 from gshard.tracing.expand import mark_of_named_sharding
 
 
-def mark_of_sharding(sharding: Any, ndim: int, devices: Collection[Any]) -> Mark | None:
-    """The mark that an array's own ``NamedSharding`` over all of these devices is, if it has one."""
-    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, jax.sharding.Mesh):
+def mark_of_sharding(sharding: Any, ndim: int, mesh: Mesh) -> Mark | None:
+    """The mark that an array's own ``NamedSharding`` is on a mesh; None if it says nothing about that mesh.
+
+    A sharding over devices counts on a mesh of the same devices, and on an abstract mesh of the same axes. A sharding
+    over an abstract mesh counts on each mesh: by the names of its axes, which may have other sizes there, or by
+    positions if the mesh has no axes of these names.
+    """
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
         return None
-    if sharding.mesh.size != len(devices) or not all(d in devices for d in sharding.mesh.devices.flat):
+    own = sharding.mesh
+    if not isinstance(own, jax.sharding.Mesh):
+        return _mark_of_abstract(sharding, ndim, mesh) if own.size > 1 else None
+    if mesh.devices is None:
+        same = dict(own.shape) == dict(mesh.axes)
+        return mark_of_named_sharding(NamedSharding(own.abstract_mesh, sharding.spec), ndim) if same else None
+    if own.size != mesh.size or not set(own.devices.flat) <= set(mesh.devices):
         return None
     return mark_of_named_sharding(sharding, ndim)
+
+
+def _mark_of_abstract(sharding: NamedSharding, ndim: int, mesh: Mesh) -> Mark:
+    """A sharding over an abstract mesh as a mark: over the axes of ``mesh`` that have the names of its axes."""
+    mark, names = mark_of_named_sharding(sharding, ndim), [name for name, _ in mesh.axes]
+    if not all(name in names for name, size in mark.axes if size > 1):
+        return mark
+    return dataclasses.replace(mark, axes=(*mesh.axes, *(axis for axis in mark.axes if axis[0] not in names)))
 
 
 def marks_of_arguments(
@@ -60,8 +79,7 @@ def marks_of_arguments(
         _refuse_another_mesh(program, name, aval, mesh)
     marks: list[Mark | None] = [None] * len(arrays)
     if take:
-        devices = frozenset(mesh.devices or ())
-        marks = [mark_of_sharding(sharding, len(aval.shape), devices) for aval, sharding in arrays]
+        marks = [mark_of_sharding(sharding, len(aval.shape), mesh) for aval, sharding in arrays]
     marks[: len(given)] = [said or own for said, own in zip(given, marks, strict=False)]
     return tuple(marks)
 

@@ -1,7 +1,7 @@
 """Compiled programs: reads what XLA compiles, or has compiled, for ``explain``.
 
 a function from jax.jit      lowered and compiled with the shardings of its arguments
-jax.stages.Lowered           compiled
+jax.stages.Traced, Lowered   compiled
 jax.stages.Compiled          read
 jax.export.Exported          compiled for as many devices as it was exported for
 the text of a program        read: a dump of XLA's, from whatever machine; also the path of a file with it, or of a .gz
@@ -18,7 +18,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from gshard.api.lowered import Compiled
+from gshard.api.lowered import Compiled, Lowered
+from gshard.api.traced import Traced
 from gshard.core.errors import ArgumentError, MeshError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_given import axes_of_exported
@@ -30,27 +31,47 @@ from gshard.xla_programs.compiled_program import read_program
 from gshard.xla_programs.program_memory import memory_figures
 from gshard.xla_programs.read_shardings import WHOLE, ReadSharding, sharding_of_spec
 
+CompiledLike = jax.stages.Compiled | jax.stages.Lowered | jax.stages.Traced | jax.export.Exported | str | Path
+STAGES = (
+    jax.stages.Traced,
+    jax.stages.Lowered,
+    jax.stages.Compiled,
+    Traced,
+    Lowered,
+    Compiled,
+)  # of jit, theirs and ours
 XLA, GSHARD = "xla", "gshard"  # partitioners
 _GZIP = b"\x1f\x8b"  # a file that begins so is compressed
 
 
 def is_compiled(f: Any) -> bool:
     """Whether this is a compiled program, or becomes one without arguments."""
-    return isinstance(f, jax.stages.Compiled | jax.stages.Lowered | jax.export.Exported | str | Path)
+    return isinstance(f, CompiledLike)
 
 
 def is_from_jax_jit(f: Any) -> bool:
-    """Whether this is a function that ``jax.jit`` returned."""
-    return callable(getattr(f, "lower", None)) and callable(getattr(f, "trace", None)) and hasattr(f, "eval_shape")
+    """Whether this is a function that ``jax.jit``, ``flax.nnx.jit`` or ``equinox.filter_jit`` returned."""
+    return callable(f) and callable(getattr(f, "lower", None)) and hasattr(f, "__wrapped__")
 
 
-def explain_compiled(f: Any, mesh: MeshLike = None, machine: str | Machine | None = None) -> CompiledExplanation:
+def stage_inside(f: Any) -> Any:
+    """The stage of ``jax.jit`` or ``gshard.jit`` that a stage of a framework's holds; others themselves."""
+    if isinstance(f, (*STAGES, str, Path)):
+        return f
+    inside = (getattr(f, name, None) for name in ("compiled", "lowered", "traced"))
+    return next((stage for stage in inside if isinstance(stage, STAGES)), f)
+
+
+def explain_compiled(
+    f: Any, mesh: MeshLike = None, machine: str | Machine | None = None, names: Mapping[str, str] | None = None
+) -> CompiledExplanation:
     """Explains a program that is compiled, or is compiled here.
 
     Args:
         f: what ``is_compiled`` accepts.
         mesh: the devices and the names of their axes, for a text or an exported function, which do not tell.
         machine: what times are modelled on; None takes the devices that it was compiled for.
+        names: other names of arguments, by those in the program.
 
     Raises:
         ArgumentError: a text is no compiled program, or cannot be read.
@@ -60,19 +81,21 @@ def explain_compiled(f: Any, mesh: MeshLike = None, machine: str | Machine | Non
         return _told_on(read_program(_text_of(f), None if mesh is None else Mesh.of(mesh)), None, machine)
     if isinstance(f, jax.export.Exported):
         f = _of_exported(f, mesh)
+    f = f.lower() if isinstance(f, jax.stages.Traced) else f
     compiled = f.compile() if isinstance(f, jax.stages.Lowered) else f
-    return _read(compiled, None if mesh is None else Mesh.of(mesh), machine, compiled.out_tree)
+    return _read(compiled, None if mesh is None else Mesh.of(mesh), machine, compiled.out_tree, names)
 
 
-def explain_compiled_by_gshard(compiled: Compiled) -> CompiledExplanation:
+def explain_compiled_by_gshard(compiled: Compiled, machine: str | Machine | None = None) -> CompiledExplanation:
     """Explains what XLA compiled of a function from ``gshard.jit``: the arguments have the names of the function's.
 
     Args:
         compiled: what ``gshard.jit(f).lower(...).compile()`` returned.
+        machine: as for ``explain_compiled``.
     """
     lowered = compiled.lowered
     names = {f"arrays[{i}]": name for i, name in enumerate(lowered.program.names)}
-    return _read(lowered.executable.compiled, lowered.mesh, None, compiled.out_tree, names)
+    return _read(lowered.executable.compiled, lowered.mesh, machine, compiled.out_tree, names)
 
 
 def _read(
@@ -104,14 +127,17 @@ def _read(
     return _told_on(program, on, machine)
 
 
-def lowered_by_jax(f: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> jax.stages.Lowered:
+def lowered_by_jax(f: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Lowers a function from ``jax.jit``; abstract meshes of arguments become meshes of the first devices.
+
+    Returns:
+        a ``jax.stages.Lowered``; in a block of ``instead_of_jit`` gshard's.
 
     Raises:
         MeshError: there are fewer devices.
     """
     args, kwargs = on_first_devices((tuple(args), dict(kwargs)))
-    return f.lower(*args, **kwargs)
+    return stage_inside(f.lower(*args, **kwargs))
 
 
 def on_first_devices(tree: Any) -> Any:
@@ -120,7 +146,10 @@ def on_first_devices(tree: Any) -> Any:
     Raises:
         MeshError: there are fewer devices.
     """
-    return jax.tree.map(_on_devices, tree)
+    leaves, structure = jax.tree.flatten(tree)
+    moved = [_on_devices(leaf) for leaf in leaves]
+    is_same = all(new is old for new, old in zip(moved, leaves, strict=True))
+    return tree if is_same else jax.tree.unflatten(structure, moved)  # modules of frameworks stay the same objects
 
 
 def partitions_of(lowered: jax.stages.Lowered) -> int:

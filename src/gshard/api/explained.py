@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal, overload
 
 import jax
@@ -17,16 +16,22 @@ from gshard.api.call_errors import clear_call_errors
 from gshard.api.compiled_programs import (
     GSHARD,
     XLA,
+    CompiledLike,
     explain_compiled,
+    explain_compiled_by_gshard,
     is_compiled,
     is_from_jax_jit,
     lowered_by_jax,
     on_first_devices,
     partitions_of,
+    stage_inside,
 )
+from gshard.api.framework_jit import is_from_framework, lowered_instead_of_jit, names_of_arrays
 from gshard.api.jit import jit
 from gshard.api.jitted import Jitted
+from gshard.api.lowered import Compiled, Lowered
 from gshard.api.specs import told
+from gshard.api.traced import Traced
 from gshard.api.wrapped import mesh_that_is_meant
 from gshard.core.errors import ArgumentError, MeshError
 from gshard.core.jax_adapter import mesh_of_context, user_line
@@ -43,13 +48,19 @@ from gshard.tracing.by_jax import name_of
 from gshard.xla_programs.compiled_explanation import CompiledExplanation
 from gshard.xla_programs.tried_shardings import Specs, with_specs
 
-CompiledLike = jax.stages.Compiled | jax.stages.Lowered | jax.export.Exported | str | Path
+Planned = Traced | Lowered | Compiled  # the stages of a function from gshard.jit
 
 
 @overload  # a compiled program can be called, too, so that it is of the last kind as well: the first one counts
 def explain(  # type: ignore[overload-overlap]
     f: CompiledLike, *, mesh: MeshLike = None, machine: str | Machine | None = None
 ) -> CompiledExplanation: ...
+@overload
+def explain(
+    f: Planned, *, partitioner: Literal["xla"], machine: str | Machine | None = None
+) -> CompiledExplanation: ...
+@overload
+def explain(f: Planned, *, partitioner: Literal["gshard"] | None = None) -> Explanation: ...
 @overload
 def explain(f: Callable[..., Any], *args: Any, partitioner: Literal["xla"], **kwargs: Any) -> CompiledExplanation: ...
 @overload
@@ -90,9 +101,9 @@ def explain(
     """Tells how a function is partitioned: by gshard, without compiling it; or by XLA, as it compiled it.
 
     Args:
-        f: a marked function, or one that ``gshard.jit`` or ``jax.jit`` returned. Or a compiled program:
-            ``jax.jit(f).lower(...)``, the same after ``.compile()``, a ``jax.export.Exported``, the text of a compiled
-            program, or the path of a file with it.
+        f: a marked function, or one that ``gshard.jit`` or ``jax.jit`` returned, or what ``.trace(...)``,
+            ``.lower(...)`` and ``.lower(...).compile()`` of one of these returned. Or another compiled program: a
+            ``jax.export.Exported``, the text of a compiled program, or the path of a file with it.
         args, kwargs: its arguments: arrays or ``jax.ShapeDtypeStruct``, and values for static ones.
         mesh: as for ``jit``, or an abstract mesh of any size (``gshard.Mesh.abstract(data=64, expert=32)``). None takes
             the mesh that ``gshard.jit`` was given, that of the shardings that ``jax.jit`` was given, the one that
@@ -102,9 +113,9 @@ def explain(
         memory_limit, plan: as for ``jit``. None takes those of a function from ``gshard.jit``.
         static_argnums, static_argnames, donate_argnums, donate_argnames, finite: as for ``jit``; a function from
             ``gshard.jit`` has its own.
-        partitioner: ``"gshard"`` or ``"xla"``, which explains what XLA compiles. None takes XLA for a compiled program,
-            and for a function from ``jax.jit`` whose arguments are placed on several devices, unless ``mesh``,
-            ``memory_limit``, ``plan`` or ``finite`` is given; and gshard otherwise.
+        partitioner: ``"gshard"`` or ``"xla"``, which explains what XLA compiles. None takes XLA for a program that
+            ``jax.jit`` traced, lowered or compiled, and for a function from ``jax.jit`` whose arguments are placed on
+            several devices, unless ``mesh``, ``memory_limit``, ``plan`` or ``finite`` is given; and gshard otherwise.
 
     Returns:
         the explanation, an ``Explanation`` by gshard and a ``CompiledExplanation`` by XLA; print it, or write it as a
@@ -126,6 +137,15 @@ def explain(
         "donate_argnums": donate_argnums, "donate_argnames": donate_argnames,
     }  # fmt: skip
     ours = {"memory_limit": memory_limit, "plan": plan, "finite": finite or None, **own}
+    if partitioner not in (None, XLA, GSHARD):
+        raise ArgumentError(
+            f"there is no partitioner {partitioner!r}.",
+            user_line(),
+            hint='Give "gshard", or "xla" for the partitioner of jax.jit (Shardy).',
+        )
+    f = stage_inside(f)
+    if isinstance(f, Planned):
+        return _of_stage(f, args, kwargs, {"mesh": mesh, **ours}, machine, partitioner)
     compiled = _as_compiled(f, args, kwargs, mesh, machine, partitioner, ours)
     if compiled is not None:
         return compiled
@@ -136,6 +156,10 @@ def explain(
             hint="Give the function first: gshard.explain(f, x, mesh=8).",
         )
     limit = None if memory_limit is None else bytes_of(memory_limit)
+    if is_from_framework(f):
+        refused = {name: value for name, value in ours.items() if name != "memory_limit"}
+        options = {"machine": machine, "memory_limit": memory_limit}
+        return _of_lowered(lowered_instead_of_jit(f, args, kwargs, mesh, options, refused, explain))
     if isinstance(f, Jitted):
         refuse_options("explain", f, finite, **own)
         jitted = f if mesh is None else f.on(mesh)
@@ -150,6 +174,42 @@ def explain(
                 raise _on_one_device(f)
             jitted = jitted if meant is None else jitted.on(meant)
         lowered = jitted.lower(*args, **kwargs)
+    return _of_lowered(lowered)
+
+
+def _of_stage(
+    f: Planned,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    options: Mapping[str, Any],
+    machine: str | Machine | None,
+    partitioner: str | None,
+) -> Explanation | CompiledExplanation:
+    """The explanation of a function from ``gshard.jit`` that is traced, lowered or compiled.
+
+    Args:
+        f, args, kwargs, machine, partitioner: as for ``explain``.
+        options: the others; None where they are not given.
+    """
+    own = {**options, "machine": machine if partitioner != XLA else None}
+    given = [f"{name}=" for name in (*(n for n, value in own.items() if value is not None), *kwargs)]
+    given += map(told, args)
+    if given:
+        raise ArgumentError(
+            "a function that gshard.jit lowered has its arguments, its mesh and its options.",
+            user_line(),
+            got=", ".join(given),
+            hint="Give the function itself, with its arguments. "
+            "Times on another machine: gshard.explain(lowered).verdict(machine).",
+        )
+    lowered = f.lower() if isinstance(f, Traced) else f.lowered if isinstance(f, Compiled) else f
+    if partitioner == XLA:
+        return explain_compiled_by_gshard(f if isinstance(f, Compiled) else lowered.compile(), machine)
+    return _of_lowered(lowered)
+
+
+def _of_lowered(lowered: Lowered) -> Explanation:
+    """The explanation of a function that is planned for its arguments."""
     target = lowered.target
     made = target.recorded is None and target.search is False
     return explain_program(
@@ -167,19 +227,13 @@ def _as_compiled(
     machine: str | Machine | None,
     partitioner: str | None,
     ours: Mapping[str, Any],
-) -> CompiledExplanation | None:
+) -> CompiledExplanation | Explanation | None:
     """The explanation of what XLA compiles; None if gshard is to partition.
 
     Args:
         f, args, kwargs, mesh, machine, partitioner: as for ``explain``.
         ours: options of gshard's partitioner; None where they are not given.
     """
-    if partitioner not in (None, XLA, GSHARD):
-        raise ArgumentError(
-            f"there is no partitioner {partitioner!r}.",
-            user_line(),
-            hint='Give "gshard", or "xla" for the partitioner of jax.jit (Shardy).',
-        )
     given = [name for name, value in ours.items() if value is not None]
     if is_compiled(f):
         if given or args or kwargs or partitioner == GSHARD:
@@ -196,8 +250,8 @@ def _as_compiled(
             raise ArgumentError(
                 f'partitioner="xla" explains a function from jax.jit, not {told(f)}.',
                 user_line(),
-                hint="Give jax.jit(f) and arguments with shardings; what gshard.jit compiled is "
-                "gshard.explain(jitted.lower(...).compile().as_text()).",
+                hint="Give jax.jit(f) and arguments with shardings; what XLA compiles of a function from gshard.jit is "
+                'gshard.explain(jitted.lower(...), partitioner="xla").',
             )
         return None
     if partitioner is None and (given or mesh is not None):
@@ -211,9 +265,11 @@ def _as_compiled(
         )
     with clear_call_errors(explain, f, args, kwargs):
         lowered = lowered_by_jax(f, args, kwargs)
+    if isinstance(lowered, Lowered):  # in a block of instead_of_jit
+        return _of_stage(lowered, (), {}, {}, machine, partitioner)
     if partitioner is None and partitions_of(lowered) == 1:
         return None
-    return with_function(explain_compiled(lowered, None, machine), f, args, kwargs)
+    return explain_lowered(lowered, f, args, kwargs, machine)
 
 
 def _on_one_device(f: Any) -> MeshError:
@@ -226,15 +282,23 @@ def _on_one_device(f: Any) -> MeshError:
     )
 
 
-def with_function(
-    found: CompiledExplanation, f: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+def explain_lowered(
+    lowered: jax.stages.Lowered,
+    f: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    machine: str | Machine | None = None,
 ) -> CompiledExplanation:
-    """The explanation with its function, to compile that with other shardings.
+    """Explains what XLA compiles of a function; the explanation can compile it with other shardings.
 
     Args:
-        found: what XLA compiled; returned unchanged if XLA was not given all arguments.
-        f, args, kwargs: the function from ``jax.jit`` and its arguments.
+        lowered: the function for its arguments.
+        f, args, kwargs: the function from ``jax.jit``, or of a framework, and its arguments.
+        machine: as for ``explain``.
     """
+    found = explain_compiled(lowered, None, machine, names_of_arrays(f, args, kwargs))
+    if is_from_framework(f):
+        return found  # it passes arrays to XLA in an order of its own
     leaves, tree = jax.tree.flatten(on_first_devices((args, dict(kwargs))))
     if len(leaves) != len(found.program.arguments) or not all(hasattr(leaf, "sharding") for leaf in leaves):
         return found

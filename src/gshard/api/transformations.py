@@ -212,8 +212,8 @@ def _typed(x: Any, aval: Any, arguments: Sequence[Any]) -> Any:
 
 @weakly_cached
 def _lowered(jaxpr: Any, target: Target, shardings: tuple[Any, ...]) -> Lowered:
-    devices = (target.mesh.devices or ()) if target.takes_arguments_as_marks else ()
-    marks = [mark_of_sharding(s, len(a.shape), devices) for s, a in zip(shardings, jaxpr.in_avals, strict=True)]
+    given = shardings if target.takes_arguments_as_marks else [None] * len(shardings)
+    marks = [mark_of_sharding(s, len(a.shape), target.mesh) for s, a in zip(given, jaxpr.in_avals, strict=True)]
     program = _program(jaxpr, target, marks)
     return Lowered(program, target, jax.tree.structure([0] * len(marks)), tuple(jaxpr.in_avals), frozenset())
 

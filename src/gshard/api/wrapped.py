@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 
 from gshard.api.signature import Parameters
 from gshard.core.errors import ArgumentError
@@ -95,12 +95,17 @@ def _both(ours: Iterable[Any], theirs: Iterable[Any]) -> tuple[Any, ...]:
 
 def mesh_of_shardings(shardings: Iterable[Any]) -> jax.sharding.Mesh | None:
     """The mesh of the first ``NamedSharding`` over devices that exist; None if there is none."""
-    meshes = (s.mesh for s in shardings if isinstance(s, NamedSharding))
-    return next((mesh for mesh in meshes if isinstance(mesh, jax.sharding.Mesh)), None)
+    return next((mesh for mesh in _meshes(shardings) if isinstance(mesh, jax.sharding.Mesh)), None)
 
 
-def mesh_that_is_meant(args: Any, kwargs: Any, traced: Callable[[], Any]) -> jax.sharding.Mesh | None:
+def _meshes(shardings: Iterable[Any]) -> Iterator[jax.sharding.Mesh | AbstractMesh]:
+    return (s.mesh for s in shardings if isinstance(s, NamedSharding) and not s.mesh.empty)
+
+
+def mesh_that_is_meant(args: Any, kwargs: Any, traced: Callable[[], Any]) -> jax.sharding.Mesh | AbstractMesh | None:
     """The mesh on which an argument is placed, or else that of a sharding inside a function; None if a mesh is set.
+
+    A mesh of devices counts before an abstract one.
 
     Args:
         args, kwargs: the arguments.
@@ -108,8 +113,11 @@ def mesh_that_is_meant(args: Any, kwargs: Any, traced: Callable[[], Any]) -> jax
     """
     if mesh_of_context() is not None:
         return None
-    placed = mesh_of_shardings(getattr(x, "sharding", None) for x in jax.tree.leaves((args, kwargs)))
-    return placed or mesh_of_shardings(_shardings_inside(traced()))
+    placed = [getattr(x, "sharding", None) for x in jax.tree.leaves((args, kwargs))]
+    if (mesh := mesh_of_shardings(placed)) is not None:
+        return mesh
+    inside = list(_shardings_inside(traced()))
+    return mesh_of_shardings(inside) or next(_meshes([*placed, *inside]), None)
 
 
 def _shardings_inside(jaxpr: Any) -> Iterator[Any]:

@@ -10,7 +10,6 @@ import contextlib
 import inspect
 import operator
 import os
-import re
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -36,6 +35,7 @@ from jax._src.random import prng as _prng
 from jax.extend import core as _extend_core
 from jax.extend import source_info_util as _public_source_info
 
+from gshard.core.library_files import is_of_library
 from gshard.core.memory_kinds import shape_of_type
 from gshard.core.planning_tables import tabulated
 
@@ -45,15 +45,11 @@ for _folder in sorted(entry.name for entry in os.scandir(_PACKAGE) if entry.is_d
     _public_source_info.register_exclusion(os.path.join(_PACKAGE, _folder))
 
 
-# A layer of a framework's is one line of it for all layers of a model; the line that calls it tells them apart.
-_FRAMEWORKS = re.compile(r"[/\\](site|dist)-packages[/\\](chex|einops|equinox|flax|haiku|jaxtyping|optax|penzai)[/\\]")
-
-
 @tabulated(64)
 def _user_frame(traceback: Any) -> Any:
     """The innermost frame that is not JAX's, ours or, if there is another one, a framework's."""
     frames = list(_source_info_util.user_frames(traceback))
-    return next((f for f in frames if not _FRAMEWORKS.search(f.file_name)), frames[0] if frames else None)
+    return next((f for f in frames if not is_of_library(f.file_name)), frames[0] if frames else None)
 
 
 def user_line(source_info: Any = None) -> str:

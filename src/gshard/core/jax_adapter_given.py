@@ -13,6 +13,7 @@ from jax._src import layout as _layout
 from jax._src import sharding_impls as _sharding_impls
 from jax._src.interpreters import pxla as _pxla
 from jax._src.lib import _jax
+from jax.extend.core import Var
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -109,3 +110,25 @@ def axes_of_exported(exported: Any) -> dict[str, int] | None:
     shardings = getattr(exported, "_in_named_shardings", None) or ()
     mesh = next((s.mesh for s in shardings if s is not None and s.mesh.axis_names), None)
     return None if mesh is None else dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+
+
+def arguments_of_calls(traced: Any) -> list[dict[str, int]]:
+    """Of each jitted function that a traced function calls, its arguments by name.
+
+    Args:
+        traced: a closed jaxpr.
+
+    Returns:
+        for each call the names that arguments have in its program, each with the number of the argument of ``traced``
+        that is passed. Names of several arguments, and arguments that are computed, are left out.
+    """
+    numbers = {v: i for i, v in enumerate(traced.jaxpr.invars)}
+    calls = []
+    for e in traced.jaxpr.eqns:
+        if e.primitive.name not in ("jit", "pjit"):
+            continue
+        names = e.params["jaxpr"].jaxpr.debug_info.arg_names or ()
+        passed = [numbers.get(v) if isinstance(v, Var) else None for v in e.invars]
+        pairs = list(zip(names, passed, strict=False)) if len(names) == len(passed) else []
+        calls.append({name: i for name, i in pairs if i is not None and list(names).count(name) == 1})
+    return calls

@@ -15,6 +15,7 @@ from gshard.api.compiled_programs import (
     lowered_by_jax,
     on_first_devices,
 )
+from gshard.api.framework_jit import names_of_arrays
 from gshard.api.jitted import Jitted
 from gshard.api.lowered import Compiled, Lowered
 from gshard.api.specs import told
@@ -74,7 +75,7 @@ def compiled_subject(
     if is_compiled(f):
         return explain_compiled(f, mesh)
     if is_function:
-        return explain_compiled(_lowered(f, args, kwargs))
+        return explain_compiled(_lowered(f, args, kwargs), names=names_of_arrays(f, tuple(args), kwargs))
     raise _not_jitted(f)
 
 

@@ -12,6 +12,8 @@ import math
 import re
 from collections.abc import Callable, Mapping
 
+from gshard.core.library_files import is_of_library
+
 _COMMENT = re.compile(r"/\*[^*]*\*/")
 _NAME = re.compile(r"%([\w.\-]+)")
 _HEADER = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s*\(.*\{\s*$")
@@ -153,12 +155,28 @@ def _closing(text: str, start: int) -> int:
 
 
 def _read_places(text: str) -> dict[int, str]:
-    """JAX writes frames innermost last, its own left out; the innermost one is the line to name."""
+    """The line to name for each stack frame: the innermost one outside of libraries, else the innermost one.
+
+    JAX leaves its own frames out. A frame names a line and its parent, the frame of the caller. XLA prints the number
+    of the parent plus one, and 1 where there is none.
+    """
     files = {int(i): path for i, path in re.findall(r'^(\d+) "([^"\n]*)"$', _section(text, "FileNames"), re.M)}
     places = re.findall(r"^(\d+) \{file_name_id=(\d+).*?\bline=(\d+)", _section(text, "FileLocations"), re.M)
-    lines = {int(i): f"{files.get(int(f), '')}:{line}" for i, f, line in places}
-    frames = re.findall(r"^(\d+) \{file_location_id=(\d+)", _section(text, "StackFrames"), re.M)
-    return {int(i): lines.get(int(place), "") for i, place in frames}
+    lines = {int(i): (files.get(int(f), ""), line) for i, f, line in places}
+    row = r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?"
+    rows = [tuple(int(n or 1) for n in found) for found in re.findall(row, _section(text, "StackFrames"), re.M)]
+    own = {i: lines.get(place, ("", "")) for i, place, _ in rows}
+    no_parent = min((parent for *_, parent in rows), default=1)
+    parents = {i: parent - no_parent for i, _, parent in rows}
+    found: dict[int, str] = {}
+    for number in own:
+        at, seen = number, set[int]()
+        while at in own and at not in seen and is_of_library(own[at][0]):
+            seen.add(at)
+            at = parents[at]
+        path, line = own[at if at in own and at not in seen else number]
+        found[number] = f"{path}:{line}" if line else ""
+    return found
 
 
 def _section(text: str, title: str) -> str:

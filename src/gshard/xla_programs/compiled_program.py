@@ -147,7 +147,7 @@ def read_program(
         names: other names of arguments, by those in the text.
 
     Raises:
-        ArgumentError: the text is no compiled program.
+        ArgumentError: the text is no compiled program, or one from before the end of XLA's passes.
         MeshError: the mesh has another number of devices than the program.
     """
     if not text.lstrip().startswith("HloModule"):
@@ -158,6 +158,8 @@ def read_program(
             "ends in after_optimizations.txt.",
         )
     module = read_module(text[text.index("HloModule") :])
+    if "ENTRY" in text:
+        _refuse_unfinished(module)
     if not module.entry:
         raise ArgumentError("this compiled program has no entry.", hint="The text may be cut off: give all of it.")
     mesh = mesh or _mesh_in(text) or Mesh.abstract(devices=module.devices)
@@ -172,6 +174,17 @@ def read_program(
         name.removeprefix("jit_"), module, mesh, (), tuple(results), platform or _platform_of(text), memory
     )
     return dataclasses.replace(program, arguments=_arguments(program, whole, cuts, names or {}))
+
+
+def _refuse_unfinished(module: Module) -> None:
+    """Refuses the text of an earlier stage, whose collectives, kernels and memory are not those that run."""
+    if "is_scheduled=true" not in module.header:
+        raise ArgumentError(
+            "this is no compiled program: XLA had not finished partitioning and optimising it.",
+            got=f"{module.header[:60]}..., without is_scheduled=true",
+            hint="Of the files that --xla_dump_to writes for a module, give the one whose name ends in "
+            "after_optimizations.txt, or give what jax.jit(f).lower(...).compile().as_text() returns.",
+        )
 
 
 def _mesh_in(text: str) -> Mesh | None:
