@@ -262,7 +262,7 @@ STATE = {
     "gshard/core/jax_adapter_jit.py": {"_HOOKS"},  # how many blocks are entered
     "gshard/simulator/simulated_runs.py": {"_COMPILED"},
     "gshard/device/hardware.py": {"_WARNED"},  # told once
-    "gshard/core/garbage.py": {"_lock", "_inside", "_usual"},  # a setting of the process
+    "gshard/core/garbage.py": {"_lock", "_active_contexts", "_previous_threshold"},  # a setting of the process
     "gshard/core/planning_tables.py": {"_current"},  # of one thread
     "gshard/core/deadline.py": {"_current"},  # of one thread, while a search runs
 }

@@ -51,7 +51,7 @@ def shardings_of(lowered: Any) -> list[Any]:
 
 def said(lowered: Any) -> list[str]:
     """What the marks that a layout made say."""
-    return [e.mark.said for e in lowered.program.block.walk() if e.mark is not None and e.mark.said]
+    return [e.mark.source_text for e in lowered.program.block.walk() if e.mark is not None and e.mark.source_text]
 
 
 def close(found: Any, expected: Any, tolerance: float = 1e-5) -> None:

@@ -90,7 +90,7 @@ def lowered_at_partitioning(
 def _marks(arrays: Sequence[Any]) -> tuple[Mark | None, ...]:
     """The marks that XLA's shardings of some arrays are; none for parts that are not equal."""
     return tuple(
-        None if x.sharding is None else dataclasses.replace(mark_of_any_sharding(x.sharding, x.shape), said="")
+        None if x.sharding is None else dataclasses.replace(mark_of_any_sharding(x.sharding, x.shape), source_text="")
         for x in arrays
     )
 

@@ -21,8 +21,9 @@ from jax.sharding import PartitionSpec
 from gshard.api.operands import tell_unknown
 from gshard.api.target import Target
 from gshard.core.errors import TraceError
-from gshard.core.jax_adapter import as_traced_here, closed, no_mesh_set, shapes_of, user_line
+from gshard.core.jax_adapter import closed, no_mesh_set, shapes_of, user_line
 from gshard.core.jax_adapter_manual import PMAP_AXIS, with_mapping
+from gshard.core.jax_adapter_retracing import as_traced_here
 from gshard.core.mesh import Mesh
 from gshard.core.sharding import Sharding
 from gshard.core.spmd import SpmdProgram

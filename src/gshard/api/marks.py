@@ -130,7 +130,7 @@ def _split_over_axes(x: Any, axes: Mapping[Any, Any], over: Any) -> Any:
             hint = "Name each dimension once; a tuple of axes splits one over several."
             raise ShardingError("a dimension is split twice.", user_line(), f"{describe(array)}; {call}", hint)
         entries = tuple(spec.get(d) for d in range(ndim))
-        marks.append(Mark("spec", spec=entries, leaf=leaf, said=call) if found else None)
+        marks.append(Mark("spec", spec=entries, leaf=leaf, source_text=call) if found else None)
     return _marked(x, leaves, marks)
 
 

@@ -3,9 +3,9 @@
     gshard.jit(lambda x: jax.lax.with_sharding_constraint(x, P("data")) * 2, mesh=8)
 
 JAX resolves a bare ``PartitionSpec`` (in ``with_sharding_constraint``, ``jax.device_put``, the shardings of a nested
-``jax.jit``) against the mesh that is set, as it does ``jax.shard_map`` without ``mesh=``. If none is set, it raises.
-Then the function is traced again while the mesh of ``gshard.jit`` is set. Functions that need no mesh are traced
-without one: JAX refuses a ``shard_map`` over other axes than those of a mesh that is set.
+``jax.jit``) against the mesh that is set. It resolves ``jax.shard_map`` without ``mesh=`` in the same way. If no mesh
+is set, JAX raises. gshard then sets the mesh of ``gshard.jit`` and traces the function again. gshard traces functions
+that need no mesh without one, because JAX refuses a ``shard_map`` over axes that the set mesh does not have.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def with_mesh_for_specs(trace: Callable[[], Any], mesh: Mesh | None) -> Any:
     """Traces a function, and traces it again with a mesh set if JAX refuses a ``PartitionSpec`` because none is set.
 
     Args:
-        trace: it is called once or twice.
-        mesh: the mesh to set; None sets none.
+        trace: traces the function; called once or twice.
+        mesh: the mesh to set for the second call. With None there is no second call.
 
     Raises:
-        Exception: what ``trace`` raises.
+        Exception: any exception of ``trace``.
     """
     try:
         return trace()

@@ -1,8 +1,8 @@
-"""Deadline: the time limit of a computation, which long computations check.
+"""Sets and checks the time limit of a long computation.
 
 A search with a time budget plans a program many times, and one planning can take longer than the budget. Planning and
-solving therefore call ``check_deadline`` between their steps. It does nothing outside of ``until``, and raises
-``OutOfTime`` inside, once the time is over. Whoever called ``until`` goes on without the result.
+solving therefore call ``check_deadline`` between their steps. Outside of ``until`` it does nothing. Inside, it raises
+``OutOfTime`` after the deadline. The caller of ``until`` catches the exception and continues without the result.
 
     >>> with until(time.monotonic() + 60):
     ...     check_deadline()
@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 
 
 class OutOfTime(Exception):
-    """The computation was cut at its deadline. It never leaves ``gshard.search``."""
+    """The deadline has passed. ``gshard.search`` catches this exception; users never see it."""
 
 
 _current: contextvars.ContextVar[tuple[float, Callable[[], None]] | None] = contextvars.ContextVar(
@@ -34,14 +34,14 @@ def _nothing() -> None:
 
 
 @contextlib.contextmanager
-def until(end: float, each: Callable[[], None] = _nothing) -> Iterator[None]:
-    """Sets the deadline of everything inside; it replaces one that is set outside.
+def until(end: float, at_each_check: Callable[[], None] = _nothing) -> Iterator[None]:
+    """Sets the deadline of a ``with`` block. It replaces the deadline of an enclosing block.
 
     Args:
-        end: a time of ``time.monotonic``; ``inf`` for none.
-        each: called at every check, for progress.
+        end: a time of ``time.monotonic`` in seconds; ``inf`` for no deadline.
+        at_each_check: called at every check, for example to report progress.
     """
-    token = _current.set((end, each))
+    token = _current.set((end, at_each_check))
     try:
         yield
     finally:
@@ -49,10 +49,10 @@ def until(end: float, each: Callable[[], None] = _nothing) -> Iterator[None]:
 
 
 def check_deadline() -> None:
-    """Raises ``OutOfTime`` if the deadline is over. Call it only where all data structures are consistent."""
-    found = _current.get()
-    if found is not None:
-        end, each = found
-        each()
+    """Raises ``OutOfTime`` after the deadline. Call it only where all data structures are consistent."""
+    deadline = _current.get()
+    if deadline is not None:
+        end, at_each_check = deadline
+        at_each_check()
         if time.monotonic() > end:
             raise OutOfTime

@@ -1,9 +1,9 @@
-"""Device order: the device at each position of the mesh.
+"""Converts marks that name devices to shardings and device orders.
 
-A mark may name devices: an array of device ids, or a mesh of JAX's with its devices in an order of its own. What it
-says is a *table*: for each part of the array the devices that hold it. Where the table is regular on the program's mesh
-it is a cut over some atoms. Otherwise it is a cut over the atoms of the same devices in another order, and from one
-order to another every part takes one CollectivePermute.
+A mark may name devices: as an array of device ids, or as a JAX mesh whose devices have another order. gshard reads such
+a mark as a *table*, which lists the devices that hold each part of the array. If the table is regular on the program's
+mesh, it equals a split over some atoms. Otherwise it equals a split over atoms with the devices in another order. One
+CollectivePermute moves all parts from one order to another.
 
     >>> mesh = Mesh.abstract(devices=4)
     >>> cut(table_of_ids(np.array([[0, 2], [1, 3]]), mesh), mesh)       # columns are neighbours
@@ -30,12 +30,19 @@ Order = tuple[int, ...]  # the device at each position; () as the mesh came
 
 
 def table_of_ids(ids: np.ndarray, mesh: Mesh) -> np.ndarray:
-    """For each part the devices that an array of device ids gives it: ``[*parts, copies]``.
+    """The devices of each part, for a mark that is an array of device ids.
 
-    Fewer ids than devices mean that each part is held by several consecutive devices.
+    If there are fewer ids than devices, several consecutive devices hold each part.
+
+    Args:
+        ids: device ids, one for each part of the array.
+        mesh: the program's mesh.
+
+    Returns:
+        device numbers of shape ``[*parts, copies]``.
 
     Raises:
-        ShardingError: an id is missing, or there are no such devices.
+        ShardingError: an id is missing, or the mesh has no such device.
     """
     count = ids.size
     if not count:
@@ -61,39 +68,53 @@ def table_of_ids(ids: np.ndarray, mesh: Mesh) -> np.ndarray:
 
 
 def table_of_axes(dims: Sequence[Sequence[str]], axes: Sequence[tuple[str, int]], devices: Sequence[int]) -> np.ndarray:
-    """The same for dimensions cut over named axes of a grid of devices, given in its row-major order."""
+    """The devices of each part, for dimensions that are split over named axes of a grid of devices.
+
+    Args:
+        dims: the axes that split each dimension.
+        axes: names and sizes of the axes of the grid.
+        devices: the devices of the grid in row-major order.
+
+    Returns:
+        device numbers of shape ``[*parts, copies]``.
+    """
     names = [name for name, _ in axes]
     sizes = [size for _, size in axes]
-    used = [names.index(name) for dim in dims for name in dim]
-    rest = [i for i in range(len(names)) if i not in used]
-    grid = np.asarray(devices).reshape(sizes).transpose([*used, *rest])
+    split_axes = [names.index(name) for dim in dims for name in dim]
+    other_axes = [i for i in range(len(names)) if i not in split_axes]
+    grid = np.asarray(devices).reshape(sizes).transpose([*split_axes, *other_axes])
     parts = [math.prod(sizes[names.index(name)] for name in dim) for dim in dims]
     return grid.reshape([*parts, -1])
 
 
 def cut(table: np.ndarray, mesh: Mesh) -> tuple[Atoms, ...] | None:
-    """The atoms over which to cut each dimension so that devices get what the table gives them, if there are any."""
-    at = _positions(mesh)[table]
-    first = at.min(axis=-1)
+    """The atoms that split each dimension such that each device holds the parts that the table gives it.
+
+    None if no split over atoms does this.
+    """
+    positions = _positions(mesh)[table]
+    first = positions.min(axis=-1)
     dims: list[Atoms] = []
     for d in range(first.ndim):
-        atoms = _atoms_along(first[tuple(slice(None) if i == d else 0 for i in range(first.ndim))], mesh)
+        along_d = tuple(slice(None) if i == d else 0 for i in range(first.ndim))
+        atoms = _atoms_along(first[along_d], mesh)
         if atoms is None or any(set(atoms) & set(dim) for dim in dims):
             return None
         dims.append(atoms)
-    return tuple(dims) if np.array_equal(np.sort(at), positions_of_parts(tuple(dims), mesh)) else None
+    return tuple(dims) if np.array_equal(np.sort(positions), positions_of_parts(tuple(dims), mesh)) else None
 
 
 def order_for(table: np.ndarray, mesh: Mesh) -> tuple[tuple[Atoms, ...], Order]:
-    """A cut, and the order of the devices in which it gives every device the part that the table gives it."""
-    left, dims = list(mesh.atoms), []
+    """A split over atoms, and the device order in which this split gives each device its parts of the table."""
+    free_atoms = list(mesh.atoms)
+    dims: list[Atoms] = []
     for parts in table.shape[:-1]:
         atoms: list[str] = []
-        for atom in list(left):
+        for atom in list(free_atoms):
             if parts % mesh.atom_sizes[atom] == 0:
                 parts //= mesh.atom_sizes[atom]
                 atoms.append(atom)
-                left.remove(atom)
+                free_atoms.remove(atom)
         dims.append(tuple(atoms))
     order = np.empty(mesh.size, np.int64)
     order[positions_of_parts(tuple(dims), mesh)] = np.sort(table)
@@ -107,39 +128,48 @@ def _positions(mesh: Mesh) -> np.ndarray:
 
 @tabulated(1024)
 def positions_of_parts(dims: tuple[Atoms, ...], mesh: Mesh) -> Any:
-    """For each part the positions that hold it, in rising order: ``[*parts, copies]``."""
+    """The positions that hold each part, in rising order: an array of shape ``[*parts, copies]``."""
     return np.sort(table_of_axes(dims, tuple(mesh.atom_sizes.items()), range(mesh.size)))
 
 
 def _atoms_along(positions: np.ndarray, mesh: Mesh) -> Atoms | None:
-    """The atoms, major to minor, along which these positions are."""
-    strides, stride = {}, 1
+    """The atoms, major to minor, whose positions are exactly these positions; None if there are none."""
+    atom_of_stride: dict[int, str] = {}
+    stride = 1
     for atom in reversed(mesh.atoms):
-        strides[stride] = atom
+        atom_of_stride[stride] = atom
         stride *= mesh.atom_sizes[atom]
     atoms: list[str] = []
-    followed = positions[:1]  # the positions that the atoms found so far run through, minor ones fastest
-    while len(followed) < len(positions):
-        step = int(positions[len(followed)] - positions[0])
-        found = strides.get(step)
-        if found is None or found in atoms:
+    reached = positions[:1]  # the positions along the atoms so far, minor atoms fastest
+    while len(reached) < len(positions):
+        step = int(positions[len(reached)] - positions[0])
+        next_atom = atom_of_stride.get(step)
+        if next_atom is None or next_atom in atoms:
             return None
-        atoms.insert(0, found)
-        followed = np.concatenate([followed + k * step for k in range(mesh.atom_sizes[found])])
-    return tuple(atoms) if np.array_equal(followed, positions) else None
+        atoms.insert(0, next_atom)
+        reached = np.concatenate([reached + k * step for k in range(mesh.atom_sizes[next_atom])])
+    return tuple(atoms) if np.array_equal(reached, positions) else None
 
 
 def permutation(dims: tuple[Atoms, ...], order: Order, mesh: Mesh) -> list[tuple[int, int]]:
-    """Who sends its part to whom, as positions of the mesh, so that a cut of another order becomes the mesh's own.
+    """The sender and receiver pairs that move an array from another device order to the order of the mesh.
 
-    Devices that already hold what they need keep it.
+    Devices that already hold the part that they need keep it.
+
+    Args:
+        dims: the atoms that split each dimension.
+        order: the device order in which the array is split.
+        mesh: the mesh in whose order the array shall be split.
+
+    Returns:
+        pairs of positions in the mesh, sorted.
     """
-    there = _positions(mesh)[np.asarray(order or range(mesh.size))]  # where the device of each position stands here
+    new_positions = _positions(mesh)[np.asarray(order or range(mesh.size))]  # of the devices of ``order``
     parts = positions_of_parts(dims, mesh)
     pairs: list[tuple[int, int]] = []
-    for wanted in parts.reshape(-1, parts.shape[-1]):
-        holders = set(map(int, there[wanted]))
-        stay = holders & set(map(int, wanted))
-        pairs += [(d, d) for d in stay]
-        pairs += itertools.zip_longest(sorted(holders - stay), (int(d) for d in wanted if d not in stay))
+    for receivers in parts.reshape(-1, parts.shape[-1]):
+        holders = set(map(int, new_positions[receivers]))
+        keepers = holders & set(map(int, receivers))
+        pairs += [(position, position) for position in keepers]
+        pairs += itertools.zip_longest(sorted(holders - keepers), (int(p) for p in receivers if p not in keepers))
     return sorted(pairs)

@@ -1,4 +1,4 @@
-"""Dropped: a feature of an equation that gshard does not keep."""
+"""Defines the record of a feature of an equation that gshard does not keep."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from collections.abc import Hashable
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Dropped:
-    """One thing that is not kept.
+    """One feature that gshard does not keep.
 
     Attributes:
         what: the parameter and its primitive, such as ``out_layouts of jit``.
-        value: what it is, as text.
+        value: the value of the parameter, as text.
         line: the user's source line of the equation.
-        why: what gshard does instead.
-        option: the name and the value of an option of an inner ``gshard.jit``. It is kept if the outer one has the
-            same.
+        why: a sentence that states what gshard does instead.
+        option: the name and the value of an option of an inner ``gshard.jit``. gshard keeps the option if the outer
+            ``gshard.jit`` has the same value.
 
     >>> print(Dropped("name of composite", "'my.op'", "train.py:41 (loss)", "It is compiled as its decomposition."))
     train.py:41 (loss): name of composite is 'my.op'. It is compiled as its decomposition.

@@ -1,7 +1,6 @@
-"""Errors: one family, one layout.
+"""Defines the errors that gshard raises. All messages have one layout.
 
-Every message a user can see says, in this order: what is wrong, where in their file, what was
-given, and a hint.
+Every message contains, in this order: the problem, the user's source line, the given values, and a hint.
 
     ShardingError: dimension 0 of f32[12,512] is split over axis 'expert' twice.
       at train.py:41 (loss)
@@ -17,13 +16,13 @@ from typing import Any, Self
 
 
 class GShardError(Exception):
-    """Base of every error that gshard raises on purpose.
+    """Base class of all errors that gshard raises.
 
     Args:
         what: one sentence that names the problem.
-        where: the user's file and line, or None when there is none.
-        got: what was given (shapes, mesh, values).
-        hint: what to do instead.
+        where: the user's file and line, or None if there is none.
+        got: the given values (shapes, mesh, arguments).
+        hint: a sentence that tells the user what to do instead.
     """
 
     def __init__(self, what: str, where: str | None = None, got: str | None = None, hint: str | None = None):
@@ -41,19 +40,23 @@ class GShardError(Exception):
     def like(
         cls, error: Exception, what: str, where: str | None = None, got: str | None = None, hint: str | None = None
     ) -> Self:
-        """The same error, which is also of another error's type: ``except TypeError`` catches it.
+        """An error that is also an instance of another error's type, so that ``except TypeError`` catches it.
+
+        Args:
+            error: the error whose type the new error has, too.
+            what, where, got, hint: as in the constructor.
 
         >>> isinstance(TraceError.like(ValueError("no"), "it cannot be."), ValueError)
         True
         """
-        kind: Any = _also_of_type(cls, type(error))  # type: ignore[arg-type]
-        made: Self = kind.__new__(kind)
-        GShardError.__init__(made, what, where, got, hint)
-        return made
+        combined_type: Any = _also_of_type(cls, type(error))  # type: ignore[arg-type]
+        combined: Self = combined_type.__new__(combined_type)
+        GShardError.__init__(combined, what, where, got, hint)
+        return combined
 
 
 class MeshError(GShardError):
-    """The mesh itself makes no sense (no devices, an axis named twice, ...)."""
+    """The mesh is invalid (no devices, two axes of one name, ...)."""
 
 
 class ShardingError(GShardError):
@@ -65,7 +68,7 @@ class TraceError(GShardError):
 
 
 class PlanError(GShardError):
-    """A plan breaks a promise that the user asked for (``strict=True``)."""
+    """A plan violates a condition that the user has set (``strict=True``)."""
 
 
 class RuleError(GShardError):
@@ -73,22 +76,24 @@ class RuleError(GShardError):
 
 
 class ArgumentError(GShardError, TypeError):
-    """An argument of a call, or what names arguments, is not what it must be."""
+    """An argument of a call, or a specification that names arguments, is invalid."""
 
 
-def _also_of_type(ours: Any, theirs: Any) -> Any:
-    """A class of errors that is both; prints as ours does."""
-    if issubclass(ours, theirs):
-        return ours
-    return type(ours.__name__, (ours, theirs), {"__module__": ours.__module__, "__doc__": ours.__doc__})
+def _also_of_type(gshard_type: Any, other_type: Any) -> Any:
+    """A class that derives from both error types and has the name of the first."""
+    if issubclass(gshard_type, other_type):
+        return gshard_type
+    attributes = {"__module__": gshard_type.__module__, "__doc__": gshard_type.__doc__}
+    return type(gshard_type.__name__, (gshard_type, other_type), attributes)
 
 
 def known_names(name: str, known: Iterable[str], what: str = "The mesh has") -> str:
-    """The hint for a name that is not known: the one that was meant, if it can be told, and all that there are.
+    """The hint for an unknown name: the most similar known name, if there is one, and all known names.
 
     >>> known_names("dat", ("data", "model"))
     "Did you mean 'data'? The mesh has 'data', 'model'."
     """
     names = list(known)
-    meant = difflib.get_close_matches(name, names, n=1) if len(names) > 1 else []
-    return f"{f'Did you mean {meant[0]!r}? ' if meant else ''}{what} {', '.join(map(repr, names))}."
+    similar = difflib.get_close_matches(name, names, n=1) if len(names) > 1 else []
+    question = f"Did you mean {similar[0]!r}? " if similar else ""
+    return f"{question}{what} {', '.join(map(repr, names))}."

@@ -1,4 +1,4 @@
-"""Fired: the record of one rewrite of a program."""
+"""Defines the record of a rewrite that has changed a program."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections import Counter
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fired:
-    """One rewrite that fired.
+    """One rewrite that has changed a program.
 
     Attributes:
-        rewrite: its name, that of a module in ``gshard.rewrite``.
-        line: the user's line of the first equation that it replaced.
-        before, after: the names of the equations that it replaced, and of those in their place.
+        rewrite: the name of the rewrite, which is the name of a module in ``gshard.rewrite``.
+        line: the user's source line of the first replaced equation.
+        before, after: the primitive names of the replaced equations, and of the equations in their place.
 
     >>> print(Fired("sink_pad", "train.py:12 (loss)", ("pad",), ("pad", "pad", "add", "select_n")))
     sink_pad at train.py:12 (loss): pad -> 2 pad, add, select_n
@@ -25,8 +25,8 @@ class Fired:
     after: tuple[str, ...]
 
     def __str__(self) -> str:
-        at = f" at {self.line}" if self.line else ""
-        return f"{self.rewrite}{at}: {_counted(self.before)} -> {_counted(self.after)}"
+        location = f" at {self.line}" if self.line else ""
+        return f"{self.rewrite}{location}: {_counted(self.before)} -> {_counted(self.after)}"
 
 
 def _counted(names: tuple[str, ...]) -> str:

@@ -1,7 +1,8 @@
 """Runs Python's cycle collector less often while a program is traced, planned and partitioned.
 
-These stages make some hundred thousand small objects; nearly all of them stay. Python would look for cycles after
-every 700 of them, and now and then through everything there is, JAX's objects included: a third of the time went there.
+These stages create some hundred thousand small objects, and nearly all of them stay alive. By default Python looks for
+cycles after every 700 objects, and from time to time among all objects, including those of JAX. That took a third of
+the time of these stages.
 """
 
 from __future__ import annotations
@@ -11,35 +12,35 @@ import gc
 import threading
 from collections.abc import Iterator
 
-# Objects made between two looks; a look at so many takes some milliseconds.
-_SELDOM = 50_000
+# Number of new objects between two collections; a collection of so many takes some milliseconds.
+_THRESHOLD = 50_000
 
 _lock = threading.Lock()
-_inside = 0
-_usual = 0
+_active_contexts = 0
+_previous_threshold = 0
 
 
 @contextlib.contextmanager
 def collected_seldom() -> Iterator[None]:
-    """Raises the threshold of the youngest generation, and restores it when the last of all threads leaves.
+    """Raises the threshold of the youngest generation, and restores it when the last thread leaves the context.
 
-    Also a decorator. A higher threshold, and a collector that is switched off, stay as they are.
+    This context manager is also a decorator. It does not change a higher threshold or a disabled collector.
 
     >>> with collected_seldom(), collected_seldom():
     ...     gc.get_threshold()[0] >= 50_000
     True
     """
-    global _inside, _usual
+    global _active_contexts, _previous_threshold
     with _lock:
-        _inside += 1
-        if _inside == 1:
-            _usual = gc.get_threshold()[0]
-            if 0 < _usual < _SELDOM:
-                gc.set_threshold(_SELDOM)
+        _active_contexts += 1
+        if _active_contexts == 1:
+            _previous_threshold = gc.get_threshold()[0]
+            if 0 < _previous_threshold < _THRESHOLD:
+                gc.set_threshold(_THRESHOLD)
     try:
         yield
     finally:
         with _lock:
-            _inside -= 1
-            if _inside == 0 and gc.get_threshold()[0] == _SELDOM:
-                gc.set_threshold(_usual)
+            _active_contexts -= 1
+            if _active_contexts == 0 and gc.get_threshold()[0] == _THRESHOLD:
+                gc.set_threshold(_previous_threshold)

@@ -1,14 +1,14 @@
-"""The one module that touches JAX names outside its public interface.
+"""Adapts gshard to private names of JAX: source lines, meshes, jaxprs, types and primitives.
 
-Everything here hides a difference between the JAX versions we support (0.10.2 and newer) or reads
-something JAX offers no public door to (the user's source line).
+Only this module and the modules ``jax_adapter_*`` use private names of JAX. They hide the differences between the
+supported versions (0.10.2 and newer), and read information that JAX does not make public, such as the user's source
+line.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-import operator
 import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +39,7 @@ from gshard.core.library_files import is_of_library
 from gshard.core.memory_kinds import shape_of_type
 from gshard.core.planning_tables import tabulated
 
-# Frames of the partitioner are not the user's; the model library's are, since it is written as users write.
+# Source lines skip frames of the partitioner. Frames of ``gshard.moe`` count as the user's: it uses public names only.
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 for _folder in sorted(entry.name for entry in os.scandir(_PACKAGE) if entry.is_dir() and entry.name != "moe"):
     _public_source_info.register_exclusion(os.path.join(_PACKAGE, _folder))
@@ -47,16 +47,16 @@ for _folder in sorted(entry.name for entry in os.scandir(_PACKAGE) if entry.is_d
 
 @tabulated(64)
 def _user_frame(traceback: Any) -> Any:
-    """The innermost frame that is not JAX's, ours or, if there is another one, a framework's."""
+    """The innermost frame outside of JAX, gshard and the frameworks; a framework's frame if there is no other one."""
     frames = list(_source_info_util.user_frames(traceback))
     return next((f for f in frames if not is_of_library(f.file_name)), frames[0] if frames else None)
 
 
 def user_line(source_info: Any = None) -> str:
-    """The user's ``file:line (function)`` of an equation, or of the call under way.
+    """The user's ``file:line (function)`` of an equation, or of the current call.
 
     Args:
-        source_info: an equation's ``source_info``; None means the current call stack.
+        source_info: the ``source_info`` of an equation; None means the current call stack.
 
     Returns:
         text such as ``train.py:41 (loss)``, or an empty string if JAX kept no line.
@@ -69,21 +69,26 @@ def user_line(source_info: Any = None) -> str:
 
 
 def user_place(source_info: Any) -> tuple[str, int] | None:
-    """The user's file and line of an equation, None if JAX kept none."""
+    """The user's file and line of an equation; None if JAX kept no line."""
     frame = None if source_info is None else _user_frame(source_info.traceback)
     return None if frame is None else (frame.file_name, frame.start_line)
 
 
 def in_scopes_of(source_info: Any, call: Any) -> Any:
-    """Where an equation of a call's body stands: in the named scopes of the call, and in its own."""
-    outer = call.name_stack.stack
-    if not outer or source_info.name_stack.stack[: len(outer)] == outer:
+    """The source information of an equation in the body of a call, with the named scopes of the call in front.
+
+    Args:
+        source_info: the source information of the equation in the body.
+        call: the source information of the call.
+    """
+    call_scopes = call.name_stack.stack
+    if not call_scopes or source_info.name_stack.stack[: len(call_scopes)] == call_scopes:
         return source_info
     return source_info.replace(name_stack=call.name_stack + source_info.name_stack)
 
 
 def is_transposed(source_info: Any) -> bool:
-    """Whether an equation is of the backward half of a gradient: what the user wrote no line for."""
+    """Whether an equation belongs to the backward half of a gradient, for which the user wrote no line."""
     return "transpose(" in str(getattr(source_info, "name_stack", ""))
 
 
@@ -93,8 +98,8 @@ _OF_JAX = {"rematted_computation"}  # scopes that JAX itself opens
 def scopes_of(source_info: Any) -> tuple[str, ...]:
     """The named scopes of an equation, outermost first: modules of Flax Linen and Haiku, and ``jax.named_scope``.
 
-    Transformations that stand between them, such as ``transpose(jvp(...))``, are left out. One scope may name several
-    modules: ``decoder/layers``, or Haiku's ``mlp/~/linear_0``.
+    The result omits transformations between the scopes, such as ``transpose(jvp(...))``. One scope may name several
+    modules: ``decoder/layers``, or ``mlp/~/linear_0`` in Haiku.
     """
     stack = getattr(getattr(source_info, "name_stack", None), "stack", ())
     scopes = (str(part.name) for part in stack if isinstance(part, _source_info_util.Scope))
@@ -102,11 +107,11 @@ def scopes_of(source_info: Any) -> tuple[str, ...]:
 
 
 class as_if_at:
-    """What is traced inside gets the source line and the named scopes of another equation.
+    """A context manager: equations traced inside get the source line and the named scopes of another equation.
 
     Args:
-        source_info: the equation's.
-        alone: whether it gets no other scopes, such as those of an outer ``as_if_at``.
+        source_info: the source information of the other equation.
+        alone: whether to drop all other scopes, such as those of an outer ``as_if_at``.
     """
 
     __slots__ = ("_alone", "_context", "_source_info")
@@ -122,25 +127,26 @@ class as_if_at:
         self._context.__enter__()
 
     def __exit__(self, *error: object) -> None:
-        self._context.__exit__(None, None, None)  # told of an error, it would rewrite where the error comes from
+        self._context.__exit__(None, None, None)  # with the error, JAX would replace the error's traceback
 
 
 def mesh_of_context() -> jax.sharding.Mesh | jax.sharding.AbstractMesh | None:
     """The mesh that ``jax.set_mesh``, ``with mesh`` or ``use_abstract_mesh`` has set; None if none is.
 
-    The public ``get_mesh`` refuses to answer while a function is traced, and does not know ``with mesh``.
+    The public ``get_mesh`` raises while a function is traced, and ignores ``with mesh``.
     """
     environment = getattr(getattr(_mesh, "thread_resources", None), "env", None)
-    found = (_mesh.get_concrete_mesh(), getattr(environment, "physical_mesh", None), jax.sharding.get_abstract_mesh())
-    return next((m for m in found if m is not None and not m.empty), None)
+    of_with_statement = getattr(environment, "physical_mesh", None)
+    candidates = (_mesh.get_concrete_mesh(), of_with_statement, jax.sharding.get_abstract_mesh())
+    return next((mesh for mesh in candidates if mesh is not None and not mesh.empty), None)
 
 
 @contextlib.contextmanager
 def no_mesh_set() -> Iterator[None]:
-    """No mesh is set inside, whatever mesh the user has set. Also a decorator.
+    """Unsets the mesh that the user has set, inside a ``with`` block or a decorated function.
 
-    What gshard traces for itself is about arrays of no mesh, or about those of one device. JAX gives everything that is
-    made while a mesh is set a type over that mesh, also constants, and refuses to mix such types with others.
+    gshard traces its own functions for arrays without a mesh, or on one device. While a mesh is set, JAX gives every
+    new array, including constants, a type over this mesh, and refuses to mix such types with other types.
     """
     concrete = _sharding_impls._internal_use_concrete_mesh(_mesh.empty_concrete_mesh)
     with concrete, jax.sharding.use_abstract_mesh(_mesh.empty_abstract_mesh):
@@ -148,130 +154,48 @@ def no_mesh_set() -> Iterator[None]:
 
 
 def is_mapped(x: Any) -> bool:
-    """Whether ``jax.vmap`` is known to hide a dimension of this array."""
+    """Whether an array is a tracer of ``jax.vmap``, which hides a dimension."""
     while hasattr(x, "primal"):  # a derivative taken inside
         x = x.primal
     return isinstance(x, _batching.BatchTracer)
 
 
 def line_of_exception(error: BaseException) -> str | None:
-    """The user's innermost ``file:line (function)`` in an exception's traceback: neither JAX's nor ours."""
-    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    jaxs = os.path.dirname(os.path.abspath(jax.__file__))
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((ours, jaxs))]
-    return f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno} ({frames[-1].name})" if frames else None
+    """The innermost ``file:line (function)`` of an exception's traceback outside of JAX and gshard, if there is one."""
+    gshard_folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    jax_folder = os.path.dirname(os.path.abspath(jax.__file__))
+    frames = traceback.extract_tb(error.__traceback__)
+    user_frames = [frame for frame in frames if not frame.filename.startswith((gshard_folder, jax_folder))]
+    if not user_frames:
+        return None
+    innermost = user_frames[-1]
+    return f"{os.path.basename(innermost.filename)}:{innermost.lineno} ({innermost.name})"
 
 
 def closed(jaxpr: Any) -> tuple[Any, tuple[Any, ...]]:
-    """A (closed) jaxpr as (jaxpr, constants): newer JAX has one class where 0.10 has two."""
+    """The jaxpr and the constants of a (closed) jaxpr. Newer JAX has one class where 0.10 has two."""
     consts = tuple(getattr(jaxpr, "consts", ()))
     return getattr(jaxpr, "jaxpr", jaxpr), consts
 
 
 def shapes_of(avals: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-    """What to trace a function on that is to see such arrays, on no devices in particular."""
+    """Shapes and dtypes to trace a function with, without shardings."""
     return list(map(shape_of_type, avals))
 
 
-def as_traced_here(jaxpr: Any) -> Any:
-    """The same (closed) jaxpr, its equations and literals under the mesh of now, not that of when it was traced.
-
-    A jaxpr, and each jaxpr in it, that is closed already is returned unchanged.
-    """
-    return AsTracedHere(jax.sharding.get_abstract_mesh()).jaxpr(jaxpr)
-
-
-class AsTracedHere:
-    """Puts jaxprs under a mesh; what they share stays shared."""
-
-    def __init__(self, mesh: Any):
-        self._mesh, self._bodies, self._contexts = mesh, dict[Any, Any](), dict[Any, Any]()
-
-    def jaxpr(self, jaxpr: Any) -> Any:
-        body, _ = closed(jaxpr)
-        if body not in self._bodies:
-            eqns = list(map(self._equation, body.eqns))
-            same = all(map(operator.is_, eqns, body.eqns))
-            self._bodies[body] = body if same else body.replace(eqns=eqns)
-        made = self._bodies[body]
-        return jaxpr if made is body else made if body is jaxpr else jaxpr.replace(jaxpr=made)
-
-    def _equation(self, e: Any) -> Any:
-        inputs, context = list(map(self._read, e.invars)), self._context(e.ctx)
-        params = {k: self.parameter(v) for k, v in e.params.items()}
-        same = context is e.ctx and all(map(operator.is_, inputs, e.invars))
-        same = same and all(params[k] is v for k, v in e.params.items())
-        return e if same else e.replace(invars=inputs, ctx=context, params=params)
-
-    def _context(self, context: Any) -> Any:
-        if context.cur_abstract_mesh == self._mesh:
-            return context
-        if context not in self._contexts:
-            # Through no mesh: from one mesh to another JAX refuses to go if their sizes differ.
-            with context.manager, no_mesh_set(), jax.sharding.use_abstract_mesh(self._mesh):
-                self._contexts[context] = type(context)()
-        return self._contexts[context]
-
-    def parameter(self, value: Any) -> Any:
-        """A parameter, or a part of one, with the jaxprs in it under the mesh."""
-        if isinstance(value, (_extend_core.Jaxpr, _extend_core.ClosedJaxpr)):
-            return self.jaxpr(value)
-        if not isinstance(value, (tuple, list)):
-            return value
-        made = list(map(self.parameter, value))
-        if all(map(operator.is_, made, value)):
-            return value
-        return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
-
-    def _read(self, v: Any) -> Any:
-        if not isinstance(v, _core.Literal) or not isinstance(v.aval, _core.ShapedArray):
-            return v
-        if v.aval.sharding.mesh.empty:
-            return v
-        plain = _core.ShapedArray(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type)
-        return _core.Literal(np.asarray(v.val, v.aval.dtype), plain)
-
-
-_as_written_p = _extend_core.Primitive("as_written")
-_as_written_p.multiple_results = True
-_as_written_p.def_impl(lambda *arrays, jaxpr: _extend_core.jaxpr_as_fun(jaxpr)(*arrays))
-_as_written_p.def_abstract_eval(lambda *avals, jaxpr: [v.aval for v in closed(jaxpr)[0].outvars])
-
-
-def _lower_as_written(ctx: Any, *arrays: Any, jaxpr: Any) -> Any:
-    return _mlir.core_call_lowering(ctx, *arrays, name="as_written", call_jaxpr=jaxpr)
-
-
-_mlir.register_lowering(_as_written_p, _lower_as_written)
-
-
-def as_outside(f: Callable[..., Sequence[Any]], arrays: Sequence[Any]) -> list[Any]:
-    """Runs a function on arrays inside ``shard_map`` as it is traced outside, where types know nothing of a mesh.
-
-    For primitives that compare types with those that they were made for. What cannot be traced outside, or has effects,
-    is traced where it stands.
-    """
-    try:
-        with no_mesh_set():
-            jaxpr = jax.make_jaxpr(f)(*shapes_of([jax.typeof(x) for x in arrays]))
-    except Exception:  # it names an axis of a mesh, say; if it is wrong in itself, this raises the error
-        return list(f(*arrays))
-    return list(f(*arrays)) if jaxpr.effects or jaxpr.consts else _as_written_p.bind(*arrays, jaxpr=jaxpr)
-
-
-# How many operands a collective sends, where that is not all of them: the offsets and sizes of a ragged one stay.
+# The number of operands that a collective sends, if not all. ragged_all_to_all does not send its offsets and sizes.
 SENT_OPERANDS = {"ragged_all_to_all": 1}
 
 
 def as_weak(x: Any, weak: bool) -> Any:
-    """An array whose dtype is, or is not, only a habit of Python's: a weak type gives way to that of others."""
+    """The array with a weak type, or with a type that is not weak. A weak type gives way to the types of others."""
     if _core.typeof(x).weak_type == weak or _dtypes.issubdtype(x.dtype, _dtypes.extended):
         return x
     return _convert_element_type(x, x.dtype, weak_type=weak)
 
 
 def of_no_mesh(x: Any) -> Any:
-    """An array that a program holds, its type one of no mesh: JAX refuses others inside of ``shard_map``."""
+    """A constant of a program with a type without a mesh. JAX refuses types with a mesh inside of ``shard_map``."""
     mesh = getattr(getattr(_core.typeof(x), "sharding", None), "mesh", None)
     if mesh is None or not mesh.explicit_axes:
         return x
@@ -281,7 +205,7 @@ def of_no_mesh(x: Any) -> Any:
 
 
 def traced_together(a: Any, b: Any) -> bool:
-    """Whether two arrays belong to the same trace, so that what needs one may read the other."""
+    """Whether two arrays belong to the same trace, so that one equation may read both."""
     return getattr(a, "_trace", None) is getattr(b, "_trace", None)
 
 
@@ -291,7 +215,7 @@ def jaxpr_without_dead_code(jaxpr: Any) -> Any:
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
-    """How many of a scan's operands are constants and how many are carried."""
+    """The numbers of constant and of carried operands of a scan."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()
@@ -299,7 +223,7 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
 
 
 def expand_random_bits(keys_aval: Any, bit_width: int, shape: tuple[int, ...]) -> Any:
-    """The jaxpr (from keys to bits) of JAX's own way to make random bits out of simpler primitives."""
+    """The jaxpr, from keys to bits, of JAX's expansion of ``random_bits`` into simpler primitives."""
 
     def bits(keys: Any) -> Any:
         impl = keys_aval.dtype._impl
@@ -310,7 +234,7 @@ def expand_random_bits(keys_aval: Any, bit_width: int, shape: tuple[int, ...]) -
 
 
 def expand_high_primitive(params: dict[str, Any], in_avals: Sequence[Any]) -> Any:
-    """The jaxpr of an operation that newer JAX keeps as one equation (its own class says what it means)."""
+    """The jaxpr of an operation that newer JAX keeps as one equation, from the ``expand`` method of its class."""
     primitive = params["_prim"]
 
     def flat(*arguments: Any) -> Any:
@@ -320,29 +244,32 @@ def expand_high_primitive(params: dict[str, Any], in_avals: Sequence[Any]) -> An
 
 
 def function_of(primitive: Any) -> Callable[..., Sequence[Any]] | None:
-    """The function of arrays that JAX lowers a primitive by, or runs it by where there is no lowering; always a list.
+    """The Python function through which JAX lowers a primitive, or runs it if the primitive has no lowering.
 
-    None for a primitive with a lowering of its own, on every platform or on the one that programs are made for here.
+    The function returns a list of results. None if the primitive has a lowering that is not a Python function of
+    arrays, for all platforms or for the default backend.
     """
-    here = _xla_bridge.expand_platform_alias(jax.default_backend())
-    if any(primitive in _mlir._platform_specific_lowerings[platform] for platform in here):
+    platforms = _xla_bridge.expand_platform_alias(jax.default_backend())
+    if any(primitive in _mlir._platform_specific_lowerings[platform] for platform in platforms):
         return None
-    entry, several = _mlir._lowerings.get(primitive), primitive.multiple_results
-    if entry is None:
+    lowering = _mlir._lowerings.get(primitive)
+    multiple_results = primitive.multiple_results
+    if lowering is None:
         function = primitive.impl
-    elif getattr(entry.rule, "__qualname__", "") == "lower_fun.<locals>.f_lowered":
-        made_of = inspect.getclosurevars(entry.rule).nonlocals
-        function, several = made_of["fun"], made_of["multiple_results"]
+    elif getattr(lowering.rule, "__qualname__", "") == "lower_fun.<locals>.f_lowered":
+        captured = inspect.getclosurevars(lowering.rule).nonlocals
+        function = captured["fun"]
+        multiple_results = captured["multiple_results"]
     else:
         return None
-    return function if several else lambda *arrays, **params: [function(*arrays, **params)]
+    return function if multiple_results else lambda *arrays, **params: [function(*arrays, **params)]
 
 
 def retyped(x: Any, aval: Any) -> Any:
-    """An array as one whose type is as weak as that of ``aval``.
+    """The array with the weak type of ``aval``.
 
     Raises:
-        TypeError: its shape or dtype is another.
+        TypeError: the shape or the dtype of ``aval`` is different.
     """
     x = jax.numpy.asarray(x)
     if (x.shape, x.dtype) != (aval.shape, aval.dtype):
@@ -351,12 +278,14 @@ def retyped(x: Any, aval: Any) -> Any:
 
 
 def sub_jaxprs(params: dict[str, Any]) -> tuple[Any, ...]:
-    """The jaxprs among an equation's parameters, and those in tuples and lists there (the branches of a cond)."""
-    values = [x for v in params.values() for x in (v if isinstance(v, (tuple, list)) else (v,))]
+    """The jaxprs among an equation's parameters, also in tuples and lists (the branches of a cond)."""
+    values: list[Any] = []
+    for value in params.values():
+        values.extend(value if isinstance(value, (tuple, list)) else (value,))
     return tuple(v for v in values if isinstance(v, (_extend_core.Jaxpr, _extend_core.ClosedJaxpr)))
 
 
-# Primitives that do nothing but run a body once on their operands. Which parameter holds it differs between versions.
+# Primitives that only run a body once on their operands. The parameter that holds the body differs between versions.
 _CALLS = frozenset(
     """jit pjit call core_call closed_call remat remat2 checkpoint composite eval_jaxpr custom_jvp_call custom_vjp_call
     custom_vmap_call linear_call gshard_call compute_on
@@ -365,10 +294,10 @@ _CALLS = frozenset(
 
 
 def body_of_call(name: str, params: dict[str, Any]) -> Any | None:
-    """The body of an equation that does nothing but run it once on its operands, else None.
+    """The body of an equation that only runs this body once on its operands; None for other equations.
 
-    These are jit, closed calls, remat, composites and functions with their own derivatives or vmap: outside of a
-    transformation each of them means its body.
+    Such equations are jit, closed calls, remat, composites and functions with custom derivatives or a custom vmap.
+    Outside of a transformation each of them is equivalent to its body.
     """
     if name not in _CALLS:
         return None
@@ -376,17 +305,17 @@ def body_of_call(name: str, params: dict[str, Any]) -> Any | None:
 
 
 def called_jaxpr(eqn: Any) -> Any | None:
-    """The body of an equation that is a call (``body_of_call``), else None."""
+    """The body of an equation that is a call (``body_of_call``); None for other equations."""
     return body_of_call(eqn.primitive.name, eqn.params)
 
 
 def named_axes(eqn: Any) -> frozenset[Any]:
-    """The mesh axes over which an equation communicates or asks where it is, those of its bodies included."""
+    """The mesh axes over which an equation or its bodies communicate or read their position."""
     return frozenset(e.name for e in eqn.effects if isinstance(e, _core.NamedAxisEffect))
 
 
 def bind(primitive: Any, params: dict[str, Any], operands: Sequence[Any]) -> list[Any]:
-    """Runs one primitive with the parameters that its equation shows; always a list of results."""
+    """Binds a primitive with the parameters of its equation. Returns a list of results."""
     bindable = primitive.get_bind_params(params)
     functions, params = bindable if isinstance(bindable, tuple) else ((), bindable)
     results = primitive.bind(*functions, *operands, **params)

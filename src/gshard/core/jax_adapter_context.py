@@ -1,4 +1,4 @@
-"""The part of the JAX adapter that reads and sets the contexts of equations."""
+"""Adapts gshard to JAX's contexts of equations: reads and sets compute types, metadata and settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gshard.core.context import NO_CONTEXT, Context
 from gshard.core.jax_adapter import no_mesh_set
 from gshard.core.planning_tables import tabulated
 
-# The settings that a context is made of.
+# The settings of JAX that form a context.
 _METADATA, _COMPUTE_ON = _config.xla_metadata_context_manager, _config.compute_on_context_manager
 _MESH = getattr(_mesh, "device_context", None) or _config.device_context  # newer JAX has it in another module
 
@@ -34,19 +34,19 @@ def context_of(eqn: Any) -> Context:
 
 
 def context_of_body(eqn: Any) -> Context:
-    """The context that a call gives its body; that of the call itself if its primitive is about something else."""
+    """The context that a call gives its body; the context of the call itself if its primitive sets none."""
     name, params = eqn.primitive.name, eqn.params
     if name == "compute_on" and all(space == jax.memory.Space.Device for space in params["out_memory_spaces"]):
         return Context(params["compute_type"]).inside(context_of(eqn))
     if name == "xla_metadata_call":
-        own = {k: v for k, v in params.items() if k not in ("jaxpr", "xla_metadata", "ad_metadata")}
-        metadata = params.get("xla_metadata", tuple(sorted(own.items())))
+        parameters_of_metadata = {k: v for k, v in params.items() if k not in ("jaxpr", "xla_metadata", "ad_metadata")}
+        metadata = params.get("xla_metadata", tuple(sorted(parameters_of_metadata.items())))
         return Context(metadata=tuple(metadata)).inside(context_of(eqn))
     return context_of(eqn)
 
 
 class in_context(contextlib.ContextDecorator):
-    """What is traced inside has this context, and nothing of one that is set already. Also a decorator."""
+    """A context manager and decorator: equations traced inside have exactly this context."""
 
     def __init__(self, context: Context):
         self._context = context
@@ -58,7 +58,7 @@ class in_context(contextlib.ContextDecorator):
     def __enter__(self) -> None:
         context = self._context
         if not context and _METADATA.value is None and _COMPUTE_ON.value is None:
-            return  # so it is nearly everywhere, and what JAX has traced before is found again
+            return  # the usual case; JAX's caches of traces stay valid
         metadata = _xla_metadata_lib.XlaMetadata(dict(context.metadata)) if context.metadata else None
         self._before = _METADATA.swap_local(metadata), _COMPUTE_ON.swap_local(context.compute_type)
 
@@ -69,9 +69,9 @@ class in_context(contextlib.ContextDecorator):
 
 
 def with_settings_of(eqn: Any) -> contextlib.AbstractContextManager[None]:
-    """What is traced inside has the settings that an equation was traced with, and no context.
+    """A context manager: equations traced inside have the settings of an equation, and no context.
 
-    Random bits of the same key are others where ``jax.threefry_partitionable`` is set otherwise.
+    ``jax.threefry_partitionable`` changes the random bits of a key.
     """
     if eqn.ctx.threefry_partitionable == _config.threefry_partitionable.value:
         return in_context(NO_CONTEXT)
@@ -80,22 +80,22 @@ def with_settings_of(eqn: Any) -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _with_random_bits(partitionable: bool) -> Iterator[None]:
-    before = _config.threefry_partitionable.swap_local(partitionable)
+    previous = _config.threefry_partitionable.swap_local(partitionable)
     try:
         with in_context(NO_CONTEXT):
             yield
     finally:
-        _config.threefry_partitionable.set_local(before)
+        _config.threefry_partitionable.set_local(previous)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Setting:
-    """A part of an equation's context.
+    """One setting in an equation's context.
 
     Attributes:
-        name: JAX's.
-        value: its value there.
-        default: its value where nothing is set.
+        name: the name of the setting in JAX.
+        value: its value in this context.
+        default: its value if nothing is set.
     """
 
     name: str
@@ -105,9 +105,9 @@ class Setting:
 
 @tabulated(256)
 def settings_of(context: Any) -> tuple[Setting, ...]:
-    """The parts of an equation's context (``eqn.ctx``) that are not what they are where nothing is set."""
-    parts = (Setting(name, getattr(context, name, None), default) for name, default in _defaults())
-    return tuple(part for part in parts if part.value is not part.default and part.value != part.default)
+    """The settings of an equation's context (``eqn.ctx``) that differ from their defaults."""
+    settings = (Setting(name, getattr(context, name, None), default) for name, default in _defaults())
+    return tuple(s for s in settings if s.value is not s.default and s.value != s.default)
 
 
 @tabulated(1)
@@ -118,21 +118,21 @@ def _defaults() -> tuple[tuple[str, Any], ...]:
 
 
 def names_of_settings() -> tuple[str, ...]:
-    """The parts that a context of an equation has in this version of JAX."""
+    """The names of the settings in an equation's context, in this version of JAX."""
     return tuple(name for name in _core.JaxprEqnContext.__slots__ if not name.startswith("_"))
 
 
 @contextlib.contextmanager
 def mesh_set(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> Iterator[None]:
-    """Sets a mesh, as ``jax.set_mesh`` does, also while a function is traced and for a mesh without devices."""
-    before = _MESH.swap_local(mesh)
+    """Sets a mesh like ``jax.set_mesh``, but also while a function is traced, and also a mesh without devices."""
+    previous = _MESH.swap_local(mesh)
     try:
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh if isinstance(mesh, jax.sharding.Mesh) else mesh):
             yield
     finally:
-        _MESH.set_local(before)
+        _MESH.set_local(previous)
 
 
 def is_unspecified(value: Any) -> bool:
-    """Whether it stands for a sharding that the user has not given."""
+    """Whether a value is JAX's placeholder for a sharding that the user has not given."""
     return isinstance(value, _sharding_impls.UnspecifiedValue)

@@ -1,8 +1,9 @@
-"""The part of the JAX adapter that a call goes through: JAX's own dispatch in C++, its caches, its trace settings.
+"""Adapts gshard to JAX's dispatch of calls in C++, to its caches and to its trace settings.
 
-A jitted function of JAX's is a C++ object. It knows, for every combination of argument types, shardings, static values
-and settings, an executable, and runs it without any Python; only for a new combination it asks a Python function, which
-returns the results and what is to be run from then on. ``FastFunction`` is that object with our Python function.
+A jitted function of JAX is a C++ object. It holds an executable for each combination of argument types, shardings,
+static values and settings, and runs this executable without Python. For a new combination it calls a Python function,
+which returns the results and the executable for later calls. ``FastFunction`` is this C++ object with a Python function
+of gshard.
 """
 
 from __future__ import annotations
@@ -35,17 +36,17 @@ ArrayImpl = _jax.ArrayImpl
 
 
 def trace_settings() -> Hashable:
-    """JAX's settings that change what tracing makes: x64, matrix precision, random bits, the mesh that is set."""
+    """JAX's settings that change the result of tracing: x64, matrix precision, random bits, the current mesh."""
     return _config.trace_context()  # type: ignore[no-any-return]
 
 
 def is_staging() -> bool:
-    """Whether operations are being recorded for a program now (``jax.jit``, a loop's body) instead of being run."""
+    """Whether JAX currently records operations for a program (``jax.jit``, a loop's body) instead of running them."""
     return isinstance(_core.trace_ctx.trace, _partial_eval.DynamicJaxprTrace)
 
 
 def is_token(x: Any) -> bool:
-    """Whether it is a token (``jax.lax.create_token``), of an array or a traced one."""
+    """Whether a value is a token (``jax.lax.create_token``) or a tracer of a token."""
     return isinstance(x, _core.Token) or (isinstance(x, _core.Tracer) and x.aval is _core.abstract_token)
 
 
@@ -60,18 +61,23 @@ def logs_compilations() -> bool:
 
 
 def nan_found(error: BaseException) -> bool:
-    """Whether an error says that ``jax.debug_nans`` or ``jax.debug_infs`` has found something."""
+    """Whether an error comes from ``jax.debug_nans`` or ``jax.debug_infs``."""
     return isinstance(error, _dispatch.InternalFloatingPointError)
 
 
 def refused_by_dispatch(error: Exception) -> bool:
-    """Whether C++ could not take an argument: a static one without a hash, what is not yet an array, a donated one."""
-    static, array = "Non-hashable static arguments", "Triggering __jax_array__()"
-    return any(x in str(error) for x in (static, array, "has been deleted", "donate the same buffer twice"))
+    """Whether the dispatch in C++ has refused an argument: not hashable, ``__jax_array__``, deleted, donated twice."""
+    refusals = (
+        "Non-hashable static arguments",
+        "Triggering __jax_array__()",
+        "has been deleted",
+        "donate the same buffer twice",
+    )
+    return any(text in str(error) for text in refusals)
 
 
 def address_of(x: Any) -> int:
-    """Where an array's memory on its first device here begins; two arrays may share it."""
+    """The address of an array's memory on its first addressable device. Two arrays may share one address."""
     if (
         type(x) is not ArrayImpl
         or x.is_deleted()
@@ -83,9 +89,9 @@ def address_of(x: Any) -> int:
 
 
 def may_crash_donated(arguments: Any) -> bool:
-    """Whether an array is given twice, or was overwritten by an earlier call: donated, it makes XLA:CPU crash.
+    """Whether an array occurs twice among the arguments or is deleted. Donating such an array crashes XLA on CPU.
 
-    Asked before every call that donates, so it is written to take little time.
+    gshard checks this before every call that donates, so the check must be fast.
     """
     leaves = _tree_util.default_registry.flatten(arguments)[0]
     if len(leaves) == 1:
@@ -96,20 +102,26 @@ def may_crash_donated(arguments: Any) -> bool:
 
 
 def refuse_what_is_no_function(f: Any) -> None:
-    """Raises ``TypeError`` for what ``jax.jit`` refuses too: no callable, a generator function, a staticmethod."""
+    """Raises ``TypeError`` for values that ``jax.jit`` refuses: not callable, a generator function, a staticmethod."""
     _api_util.check_callable(f)
 
 
 def named_arguments(
     f: Callable[..., Any], static: tuple[Any, Any], donated: tuple[Any, Any]
 ) -> tuple[tuple[int, ...], tuple[str, ...], tuple[int, ...], tuple[str, ...]]:
-    """Static and donated arguments by number and by name, each completed from the other as ``jax.jit`` does.
+    """Completes the numbers of static and donated arguments from their names, and the reverse, like ``jax.jit``.
+
+    Args:
+        f: the function.
+        static: numbers and names of static arguments.
+        donated: numbers and names of donated arguments.
 
     Returns:
         static numbers, static names, donated numbers, donated names.
 
     Raises:
-        ValueError, TypeError: as ``jax.jit``: the function has no such argument, or one is both.
+        ValueError, TypeError: like ``jax.jit``: the function has no such argument, or an argument is static and
+            donated.
     """
     donate_numbers, donate_names, static_numbers, static_names = _api_util.resolve_argnums(
         f, _api_util.fun_signature(f), *donated, *static
@@ -118,7 +130,7 @@ def named_arguments(
 
 
 def without_constants(closed: Any) -> tuple[Any, tuple[Any, ...]]:
-    """A closed jaxpr whose constants are its first arguments, and the constants."""
+    """A closed jaxpr with its constants as first arguments, and the constants."""
     body, consts = open_jaxpr(closed)
     if not consts:
         return closed, ()
@@ -127,20 +139,20 @@ def without_constants(closed: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def mapped_by(primitive: Any, rule: Callable[..., Any]) -> None:
-    """Says how a primitive is mapped: ``rule(mapped axis, operands, dimensions, **parameters)``."""
+    """Registers the vmap rule of a primitive: ``rule(mapped axis, operands, dimensions, **parameters)``."""
     _batching.fancy_primitive_batchers[primitive] = rule
 
 
 def mapped(jaxpr: Any, axis: Any, dims: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
-    """A closed jaxpr mapped over an axis as a mapping rule gets it, and the dimensions of the results."""
+    """A closed jaxpr mapped over the axis that a vmap rule receives, and the mapped dimensions of the results."""
     return _batching.batch_jaxpr2(jaxpr, axis, tuple(dims))  # type: ignore[no-any-return]
 
 
 def expanded_by(primitive: Any, rebind: Callable[..., list[Any]]) -> None:
-    """How a primitive that holds a function is bound once JAX has expanded the operators that it keeps until then.
+    """Registers how JAX expands the high-level operators in the jaxpr of a primitive.
 
-    Newer JAX keeps some operators (``SearchSorted``) whole until transformations are done. It expands a primitive that
-    holds one of them by ``rebind(operands, expanded jaxpr, parameters)``.
+    Newer JAX keeps some operators (``SearchSorted``) whole until all transformations are done. Then it binds a
+    primitive that holds such an operator through ``rebind(operands, expanded jaxpr, parameters)``.
     """
 
     def expand(*operands: Any, jaxpr: Any, **parameters: Any) -> list[Any]:
@@ -153,91 +165,101 @@ _CHECKS_HAVE_A_CONTEXT = hasattr(_checkify, "CheckifyContext")  # newer JAX
 
 
 def checked_by(primitive: Any, rebind: Callable[..., list[Any]]) -> None:
-    """How ``checkify`` treats a primitive that holds a function: ``rebind(operands, checked jaxpr, parameters)``."""
+    """Registers how ``checkify`` binds a primitive with a jaxpr: ``rebind(operands, checked jaxpr, parameters)``."""
 
-    def check(*given: Any, jaxpr: Any, **parameters: Any) -> tuple[Any, Any]:
-        context = given[: int(_CHECKS_HAVE_A_CONTEXT)]
-        error, enabled, *operands = given[len(context) :]
+    def check(*arguments: Any, jaxpr: Any, **parameters: Any) -> tuple[Any, Any]:
+        context = arguments[: int(_CHECKS_HAVE_A_CONTEXT)]
+        error, enabled, *operands = arguments[len(context) :]
         errors, tree = jax.tree.flatten(error)
-        every = [*errors, *operands]
-        avals = map(jax.typeof, every)
+        errors_and_operands = [*errors, *operands]
+        avals = map(jax.typeof, errors_and_operands)
         checked, out_tree, _ = _checkify.jaxpr_to_checkify_jaxpr(*context, jaxpr, enabled, tree, *avals)
-        return jax.tree.unflatten(out_tree, rebind(every, checked, parameters))  # type: ignore[no-any-return]
+        results = rebind(errors_and_operands, checked, parameters)
+        return jax.tree.unflatten(out_tree, results)  # type: ignore[no-any-return]
 
     _checkify.error_checks[primitive] = check
 
 
 def emptied_by_jax(cache: Any) -> None:
-    """``jax.clear_caches`` calls ``cache.cache_clear()``, while it lives."""
+    """Registers a cache whose ``cache_clear()`` ``jax.clear_caches`` calls, as long as the cache lives."""
     _util.register_cache(cache, "gshard")
 
 
 class Cache:
-    """What was made for a key, at most so much of it; ``jax.clear_caches`` empties it."""
+    """A thread-safe cache that keeps the most recently used entries; ``jax.clear_caches`` empties it.
+
+    Args:
+        size: the largest number of entries.
+    """
 
     def __init__(self, size: int):
-        self._size, self._lock, self._made = size, threading.RLock(), OrderedDict[Hashable, Any]()
+        self._size = size
+        self._lock = threading.RLock()
+        self._entries = OrderedDict[Hashable, Any]()
         emptied_by_jax(self)
 
     def get(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """What is known for the key, or is made now; two threads make it once."""
+        """The value of a key. A missing value is computed by ``make``, once for all threads."""
         with self._lock:
-            if key in self._made:
-                self._made.move_to_end(key)
-                return self._made[key]
-            made = make()
-            self._made[key] = made
-            while len(self._made) > self._size:
-                self._made.popitem(last=False)
-            return made
+            if key in self._entries:
+                self._entries.move_to_end(key)
+                return self._entries[key]
+            value = make()
+            self._entries[key] = value
+            while len(self._entries) > self._size:
+                self._entries.popitem(last=False)
+            return value
 
     def forget(self, key: Hashable) -> None:
-        """Drops one entry."""
+        """Removes one entry."""
         with self._lock:
-            self._made.pop(key, None)
+            self._entries.pop(key, None)
 
     def values(self) -> Sequence[Any]:
-        """Everything that is known, latest first."""
+        """All values, most recently used first."""
         with self._lock:
-            return tuple(reversed(self._made.values()))
+            return tuple(reversed(self._entries.values()))
 
     def cache_clear(self) -> None:
-        """Drops everything."""
+        """Removes all entries."""
         with self._lock:
-            self._made.clear()
+            self._entries.clear()
 
 
 def weakly_cached(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Keeps results while the first argument lives, for each of JAX's settings; ``jax.clear_caches`` drops them."""
+    """Caches results as long as the first argument lives, for each setting of JAX; ``jax.clear_caches`` drops them."""
     return _util.weakref_lru_cache(f, maxsize=1024)  # type: ignore[no-any-return]
 
 
 class SharedCaches:
-    """The caches of functions: what is jitted twice in the same way is traced and compiled once. They die with it."""
+    """The caches of jitted functions. gshard traces and compiles a function once for each set of options.
+
+    The caches of a function live as long as the function.
+    """
 
     def __init__(self, size: int):
         self._size = size
         self._of: weakref.WeakKeyDictionary[Any, dict[Hashable, tuple[Cache, Cache]]] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
 
-    def of(self, f: Any, how: Hashable) -> tuple[Cache, Cache]:
-        """Two caches for a function that is jitted in this way; its own, if nothing else can find them."""
+    def of(self, f: Any, options: Hashable) -> tuple[Cache, Cache]:
+        """The two caches of a function with these options; new ones if the function or an option has no hash."""
         try:
             with self._lock:
-                known = self._of.setdefault(f, {})
-                return known.setdefault(how, (Cache(self._size), Cache(self._size)))
-        except TypeError:  # it, or a sharding that it was given, has no hash or no weak reference
+                caches = self._of.setdefault(f, {})
+                return caches.setdefault(options, (Cache(self._size), Cache(self._size)))
+        except TypeError:  # no hash, or no weak reference
             return Cache(self._size), Cache(self._size)
 
 
 class FastFunction:
-    """A function whose calls JAX's C++ dispatches once they have been seen.
+    """A function whose calls JAX dispatches in C++ after the first call of each kind.
 
     Args:
-        f: runs unchanged under ``jax.disable_jit``.
-        miss: called for what has not been seen, with the arguments; returns results, what to run for such arguments
-            from now on (``fast_path``) or None, and False.
-        static_numbers, static_names: arguments that are no arrays.
+        f: the function that runs under ``jax.disable_jit``.
+        miss: called with the arguments of a new kind of call. It returns the results, the executable for later calls
+            (``fast_path``) or None, and False.
+        static_numbers, static_names: numbers and names of static arguments.
     """
 
     def __init__(
@@ -261,32 +283,32 @@ class FastFunction:
         )
 
     def size(self) -> int:
-        """How many kinds of calls have been seen."""
+        """The number of kinds of calls in the cache."""
         return int(self.call._cache_size())
 
     def clear(self) -> None:
-        """Forgets what has been seen."""
+        """Empties the cache."""
         self._cache.clear()
 
 
 def coordination() -> Any:
-    """The key-value store that processes share since ``jax.distributed.initialize``; None without it."""
+    """The key-value store that processes share after ``jax.distributed.initialize``; None before."""
     return _distributed.global_state.client
 
 
 def own_process() -> int:
-    """The number of this process among those that share devices."""
+    """The index of this process."""
     return int(jax.process_index())
 
 
 def names_devices(jaxpr: Any) -> bool:
-    """Whether a program calls back to Python: then JAX takes shardings over one and the same mesh only."""
+    """Whether a program calls back to Python. JAX then requires that all shardings have the same mesh."""
     return bool(_dispatch.jaxpr_has_prim_requiring_devices(getattr(jaxpr, "jaxpr", jaxpr)))
 
 
 def forget_traces(f: Any) -> None:
-    """Drops JAX's own traces of a function."""
-    with contextlib.suppress(TypeError):  # no weak reference to it, so JAX has none either
+    """Removes JAX's cached traces of a function."""
+    with contextlib.suppress(TypeError):  # a function without weak references is not in JAX's cache
         _partial_eval.trace_to_jaxpr.evict_weakref(f)
 
 
@@ -296,7 +318,7 @@ _PACKED = ("int2", "int4", "uint2", "uint4")
 def executed(compiled: Any, arrays: Sequence[Any]) -> list[Any]:
     """Runs a compiled program on placed arrays.
 
-    What is called in public compares layouts first, and takes those of 4-bit integers for different ones.
+    The public call compares layouts first, and wrongly finds that the layouts of 4-bit integers differ.
     """
     if any(a.dtype.name in _PACKED for a in compiled._executable.in_avals):
         return list(compiled._executable.unsafe_call(*arrays))
@@ -304,20 +326,27 @@ def executed(compiled: Any, arrays: Sequence[Any]) -> list[Any]:
 
 
 def kept_arguments(compiled: Any) -> frozenset[int]:
-    """The flat arguments that a compiled program is given, by number."""
+    """The numbers of the flat arguments that a compiled program reads."""
     return frozenset(compiled._executable._kept_var_idx)
 
 
 def input_layouts(compiled: Any, captured: int) -> dict[int, Any]:
-    """The layout in memory that a compiled program expects of each flat argument that it reads, by its number.
+    """The memory layout that a compiled program expects, for each number of a flat argument that it reads.
 
-    Left out are arrays whose layout JAX does not state exactly: random keys, integers of 2 and 4 bits.
+    The result omits arrays whose layout JAX does not state exactly: random keys, and integers of 2 and 4 bits.
+
+    Args:
+        compiled: the compiled program.
+        captured: the number of captured arrays, which precede the arguments.
     """
     executable = compiled._executable
-    read = sorted(executable._kept_var_idx)
-    layouts = getattr(executable, "_xla_in_layouts", None) or [None] * len(read)
-    found = zip(read, layouts, executable.in_avals, strict=True)
-    return {i - captured: layout for i, layout, a in found if i >= captured and layout and _has_plain_layout(a.dtype)}
+    numbers = sorted(executable._kept_var_idx)
+    layouts = getattr(executable, "_xla_in_layouts", None) or [None] * len(numbers)
+    return {
+        i - captured: layout
+        for i, layout, aval in zip(numbers, layouts, executable.in_avals, strict=True)
+        if i >= captured and layout and _has_plain_layout(aval.dtype)
+    }
 
 
 def _has_plain_layout(dtype: Any) -> bool:
@@ -325,19 +354,19 @@ def _has_plain_layout(dtype: Any) -> bool:
 
 
 def layout_of(x: Any) -> Any:
-    """How an array lies in the memory of its devices."""
+    """The memory layout of an array."""
     return x.format.layout
 
 
 def fast_path(compiled: Any, out_tree: Any, results: Sequence[Any], captured: Sequence[Any], leaves: int) -> Any:
-    """What C++ needs to run a compiled program by itself, or None where Python has something to do in each call.
+    """The data with which C++ runs a compiled program without Python; None if each call needs Python.
 
     Args:
         compiled: a ``jax.stages.Compiled`` of flat arrays, ``captured`` first.
         out_tree: the structure of its results.
         results: the flat results of one call.
-        captured: arrays that come before the arguments.
-        leaves: number of arguments.
+        captured: the captured arrays, which precede the arguments.
+        leaves: the number of flat arguments.
     """
     executable = compiled._executable
     run = getattr(executable, "unsafe_call", None)
@@ -363,7 +392,7 @@ def fast_path(compiled: Any, out_tree: Any, results: Sequence[Any], captured: Se
 
 
 def _physical(shardings: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
-    """Shardings of the arrays that are really there: a random key is some numbers."""
+    """The shardings of the physical arrays: a random key consists of several integers."""
     extended = [jax.dtypes.issubdtype(a.dtype, jax.dtypes.extended) for a in avals]
     return [
         _sharding_impls.physical_sharding(a, s) if is_extended else s

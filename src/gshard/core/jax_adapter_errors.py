@@ -1,8 +1,8 @@
-"""Carries errors of gshard through XLA: what gshard raises while XLA partitions a program reaches the user unchanged.
+"""Carries errors of gshard through XLA, so that errors raised during XLA's partitioning reach the user unchanged.
 
-XLA calls Python for the per-device program of an operator (``api.at_partitioning``). It turns an exception there into
-text of a ``JaxRuntimeError``. The text holds the fields of the ``GShardError``; JAX calls a handler when a compilation
-fails, and the handler makes the error from these fields.
+XLA calls Python for the per-device program of an operator (``api.at_partitioning``). It converts an exception of this
+call to the text of a ``JaxRuntimeError``. gshard writes the fields of a ``GShardError`` into this text. When a
+compilation fails, JAX calls a handler, which reads the fields and creates the ``GShardError`` again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BEGIN, _END = "<gshard error: ", " :end of gshard error>"
 
 @contextlib.contextmanager
 def carried_through_xla() -> Iterator[None]:
-    """Gives a ``GShardError`` that is raised inside a text from which ``carried_error`` makes it again."""
+    """Converts a ``GShardError`` that is raised inside to an error whose text ``carried_error`` can read."""
     try:
         yield
     except GShardError as error:
@@ -30,7 +30,7 @@ def carried_through_xla() -> Iterator[None]:
 
 
 def carried_error(error: BaseException) -> GShardError | None:
-    """The ``GShardError`` whose fields are in the text of an error; None if there are none.
+    """The ``GShardError`` whose fields the text of an error contains; None if it contains none.
 
     >>> try:
     ...     with carried_through_xla():
@@ -46,16 +46,16 @@ def carried_error(error: BaseException) -> GShardError | None:
     if not begin or not end:
         return None
     name, *fields = json.loads(text)
-    kind: Any = next((k for k in _kinds(GShardError) if k.__name__ == name), GShardError)
-    made: GShardError = kind.__new__(kind)
-    GShardError.__init__(made, *fields)
-    return made
+    error_type: Any = next((t for t in _error_types(GShardError) if t.__name__ == name), GShardError)
+    original: GShardError = error_type.__new__(error_type)
+    GShardError.__init__(original, *fields)
+    return original
 
 
-def _kinds(kind: type[GShardError]) -> Iterator[type[GShardError]]:
-    yield kind
-    for more in kind.__subclasses__():
-        yield from _kinds(more)
+def _error_types(error_type: type[GShardError]) -> Iterator[type[GShardError]]:
+    yield error_type
+    for subclass in error_type.__subclasses__():
+        yield from _error_types(subclass)
 
 
 _compiler.register_xla_runtime_error_handler(carried_error)

@@ -1,4 +1,4 @@
-"""The part of the JAX adapter about ``jax.jit`` itself: what it was given with a function, and its equations."""
+"""Reads the options with which ``jax.jit`` was called, and adapts gshard to the equations of ``jax.jit``."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from jax.extend.core import Var
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GivenToJit:
-    """What ``jax.jit`` was given with a function.
+    """The arguments of one call of ``jax.jit``.
 
     Attributes:
-        f: the function itself.
+        f: the function.
         static: numbers and names of static arguments.
         donated: numbers and names of donated arguments.
-        in_shardings, out_shardings: pytree prefixes of shardings; None where none was given.
-        layouts: the layouts in memory among them (of a ``Format``), as they were given.
-        keep_unused: whether arguments that nothing reads are given to XLA.
-        compiler_options: XLA's.
-        device: the device or the backend; None where none was given.
-        resolves: whether ``None`` among the shardings has a meaning of its own (``pjit``).
+        in_shardings, out_shardings: pytree prefixes of shardings; None if the user gave none.
+        layouts: the memory layouts in the given shardings (each the layout of a ``Format``).
+        keep_unused: whether XLA receives arguments that nothing reads.
+        compiler_options: options of XLA.
+        device: the device or the backend; None if the user gave none.
+        resolves: whether ``None`` among the shardings has a meaning (``pjit``).
     """
 
     f: Callable[..., Any]
@@ -45,13 +45,13 @@ class GivenToJit:
 
 
 def given_to_jit(f: Any) -> GivenToJit | None:
-    """What ``jax.jit`` was given with a function that it returned; None for any other function.
+    """The arguments of the ``jax.jit`` call that returned a function; None for any other function.
 
-    A method of an object is one of the function that ``jax.jit`` returned: it counts without the first argument.
+    For a bound method of a jitted function, argument numbers do not count the bound argument.
     """
     if isinstance(f, types.MethodType):
-        inside = given_to_jit(f.__func__)
-        return None if inside is None else _of_method(inside, f.__self__)
+        options = given_to_jit(f.__func__)
+        return None if options is None else _of_method(options, f.__self__)
     info = getattr(f, "_jit_info", None)
     if not isinstance(f, _jax.PjitFunction) or info is None:
         return None
@@ -80,12 +80,14 @@ def _of_method(given: GivenToJit, owner: Any) -> GivenToJit:
     f = types.MethodType(given.f, owner)
     bound = next(iter(inspect.signature(given.f).parameters), None)
 
-    def without_first(told: tuple[tuple[int, ...], tuple[str, ...]]) -> tuple[tuple[int, ...], tuple[str, ...]]:
-        numbers, names = told
+    def without_first(
+        arguments: tuple[tuple[int, ...], tuple[str, ...]],
+    ) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        numbers, names = arguments
         return tuple(i - 1 if i > 0 else i for i in numbers if i), tuple(n for n in names if n != bound)
 
     in_shardings = given.in_shardings
-    if isinstance(in_shardings, tuple) and 0 not in given.static[0]:  # the owner is an argument like others
+    if isinstance(in_shardings, tuple) and 0 not in given.static[0]:  # there is a sharding for the owner
         in_shardings = in_shardings[1:]
     return dataclasses.replace(
         given, f=f, static=without_first(given.static), donated=without_first(given.donated), in_shardings=in_shardings
@@ -93,20 +95,20 @@ def _of_method(given: GivenToJit, owner: Any) -> GivenToJit:
 
 
 def has_default_layout(layout: Any, sharding: Any, aval: Any) -> bool:
-    """Whether a layout in memory is the one that arrays of this type have anyway."""
+    """Whether a memory layout is the default layout of arrays of this type."""
     return isinstance(layout, _layout.Layout) and bool(_pxla.is_default_layout(layout, sharding, aval))
 
 
 def bound_without_shardings(primitive: Any, params: Mapping[str, Any], arrays: Sequence[Any]) -> list[Any]:
-    """The equation of a ``jit`` on these arrays, without shardings and layouts."""
+    """Binds the equation of a ``jit`` to these arrays, without its shardings and layouts."""
     unspecified = {k: (_sharding_impls.UNSPECIFIED,) * len(params[k]) for k in ("in_shardings", "out_shardings")}
     no_layout = {k: (None,) * len(params[k]) for k in ("in_layouts", "out_layouts")}
-    made: list[Any] = primitive.bind(*arrays, **{**params, **unspecified, **no_layout})
-    return made
+    results: list[Any] = primitive.bind(*arrays, **{**params, **unspecified, **no_layout})
+    return results
 
 
 def axes_of_exported(exported: Any) -> dict[str, int] | None:
-    """The axes of the mesh that a function was exported on; None if its shardings name none."""
+    """The axes of the mesh for which a function was exported; None if its shardings name no axes."""
     shardings = getattr(exported, "_in_named_shardings", None) or ()
     mesh = next((s.mesh for s in shardings if s is not None and s.mesh.axis_names), None)
     return None if mesh is None else dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))

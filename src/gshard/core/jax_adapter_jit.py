@@ -1,9 +1,10 @@
-"""The part of the JAX adapter that lets another compiler take the place of XLA's partitioner behind ``jax.jit``.
+"""Replaces the compiler behind ``jax.jit`` by a substitute, in one thread.
 
-JAX traces a jitted function to a jaxpr and gives this to one function, which compiles and runs it. All libraries that
-call ``jax.jit`` come to it, whenever they jitted the function. While a substitute is set in this thread, it compiles
-and runs the jaxpr instead. It is set as a *user context* of JAX's, which is a part of the keys of all caches of JAX,
-those in C++ too. So a program made with a substitute is not found without it, and the other way round.
+JAX traces a jitted function to a jaxpr and passes it to one function, which compiles and runs it. All libraries that
+call ``jax.jit`` reach this function, whenever they jitted theirs. While a substitute is set in a thread, the substitute
+compiles and runs the jaxpr instead. The substitute is a *user context* of JAX. User contexts are a part of the keys of
+all caches of JAX, including those in C++. So JAX never reuses a program of a substitute without the substitute, or the
+reverse.
 """
 
 from __future__ import annotations
@@ -20,23 +21,23 @@ from jax._src import pjit as _pjit
 from jax._src import sharding_impls as _sharding_impls
 from jax._src import stages as _stages
 
-_OPEN = (type(None), _sharding_impls.UnspecifiedValue)  # where nothing is said of a sharding
+_OPEN = (type(None), _sharding_impls.UnspecifiedValue)  # types that leave a sharding open
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Jitted:
-    """What a function was jitted with, over its flat arguments and results.
+    """The options of a jitted function, for its flat arguments and results.
 
     Attributes:
-        name: of the function.
-        is_left_to_jax: whether a file of JAX or gshard defines it. Most of ``jax.numpy`` is jitted, and JAX jits
-            functions of its own to move arrays, which expect their results on one device.
-        argument_names: the flat arguments in the user's words.
-        in_shardings, out_shardings: of each argument and each result; None where nothing is said.
-        has_layouts: whether layouts in memory are asked for.
-        donated: the arguments whose memory results may take.
-        keep_unused: whether XLA is given arguments that nothing reads.
-        compiler_options: XLA's, as pairs.
+        name: the name of the function.
+        is_left_to_jax: whether a file of JAX or gshard defines the function. Most functions of ``jax.numpy`` are
+            jitted, and JAX jits functions of its own to move arrays, which expect their results on one device.
+        argument_names: the names of the flat arguments, in the user's terms.
+        in_shardings, out_shardings: the sharding of each argument and each result; None if it is open.
+        has_layouts: whether the options contain memory layouts.
+        donated: the numbers of the arguments whose memory results may reuse.
+        keep_unused: whether XLA receives arguments that nothing reads.
+        compiler_options: options of XLA, as pairs.
     """
 
     name: str
@@ -51,7 +52,7 @@ class Jitted:
 
     @staticmethod
     def of(parameters: dict[str, Any]) -> Jitted:
-        """Reads the parameters of JAX's equation of a jitted function."""
+        """The options in the parameters of a ``jit`` equation."""
         jaxpr = parameters["jaxpr"]
         info = jaxpr.jaxpr.debug_info if hasattr(jaxpr, "jaxpr") else jaxpr.debug_info
         count = len(jaxpr.in_avals)
@@ -84,12 +85,13 @@ def _is_left_to_jax(source: str | None) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ran:
-    """One call.
+    """The outcome of one call.
 
     Attributes:
         results: the flat results.
-        compiled: the ``jax.stages.Compiled`` that JAX's dispatch in C++ runs next time; None if each call needs Python.
-        captured: arrays that come before its arguments.
+        compiled: the ``jax.stages.Compiled`` that JAX's dispatch in C++ runs in later calls; None if each call needs
+            Python.
+        captured: the captured arrays, which precede the arguments.
     """
 
     results: Sequence[Any]
@@ -98,16 +100,16 @@ class Ran:
 
 
 class Substitute(Protocol):
-    """What compiles jitted functions while it is in force. Each method returns None where JAX is to do it."""
+    """A compiler that replaces JAX's while it is set. A method that returns None leaves the work to JAX."""
 
     def run(self, jaxpr: Any, jitted: Jitted, arguments: Sequence[Any]) -> Ran | None:
         """Calls a jitted function."""
 
     def lower(self, jaxpr: Any, jitted: Jitted, types: Sequence[tuple[Any, Any]], trees: tuple[Any, Any]) -> Any:
-        """Lowers one for arguments of these types and (committed) shardings, in these structures."""
+        """Lowers a jitted function for arguments of these types, (committed) shardings and tree structures."""
 
     def lower_by_jax(self, jaxpr: Any, jitted: Jitted) -> Callable[..., Any] | None:
-        """A flat function that JAX lowers in the place of a jitted one, for other platforms (``jax.export``)."""
+        """A flat function that JAX lowers instead of the jitted one, for other platforms (``jax.export``)."""
 
 
 _substitute = jax.make_user_context(None)
@@ -153,7 +155,7 @@ def _lower(original: Callable[..., Any], traced: Any, **options: Any) -> Any:
 
 
 class _Hooks:
-    """Two of JAX's functions, replaced while there is a substitute in any thread."""
+    """Replaces two functions of JAX while any thread has a substitute."""
 
     def __init__(self) -> None:
         self._lock, self._entered = threading.Lock(), 0
@@ -190,11 +192,11 @@ _HOOKS = _Hooks()
 
 @contextlib.contextmanager
 def substituted(substitute: Substitute) -> Iterator[None]:
-    """In this block, and in this thread, jitted functions are compiled by a substitute, which must have a hash."""
+    """A context manager: in this thread a substitute compiles all jitted functions. The substitute must be hashable."""
     with _HOOKS.held(), _substitute(substitute):
         yield
 
 
 def no_substitute() -> Any:
-    """In this block JAX compiles what is jitted."""
+    """A context manager inside which JAX compiles jitted functions."""
     return _substitute(None)

@@ -1,4 +1,4 @@
-"""The part of the JAX adapter for kernels: what ``custom_partitioning`` gives its functions, types in kernels."""
+"""Adapts gshard to ``custom_partitioning`` and Pallas kernels: sharding formats, sharding rules, types in kernels."""
 
 from __future__ import annotations
 
@@ -17,43 +17,48 @@ from jax._src.lib.mlir import ir as _ir
 from jax.extend.core import Literal
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gshard.core.jax_adapter import AsTracedHere, closed, of_no_mesh
+from gshard.core.jax_adapter import closed, of_no_mesh
+from gshard.core.jax_adapter_retracing import AsTracedHere
 
 
 def ir_types(avals: Sequence[Any]) -> list[Any]:
-    """The MLIR types of arrays: what JAX gives to a sharding rule that is a function."""
+    """The MLIR types of arrays, which JAX passes to a sharding rule that is a function."""
     with _mlir.make_ir_context(), _ir.Location.unknown():
         return [_ir.RankedTensorType.get(a.shape, _mlir.dtype_to_ir_type(a.dtype)) for a in avals]
 
 
 def as_gspmd(sharding: NamedSharding, ndim: int, devices: Sequence[Any]) -> jax.sharding.Sharding:
-    """A sharding without names of axes, as XLA has it: what functions get that want none of them decoded."""
+    """A sharding in XLA's form, without axis names, for functions that set ``decode_shardings=False``."""
     return _sharding_impls.GSPMDSharding(devices, sharding._to_xla_hlo_sharding(ndim))
 
 
 def spec_on(mesh: Any, sharding: jax.sharding.Sharding, ndim: int) -> PartitionSpec:
-    """A sharding without names of axes as a ``PartitionSpec`` over the axes of a mesh of the same devices."""
+    """A sharding without axis names as a ``PartitionSpec`` over the axes of a mesh with the same devices."""
     return _sharding_impls.parse_flatten_op_sharding(sharding._to_xla_hlo_sharding(ndim), mesh)[0]
 
 
 def read_sharding_rule(text: str, **details: Any) -> Any:
-    """A sharding rule of ``custom_partitioning`` as text, as an ``SdyShardingRule``."""
+    """Parses the text of a sharding rule of ``custom_partitioning`` to an ``SdyShardingRule``."""
     return _sharding_rules.str_to_sdy_sharding_rule(text, **details)
 
 
 def kernel_as_traced_here(value: Any, atoms_of: Mapping[str, tuple[str, ...]]) -> Any:
-    """A parameter of a kernel, such as its jaxpr or its grid, with all types under the mesh of now.
+    """A parameter of a kernel, such as its jaxpr or its grid, with all types under the current mesh.
 
-    Where the kernel names an axis of the user's, it names the axes of that mesh that are its parts.
+    The result names the atoms of the mesh where the kernel names an axis of the user's mesh.
 
-    In interpret mode JAX runs a kernel's equations inside ``shard_map``, and gives the results of branches and loops
-    the types that their bodies have.
+    In interpret mode JAX runs a kernel's equations inside ``shard_map``. It then gives the results of branches and
+    loops the types of their bodies, which must have the current mesh.
+
+    Args:
+        value: the parameter.
+        atoms_of: the atoms of each of the user's axes.
     """
     return _KernelAsTracedHere(jax.sharding.get_abstract_mesh(), atoms_of).parameter(value)
 
 
 class _KernelAsTracedHere(AsTracedHere):
-    """Also gives variables, and types among parameters, their types under the mesh, and axes their names there."""
+    """Also converts the types of variables, types among the parameters, and names of axes."""
 
     def __init__(self, mesh: Any, atoms_of: Mapping[str, tuple[str, ...]]):
         super().__init__(mesh)
@@ -63,25 +68,27 @@ class _KernelAsTracedHere(AsTracedHere):
     def jaxpr(self, jaxpr: Any) -> Any:
         body, consts = closed(jaxpr)
         if body not in self._bodies:
-            named = {k: list(map(self._read, getattr(body, k))) for k in ("constvars", "invars", "outvars")}
-            eqns, effects = [q for e in body.eqns for q in self._equations(e)], self._effects(body.effects)
-            self._bodies[body] = body.replace(**named, eqns=eqns, effects=effects)
-        made = self._bodies[body]
+            variables = {k: list(map(self._read, getattr(body, k))) for k in ("constvars", "invars", "outvars")}
+            eqns = [converted for e in body.eqns for converted in self._equations(e)]
+            effects = self._effects(body.effects)
+            self._bodies[body] = body.replace(**variables, eqns=eqns, effects=effects)
+        new_body = self._bodies[body]
         if body is jaxpr:
-            return made
-        return jaxpr.replace(jaxpr=made, consts=[of_no_mesh(x) if isinstance(x, jax.Array) else x for x in consts])
+            return new_body
+        return jaxpr.replace(jaxpr=new_body, consts=[of_no_mesh(x) if isinstance(x, jax.Array) else x for x in consts])
 
     def _equations(self, e: Any) -> Sequence[Any]:
-        """The equations in place of one: where a device is along an axis is said by several atoms."""
+        """The equations that replace one: ``axis_index`` of an axis becomes ``axis_index`` of its atoms."""
         if e.primitive.name != "axis_index" or e.params["axis_name"] not in self._atoms_of:
             return [self._equation(e)]
-        atoms, (result,) = self._atoms_of[e.params["axis_name"]], map(self._read, e.outvars)
-        one = next(iter(self._mesh.axis_names))
-        made, _ = closed(jax.make_jaxpr(lambda: lax.axis_index(atoms) if atoms else lax.axis_index(one) * 0)())
-        return [*made.eqns[:-1], made.eqns[-1].replace(outvars=[result])]
+        atoms = self._atoms_of[e.params["axis_name"]]
+        (result,) = map(self._read, e.outvars)
+        any_axis = next(iter(self._mesh.axis_names))
+        index, _ = closed(jax.make_jaxpr(lambda: lax.axis_index(atoms) if atoms else lax.axis_index(any_axis) * 0)())
+        return [*index.eqns[:-1], index.eqns[-1].replace(outvars=[result])]
 
     def _equation(self, e: Any) -> Any:
-        # A sharding that JAX wrote down names the user's axes; in a kernel it means nothing.
+        # A sharding in the parameters names the user's axes. It has no meaning in a kernel.
         params = {k: None if k in ("sharding", "out_sharding") else v for k, v in e.params.items()}
         for key in {"axes", "axis_name"} & params.keys():
             params[key] = self._axes(params[key])
@@ -89,11 +96,14 @@ class _KernelAsTracedHere(AsTracedHere):
         return super()._equation(e.replace(params=params, effects=effects, outvars=list(map(self._read, e.outvars))))
 
     def _axes(self, axes: Any) -> Any:
-        """Names of axes, as a reduction or a collective has them; numbers of dimensions stay."""
-        every = tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
-        if not any(isinstance(a, str) for a in every):
+        """The atoms for the axis names of a reduction or a collective. Numbers of dimensions stay."""
+        entries = tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
+        if not any(isinstance(entry, str) for entry in entries):
             return axes
-        return tuple(b for a in every for b in (self._atoms_of.get(a, (a,)) if isinstance(a, str) else (a,)))
+        converted: list[Any] = []
+        for entry in entries:
+            converted.extend(self._atoms_of.get(entry, (entry,)) if isinstance(entry, str) else (entry,))
+        return tuple(converted)
 
     def _effects(self, effects: Any) -> Any:
         named = {e for e in effects if isinstance(e, _core.NamedAxisEffect)}
@@ -106,13 +116,13 @@ class _KernelAsTracedHere(AsTracedHere):
         if isinstance(value, jax.sharding.AbstractMesh):
             return value if value.empty else self._mesh
         if isinstance(value, NamedSharding):
-            same = value.mesh.empty or value.mesh == self._mesh
-            return value if same else NamedSharding(self._mesh, PartitionSpec(*(None,) * len(value.spec)))
+            unchanged = value.mesh.empty or value.mesh == self._mesh
+            return value if unchanged else NamedSharding(self._mesh, PartitionSpec(*(None,) * len(value.spec)))
         if not dataclasses.is_dataclass(value) or isinstance(value, type):
             return super().parameter(value)
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
-        made = {name: self.parameter(x) for name, x in fields.items()}
-        changed = {name: x for name, x in made.items() if x is not fields[name]}
+        converted = {name: self.parameter(x) for name, x in fields.items()}
+        changed = {name: x for name, x in converted.items() if x is not fields[name]}
         return dataclasses.replace(value, **changed) if changed else value
 
     def _read(self, v: Any) -> Any:
@@ -132,5 +142,5 @@ class _KernelAsTracedHere(AsTracedHere):
             return aval if inner is aval.inner_aval else aval.update(inner_aval=inner)
         if not isinstance(aval, _core.ShapedArray) or aval.sharding.mesh == self._mesh or aval.sharding.mesh.empty:
             return aval
-        whole = None if self._mesh.empty else NamedSharding(self._mesh, PartitionSpec(*(None,) * len(aval.shape)))
-        return _core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=whole)
+        replicated = None if self._mesh.empty else NamedSharding(self._mesh, PartitionSpec(*(None,) * len(aval.shape)))
+        return _core.ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=replicated)

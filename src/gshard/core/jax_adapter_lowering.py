@@ -1,9 +1,9 @@
-"""The part of the JAX adapter about programs that JAX is lowering: how values in them are sharded, as far as they say.
+"""Reads the shardings of values in programs that JAX is lowering to StableHLO.
 
-While ``jax.jit`` lowers a function to StableHLO, the arguments of the whole program have the shardings with which they
-are placed. From an operand of an equation one follows the operations that made it back to those, to constraints and to
-regions with shardings of their own; elementwise operations, transpositions, slices and loops are passed. That is read
-before XLA has partitioned anything, so it is a hint: how the operand is really split, XLA decides.
+While ``jax.jit`` lowers a function, the arguments of the whole program have the shardings of the placed arrays. gshard
+follows the operations that computed an operand backwards, until it reaches such an argument, a sharding constraint or a
+region with shardings. It passes elementwise operations, transpositions, slices and loops on the way. XLA has not
+partitioned the program at this time, so the result is a hint: XLA may split the operand differently.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ Axes = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LoweredSharding:
-    """How a value of a program that is being lowered is sharded.
+    """The sharding of a value of a program that is being lowered.
 
     Attributes:
-        dims: for each dimension the axes over which it is split.
+        dims: for each dimension the axes that split it.
         axes: names and sizes of the axes of the mesh, major to minor.
-        device_ids: the positions of its devices among those of the program, in row-major order.
+        device_ids: the positions of the mesh's devices among the devices of the program, in row-major order.
     """
 
     dims: tuple[Axes, ...]
@@ -46,73 +46,75 @@ class LoweredSharding:
     device_ids: tuple[int, ...]
 
     def picked(self, dims: Sequence[int | None]) -> LoweredSharding:
-        """The same for a value whose dimensions are those of this one, in another order; None for one that is whole."""
+        """The sharding of a value with these dimensions of this value. None stands for a dimension that is whole."""
         return dataclasses.replace(self, dims=tuple(() if d is None else self.dims[d] for d in dims))
 
 
 def has_devices(ctx: Any, count: int) -> bool:
-    """Whether a program is lowered for so many devices that XLA partitions it for, and not to be exported."""
-    around = ctx.module_context.axis_context
-    partitioned = isinstance(around, ShardingContext) and around.num_devices == count
+    """Whether JAX lowers a program that XLA will partition for this number of devices, not one to export."""
+    axis_context = ctx.module_context.axis_context
+    partitioned = isinstance(axis_context, ShardingContext) and axis_context.num_devices == count
     return partitioned and not ctx.module_context.lowering_parameters.for_export
 
 
 def lowered_with_devices(ctx: Any, devices: Sequence[Any], f: Callable[..., Any], operands: Sequence[Any]) -> Any:
-    """Lowers a function of operands, with an operator that XLA asks for its program, in the place of an equation.
+    """Lowers a function in place of an equation. The function contains an operator whose program XLA requests later.
 
     Args:
-        ctx: the context of the rule that lowers the equation.
-        devices: of the program. JAX fills them in for programs only in which it knows of such operators.
-        f: the function; it returns several arrays.
-        operands: values of the program that is made.
+        ctx: the context of the lowering rule of the equation.
+        devices: the devices of the program. JAX sets them only in programs that it has found to have such operators.
+        f: the function, which returns several arrays.
+        operands: values of the lowered program.
     """
-    module, kept = ctx.module_context, _Kept()
-    around = module.axis_context
-    if around.device_assignment is None:
-        around = dataclasses.replace(around, device_assignment=tuple(devices))
-    inside = ctx.replace(module_context=module.replace(axis_context=around, keepalives=kept.objects))
-    module.add_keepalive(kept)
-    return _mlir.lower_fun(f, multiple_results=True)(inside, *operands)
+    module = ctx.module_context
+    keepalives = _Keepalives()
+    axis_context = module.axis_context
+    if axis_context.device_assignment is None:
+        axis_context = dataclasses.replace(axis_context, device_assignment=tuple(devices))
+    new_module = module.replace(axis_context=axis_context, keepalives=keepalives.objects)
+    new_ctx = ctx.replace(module_context=new_module)
+    module.add_keepalive(keepalives)
+    return _mlir.lower_fun(f, multiple_results=True)(new_ctx, *operands)
 
 
-class _Kept:
-    """Holds what must live as long as a compiled program. One that is serialized does not need it: it is compiled."""
+class _Keepalives:
+    """Holds objects that must live as long as a compiled program. A serialized program does not need them."""
 
     def __init__(self) -> None:
         self.objects: list[Any] = []
 
     def __reduce__(self) -> Any:
-        return _Kept, ()
+        return _Keepalives, ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ThreadSettings:
-    """JAX's settings as a thread has them: what ``with jax.enable_x64(True)`` sets, another thread does not see."""
+    """JAX's settings of one thread, such as those of ``with jax.enable_x64(True)``, which other threads do not see."""
 
     values: tuple[tuple[Any, Any], ...]
 
     @staticmethod
     def here() -> ThreadSettings:
-        """Those of the thread that calls."""
+        """The settings of the calling thread."""
         states = [s for s in _config.config_states.values() if hasattr(s, "get_local")]
         return ThreadSettings(tuple((s, s.get_local()) for s in states))
 
     @contextlib.contextmanager
     def set(self) -> Iterator[None]:
-        """What is done inside is done under these settings."""
+        """Sets these settings in the calling thread until the end of the block."""
 
-        def told(state: Any, value: Any) -> None:
+        def notify(state: Any, value: Any) -> None:
             if state._update_thread_local_hook:
                 state._update_thread_local_hook(None if value is _config.config_ext.unset else value)
 
-        with contextlib.ExitStack() as before:
+        with contextlib.ExitStack() as undo:
             for state, value in self.values:
                 previous = state.swap_local(value)
                 if previous is value:
                     continue
-                told(state, value)
-                before.callback(told, state, previous)
-                before.callback(state.set_local, previous)
+                notify(state, value)
+                undo.callback(notify, state, previous)
+                undo.callback(state.set_local, previous)
             yield
 
 
@@ -134,31 +136,31 @@ _mlir.register_lowering(_under_settings_p, _lower_under_settings, cacheable=Fals
 
 
 def under_settings(jaxpr: Any, settings: ThreadSettings, arrays: Sequence[Any]) -> list[Any]:
-    """Runs a closed jaxpr on arrays; it is lowered under settings of JAX's that another thread has."""
-    made: list[Any] = _under_settings_p.bind(*arrays, jaxpr=jaxpr, settings=settings)
-    return made
+    """Runs a closed jaxpr on arrays. JAX lowers it under the settings of another thread."""
+    results: list[Any] = _under_settings_p.bind(*arrays, jaxpr=jaxpr, settings=settings)
+    return results
 
 
 class Unknown(Exception):
-    """Nothing in the program says how a value is sharded."""
+    """The program does not determine the sharding of a value."""
 
 
 def sharding_of_lowered(ctx: Any, value: Any) -> LoweredSharding | None:
-    """How an operand of the equation that is being lowered is sharded; None if no array on a mesh is in it.
+    """The sharding of an operand of the equation that JAX is lowering; None if it depends on no array on a mesh.
 
     Args:
-        ctx: the context of the rule that lowers the equation.
+        ctx: the context of the lowering rule of the equation.
         value: the operand.
 
     Raises:
-        Unknown: it is an argument of a function that is lowered before the call of it, such as a loop's body, or what
-            made it is none of the operations that are followed.
+        Unknown: the operand is an argument of a function that JAX lowers before the call, such as a loop's body, or
+            gshard cannot follow the operation that computed it.
     """
     return _Reader(ctx.module_context.module).read(value, {})
 
 
 def meshes_of(ctx: Any) -> list[tuple[tuple[tuple[str, int], ...], tuple[int, ...]]]:
-    """The meshes on which arguments of a program are: axes, and positions of devices if they are in another order."""
+    """The meshes of a program's arguments: their axes, and the positions of their devices if these are reordered."""
     module = ctx.module_context.module
     main = next((op for op in module.body.operations if _symbol(op) == "main"), None)
     if main is None or "arg_attrs" not in main.operation.attributes:
@@ -174,7 +176,12 @@ class _Reader:
     module: Any
 
     def read(self, value: Any, operands: Mapping[Any, Any]) -> LoweredSharding | None:
-        """How a value is sharded, where the ``operands`` stand for the arguments of functions that were entered."""
+        """The sharding of a value.
+
+        Args:
+            value: the value.
+            operands: for each argument of a called function the operand of the call, with its own ``operands``.
+        """
         if value in operands:
             return self.read(*operands[value])
         owner = value.owner
@@ -217,8 +224,8 @@ class _Reader:
         callee = ir.FlatSymbolRefAttr(op.attributes["callee"]).value
         function = next(f for f in self.module.body.operations if _symbol(f) == callee)
         (block,) = function.regions[0].blocks
-        inside = {**operands, **{a: (x, operands) for a, x in zip(block.arguments, op.operands, strict=True)}}
-        return self.read(list(block.operations)[-1].operands[number], inside)
+        arguments = {a: (x, operands) for a, x in zip(block.arguments, op.operands, strict=True)}
+        return self.read(list(block.operations)[-1].operands[number], {**operands, **arguments})
 
     def _of_operation(self, name: str, op: Any, value: Any, read: Callable[[Any], Any]) -> LoweredSharding | None:
         result = _shape(value)
@@ -229,29 +236,30 @@ class _Reader:
         if name in ("concatenate", "pad"):
             return _first(lambda x: _kept(read(x), _shape(x), result), op.operands)
         operand = op.operands[0] if len(op.operands) else None
-        found = None if operand is None else read(operand)
-        if found is None:
+        sharding_of_operand = None if operand is None else read(operand)
+        if sharding_of_operand is None:
             return None
         shape = _shape(operand)
         match name:
             case "transpose":
-                return found.picked(_numbers(op.attributes["permutation"]))
+                return sharding_of_operand.picked(_numbers(op.attributes["permutation"]))
             case "broadcast_in_dim":
-                at = {d: i for i, d in enumerate(_numbers(op.attributes["broadcast_dimensions"]))}
-                return found.picked([at[d] if d in at and shape[at[d]] == n else None for d, n in enumerate(result)])
+                source = {d: i for i, d in enumerate(_numbers(op.attributes["broadcast_dimensions"]))}
+                is_kept = [d in source and shape[source[d]] == n for d, n in enumerate(result)]
+                return sharding_of_operand.picked([source[d] if kept else None for d, kept in enumerate(is_kept)])
             case "slice" | "dynamic_slice" | "reverse":
-                return _kept(found, shape, result)
+                return _kept(sharding_of_operand, shape, result)
             case "reshape":
-                return _reshaped(found, shape, result)
+                return _reshaped(sharding_of_operand, shape, result)
             case "reduce":
-                gone = _numbers(op.attributes["dimensions"])
-                return found.picked([d for d in range(len(shape)) if d not in gone])
-        if any(found.dims):
+                reduced = _numbers(op.attributes["dimensions"])
+                return sharding_of_operand.picked([d for d in range(len(shape)) if d not in reduced])
+        if any(sharding_of_operand.dims):
             raise Unknown
         return None
 
     def _of_attribute(self, attribute: Any) -> LoweredSharding | None:
-        """A sharding as Shardy writes it; None if it leaves all open."""
+        """The sharding in an attribute of Shardy; None if the attribute leaves all dimensions open."""
         sharding = sdy.TensorShardingAttr(attribute)
         dims = [sdy.DimensionShardingAttr(d) for d in sharding.dimension_shardings]
         references = [[sdy.AxisRefAttr(a) for a in d.axes] for d in dims]
@@ -264,49 +272,56 @@ class _Reader:
         return LoweredSharding(tuple(tuple(a.name for a in r) for r in references), axes, tuple(mesh.device_ids))
 
     def mesh(self, reference: Any) -> Any:
-        """A mesh, as it is or by its name."""
+        """The mesh that an attribute contains or names."""
         if isinstance(reference, ir.FlatSymbolRefAttr):
             name = ir.FlatSymbolRefAttr(reference).value
-            found = next(op for op in self.module.body.operations if _symbol(op) == name)
-            reference = found.attributes["mesh"]
+            op_of_mesh = next(op for op in self.module.body.operations if _symbol(op) == name)
+            reference = op_of_mesh.attributes["mesh"]
         return sdy.MeshAttr(reference)
 
 
 def _first(read: Callable[[Any], Any], values: Sequence[Any]) -> LoweredSharding | None:
-    """How the first of some values is sharded that is split at all; else whatever is known of one."""
-    unknown, found = False, None
-    for x in values:
-        try:
-            one = read(x)
-        except Unknown:
-            unknown = True
-            continue
-        if one is not None and any(one.dims):
-            return one  # type: ignore[no-any-return]
-        found = found or one
-    if unknown:
-        raise Unknown
-    return found
-
-
-def _kept(found: LoweredSharding | None, before: Sequence[int], after: Sequence[int]) -> LoweredSharding | None:
-    """The sharding of what is cut or joined along some dimensions: that of the others."""
-    return found and found.picked([d if m == n else None for d, (m, n) in enumerate(zip(before, after, strict=True))])
-
-
-def _reshaped(found: LoweredSharding, before: Sequence[int], after: Sequence[int]) -> LoweredSharding:
-    """The sharding after dimensions of one element are added or left out.
+    """The sharding of the first value that is split; otherwise the first known sharding.
 
     Raises:
-        Unknown: dimensions are merged or parted, of an array that is split.
+        Unknown: no value is known to be split, and the sharding of some value is unknown.
+    """
+    has_unknown = False
+    first_known = None
+    for x in values:
+        try:
+            sharding = read(x)
+        except Unknown:
+            has_unknown = True
+            continue
+        if sharding is not None and any(sharding.dims):
+            return sharding  # type: ignore[no-any-return]
+        first_known = first_known or sharding
+    if has_unknown:
+        raise Unknown
+    return first_known
+
+
+def _kept(sharding: LoweredSharding | None, before: Sequence[int], after: Sequence[int]) -> LoweredSharding | None:
+    """The sharding after an operation that changes the sizes of some dimensions: these become whole."""
+    return sharding and sharding.picked(
+        [d if m == n else None for d, (m, n) in enumerate(zip(before, after, strict=True))]
+    )
+
+
+def _reshaped(sharding: LoweredSharding, before: Sequence[int], after: Sequence[int]) -> LoweredSharding:
+    """The sharding after a reshape that adds or removes dimensions of one element.
+
+    Raises:
+        Unknown: the reshape merges or separates dimensions of an array that is split.
     """
     kept = [d for d, n in enumerate(before) if n != 1]
     if [before[d] for d in kept] != [n for n in after if n != 1]:
-        if any(found.dims):
+        if any(sharding.dims):
             raise Unknown
-        return dataclasses.replace(found, dims=((),) * len(after))
+        return dataclasses.replace(sharding, dims=((),) * len(after))
     rest = iter(kept)
-    return found.picked([None if n == 1 else next(rest) for n in after])
+    return sharding.picked([None if n == 1 else next(rest) for n in after])
 
 
 def _symbol(op: Any) -> str | None:

@@ -1,8 +1,8 @@
-"""The part of the JAX adapter about ``jax.shard_map``: types of arrays inside, and another function in its place.
+"""Adapts gshard to ``jax.shard_map``: types of arrays inside, and replacement of the mapped function.
 
-Types say over which axes arrays vary. JAX checks them unless ``check_vma=False``. An equation that gshard binds there
-takes operands that vary over the same axes. So the derivative of the cast that makes them vary (a sum over these axes)
-stays JAX's.
+The types inside state over which axes an array varies. JAX checks them unless ``check_vma=False``. gshard casts all
+operands of an equation that it binds there to vary over the same axes. So the derivative of the cast (a sum over these
+axes) is JAX's own.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-# The axis of a jax.pmap whose axis_name= is not given: such a jax.pmap is a jax.shard_map.
+# The axis of a jax.pmap without axis_name=. JAX implements jax.pmap by jax.shard_map.
 PMAP_AXIS = "_internal_pmap_axis_name"
 
 
 def with_mapping(outer: Any, run: Callable[..., Sequence[Any]], arrays: Sequence[Any]) -> list[Any]:
-    """The results of a jaxpr of one ``shard_map``, with another function in the place of that.
+    """The results of a jaxpr that consists of one ``shard_map``, with another function in place of the ``shard_map``.
 
     Args:
         outer: the jaxpr.
-        run: takes the operands of the ``shard_map``, gives its results.
+        run: the other function, from the operands to the results of the ``shard_map``.
         arrays: the constants of the jaxpr, then its arguments.
     """
     (mapping,) = outer.eqns
@@ -32,7 +32,7 @@ def with_mapping(outer: Any, run: Callable[..., Sequence[Any]], arrays: Sequence
 
 
 def varying_alike(arrays: Sequence[Any]) -> list[Any]:
-    """The arrays, each varying over all axes over which any of them varies."""
+    """The arrays, cast such that each varies over all axes over which any of them varies."""
     axes = frozenset[str]().union(*map(_varying, arrays))
 
     def over_all(x: Any) -> Any:
@@ -43,7 +43,7 @@ def varying_alike(arrays: Sequence[Any]) -> list[Any]:
 
 
 def types_alike(avals: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
-    """Types of results that vary as the operands of their equation, which vary alike, do."""
+    """The types of results that vary over the same axes as the operands, which all vary over the same axes."""
     axes = frozenset[str]().union(*map(_varying, operands))
     mesh = jax.sharding.get_abstract_mesh()
 

@@ -1,8 +1,8 @@
-"""The part of the JAX adapter about references: mutable arrays (``jax.new_ref``).
+"""Adapts gshard to references: mutable arrays (``jax.new_ref``).
 
-A function of references is made one of arrays before it is planned, by JAX's own rules (``discharge_state``), as
-``jax.jit`` does when it lowers. The final value of a reference that came from outside is a further result, which the
-call writes into it.
+Before planning, gshard converts a function of references to a function of arrays with JAX's own rules
+(``discharge_state``), like the lowering of ``jax.jit``. The final value of a reference from outside becomes an
+additional result, which the call writes into the reference.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from gshard.core.jax_adapter import closed
 
 
 def is_reference(x: Any) -> bool:
-    """Whether it is a reference: an array that can be written to, or a tracer of one."""
+    """Whether a value is a reference (a mutable array) or a tracer of a reference."""
     return isinstance(x, _core.Ref)
 
 
 def is_reference_type(aval: Any) -> bool:
-    """Whether a type of JAX's is that of a reference."""
+    """Whether a JAX type is the type of a reference."""
     return isinstance(aval, _AbstractRef)
 
 
 def type_of_reference(x: Any) -> Any:
-    """The type of a reference, or of a ``jax.ShapeDtypeStruct`` that stands for one; None for anything else.
+    """The type of a reference, or of a ``jax.ShapeDtypeStruct`` of a reference; None for other values.
 
-    As for arrays, it has a sharding only where its mesh has explicit axes.
+    The type has a sharding only if its mesh has explicit axes, like the types of arrays.
     """
     if not is_reference(x) and not (isinstance(x, jax.ShapeDtypeStruct) and x.is_ref):
         return None
@@ -45,24 +45,24 @@ def type_of_reference(x: Any) -> Any:
 
 
 def array_type_of(aval: Any) -> Any:
-    """The type of the array that a reference holds; other types as they are."""
+    """The type of the array in a reference. Other types are returned unchanged."""
     return aval.inner_aval if isinstance(aval, _AbstractRef) else aval
 
 
 def array_of(reference: Any) -> Any:
-    """The array that a reference holds now. It is no copy: who writes to the reference deletes it."""
+    """The current array of a reference. It is not a copy: writing to the reference deletes the array."""
     array = reference._refs._buf
-    vars(array).pop("addressable_shards", None)  # JAX keeps those of before the array was overwritten
+    vars(array).pop("addressable_shards", None)  # JAX does not update this cached property when it writes
     return array
 
 
 def write(reference: Any, array: Any) -> None:
-    """Makes a reference hold another array of the same type and sharding, whose memory has no other owner."""
+    """Replaces the array of a reference by one of the same type and sharding, whose memory has no other owner."""
     reference._refs._buf._replace_with(array)
 
 
 def is_discharged(jaxpr: Any) -> bool:
-    """Whether a closed jaxpr neither makes nor takes references."""
+    """Whether a closed jaxpr neither creates nor takes references."""
     avals = (v.aval for v in (*closed(jaxpr)[0].constvars, *closed(jaxpr)[0].invars))
     return not any(map(_is_of_references, jaxpr.effects)) and not any(map(is_reference_type, avals))
 
@@ -72,38 +72,38 @@ def _is_of_references(effect: Any) -> bool:
 
 
 def effects_of_call(jaxpr: Any) -> set[Any]:
-    """The effects of an equation that calls a closed jaxpr: without those of references that it makes itself."""
+    """The effects of an equation that calls a closed jaxpr, without the effects of references that it creates."""
     effects = _core.positional_effects(closed(jaxpr)[0])
     return {e for e in effects if not isinstance(e, _core.InternalMutableArrayEffect)}
 
 
 def references_in(jaxpr: Any) -> list[Any]:
-    """The references that a closed jaxpr has among its constants: those that a function closes over."""
+    """The references among the constants of a closed jaxpr, which the traced function closes over."""
     return [x for x in closed(jaxpr)[1] if is_reference(x)]
 
 
 def with_references_as_arguments(jaxpr: Any) -> Any:
-    """A closed jaxpr whose constants that are references are its last arguments."""
+    """A closed jaxpr with the references among its constants as its last arguments."""
     body, consts = closed(jaxpr)
-    own = [is_reference(x) for x in consts]
-    if not any(own):
+    are_references = [is_reference(x) for x in consts]
+    if not any(are_references):
         return jaxpr
-    constvars = [v for v, moved in zip(body.constvars, own, strict=True) if not moved]
-    invars = [*body.invars, *(v for v, moved in zip(body.constvars, own, strict=True) if moved)]
+    constvars = [v for v, moved in zip(body.constvars, are_references, strict=True) if not moved]
+    invars = [*body.invars, *(v for v, moved in zip(body.constvars, are_references, strict=True) if moved)]
     effects = _partial_eval.make_jaxpr_effects(constvars, invars, body.outvars, body.eqns)
-    kept = tuple(x for x, moved in zip(consts, own, strict=True) if not moved)
-    changed = {"constvars": constvars, "invars": invars, "effects": effects}
-    changed["debug_info"] = body.debug_info.with_unknown_names()
+    other_consts = tuple(x for x, moved in zip(consts, are_references, strict=True) if not moved)
+    changes = {"constvars": constvars, "invars": invars, "effects": effects}
+    changes["debug_info"] = body.debug_info.with_unknown_names()
     if body is jaxpr:
-        return body.replace(**changed, consts=kept)
-    return type(jaxpr)(body.replace(**changed), kept)
+        return body.replace(**changes, consts=other_consts)
+    return type(jaxpr)(body.replace(**changes), other_consts)
 
 
 def discharged(jaxpr: Any) -> Any:
-    """A closed jaxpr of arrays: references among its arguments are arrays, their final values its last results.
+    """A closed jaxpr of arrays: references among its arguments become arrays, their final values the last results.
 
     Raises:
-        NotImplementedError: JAX has no rule for a primitive that is given a reference.
+        NotImplementedError: JAX has no rule for a primitive with a reference as operand.
     """
     return _discharge.discharge_state(jaxpr)
 
@@ -112,20 +112,26 @@ _RULES_HAVE_A_CONTEXT = hasattr(_discharge, "DischargeContext")  # newer JAX
 
 
 def discharged_by(primitive: Any, bind: Callable[..., list[Any]]) -> None:
-    """How a primitive that holds a closed jaxpr is discharged: ``bind(operands, discharged jaxpr, parameters)``."""
+    """Registers how JAX discharges a primitive that holds a closed jaxpr.
 
-    def rule(*given: Any, jaxpr: Any, **parameters: Any) -> tuple[list[Any], list[Any]]:
-        in_avals = given[0].in_avals if _RULES_HAVE_A_CONTEXT else given[0]
-        operands: Sequence[Any] = given[1:] if _RULES_HAVE_A_CONTEXT else given[2:]
-        every = bind(operands, discharged(jaxpr), parameters)
+    Args:
+        primitive: the primitive.
+        bind: ``bind(operands, discharged jaxpr, parameters)``, which returns the results and the final values.
+    """
+
+    def rule(*arguments: Any, jaxpr: Any, **parameters: Any) -> tuple[list[Any], list[Any]]:
+        in_avals = arguments[0].in_avals if _RULES_HAVE_A_CONTEXT else arguments[0]
+        operands: Sequence[Any] = arguments[1:] if _RULES_HAVE_A_CONTEXT else arguments[2:]
+        results_and_final_values = bind(operands, discharged(jaxpr), parameters)
         count = len(jaxpr.out_avals)
-        written = iter(every[count:])
-        return [next(written) if is_reference_type(a) else None for a in in_avals], list(every[:count])
+        final_values = iter(results_and_final_values[count:])
+        written = [next(final_values) if is_reference_type(a) else None for a in in_avals]
+        return written, list(results_and_final_values[:count])
 
     _discharge.register_discharge_rule(primitive)(rule)
 
 
 def shape_of_reference(aval: Any, sharding: Any) -> jax.ShapeDtypeStruct:
-    """What a function is traced with where it gets a reference."""
+    """The abstract argument with which gshard traces a function of a reference."""
     inner = aval.inner_aval
     return jax.ShapeDtypeStruct(inner.shape, inner.dtype, sharding=sharding, weak_type=inner.weak_type, is_ref=True)

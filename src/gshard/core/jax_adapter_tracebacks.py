@@ -1,8 +1,8 @@
-"""Tracebacks: frames of gshard are left out of tracebacks, as JAX leaves out its own, and by the same switch.
+"""Removes frames of gshard from tracebacks, with JAX's filter and JAX's setting.
 
-``jax.config.jax_traceback_filtering`` (``JAX_TRACEBACK_FILTERING``) says how: ``off`` keeps all frames. A public
-function is a boundary (``without_our_frames``): below it, JAX's filter removes the frames of JAX and of gshard from an
-error and from its causes. The error itself, its causes and the user's frames stay.
+``jax.config.jax_traceback_filtering`` (``JAX_TRACEBACK_FILTERING``) controls the filter: ``off`` keeps all frames. Each
+public function is a boundary (``without_our_frames``). Below it, JAX's filter removes the frames of JAX and of gshard
+from an error and from its causes. The error, its causes and the user's frames stay.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from jax._src import traceback_util as _traceback_util
 F = TypeVar("F", bound=Callable[..., Any])
 C = TypeVar("C", bound=type)
 
-# JAX's filter leaves out frames of these: the folder of gshard, and files of the standard library through which gshard
-# calls itself (``cached_property``, ``contextmanager``).
+# JAX's filter removes frames in the folder of gshard, and in files of the standard library through which gshard calls
+# itself (``cached_property``, ``contextmanager``).
 for _path in (os.path.dirname(os.path.dirname(os.path.abspath(__file__))), functools.__file__, contextlib.__file__):
     _traceback_util.register_exclusion(_path)
 
 
 def without_our_frames(f: F) -> F:
-    """The function as a boundary: errors that leave it show no frames of gshard and JAX, unless JAX shows its own."""
+    """A decorator for boundaries: tracebacks of errors omit frames of gshard and JAX, unless JAX shows its own."""
 
     def filtered(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -35,16 +35,16 @@ def without_our_frames(f: F) -> F:
             _filter_causes(error)
             raise
 
-    made = _traceback_util.api_boundary(functools.wraps(f)(filtered))
-    return made  # type: ignore[return-value]
+    boundary = _traceback_util.api_boundary(functools.wraps(f)(filtered))
+    return boundary  # type: ignore[return-value]
 
 
-def without_our_frames_in_methods(kind: C) -> C:
-    """A class whose public methods are boundaries; a decorator."""
-    for name, member in list(vars(kind).items()):
+def without_our_frames_in_methods(cls: C) -> C:
+    """A class decorator that makes all public methods boundaries."""
+    for name, member in list(vars(cls).items()):
         if not name.startswith("_") and inspect.isfunction(member):
-            setattr(kind, name, without_our_frames(member))
-    return kind
+            setattr(cls, name, without_our_frames(member))
+    return cls
 
 
 def _filter_causes(error: BaseException) -> None:
@@ -56,10 +56,10 @@ def _filter_causes(error: BaseException) -> None:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """What an error came of, as Python prints it; each once."""
+    """The chain of causes of an error that Python prints, each cause once."""
     seen = {id(error)}
-    following = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    while following is not None and id(following) not in seen:
-        seen.add(id(following))
-        yield following
-        following = following.__cause__ or (None if following.__suppress_context__ else following.__context__)
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        yield cause
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)

@@ -1,4 +1,4 @@
-"""Keywords: the named arguments of public functions, under their old names too, and the nearest one of a wrong name.
+"""Checks the keyword arguments of public functions: accepts old names, and suggests a name for an unknown one.
 
     @keywords("Write split(x, 0, 'data').", num_partitions="over")
     def split(x, dim, over): ...
@@ -22,7 +22,7 @@ from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames
 
 F = TypeVar("F", bound=Callable[..., Any])
-_CALLER = 5  # frames up from a warning: the boundary of the traceback is two of them
+_CALLER = 5  # frames from the warning up to the caller; the boundary of the traceback adds two
 
 
 def keywords(hint: str = "", package: str = "gshard", /, **new_of_old: str) -> Callable[[F], F]:
@@ -56,31 +56,31 @@ def keywords(hint: str = "", package: str = "gshard", /, **new_of_old: str) -> C
 
 
 def _with_new_names(
-    name: str, given: Mapping[str, Any], known: list[str], new_of_old: Mapping[str, str], hint: str
+    name: str, arguments: Mapping[str, Any], known: list[str], new_of_old: Mapping[str, str], hint: str
 ) -> dict[str, Any]:
-    made: dict[str, Any] = {}
-    for key, value in given.items():
+    renamed: dict[str, Any] = {}
+    for key, value in arguments.items():
         new = new_of_old.get(key, key)
         if new not in known:
             raise unknown_keyword(name, key, known, hint)
-        if new in made or (new != key and new in given):
+        if new in renamed or (new != key and new in arguments):
             raise ArgumentError(f"{name} got {new}= and its old name {key}=.", user_line(), hint=f"Give {new}=.")
         if new != key:
             text = f"{key}= of {name} is now called {new}=; the old name works in this version only."
             warnings.warn(text, DeprecationWarning, stacklevel=_CALLER)
-        made[new] = value
-    return made
+        renamed[new] = value
+    return renamed
 
 
 def unknown_keyword(name: str, key: str, known: Iterable[str], hint: str = "") -> ArgumentError:
     """The error for an argument that a public function does not have."""
-    meant = known_names(key, known).split("?")
-    nearest = f"{meant[0]}?" if len(meant) > 1 else ""
-    hint = " ".join(filter(None, (nearest, hint))) or f"It takes {', '.join(known)}."
+    before, question_mark, _ = known_names(key, known).partition("?")
+    suggestion = f"{before}?" if question_mark else ""
+    hint = " ".join(filter(None, (suggestion, hint))) or f"It takes {', '.join(known)}."
     return ArgumentError(f"{name} has no argument {key!r}.", user_line(), hint=hint)
 
 
 def renamed_class(old: str, new: str) -> None:
-    """Warns that a public class has a new name; called by the ``__getattr__`` of a package."""
+    """Warns that a public class has a new name. The ``__getattr__`` of a package calls it."""
     text = f"gshard.{old} is now called gshard.{new}; the old name works in this version only."
     warnings.warn(text, DeprecationWarning, stacklevel=3)

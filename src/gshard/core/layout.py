@@ -1,14 +1,14 @@
-"""Layout: maps names of dimensions to mesh axes.
+"""Maps names of dimensions to mesh axes.
 
-A program says which dimensions are the batch; a layout, one table for all of it, says over which axis the batch is
-split. A name is nothing but a mark whose meaning comes from the layout:
+A program names its dimensions, such as the batch. A layout is one table for the whole program, which lists the mesh
+axes for each name. A name is a mark whose sharding comes from the layout:
 
     >>> layout = Layout(batch="data", hidden="model", embed=None)
     >>> layout.mark(Names(("batch", "length", "embed"))).spec == (("data",), PartitionSpec.UNCONSTRAINED, None)
     True
 
-``embed`` is whole; ``length``, which the layout does not mention, is open: propagation decides. Rows have no order, and
-there are no second choices: two dimensions of one value that want the same axis are an error.
+``embed`` is whole. The layout does not mention ``length``, so ``length`` is open and propagation decides. Rows have no
+order, and there are no alternatives: if two dimensions of one value need the same axis, gshard raises an error.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Names:
     """The names of the dimensions of one value.
 
     Attributes:
-        dims: for each dimension its name, or None where nothing is said.
-        at: the path of the argument that the value is, such as ``params/w1``; empty for values inside.
+        dims: the name of each dimension, or None for a dimension without a name.
+        at: the path of the argument, such as ``params/w1``; empty for a value inside the program.
         batch_dims: dimensions that vmap added, in the order they were added; ``dims`` does not count them.
     """
 
@@ -46,12 +46,12 @@ class Names:
     batch_dims: tuple[int, ...] = ()
 
     def with_batch_dimension(self, dim: int) -> Names:
-        """The same names on an array that has one more dimension, at ``dim``."""
+        """The same names for an array with one more dimension, at ``dim``."""
         return dataclasses.replace(self, batch_dims=(*self.batch_dims, dim))
 
     @property
     def placed(self) -> tuple[str | None, ...]:
-        """For each dimension its name, those that vmap added included: they have none."""
+        """The name of each dimension, including dimensions that vmap added, which have no name."""
         dims = list(self.dims)
         for position in self.batch_dims:
             dims.insert(position, None)
@@ -66,9 +66,9 @@ class Row:
     """One row of a layout.
 
     Attributes:
-        name: of dimensions.
-        entry: axes, a number of parts, or None: whole.
-        at: a pattern of paths; the row is for arguments there and below only. Empty for all values.
+        name: the name of dimensions.
+        entry: mesh axes, a number of parts, or None for whole dimensions.
+        at: a pattern of paths. The row applies to arguments at and below these paths; empty for all values.
     """
 
     name: str
@@ -77,12 +77,12 @@ class Row:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The mesh axes that it names."""
+        """The mesh axes in the entry."""
         return self.entry if isinstance(self.entry, tuple) else ()
 
     @property
     def key(self) -> str:
-        """What stands on its left: ``embed``, or ``params:embed``."""
+        """The left side of the row: ``embed``, or ``params:embed``."""
         return f"{self.at}:{self.name}" if self.at else self.name
 
     def __str__(self) -> str:
@@ -92,18 +92,18 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, init=False)
 class Layout:
-    """What names of dimensions mean: over which mesh axes each is split.
+    """A table of the mesh axes over which dimensions of each name are split.
 
-    Rows have no order. A name that no row mentions stays open.
+    Rows have no order. A dimension whose name has no row stays open.
 
     Args:
-        rows: a dictionary of rows, for names that are no words of Python's. ``"params:embed"`` is a row for dimensions
-            called ``embed`` of arguments at the path ``params`` and below it (``*`` and ``**`` as in ``names=`` of
-            ``jit``); it goes before ``embed``.
-        named: rows as keywords. Each is a mesh axis, a tuple of axes, a number of parts, or None: whole.
+        rows: a dictionary of rows, for names that are not Python identifiers. ``"params:embed"`` is a row for
+            dimensions called ``embed`` of arguments at the path ``params`` and below (``*`` and ``**`` as in ``names=``
+            of ``jit``). It takes precedence over ``embed``.
+        named: rows as keywords. Each entry is a mesh axis, a tuple of axes, a number of parts, or None (whole).
 
     Raises:
-        ShardingError: a row is none of these, or is given twice.
+        ShardingError: an entry is none of these, or a name has two rows.
 
     >>> Layout({"params:embed": "data"}, batch="data", hidden=("model", "expert"), embed=None)
     Layout(params:embed='data', batch='data', hidden=('model', 'expert'), embed=None)
@@ -132,18 +132,18 @@ class Layout:
 
     @staticmethod
     def of(rules: Iterable[Any]) -> Layout:
-        """Reads the ordered rules of Flax, T5X and MaxText: pairs of a name and an axis, several axes, or None.
+        """Creates a layout from the ordered rules of Flax, T5X and MaxText.
 
-        They are applied to each array as there (``flax.linen.logical_to_mesh_axes``): rule after rule, a dimension
-        that has no entry yet gets the rule's axes if no other dimension of the array has one of them; what is left in
-        the end is whole, and so are dimensions without a name. ``decided`` and ``gshard.explain`` tell where the
-        order decided.
+        gshard applies the rules to each array like ``flax.linen.logical_to_mesh_axes``, one rule after the other. A
+        dimension without an entry gets the axes of the rule if no other dimension of the array has one of these axes.
+        Dimensions that get no entry, and dimensions without a name, are whole. ``decided`` and ``gshard.explain`` list
+        the arrays for which the order matters.
 
         Args:
-            rules: the pairs, the first that is free wins. A name may occur again.
+            rules: pairs of a name and an axis, a tuple of axes, or None. A name may occur several times.
 
         Raises:
-            ShardingError: a rule is no such pair.
+            ShardingError: a rule is not such a pair.
 
         >>> rules = (("batch", "X"), ("features", "X"), ("heads", "Y"), ("batch", "Z"))
         >>> layout = Layout.of(rules)
@@ -158,16 +158,16 @@ class Layout:
                 hint = "A rule is a pair: (name, axis, tuple of axes or None)."
                 raise ShardingError(f"{rule!r} is no rule.", user_line(), hint=hint)
             rows.append(_row(*rule, pattern=False))
-        made = Layout()
-        made._fill(rows, True)
-        return made
+        layout = Layout()
+        layout._fill(rows, True)
+        return layout
 
     @staticmethod
     def checked(layout: Any) -> Layout | None:
-        """A layout, or None if there is none.
+        """Returns a layout or None unchanged.
 
         Raises:
-            ShardingError: it is something else.
+            ShardingError: the value is neither a layout nor None.
         """
         if layout is None or isinstance(layout, Layout):
             return layout
@@ -178,22 +178,26 @@ class Layout:
         )
 
     def rows_of(self, names: Names, line: str = "") -> tuple[Row | None, ...]:
-        """For each dimension the row that applies to it, if there is one.
+        """The row that applies to each dimension, or None.
+
+        Args:
+            names: the names of a value.
+            line: the user's source line, for error messages.
 
         Raises:
-            ShardingError: two rows for different paths apply and disagree, or ordered rules meet a name twice; at this
-                line of the user's.
+            ShardingError: two rows with different paths apply and differ, or two dimensions have one name and the rules
+                are ordered.
         """
         if self.ordered:
             return self._by_order(names, line)[0]
         return tuple(None if name is None else self._row(name, names.at, line) for name in names.dims)
 
     def decided(self, names: Names) -> tuple[str, ...]:
-        """Where the order of rules decided about a value, as text; nothing for a layout without order."""
+        """Texts about the axes that a value did not get because of the order of the rules; none without order."""
         return self._by_order(names)[1] if self.ordered else ()
 
     def mark(self, names: Names, line: str = "") -> Mark | None:
-        """What the names of one value mean; None where no row applies.
+        """The mark that the names of one value stand for; None if no row applies.
 
         Raises:
             ShardingError: see ``rows_of``.
@@ -202,21 +206,22 @@ class Layout:
         applied = dict.fromkeys(str(row) for row in rows if row is not None)
         if not applied and not (self.ordered and any(names.dims)):
             return None
-        rest = None if self.ordered else PartitionSpec.UNCONSTRAINED
-        said = f"named {str(names)!r}" if names.at else f"name(x, {str(names)!r})"
+        default = None if self.ordered else PartitionSpec.UNCONSTRAINED
+        call = f"named {str(names)!r}" if names.at else f"name(x, {str(names)!r})"
         return Mark(
             "spec",
-            spec=tuple(rest if row is None else row.entry for row in rows),
+            spec=tuple(default if row is None else row.entry for row in rows),
             batch_dims=names.batch_dims,
             names=names.dims,
-            said=f"{said} by {', '.join(applied) or 'rules without it'}",
+            source_text=f"{call} by {', '.join(applied) or 'rules without it'}",
         )
 
     def check(self, mesh: Mesh) -> None:
-        """Refuses rows that this mesh has no axes, or not the number of devices, for.
+        """Checks that all rows fit a mesh.
 
         Raises:
-            ShardingError: the mesh has no such axis, or cannot be cut in so many parts.
+            ShardingError: the mesh does not have an axis of a row, or cannot be split into the number of parts of a
+                row.
         """
         for row in self.rows:
             for axis in row.axes:
@@ -233,37 +238,42 @@ class Layout:
                     raise ShardingError(reason.what, None, f"mesh: {mesh}; layout: {row}", reason.hint) from None
 
     def _row(self, name: str, at: str, line: str) -> Row | None:
-        found = [row for row in self.rows if row.name == name]
-        own = [row for row in found if row.at and at and is_below(row.at, at)]
-        if len({row.entry for row in own}) > 1:
+        rows_of_name = [row for row in self.rows if row.name == name]
+        rows_of_path = [row for row in rows_of_name if row.at and at and is_below(row.at, at)]
+        if len({row.entry for row in rows_of_path}) > 1:
             raise ShardingError(
                 f"two rows of the layout disagree about {name!r} of {at}.",
                 line,
-                ", ".join(map(str, own)),
+                ", ".join(map(str, rows_of_path)),
                 hint="Rows have no order: make their paths such that one applies.",
             )
-        return next(iter(own), None) or next((row for row in found if not row.at), None)
+        return next(iter(rows_of_path), None) or next((row for row in rows_of_name if not row.at), None)
 
     def _by_order(self, names: Names, line: str = "") -> tuple[tuple[Row | None, ...], tuple[str, ...]]:
-        said = [name for name in names.dims if name is not None]
-        if twice := next((name for name in said if said.count(name) > 1), None):
+        """The row of each dimension by ordered rules, and texts about the axes that are lost to earlier rules."""
+        all_names = [name for name in names.dims if name is not None]
+        if twice := next((name for name in all_names if all_names.count(name) > 1), None):
             raise ShardingError(
                 f"two dimensions of one value are called {twice!r}, which ordered rules do not allow.",
                 line,
                 f"names {str(names)!r}",
                 hint="Give one another name, or '_', or use a Layout without order.",
             )
-        given: dict[int, Row] = {}
+        row_of: dict[int, Row] = {}
         decided: dict[str, None] = {}
         for row in self.rows:
-            if row.name not in names.dims or (at := names.dims.index(row.name)) in given:
+            if row.name not in names.dims:
                 continue
-            taken = next(((a, names.dims[d]) for d, g in given.items() for a in g.axes if a in row.axes), None)
-            if taken is None:
-                given[at] = row
+            dim = names.dims.index(row.name)
+            if dim in row_of:
+                continue
+            owner = next((d for d, other in row_of.items() for axis in other.axes if axis in row.axes), None)
+            if owner is None:
+                row_of[dim] = row
             else:
-                decided[f"{row.name!r} is not over {' '.join(map(repr, row.axes))}, which {taken[1]!r} has"] = None
-        return tuple(given.get(d) for d in range(len(names.dims))), tuple(decided)
+                axes = " ".join(map(repr, row.axes))
+                decided[f"{row.name!r} is not over {axes}, which {names.dims[owner]!r} has"] = None
+        return tuple(row_of.get(d) for d in range(len(names.dims))), tuple(decided)
 
     def __str__(self) -> str:
         if self.ordered:
@@ -275,13 +285,13 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Named:
-    """A value of a program that has names.
+    """A value of a program with names of its dimensions.
 
     Attributes:
         value: the value (``core.program.Value``).
-        names: its names.
+        names: the names of its dimensions.
         line: the user's source line; empty for arguments.
-        layout: what they mean here: that of the program, or of a partitioned function inside of it.
+        layout: the layout that applies to the names: of the program, or of a partitioned function inside it.
     """
 
     value: Any
@@ -291,7 +301,7 @@ class Named:
 
     @property
     def place(self) -> str:
-        """Where the names were given, for messages."""
+        """The place where the user gave the names, for messages."""
         return f"argument {self.names.at}" if self.names.at and not self.line else self.line
 
 

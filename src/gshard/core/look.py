@@ -1,4 +1,4 @@
-"""Look: the inspection of an array's sharding, which is not a part of the program."""
+"""Defines the record of an inspection of an array's sharding, which is not a part of the program."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Look:
-    """One ``jax.debug.inspect_array_sharding`` of a function.
+    """One call of ``jax.debug.inspect_array_sharding`` in a function.
 
     Attributes:
-        callback: the user's; it is called with a sharding.
-        shape: of the array.
+        callback: the user's function, which gshard calls with a sharding.
+        shape: the shape of the array.
         line: the user's source line.
-        manual: whether it stands inside of a ``shard_map``, where an array is one device's part.
-        values: the values of the program that the array is, one for each call of the function that the look is in.
+        manual: whether the call is inside a ``shard_map``, where an array is one device's part.
+        values: the inspected values of the program, one for each call of the function that contains the inspection.
     """
 
     callback: Callable[[Any], Any]

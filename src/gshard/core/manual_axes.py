@@ -1,10 +1,10 @@
-"""Manual axes: the atoms that cannot split any value inside a partly manual ``shard_map``.
+"""Determines the atoms that cannot split a value inside a partly manual ``shard_map``.
 
-Such a region is opened when the program is traced: its body stands between equations that make parts of whole arrays
-and whole arrays of parts (``Rule.manual``). A value in between is what the devices of one position along the manual
-axes hold together. Over these axes each device has its own, so that a plan must neither split it over them nor gather
-it along them; over all others it is planned like any value. What is made of nothing, or of whole arrays alone, is the
-same everywhere, and free.
+Tracing opens such a region: equations at its boundary convert whole arrays to parts and parts to whole arrays
+(``Rule.manual``), and the equations of the body stand between them. A value of the body is distributed over the devices
+with one position along the manual axes. Devices at different positions along the manual axes hold different values, so
+a plan must not split or gather the value over these axes. Over all other axes it is planned like any value. Values that
+depend on no operands, or on whole arrays only, are equal on all devices, so no axes are manual for them.
 """
 
 from __future__ import annotations
@@ -24,37 +24,38 @@ _NONE: _Atoms = frozenset()
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ManualAxes:
-    """Which atoms are manual where in a program.
+    """The manual atoms of the values and equations of a program.
 
     Attributes:
-        mesh: the devices.
-        inside: for each value of a partly manual region, the atoms over which it cannot be split.
+        mesh: the mesh of the program.
+        inside: for each value of a partly manual region, the atoms that cannot split it.
     """
 
     mesh: Mesh
     inside: Mapping[Value, _Atoms]
 
     def of(self, value: Value | Constant) -> _Atoms:
-        """The atoms over which a value cannot be split."""
+        """The atoms that cannot split a value."""
         return self.inside.get(value, _NONE) if isinstance(value, Value) and self.inside else _NONE
 
     def at(self, e: Equation) -> _Atoms:
-        """The atoms over which no factor of an equation can be split, but those that are pinned."""
-        if not self.inside and (e.rule is None or e.rule.manual is None):
+        """The atoms that cannot split factors of an equation, except the pinned factors."""
+        manual = None if e.rule is None else e.rule.manual
+        if not self.inside and manual is None:
             return _NONE
-        found = _NONE.union(*map(self.of, (*e.inputs, *e.outputs)))
-        return found if e.rule is None or e.rule.manual is None else found | e.rule.manual.atoms(self.mesh)
+        of_values = _NONE.union(*map(self.of, (*e.inputs, *e.outputs)))
+        return of_values if manual is None else of_values | manual.atoms(self.mesh)
 
     def of_any(self, values: Iterable[Value | Constant]) -> _Atoms:
-        """The atoms over which any of some values cannot be split."""
+        """The atoms that cannot split at least one of some values."""
         return _NONE.union(*map(self.of, values)) if self.inside else _NONE
 
     def pinned(self, e: Equation) -> Split:
-        """The factors of an equation whose atoms the boundary of a region names."""
+        """The split of the factors that the boundary of a region fixes, if the equation is at a boundary."""
         return {} if e.rule is None or e.rule.manual is None else e.rule.manual.pinned(self.mesh)
 
     def mesh_without(self, atoms: _Atoms) -> Mesh:
-        """The devices of one position along these atoms."""
+        """The mesh of the devices with one position along these atoms."""
         return _without(self.mesh, atoms) if atoms else self.mesh
 
 
@@ -64,7 +65,7 @@ def _without(mesh: Mesh, atoms: _Atoms) -> Mesh:
 
 
 def before_any(cut: Atoms, atoms: _Atoms) -> Atoms:
-    """The first of some atoms, up to one of those that are not allowed.
+    """The atoms of ``cut`` before the first one that is in ``atoms``.
 
     >>> before_any(("x", "y", "z"), frozenset({"y"}))
     ('x',)
@@ -73,23 +74,23 @@ def before_any(cut: Atoms, atoms: _Atoms) -> Atoms:
 
 
 def axes_without(axes: tuple[Atoms, ...], atoms: _Atoms) -> tuple[Atoms, ...]:
-    """What is left of axes without some atoms.
+    """The axes without some atoms; axes that have no other atoms are omitted.
 
     >>> axes_without((("x.0", "x.1"), ("y",)), frozenset({"x.0", "y"}))
     (('x.1',),)
     """
     if not atoms:
         return axes
-    return tuple(rest for own in axes if (rest := tuple(a for a in own if a not in atoms)))
+    return tuple(rest for axis in axes if (rest := tuple(a for a in axis if a not in atoms)))
 
 
 @tabulated(64)
 def manual_axes(block: Block, mesh: Mesh) -> ManualAxes:
-    """Follows values from where they enter partly manual regions to where they leave them.
+    """Determines the manual atoms by following values from the entries of partly manual regions to the exits.
 
     Args:
-        block: a program's equations.
-        mesh: the devices.
+        block: the equations of a program.
+        mesh: the mesh of the program.
     """
     inside: dict[Value, _Atoms] = {}
     if any(e.rule is not None and e.rule.manual is not None for e in block.walk()):
@@ -99,35 +100,38 @@ def manual_axes(block: Block, mesh: Mesh) -> ManualAxes:
 
 def _follow(block: Block, inside: dict[Value, _Atoms], mesh: Mesh) -> None:
     for e in block.equations:
-        here = _NONE.union(*(inside.get(x, _NONE) for x in e.inputs if isinstance(x, Value)))
+        manual = _NONE.union(*(inside.get(x, _NONE) for x in e.inputs if isinstance(x, Value)))
         if e.blocks:
-            here = _region(e, here, inside, mesh)
+            manual = _region(e, manual, inside, mesh)
         elif e.rule is not None and e.rule.manual is not None:
-            own = _named(e, mesh)
-            here = here - own if e.rule.manual.step == "leave" else here | own
+            atoms_of_boundary = _atoms_of_boundary(e, mesh)
+            if e.rule.manual.step == "leave":
+                manual = manual - atoms_of_boundary
+            else:
+                manual = manual | atoms_of_boundary
         for v in e.outputs:
-            if here:
-                inside[v] = here
+            if manual:
+                inside[v] = manual
 
 
-def _named(e: Equation, mesh: Mesh) -> _Atoms:
+def _atoms_of_boundary(e: Equation, mesh: Mesh) -> _Atoms:
     assert e.rule is not None
     assert e.rule.manual is not None
     try:
         return e.rule.manual.atoms(mesh)
-    except ShardingError as reason:  # its mesh is another one
+    except ShardingError as reason:  # the shard_map has another mesh
         raise ShardingError(reason.what, e.line or None, reason.got, reason.hint) from None
 
 
-def _region(e: Equation, here: _Atoms, inside: dict[Value, _Atoms], mesh: Mesh) -> _Atoms:
-    """All that a loop or branch carries is manual over what any of it is: what goes on inside decides over the rest."""
+def _region(e: Equation, manual: _Atoms, inside: dict[Value, _Atoms], mesh: Mesh) -> _Atoms:
+    """The manual atoms of a loop or branch: the union over all its operands and results, to a fixed point."""
     while True:
         for block in e.blocks:
-            if here:
-                inside.update(dict.fromkeys(block.inputs, here))
+            if manual:
+                inside.update(dict.fromkeys(block.inputs, manual))
             _follow(block, inside, mesh)
         results = (inside.get(x, _NONE) for block in e.blocks for x in block.outputs if isinstance(x, Value))
-        found = here.union(*results)
-        if found == here:
-            return here
-        here = found
+        with_results = manual.union(*results)
+        if with_results == manual:
+            return manual
+        manual = with_results

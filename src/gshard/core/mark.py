@@ -1,7 +1,7 @@
-"""Mark: a sharding constraint of the user on one value, and its meaning on a mesh.
+"""Defines marks, the user's sharding constraints, and resolves them on a mesh.
 
-``split(x, 0, 4)`` on 8 devices cuts dimension 0 over the major atoms of the mesh, so that each part is held by
-consecutive devices; an array of device ids is read as strides in the flat order of the devices.
+``split(x, 0, 4)`` on 8 devices splits dimension 0 over the major atoms of the mesh, so that consecutive devices hold
+the copies of each part. gshard reads an array of device ids as strides in the flat order of the devices.
 
     >>> mesh = Mesh.abstract(devices=8)
     >>> resolve(Mark("split", dim=1, partitions=4), mesh, (6, 8), "").dims
@@ -30,27 +30,27 @@ from gshard.core.sharding import Sharding
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Mark:
-    """One ``replicate``, ``split`` or ``shard`` of the user's, or a sharding from JAX's own words.
+    """One sharding constraint: a call of ``replicate``, ``split`` or ``shard``, or a sharding of JAX.
 
     Attributes:
         kind: ``replicate``, ``split`` (``dim``, ``partitions``), ``assignment`` (``ids``, ``ids_shape``)
             or ``spec`` (``spec``: the entries of a ``PartitionSpec``).
-        dim: the dimension that ``split`` cuts, counted without the dimensions that vmap added.
-        partitions: a number of parts, or the name(s) of mesh axes.
+        dim: the dimension that ``split`` splits, counted without the dimensions that vmap added.
+        partitions: a number of parts, or one or several names of mesh axes.
         ids: device ids in row-major order.
         ids_shape: number of parts along each dimension.
-        spec: for each dimension None, an axis name, a tuple of names, a number of parts (by a layout), or
+        spec: for each dimension None, an axis name, a tuple of names, a number of parts (from a layout), or
             ``PartitionSpec.UNCONSTRAINED``.
-        axes: names and sizes of the mesh of ``spec``, if it came with one.
-        devices: the devices of that mesh in row-major order, if it has any.
-        unreduced: the mesh axes over which the value is in parts, to be combined by ``monoid``.
+        axes: names and sizes of the axes of the mesh to which ``spec`` refers, if it has its own mesh.
+        devices: the devices of this mesh in row-major order, if it has devices.
+        unreduced: the mesh axes over which the value is unreduced: each device holds a part for ``monoid``.
         monoid: ``add``, ``max`` or ``min``.
-        reduced: the mesh axes over which the cotangent is in parts of a sum; the value itself is whole there.
+        reduced: the mesh axes over which the cotangent is unreduced (parts of a sum). The value is whole over them.
         batch_dims: dimensions that vmap added, in the order they were added; they stay open.
-        even: whether parts must be equal, as JAX has it of the result of a program.
-        leaf: which leaf of a pytree was marked, for messages: ``x['l1']['w']``.
-        names: what the user calls the dimensions, where a layout made this mark.
-        said: what the user wrote, where that is not in the other words of the mark.
+        even: whether all parts must have the same size, as JAX requires for the results of a program.
+        leaf: the marked leaf of a pytree, for messages: ``x['l1']['w']``.
+        names: the names of the dimensions, if a layout created this mark.
+        source_text: the user's source text, if the other attributes do not contain it.
     """
 
     kind: str
@@ -68,29 +68,29 @@ class Mark:
     even: bool = False
     leaf: str = dataclasses.field(default="", compare=False, repr=False)
     names: tuple[str | None, ...] = dataclasses.field(default=(), compare=False, repr=False)
-    said: str = dataclasses.field(default="", compare=False, repr=False)
+    source_text: str = dataclasses.field(default="", compare=False, repr=False)
 
     def with_batch_dimension(self, dim: int) -> Mark:
-        """The same mark on an array that has one more dimension, at ``dim``."""
+        """The same mark for an array with one more dimension, at ``dim``."""
         return dataclasses.replace(self, batch_dims=(*self.batch_dims, dim))
 
     @property
     def transposed(self) -> Mark:
-        """The mark of the cotangent: over axes where the value is in parts it is whole, and the other way round."""
+        """The mark of the cotangent, which is whole over axes where the value is unreduced, and the reverse."""
         if not self.unreduced and not self.reduced:
             return self
         return dataclasses.replace(self, unreduced=self.reduced, monoid="add", reduced=self.unreduced)
 
     def place(self, dims: list[Any], open_dim: Any) -> list[Any]:
-        """Puts ``open_dim`` where vmap added dimensions into a list that has one entry for each other dimension."""
+        """Inserts ``open_dim`` for each dimension that vmap added into a list of entries of the other dimensions."""
         dims = list(dims)
         for position in self.batch_dims:
             dims.insert(position, open_dim)
         return dims
 
     def __str__(self) -> str:
-        if self.said:
-            return self.said
+        if self.source_text:
+            return self.source_text
         match self.kind:
             case "replicate":
                 return "replicate(x)"
@@ -102,11 +102,11 @@ class Mark:
                 return f"shard(x, {self.spec_text})"
 
     def is_foreign(self, mesh: Mesh) -> bool:
-        """Whether it came with another mesh than this one, on whose axes it is read by its devices."""
+        """Whether the mark refers to another mesh. gshard then resolves it by its devices."""
         return bool(self.axes) and self.axes not in (mesh.axes, tuple(mesh.atom_sizes.items()))
 
     def text_on(self, mesh: Mesh) -> str:
-        """The mark as text; with the axes of its own mesh, if that is another one."""
+        """The mark as text, with the axes of its own mesh if it refers to another mesh."""
         return f"{self} on a mesh of {_axes(self.axes)}" if self.is_foreign(mesh) else str(self)
 
     @property
@@ -117,7 +117,7 @@ class Mark:
 
 
 def mark_of_cut(dims: Sequence[Atoms | None], mesh: Mesh) -> Mark:
-    """The mark that cuts each dimension over these atoms of a mesh: whole over none, open for None.
+    """The mark that splits each dimension over these atoms of a mesh. None leaves a dimension open.
 
     >>> mesh = Mesh.abstract(devices=8)
     >>> resolve(mark_of_cut((("devices.1",), ()), mesh), mesh, (6, 8), "").dims
@@ -133,13 +133,13 @@ def _axes(axes: tuple[tuple[str, int], ...]) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Demand:
-    """What a mark asks for on a mesh.
+    """The sharding that a mark requires on a mesh.
 
     Attributes:
         dims: atoms for each dimension.
-        open: which dimensions it leaves open.
-        order: the order of the devices in which it does; the mesh's own wherever that will do.
-        unreduced: atoms over which the value is in parts, each with the monoid that combines them.
+        open: whether the mark leaves each dimension open.
+        order: the device order of the sharding; the order of the mesh if that is possible.
+        unreduced: the atoms over which the value is unreduced, each with the monoid that combines the parts.
     """
 
     dims: tuple[Atoms, ...]
@@ -149,22 +149,31 @@ class Demand:
 
     @property
     def sharding(self) -> Sharding:
-        """The sharding that it asks for, where open dimensions are whole."""
+        """The required sharding, with whole open dimensions."""
         return Sharding(self.dims, self.unreduced)
 
     def allows(self, sharding: Sharding) -> bool:
-        """Whether a sharding is what it asks for."""
+        """Whether a sharding satisfies this demand."""
+        if sharding.unreduced != self.unreduced:
+            return False
         dims = zip(sharding.dims, self.dims, self.open, strict=True)
-        return sharding.unreduced == self.unreduced and all(is_open or have == own for have, own, is_open in dims)
+        return all(is_open or atoms == required for atoms, required, is_open in dims)
 
 
 def resolve(mark: Mark, mesh: Mesh, shape: tuple[int, ...], line: str) -> Demand:
-    """What a mark means for an array of this shape on this mesh.
+    """Resolves a mark for an array on a mesh.
+
+    Args:
+        mark: the mark.
+        mesh: the mesh of the program.
+        shape: the shape of the array, including dimensions that vmap added.
+        line: the user's source line of the mark, for error messages.
 
     Raises:
         ShardingError: the mesh has no such axis or device, an axis is used twice, or the numbers do not fit.
     """
-    ndim, order = len(shape) - len(mark.batch_dims), mesh.order
+    ndim = len(shape) - len(mark.batch_dims)
+    order = mesh.order
     try:
         match mark.kind:
             case "replicate":
@@ -179,15 +188,15 @@ def resolve(mark: Mark, mesh: Mesh, shape: tuple[int, ...], line: str) -> Demand
         if mark.names:
             _check_names(mark, dims)
         _check_once(dims, mesh)
-        unreduced = _unfinished(mark, dims, mesh)
+        unreduced = _unreduced(mark, dims, mesh)
         placed = mark.place(dims, None)
         if mark.even:
             _check_even(placed, shape, mesh)
     except ShardingError as reason:
-        which = f"{mark.leaf}: " if mark.leaf else ""
-        named = f"NamedSharding of JAX's over {_axes(mark.axes)}: {mark.spec_text}"
-        said = named if mark.axes and not mark.said else str(mark)
-        got = f"{which}{_text(shape)}, {said}; mesh: {mesh}{'; ' + reason.got if reason.got else ''}"
+        leaf = f"{mark.leaf}: " if mark.leaf else ""
+        named_sharding = f"NamedSharding of JAX's over {_axes(mark.axes)}: {mark.spec_text}"
+        mark_text = named_sharding if mark.axes and not mark.source_text else str(mark)
+        got = f"{leaf}{_text(shape)}, {mark_text}; mesh: {mesh}{'; ' + reason.got if reason.got else ''}"
         raise ShardingError(reason.what, line, got, reason.hint) from None
     return Demand(tuple(d or () for d in placed), tuple(d is None for d in placed), order, unreduced)
 
@@ -197,7 +206,11 @@ def _text(shape: tuple[int, ...]) -> str:
 
 
 def atoms_of_partitions(partitions: int | str | tuple[str, ...], mesh: Mesh) -> Atoms:
-    """The atoms that cut a dimension in so many parts, or along these axes."""
+    """The atoms that split a dimension into a number of parts, or over one or several axes.
+
+    Raises:
+        ShardingError: the mesh has no such axis, or cannot be split into this number of parts.
+    """
     if not isinstance(partitions, int):
         names = (partitions,) if isinstance(partitions, str) else partitions
         return tuple(a for name in names for a in _axis(name, mesh))
@@ -206,14 +219,14 @@ def atoms_of_partitions(partitions: int | str | tuple[str, ...], mesh: Mesh) -> 
             f"{partitions} partitions were asked for, and the mesh has {mesh.size} devices.",
             hint=f"Use at most {mesh.size} partitions.",
         )
-    # Major atoms first, so that the copies of a part are on consecutive devices; any others if that fits alone.
+    # Prefer major atoms, so that consecutive devices hold the copies of a part.
     chosen: list[str] = []
-    wanted = partitions
+    remaining = partitions
     for atom, size in mesh.atom_sizes.items():
-        if wanted % size == 0:
+        if remaining % size == 0:
             chosen.append(atom)
-            wanted //= size
-    if wanted != 1:
+            remaining //= size
+    if remaining != 1:
         fitting = sorted(n for n in range(1, mesh.size + 1) if mesh.size % n == 0)
         raise ShardingError(
             f"{mesh.size} devices cannot hold {partitions} partitions in equal numbers of copies.",
@@ -230,8 +243,8 @@ def _axis(name: str, mesh: Mesh) -> Atoms:
     raise ShardingError(f"the mesh has no axis {name!r}.", hint=known_names(name, mesh.atoms_of))
 
 
-def _named(mark: Mark, mesh: Mesh, ndim: int) -> list[tuple[str, ...] | None]:
-    """For each dimension the axes it is cut over; None where that is open. Axes of one device cut nothing."""
+def _axes_of_dims(mark: Mark, mesh: Mesh, ndim: int) -> list[tuple[str, ...] | None]:
+    """The axes that split each dimension, without axes of one device; None for an open dimension."""
     of_one_device = {name for name, size in mark.axes if size == 1}
 
     def axes(entry: Any) -> tuple[str, ...] | None:
@@ -246,16 +259,19 @@ def _named(mark: Mark, mesh: Mesh, ndim: int) -> list[tuple[str, ...] | None]:
 
 
 def _spec(mark: Mark, mesh: Mesh, ndim: int) -> tuple[list[Atoms | None], Order]:
-    named = _named(mark, mesh, ndim)
-    ours = mesh.order_of(mark.devices)
-    known = all(mesh.atoms_of.get(n, (n,)) and mesh.count(_axis_or_none(n, mesh)) == s for n, s in mark.axes)
-    # Axes of the same names and sizes are along other devices if they come in another order.
+    """The atoms of each dimension of a ``spec`` mark (None: open), and the device order."""
+    axes_of_dims = _axes_of_dims(mark, mesh, ndim)
+    order_of_mark = mesh.order_of(mark.devices)
+    has_axes = all(mesh.atoms_of.get(n, (n,)) and mesh.count(_axis_or_none(n, mesh)) == s for n, s in mark.axes)
+    # Axes of the same names and sizes contain other devices if their order is different.
     in_order = tuple(a for n, _ in mark.axes for a in _axis_or_none(n, mesh)) == mesh.atoms
-    by_name = known and (in_order or not mark.devices)
-    if by_name and ours == mesh.order:
-        return [None if dim is None else tuple(a for n in dim for a in _axis(n, mesh)) for dim in named], ours
-    dims = [dim or () for dim in named]
-    if by_name:  # by the atoms, since a name may be one of an atom's
+    by_name = has_axes and (in_order or not mark.devices)
+    if by_name and order_of_mark == mesh.order:
+        return [
+            None if axes is None else tuple(a for n in axes for a in _axis(n, mesh)) for axes in axes_of_dims
+        ], order_of_mark
+    dims = [dim or () for dim in axes_of_dims]
+    if by_name:  # convert to atoms, since a name may be the name of an atom
         dims = [tuple(a for n in dim for a in _axis(n, mesh)) for dim in dims]
     axes = tuple(mesh.atom_sizes.items()) if by_name else mark.axes
     if math.prod(size for _, size in axes) != mesh.size:
@@ -264,34 +280,34 @@ def _spec(mark: Mark, mesh: Mesh, ndim: int) -> tuple[list[Atoms | None], Order]
             hint="Make its jax.sharding.Mesh of the devices of the program.",
         )
     _check_once([*dims], mesh)
-    cuts, order = _found(table_of_axes(dims, axes, ours or range(mesh.size)), mesh)
-    if not any(cuts):  # whole on every device: in the order in which it names them
-        order = ours
-    return [None if dim is None else atoms for dim, atoms in zip(named, cuts, strict=True)], order
+    cuts, order = _cut_and_order(table_of_axes(dims, axes, order_of_mark or range(mesh.size)), mesh)
+    if not any(cuts):  # whole on every device: keep the order of the mark
+        order = order_of_mark
+    return [None if axes is None else atoms for axes, atoms in zip(axes_of_dims, cuts, strict=True)], order
 
 
-def _unfinished(mark: Mark, dims: Sequence[Atoms | None], mesh: Mesh) -> tuple[tuple[str, str], ...]:
-    """The atoms over which a value is in parts, and the monoid.
+def _unreduced(mark: Mark, dims: Sequence[Atoms | None], mesh: Mesh) -> tuple[tuple[str, str], ...]:
+    """The atoms over which a value is unreduced, each with the monoid.
 
     Raises:
-        ShardingError: the mesh has no such axis, or it splits a dimension.
+        ShardingError: the mesh has no such axis, or the axis splits a dimension.
     """
     of_one_device = {name for name, size in mark.axes if size == 1}
     names = [name for name in (*mark.unreduced, *mark.reduced) if name not in of_one_device]
     atoms_of = {name: _along(name, mark, mesh) for name in names}
-    cutting = {a: d for d, atoms in enumerate(dims) for a in atoms or ()}
+    dim_of_atom = {a: d for d, atoms in enumerate(dims) for a in atoms or ()}
     for name in names:
         for a in atoms_of[name]:
-            if a in cutting:
+            if a in dim_of_atom:
                 word = "unreduced" if name in mark.unreduced else "reduced"
-                what = f"axis {name!r} splits dimension {cutting[a]}, and is {word}."
+                what = f"axis {name!r} splits dimension {dim_of_atom[a]}, and is {word}."
                 raise ShardingError(what, hint="Name each mesh axis once.")
-    wanted = (name for name in names if name in mark.unreduced)
-    return tuple(sorted((a, mark.monoid) for name in wanted for a in atoms_of[name]))
+    unreduced_axes = (name for name in names if name in mark.unreduced)
+    return tuple(sorted((a, mark.monoid) for name in unreduced_axes for a in atoms_of[name]))
 
 
 def _along(name: str, mark: Mark, mesh: Mesh) -> Atoms:
-    """The atoms of one axis of a mark: by its name, or by the devices along it if its mesh is another one."""
+    """The atoms of one axis of a mark: by name, or by the devices along the axis if the mark has another mesh."""
     size = dict(mark.axes).get(name)
     if size is None or mesh.count(_axis_or_none(name, mesh)) == size:
         return _axis(name, mesh)
@@ -310,32 +326,34 @@ def _axis_or_none(name: str, mesh: Mesh) -> Atoms:
 
 
 def _assignment(mark: Mark, mesh: Mesh) -> tuple[list[Atoms | None], Order]:
-    cuts, order = _found(table_of_ids(np.asarray(mark.ids, dtype=np.int64).reshape(mark.ids_shape), mesh), mesh)
+    ids = np.asarray(mark.ids, dtype=np.int64).reshape(mark.ids_shape)
+    cuts, order = _cut_and_order(table_of_ids(ids, mesh), mesh)
     return list(cuts), order
 
 
-def _found(table: np.ndarray, mesh: Mesh) -> tuple[tuple[Atoms, ...], Order]:
-    """A cut in the mesh's own order of devices if there is one, else in the order that the table needs."""
+def _cut_and_order(table: np.ndarray, mesh: Mesh) -> tuple[tuple[Atoms, ...], Order]:
+    """A split in the device order of the mesh if there is one, otherwise in the order that the table requires."""
     cuts = cut(table, mesh)
     return (cuts, mesh.order) if cuts is not None else order_for(table, mesh)
 
 
 def _check_names(mark: Mark, dims: list[Atoms | None]) -> None:
-    """Refuses two dimensions that want one axis by their names, also where the axis has one device."""
+    """Raises if the names of two dimensions require one axis, also if the axis has one device."""
     seen: dict[str, int] = {}
     for d, (entry, atoms) in enumerate(zip(mark.spec, dims, strict=True)):
         axes = entry if isinstance(entry, tuple) else ()
-        for one in dict.fromkeys((*axes, *(atoms or ()))):
-            if (first := seen.setdefault(one, d)) == d:
+        for axis_or_atom in dict.fromkeys((*axes, *(atoms or ()))):
+            first = seen.setdefault(axis_or_atom, d)
+            if first == d:
                 continue
-            what = f"axis {one!r}" if one in axes else f"{entry} parts: the same devices"
+            what = f"axis {axis_or_atom!r}" if axis_or_atom in axes else f"{entry} parts: the same devices"
             if mark.names[first] == mark.names[d]:
-                said = f"dimensions {first} and {d} are both called {mark.names[d]!r} and want {what}."
+                problem = f"dimensions {first} and {d} are both called {mark.names[d]!r} and want {what}."
             else:
                 both = f"{mark.names[first]!r} (dimension {first}) and {mark.names[d]!r} (dimension {d})"
-                said = f"{both} both want {what}."
+                problem = f"{both} both want {what}."
             raise ShardingError(
-                said,
+                problem,
                 hint="An axis splits one dimension of an array: give one row of the layout another axis or None, "
                 "or write '_' for one of the names here.",
             )
@@ -347,7 +365,7 @@ def _check_once(dims: list[Atoms | None], mesh: Mesh) -> None:
         for atom in atoms or ():
             if atom in seen:
                 where = f"dimension {d} twice" if seen[atom] == d else f"dimensions {seen[atom]} and {d}"
-                axis = next((n for n, own in mesh.atoms_of.items() if atom in own), atom)
+                axis = next((name for name, atoms_of in mesh.atoms_of.items() if atom in atoms_of), atom)
                 raise ShardingError(f"axis {axis!r} splits {where}.", hint="Name each mesh axis once.")
             seen[atom] = d
 

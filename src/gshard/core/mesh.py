@@ -1,8 +1,8 @@
-"""Mesh: the devices as a grid of named axes, and the atoms of these axes.
+"""Defines the mesh: a grid of devices with named axes, which gshard factors into atoms.
 
-Every axis is factored into primes on entry (8 -> 2*2*2, 6 -> 2*3). These *atoms* are the real axes of the
-``shard_map`` mesh: the same devices in the same flat order, so the factoring costs no communication, and a
-part of an axis is then just some of its atoms. Printing merges atoms back into the user's names.
+gshard factors every axis into primes (8 -> 2*2*2, 6 -> 2*3). These *atoms* are the axes of the mesh of the per-device
+``shard_map``. The devices and their flat order stay the same, so the factoring costs no communication. A part of an
+axis is a set of its atoms. Printed text joins atoms to the user's axis names again.
 
     >>> mesh = Mesh.abstract(data=2, expert=4)
     >>> mesh.atoms
@@ -37,7 +37,8 @@ def prime_factors(n: int) -> tuple[int, ...]:
     >>> prime_factors(12)
     (2, 2, 3)
     """
-    factors, p = [], 2
+    factors: list[int] = []
+    p = 2
     while p * p <= n:
         while n % p == 0:
             factors.append(p)
@@ -52,11 +53,11 @@ class Mesh:
 
     Attributes:
         axes: the user's axis names and sizes, major to minor.
-        devices: the devices in row-major order of the axes, or None for a mesh that is only planned for.
-        order: which of the devices, as they came, stands at each position; () if they are left in their order.
-        times: what steps of moving an array take (``comm.steps.Times``); None counts the bytes that are sent.
-        factored: whether axes are factored into primes; where only whole axes move, there is less to look at without.
-        made_from: the mesh of JAX's that it was read from, if it was. Meshes are equal whatever they were read from.
+        devices: the devices in row-major order of the axes; None for a mesh without devices, which can only be planned.
+        order: for each position the number of its device in the given order; () if the given order is unchanged.
+        times: the times of reshard steps (``comm.steps.Times``); None counts the bytes sent.
+        factored: whether axes are factored into primes. If only whole axes move, planning is faster without.
+        made_from: the JAX mesh from which this mesh was read, if any. It does not affect equality.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -70,22 +71,22 @@ class Mesh:
 
     @staticmethod
     def abstract(**axes: int) -> Mesh:
-        """A mesh without devices, to plan for: ``Mesh.abstract(data=2, expert=4)``."""
+        """A mesh without devices, for planning: ``Mesh.abstract(data=2, expert=4)``."""
         return Mesh._checked(tuple(axes.items()), None)
 
     @staticmethod
     def of(mesh: MeshLike) -> Mesh:
-        """Reads whatever names some devices.
+        """Converts a description of devices to a mesh.
 
         Args:
-            mesh: a mesh of ours or of JAX's (abstract ones can only be planned for), a number of devices (the first
-                ones of ``jax.devices()``), ``{"data": 4, "model": 2}`` (over the first ones, the last axis fastest), or
-                a list or an array of one dimension of devices. Devices given without axes form one axis called
-                ``devices``. None takes the mesh that ``jax.set_mesh`` or ``with mesh`` has set.
+            mesh: a gshard or JAX mesh (an abstract mesh can only be planned), a number of devices (the first of
+                ``jax.devices()``), ``{"data": 4, "model": 2}`` (over the first devices, the last axis fastest), or
+                a list or a one-dimensional array of devices. Devices without axes form one axis called ``devices``.
+                None takes the mesh that ``jax.set_mesh`` or ``with mesh`` has set.
 
         Raises:
-            MeshError: there are no such devices, a device is named twice, an axis has no name or no size, it is
-                nothing that names devices, or no mesh is set.
+            MeshError: there are no such devices, a device occurs twice, an axis has no valid name or size, the value
+                does not describe devices, or no mesh is set.
         """
         if mesh is None:
             mesh = mesh_of_context()
@@ -159,12 +160,12 @@ class Mesh:
 
     @property
     def given(self) -> jax.sharding.Mesh | jax.sharding.AbstractMesh | None:
-        """The user's own mesh of JAX's; None if there is none, or if the devices stand in another order than there."""
+        """The user's JAX mesh; None if there is none, or if the devices are reordered."""
         return None if self.order else self.made_from
 
     @functools.cached_property
     def user_jax_mesh(self) -> jax.sharding.Mesh | jax.sharding.AbstractMesh:
-        """JAX's mesh in the user's axis names: the one that was given, or one with all axes of type Auto."""
+        """A JAX mesh with the user's axis names: the given mesh, or a new mesh with all axes of type Auto."""
         if self.given is not None:
             return self.given
         names, sizes = zip(*self.axes, strict=True)
@@ -174,9 +175,9 @@ class Mesh:
         return jax.sharding.Mesh(np.array(self.devices, dtype=object).reshape(sizes), names, axis_types=kinds)
 
     def spec_of(self, dims: Sequence[Atoms]) -> PartitionSpec | None:
-        """The ``PartitionSpec`` that says a cut in the user's axis names; None if it takes only a part of an axis.
+        """The ``PartitionSpec`` of a sharding in the user's axis names; None if it splits over a part of an axis.
 
-        Trailing dimensions that are whole are left out, as ``jax.jit`` does: JAX compares specs as they are written.
+        The spec omits trailing whole dimensions like ``jax.jit``, because JAX compares specs entry by entry.
 
         >>> mesh = Mesh.abstract(data=4, model=2)
         >>> mesh.spec_of((("model", "data.0", "data.1"), ())) == PartitionSpec(("model", "data"))
@@ -199,46 +200,50 @@ class Mesh:
         return PartitionSpec(*entries)
 
     def _axis_at(self, atoms: Sequence[str], i: int) -> str | None:
-        """The axis all of whose atoms stand at this place, if there is one."""
-        return next((n for n, own in self.atoms_of.items() if own and tuple(atoms[i : i + len(own)]) == own), None)
+        """The axis whose atoms are all at position ``i`` of a sequence of atoms, if there is one."""
+        for name, atoms_of_axis in self.atoms_of.items():
+            if atoms_of_axis and tuple(atoms[i : i + len(atoms_of_axis)]) == atoms_of_axis:
+                return name
+        return None
 
     @functools.cached_property
     def _hash(self) -> int:
         return hash((self.axes, self.devices, self.order, self.times, self.factored))
 
     def __hash__(self) -> int:
-        # Asked for at every step of planning, and the same for ever.
+        # Cached, because planning hashes meshes very often.
         return self._hash
 
     def reordered(self, order: tuple[int, ...]) -> Mesh:
-        """The same devices with device ``order[i]``, as they came, at position ``i``; () is the order they came in."""
+        """The mesh with device ``order[i]`` of the given order at position ``i``; () restores the given order."""
         order = () if order == tuple(range(self.size)) else order
         if order == self.order or self.devices is None:
             return dataclasses.replace(self, order=order)
-        came = [self.devices[i] for i in np.argsort(self.order)] if self.order else self.devices
-        return dataclasses.replace(self, devices=tuple(came[d] for d in order) if order else tuple(came), order=order)
+        given_order = [self.devices[i] for i in np.argsort(self.order)] if self.order else self.devices
+        devices = tuple(given_order[d] for d in order) if order else tuple(given_order)
+        return dataclasses.replace(self, devices=devices, order=order)
 
     def without(self, atoms: Collection[str]) -> Mesh:
-        """The mesh of the devices that differ in none of these atoms: the other atoms, under their own names.
+        """The mesh of the devices with one position along these atoms. Its axes are the other axes and atoms.
 
         >>> Mesh.abstract(data=4, model=2).without({"data.0", "model"}).atoms
         ('data.1',)
         """
         axes: list[tuple[str, int]] = []
         for name, size in self.axes:
-            own = [a for a in self.atoms_of[name] if a not in atoms]
-            whole = own == list(self.atoms_of[name])
-            axes += [(name, size)] if whole else [(a, self.atom_sizes[a]) for a in own]
-        return Mesh(tuple(axes), factored=self.factored)  # what steps take is known of all devices
+            remaining = [a for a in self.atoms_of[name] if a not in atoms]
+            is_whole = remaining == list(self.atoms_of[name])
+            axes += [(name, size)] if is_whole else [(a, self.atom_sizes[a]) for a in remaining]
+        return Mesh(tuple(axes), factored=self.factored)  # without ``times``, which are measured for all devices
 
     def order_of(self, devices: Sequence[Any]) -> tuple[int, ...]:
-        """The order in which these devices stand; () if that is how they came, or if they are not the mesh's."""
+        """The order of these devices; () if it is the given order, or if they are not the devices of the mesh."""
         if not devices or self.devices is None or (not self.order and tuple(devices) == self.devices):
             return ()
-        came = {d: self.order[i] if self.order else i for i, d in enumerate(self.devices)}
-        if len(devices) != len(came) or any(d not in came for d in devices):
+        number_of = {d: self.order[i] if self.order else i for i, d in enumerate(self.devices)}
+        if len(devices) != len(number_of) or any(d not in number_of for d in devices):
             return ()
-        order = tuple(came[d] for d in devices)
+        order = tuple(number_of[d] for d in devices)
         return () if order == tuple(range(len(order))) else order
 
     @property
@@ -267,28 +272,28 @@ class Mesh:
         atoms_of: dict[str, Atoms] = {}
         for name, size in self.axes:
             count = len(self._factors(size))
-            own = [name] if count == 1 else []
+            atoms = [name] if count == 1 else []
             for i in range(count if count > 1 else 0):
                 atom = f"{name}.{i}"
                 while atom in taken:  # the user has an axis of this name
                     atom += "_"
                 taken.add(atom)
-                own.append(atom)
-            atoms_of[name] = tuple(own)
+                atoms.append(atom)
+            atoms_of[name] = tuple(atoms)
         return atoms_of
 
     def _factors(self, size: int) -> tuple[int, ...]:
         return prime_factors(size) if self.factored or size == 1 else (size,)
 
     def count(self, atoms: Iterable[str]) -> int:
-        """The number of parts that splitting over ``atoms`` makes."""
+        """The number of parts of a split over ``atoms``."""
         if not atoms:
             return 1
         sizes = self.atom_sizes
         return math.prod([sizes[a] for a in atoms])
 
     def format_atoms(self, atoms: Sequence[str]) -> str:
-        """Atoms as the user's axes where they make a whole one, by their own names otherwise."""
+        """The atoms as text: the user's axis name for all atoms of an axis, otherwise the names of the atoms."""
         names, i = [], 0
         while i < len(atoms):
             axis = self._axis_at(atoms, i)
@@ -298,7 +303,7 @@ class Mesh:
 
     @functools.cached_property
     def jax_mesh(self) -> jax.sharding.Mesh | jax.sharding.AbstractMesh:
-        """JAX's mesh over the atoms (all axes of type Auto): concrete if the devices are known."""
+        """The JAX mesh over the atoms (all axes of type Auto), which is concrete if there are devices."""
         names = self.atoms or ("one",)
         sizes = tuple(self.atom_sizes.values()) or (1,)
         kinds = (jax.sharding.AxisType.Auto,) * len(names)
@@ -308,7 +313,7 @@ class Mesh:
 
     @functools.cached_property
     def abstract_jax_mesh(self) -> jax.sharding.AbstractMesh:
-        """JAX's mesh over the atoms without devices."""
+        """The JAX mesh over the atoms without devices."""
         mesh = self.jax_mesh
         return mesh if isinstance(mesh, jax.sharding.AbstractMesh) else mesh.abstract_mesh
 
@@ -336,8 +341,9 @@ class Mesh:
 
 
 def _first_devices(axes: tuple[tuple[str, int], ...]) -> tuple[Any, ...]:
-    """As many of the first of ``jax.devices()`` as the axes need."""
-    available, count = jax.devices(), math.prod(size for _, size in axes)
+    """The first of ``jax.devices()``, as many as the axes need."""
+    available = jax.devices()
+    count = math.prod(size for _, size in axes)
     if 1 <= count <= len(available):
         return tuple(available[:count])
     raise MeshError(
@@ -351,17 +357,21 @@ def _first_devices(axes: tuple[tuple[str, int], ...]) -> tuple[Any, ...]:
 
 
 def _keywords(axes: tuple[tuple[str, int], ...]) -> str:
-    """Axes as the arguments of a call."""
+    """The axes as keyword arguments of a call."""
     words = all(name.isidentifier() for name, _ in axes)
     return ", ".join(f"{name}={n}" for name, n in axes) if words else f"**{dict(axes)}"
 
 
 def _listed(devices: Sequence[Any] | np.ndarray) -> tuple[Any, ...]:
-    """A list of devices, checked to be one."""
-    sizes = tuple(devices)
-    if sizes and all(isinstance(n, int | np.integer) and not isinstance(n, bool) for n in sizes):
+    """Checks a list of devices.
+
+    Raises:
+        MeshError: an element is not a device, or an array has several dimensions.
+    """
+    elements = tuple(devices)
+    if elements and all(isinstance(n, int | np.integer) and not isinstance(n, bool) for n in elements):
         names = ("data", "model", "expert", "stage")
-        axes = {names[i] if i < len(names) else f"axis{i}": int(n) for i, n in enumerate(sizes)}
+        axes = {names[i] if i < len(names) else f"axis{i}": int(n) for i, n in enumerate(elements)}
         raise MeshError(
             "a mesh is made of devices, and these are numbers.",
             got=f"mesh={devices!r}"[:200],
@@ -374,17 +384,17 @@ def _listed(devices: Sequence[Any] | np.ndarray) -> tuple[Any, ...]:
             got=f"an array of shape {devices.shape}",
             hint='Give jax.sharding.Mesh(devices, ("data", "model")), with a name for each dimension.',
         )
-    wrong = next((d for d in sizes if not isinstance(d, jax.Device)), None)
-    if wrong is not None or None in sizes:
+    wrong = next((d for d in elements if not isinstance(d, jax.Device)), None)
+    if wrong is not None or None in elements:
         raise MeshError(
             f"a mesh is made of devices, and {wrong!r} is of type {type(wrong).__name__}.",
             hint="Give some of jax.devices(), or a number of them.",
         )
-    return sizes
+    return elements
 
 
 def common_prefix(a: Atoms, b: Atoms) -> Atoms:
-    """The atoms with which both begin.
+    """The longest common prefix of two sequences of atoms.
 
     >>> common_prefix(("x.0", "x.1"), ("x.0", "y"))
     ('x.0',)
@@ -392,4 +402,4 @@ def common_prefix(a: Atoms, b: Atoms) -> Atoms:
     return tuple(x for x, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
-MeshLike = Mesh | jax.sharding.Mesh | jax.sharding.AbstractMesh | Devices | None  # what ``Mesh.of`` reads
+MeshLike = Mesh | jax.sharding.Mesh | jax.sharding.AbstractMesh | Devices | None  # the argument of ``Mesh.of``

@@ -1,4 +1,4 @@
-"""PartitionSpec: converts JAX's ``PartitionSpec`` to the entries of a mark and to text."""
+"""Converts JAX's ``PartitionSpec`` to the entries of a mark and to text."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _KINDS = {"sum": "add", "max": "max", "min": "min"}
 
 
 def entries_of(spec: PartitionSpec, line: str = "") -> tuple[Any, ...]:
-    """The entries of a ``PartitionSpec`` that is about dimensions alone, checked to be something that a mark can say.
+    """The entries of a ``PartitionSpec`` without unreduced or reduced axes.
 
     Raises:
-        ShardingError: an entry is no axis name, or the spec asks for unreduced parts.
+        ShardingError: an entry is not an axis name, or the spec has unreduced or reduced axes.
     """
     for kind in ("unreduced", "reduced"):
         if getattr(spec, kind, None):
@@ -30,13 +30,13 @@ def entries_of(spec: PartitionSpec, line: str = "") -> tuple[Any, ...]:
 
 
 def words_of(spec: PartitionSpec, line: str = "") -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The entries of a ``PartitionSpec``, and what else it says, as attributes of a ``Mark``.
+    """The entries of a ``PartitionSpec``, and its unreduced and reduced axes as attributes of a ``Mark``.
 
     >>> words_of(PartitionSpec("data", None, unreduced={"model"}))
     (('data', None), {'unreduced': ('model',)})
 
     Raises:
-        ShardingError: an entry is no axis name, or parts are combined by what no mark can say.
+        ShardingError: an entry is not an axis name, or a mark cannot state how the parts are combined.
     """
     for entry in spec.partitions:
         if entry is None or entry is PartitionSpec.UNCONSTRAINED:
@@ -49,24 +49,33 @@ def words_of(spec: PartitionSpec, line: str = "") -> tuple[tuple[Any, ...], dict
                 str(spec),
                 "Give for each dimension an axis name, a tuple of them, None (whole) or P.UNCONSTRAINED (open).",
             )
-    found: dict[str, Any] = {}
+    attributes: dict[str, Any] = {}
     for word in ("unreduced", "reduced"):
         if axes := getattr(spec, word, None):
-            found[word] = tuple(sorted(map(str, axes)))
-    if "unreduced" in found:
+            attributes[word] = tuple(sorted(map(str, axes)))
+    if "unreduced" in attributes:
         kind = str(getattr(spec, "unreduced_kind", None) or "sum").rsplit(".", 1)[-1].lower()  # newer JAX has several
         if kind not in _KINDS:
             raise ShardingError(
                 f"parts cannot be combined by {kind!r}.", line, str(spec), f"Use one of {', '.join(_KINDS)}."
             )
         if _KINDS[kind] != "add":
-            found["monoid"] = _KINDS[kind]
-    return tuple(spec.partitions), found
+            attributes["monoid"] = _KINDS[kind]
+    return tuple(spec.partitions), attributes
 
 
 def text_of_spec(
     entries: Iterable[Any], axes: Iterable[tuple[str, Collection[str]]] = (), unreduced_kind: str = ""
 ) -> str:
-    """A ``PartitionSpec`` of these entries, and of unreduced or reduced axes, as it is written."""
-    words = [*map(repr, entries), *(f"{word}={{{', '.join(map(repr, own))}}}" for word, own in axes if own)]
-    return f"P({', '.join([*words, *([f'unreduced_kind={unreduced_kind}'] if unreduced_kind else [])])})"
+    """The source text of a ``PartitionSpec``.
+
+    Args:
+        entries: the entry of each dimension.
+        axes: pairs of a keyword (``unreduced``, ``reduced``) and its axes.
+        unreduced_kind: the value of the keyword of this name; empty for the default.
+    """
+    arguments = [repr(entry) for entry in entries]
+    arguments += [f"{keyword}={{{', '.join(map(repr, names))}}}" for keyword, names in axes if names]
+    if unreduced_kind:
+        arguments.append(f"unreduced_kind={unreduced_kind}")
+    return f"P({', '.join(arguments)})"

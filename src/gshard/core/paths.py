@@ -1,7 +1,7 @@
-"""Paths: positions and names of the leaves of arguments, and patterns of paths.
+"""Computes paths and names of the leaves of arguments, and matches patterns with paths.
 
-``params['layers'][0]['w1']`` is at ``params/layers/0/w1``. In a pattern ``*`` stands for anything inside of a component
-and ``**`` for any number of components.
+The path of ``params['layers'][0]['w1']`` is ``params/layers/0/w1``. In a pattern ``*`` matches any characters inside a
+component, and ``**`` matches any number of components.
 
     >>> matches("params/**/w*", "params/layers/0/w1"), matches("params/*", "params/layers/0/w1")
     (True, False)
@@ -24,8 +24,8 @@ def path_of(argument: str, keys: Sequence[Any]) -> str:
     """The path of a leaf.
 
     Args:
-        argument: the name of the argument it belongs to.
-        keys: JAX's key path below that.
+        argument: the name of the argument that contains the leaf.
+        keys: JAX's key path inside the argument.
 
     >>> import jax
     >>> [(keys, _)], _ = jax.tree_util.tree_flatten_with_path({"layers": [1.0]})
@@ -36,7 +36,7 @@ def path_of(argument: str, keys: Sequence[Any]) -> str:
 
 
 def component(key: Any) -> str:
-    """One entry of a key path as a component."""
+    """The component of one entry of a key path."""
     for attribute in ("key", "idx", "name"):
         if hasattr(key, attribute):
             return str(getattr(key, attribute))
@@ -45,12 +45,12 @@ def component(key: Any) -> str:
 
 @tabulated(4096)
 def matches(pattern: str, path: str) -> bool:
-    """Whether a pattern is one of this path."""
+    """Whether a pattern matches a path."""
     return _match(tuple(pattern.split("/")), tuple(path.split("/")))
 
 
 def is_below(pattern: str, path: str) -> bool:
-    """Whether a pattern is one of this path, or of something that it is inside of.
+    """Whether a pattern matches a path or one of its parents.
 
     >>> is_below("params", "params/layers/0/w1"), is_below("params", "state/params")
     (True, False)
@@ -71,7 +71,7 @@ def _fits(pattern: str, word: str) -> bool:
 
 
 def parameters_of(f: Callable[..., Any]) -> tuple[str, ...]:
-    """Names of the parameters, where Python knows them."""
+    """The names of a function's parameters; none if Python has no signature for it."""
     try:
         return tuple(inspect.signature(f).parameters)
     except (TypeError, ValueError):
@@ -79,7 +79,7 @@ def parameters_of(f: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def place_of_definition(f: Callable[..., Any]) -> tuple[str, int] | None:
-    """The file and first line (that of a decorator) where a function is defined; None where Python knows of none.
+    """The file and the first line (of a decorator, if any) of a function's definition; None for functions in C.
 
     >>> place_of_definition(len) is None
     True
@@ -92,11 +92,11 @@ def place_of_definition(f: Callable[..., Any]) -> tuple[str, int] | None:
 
 
 def leaf_names(f: Callable[..., Any], arguments: tuple[Any, Any]) -> tuple[str, ...]:
-    """The flat arguments in the user's words: ``params['wi']`` for a leaf of the argument ``params``.
+    """The names of the flat arguments, in the user's terms: ``params['wi']`` for a leaf of the argument ``params``.
 
     Args:
         f: the function.
-        arguments: positional and named ones.
+        arguments: positional and keyword arguments.
     """
     parameters = parameters_of(f)
     paths, _ = jax.tree_util.tree_flatten_with_path(arguments)
@@ -104,7 +104,10 @@ def leaf_names(f: Callable[..., Any], arguments: tuple[Any, Any]) -> tuple[str, 
 
 
 def _leaf_name(path: Sequence[Any], parameters: Sequence[str]) -> str:
-    which, entry, rest = path[0].idx, path[1], jax.tree_util.keystr(tuple(path[2:]))
-    if which == 1:
-        return f"{entry.key}{rest}"
-    return f"{parameters[entry.idx] if entry.idx < len(parameters) else f'args[{entry.idx}]'}{rest}"
+    is_keyword = path[0].idx == 1
+    argument = path[1]
+    rest = jax.tree_util.keystr(tuple(path[2:]))
+    if is_keyword:
+        return f"{argument.key}{rest}"
+    name = parameters[argument.idx] if argument.idx < len(parameters) else f"args[{argument.idx}]"
+    return f"{name}{rest}"

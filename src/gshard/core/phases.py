@@ -1,14 +1,15 @@
-"""Phases: logs the seconds of tracing, rewriting, planning, partitioning, lowering and compiling.
+"""Logs the seconds of tracing, rewriting, planning, partitioning, lowering and compiling.
 
-Each phase is one record of the logger ``gshard`` when it ends::
+At its end, each phase writes one record to the logger ``gshard``::
 
     Finished planning step for 8 devices in 2.9 s
 
-Its level is that of JAX's own records of this kind: WARNING while ``jax_log_compiles`` is on, so that it is printed
-without a set-up, and DEBUG otherwise.
+The level is the level of JAX's records of this kind: WARNING while ``jax_log_compiles`` is on, so that Python prints
+the record without a configuration of logging, and DEBUG otherwise.
 
-Python looks for garbage seldom during a phase (``core.garbage``): JAX's tracing and lowering too make many objects that
-stay, and a process with large libraries holds millions that would be looked through each time.
+During a phase Python's garbage collector runs less often (``core.garbage``). JAX's tracing and lowering also create
+many objects that stay alive, and a process with large libraries holds millions of objects that each collection would
+visit.
 """
 
 from __future__ import annotations
@@ -26,41 +27,41 @@ _T = TypeVar("_T")
 
 _log = logging.getLogger("gshard")
 _stages = logging.getLogger("gshard.stages")
-_stages.setLevel(logging.INFO)  # so that DEBUG of ``gshard``, which lists phases, does not print whole programs
+_stages.setLevel(logging.INFO)  # level DEBUG of ``gshard`` lists phases and shall not print whole programs
 
 
 @contextlib.contextmanager
 def phase(doing: str, name: str, devices: int | None = None) -> Iterator[None]:
-    """Logs how many seconds of wall time pass until its end, if it does not fail. Garbage is collected seldom inside.
+    """Logs the wall time of a block in seconds, unless it raises. Inside, the garbage collector runs less often.
 
     Args:
         doing: the phase, such as ``"planning"``.
         name: the name of the function.
-        devices: for how many devices; None for a phase that does not depend on the mesh.
+        devices: the number of devices; None for a phase that does not depend on the mesh.
 
     >>> import jax
     >>> with jax.log_compiles(), phase("planning", "step", 8):
     ...     plan = "computed here"
     """
-    begun = time.perf_counter()
+    start = time.perf_counter()
     with collected_seldom():
         yield
     level = logging.WARNING if logs_compilations() else logging.DEBUG
     if _log.isEnabledFor(level):
-        where = "" if devices is None else f" for {devices} device{'' if devices == 1 else 's'}"
-        _log.log(level, "Finished %s %s%s in %.3g s", doing, name, where, time.perf_counter() - begun)
+        for_devices = "" if devices is None else f" for {devices} device{'' if devices == 1 else 's'}"
+        _log.log(level, "Finished %s %s%s in %.3g s", doing, name, for_devices, time.perf_counter() - start)
 
 
-def log_stage(stage: str, name: str, made: _T, shown: Callable[[_T], object] = lambda made: made) -> None:
-    """Logs what a stage of the pipeline made: one DEBUG record of the logger ``gshard.stages``, with its text.
+def log_stage(stage: str, name: str, result: _T, shown: Callable[[_T], object] = lambda result: result) -> None:
+    """Logs the result of a stage of the pipeline as one DEBUG record of the logger ``gshard.stages``.
 
-    Nothing is formatted unless that logger is enabled for DEBUG.
+    gshard formats the text only if this logger is enabled for DEBUG.
 
     Args:
-        stage: such as ``"propagate"``.
+        stage: the stage, such as ``"propagate"``.
         name: the name of the function.
-        made: what the stage made.
-        shown: what of it is printed, by ``str``.
+        result: the result of the stage.
+        shown: returns the object to print, from the result.
     """
     if _stages.isEnabledFor(logging.DEBUG):
-        _stages.debug("%s: after '%s'\n%s", name, stage, shown(made))
+        _stages.debug("%s: after '%s'\n%s", name, stage, shown(result))

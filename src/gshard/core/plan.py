@@ -1,6 +1,6 @@
-"""Plan: the sharding of every value, the split of every equation, and the reasons.
+"""Defines the plan of a program: the sharding of each value, the split of each equation, and the reasons.
 
-A plan is plain data. ``propagate`` (or a search) writes it, ``partition`` obeys it, ``explain`` reads it.
+A plan is plain data. ``propagate`` or a search writes it, ``partition`` follows it, and ``explain`` reads it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from gshard.core.split import Split, operand_sharding, passing, place
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reason:
-    """Why a dimension of a value got its atoms.
+    """The reason why a dimension of a value has its atoms.
 
     Attributes:
-        kind: ``mark``, ``argument`` (the sharding it came with), ``propagated``, ``cost`` (the cheapest of several) or
-            ``searched`` (a part of the plan that ``search`` found).
+        kind: ``mark``, ``argument`` (the sharding of the argument as passed), ``propagated``, ``cost`` (the cheapest
+            choice) or ``searched`` (a part of a plan that ``search`` found).
         line: the user's source line of the mark or equation.
-        equation: name of the primitive, or the mark.
-        source: the value that the atoms came from, None for marks and arguments.
+        equation: the name of the primitive, or the mark as text.
+        source: the value from which the atoms were propagated; None for marks and arguments.
     """
 
     kind: str
@@ -37,48 +37,48 @@ class Reason:
     source: Value | None = None
 
     def __str__(self) -> str:
-        at = f" at {self.line}" if self.line else ""
+        location = f" at {self.line}" if self.line else ""
         if self.kind == "mark":
-            return f"marked {self.equation}{at}"
+            return f"marked {self.equation}{location}"
         if self.kind == "argument":
             return f"sharding of the argument as passed: {self.equation}"
         if self.kind == "searched":
-            return f"chosen by search for {self.equation or 'an argument'}{at}"
-        how = "cheapest for" if self.kind == "cost" else "through"
-        return f"{how} {self.equation}{at}"
+            return f"chosen by search for {self.equation or 'an argument'}{location}"
+        verb = "cheapest for" if self.kind == "cost" else "through"
+        return f"{verb} {self.equation}{location}"
 
 
 def local_bytes(v: Value, sharding: Sharding, mesh: Mesh) -> int:
-    """Bytes of one device's part of a value that is sharded so."""
+    """Bytes of one device's part of a value with this sharding."""
     return math.prod(sharding.local_shape(mesh, v.shape)) * itemsize(v.dtype)
 
 
-# What of a plan decides about the per-device program.
-_DECIDES = ("mesh", "shardings", "splits", "orders", "rings", "shared_reshards", "leaves", "entry", "leave")
+# The attributes of a plan that determine the per-device program.
+_PROGRAM_FIELDS = ("mesh", "shardings", "splits", "orders", "rings", "shared_reshards", "leaves", "entry", "leave")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """Which value is sharded how, and why.
+    """The plan of a program on a mesh.
 
     Attributes:
-        program: the program that is planned.
-        mesh: the mesh it is planned for.
-        shardings: the sharding of every value, bodies included.
-        splits: the atoms of the factors of every equation that has a rule.
-        reasons: for each value and dimension that is split, why.
-        orders: the order of the devices in which a marked value is to be, where that is not the mesh's.
-        rings: the collective matmuls: contractions taken part by part, and what of them rotates.
-        shared_reshards: the values that several equations read otherwise than they are sharded: moved there once.
-        leaves: the results that leave the program otherwise than they are sharded.
-        entry: how each input of the program comes.
-        leave: how each result leaves.
-        spared: what the collective matmuls were chosen for: seconds of a call without them and with them, and on which
-            machine; None where it was for something else.
-        gap: how much of what the plan costs, as planning counts, a plan that keeps the marks could at most spare, as a
-            part of it, of the plans that were compared (``planning.nearby``); None where nothing was to be chosen, or
-            that is not known.
-        counted: what planning counts: ``bytes sent``, or ``time on h100:1x8``; empty where ``gap`` is None.
+        program: the planned program.
+        mesh: the mesh.
+        shardings: the sharding of each value, including values in bodies.
+        splits: the split of each equation that has a rule: the atoms of its factors.
+        reasons: the reason for each split dimension of each value.
+        orders: the device orders of marked values whose order is not the order of the mesh.
+        rings: the collective matmuls: for each contraction that runs part by part, the arrays that rotate.
+        shared_reshards: for each value that several equations read with one other sharding, this sharding. The
+            value is resharded once.
+        leaves: for each result that is resharded at the end of the program, the sharding with which it leaves.
+        entry: the sharding of each input at the entry of the program.
+        leave: the sharding of each result at the exit of the program.
+        spared: seconds of a call without and with the collective matmuls, and the name of the machine; None if they
+            were not chosen by time.
+        gap: the fraction of the plan's cost that the best of the compared plans (``planning.nearby``) could save at
+            most. None if there was no choice, or if the fraction is unknown.
+        counted: the unit of the cost: ``bytes sent``, or ``time on h100:1x8``; empty if ``gap`` is None.
     """
 
     program: Program
@@ -97,26 +97,26 @@ class Plan:
     counted: str = ""
 
     def runs_as(self, other: Plan) -> bool:
-        """Whether another plan of the same program becomes the same per-device program."""
-        return all(getattr(self, field) == getattr(other, field) for field in _DECIDES)
+        """Whether another plan of the same program results in the same per-device program."""
+        return all(getattr(self, field) == getattr(other, field) for field in _PROGRAM_FIELDS)
 
     def sharding(self, value: Value | Constant) -> Sharding:
         """The sharding of a value; constants are replicated."""
         return self.shardings[value] if isinstance(value, Value) else Sharding.replicated(len(value.shape))
 
     def format(self, value: Value) -> str:
-        """A value with its sharding, as text."""
+        """The text of a value with its sharding."""
         return self.shardings[value].format(self.mesh, value.shape, value.type_name)
 
     @property
     def gathered(self) -> tuple[Equation, ...]:
-        """Equations whose primitive has no rule, so that operands are gathered and all devices compute the same.
+        """Equations without a rule, for which gshard gathers operands and every device repeats the work.
 
-        Those that nothing is known of; where batch dimensions were found, those that have others which are split.
+        An equation whose batch dimensions are known is included only if other dimensions of an operand are split.
         """
         manual = manual_axes(self.program.block, self.mesh)
-        every = (e for e in self.program.block.walk() if self._gathers(e))
-        return tuple(e for e in every if manual.mesh_without(manual.at(e)).size > 1)
+        gathering = (e for e in self.program.block.walk() if self._gathers(e))
+        return tuple(e for e in gathering if manual.mesh_without(manual.at(e)).size > 1)
 
     def _gathers(self, e: Equation) -> bool:
         if e.rule is None or e.rule.known:
@@ -131,25 +131,29 @@ class Plan:
         return False
 
     def reasons_back(self, value: Value, dim: int) -> list[tuple[Value, Reason]]:
-        """The reasons for one dimension's atoms, each with the value that it is of, from the value back to a mark."""
-        found: list[tuple[Value, Reason]] = []
+        """The reasons for the atoms of a dimension, from the value back to a mark, each with its value."""
+        chain: list[tuple[Value, Reason]] = []
         seen = set()
-        at: Value | None = value
-        wanted = set(self.shardings[value].dims[dim])
-        while at is not None and at not in seen:
-            seen.add(at)
-            here = enumerate(self.shardings[at].dims)
-            dims = [d for d, atoms in here if wanted & set(atoms) and (at, d) in self.reasons]
+        current: Value | None = value
+        atoms_of_dim = set(self.shardings[value].dims[dim])
+        while current is not None and current not in seen:
+            seen.add(current)
+            dims = [
+                d
+                for d, atoms in enumerate(self.shardings[current].dims)
+                if atoms_of_dim & set(atoms) and (current, d) in self.reasons
+            ]
             if not dims:
                 break
             dim = dim if dim in dims else dims[0]
-            reason, wanted = self.reasons[at, dim], set(self.shardings[at].dims[dim])
-            found.append((at, reason))
-            at = reason.source
-        return found
+            reason = self.reasons[current, dim]
+            atoms_of_dim = set(self.shardings[current].dims[dim])
+            chain.append((current, reason))
+            current = reason.source
+        return chain
 
     def chain(self, value: Value, dim: int) -> list[str]:
-        """The reasons for one dimension's atoms, as text, from the value back to a mark."""
+        """The reasons for the atoms of a dimension as texts, from the value back to a mark."""
         return [f"{self.format(v)}: {reason}" for v, reason in self.reasons_back(value, dim)]
 
     def __str__(self) -> str:
@@ -160,24 +164,27 @@ class Plan:
 
     def _ring(self, factor: str, ring: Ring) -> str:
         """A ring as text: ``b in 4 parts, operand 1 around model``."""
-        what = [f"operand {i} around {self.mesh.format_atoms(atoms)}" for i, atoms in ring.operands]
-        what += [f"sums around {self.mesh.format_atoms(ring.result)}"] if ring.result else []
-        what += ["both ways"] if ring.both_ways else []
-        what += [f"in the order {' '.join(map(str, ring.order))}"] if ring.order else []
-        return f"{factor} in {ring.steps(self.mesh)} parts, {', '.join(what)}"
+        details = [f"operand {i} around {self.mesh.format_atoms(atoms)}" for i, atoms in ring.operands]
+        if ring.result:
+            details.append(f"sums around {self.mesh.format_atoms(ring.result)}")
+        if ring.both_ways:
+            details.append("both ways")
+        if ring.order:
+            details.append(f"in the order {' '.join(map(str, ring.order))}")
+        return f"{factor} in {ring.steps(self.mesh)} parts, {', '.join(details)}"
 
     def gathered_text(self) -> list[str]:
-        """The equations without a rule: primitive, the user's line, operands and their bytes on every device."""
-        found = []
+        """Texts of the gathered equations: primitive, user's line, operands and their bytes on every device."""
+        lines = []
         for e in self.gathered:
             operands = [v for v in e.inputs if isinstance(v, Value)]
             text = ", ".join(f"{v.dtype_name}[{','.join(map(str, v.shape))}]" for v in operands)
             why = f"; {e.rule.why}" if e.rule is not None and e.rule.why else ""
-            found.append(f"{e.name} at {e.line}: {text} ({self._gathered_bytes(e)} B on every device){why}")
-        return found
+            lines.append(f"{e.name} at {e.line}: {text} ({self._gathered_bytes(e)} B on every device){why}")
+        return lines
 
     def _gathered_bytes(self, e: Equation) -> int:
-        """Bytes of the operands as every device gets them: whole but for batch dimensions."""
+        """Bytes of the operands on every device, where all dimensions but batch dimensions are whole."""
         assert e.rule is not None
         shardings = [operand_sharding(e.rule, i, self.splits.get(e, {})) for i in range(len(e.inputs))]
         pairs = [(v, s) for v, s in zip(e.inputs, shardings, strict=True) if isinstance(v, Value)]
@@ -188,22 +195,26 @@ class Plan:
         for e in block.equations:
             results = ", ".join(f"%{v.index}:{self.format(v)}" for v in e.outputs)
             operands = ", ".join(f"%{v.index}" if isinstance(v, Value) else repr(v) for v in e.inputs)
-            split = self.splits.get(e)
-            note = ""
-            if split and e.rule is not None:
-                given = [(f, atoms) for f, atoms in sorted(split.items()) if atoms and f >= 0]
-                names = [f"{e.rule.names[f]}@{self.mesh.format_atoms(atoms)}" for f, atoms in given]
-                names += [
-                    f"{monoid} over {self.mesh.format_atoms(a)} unreduced" for monoid, _, a in passing(e.rule, split)
-                ]
-                if (ring := self.rings.get(e)) is not None:
-                    names.append(self._ring(e.rule.names[ring.factor], ring))
-                note = f"   # {e.rule}; split {' '.join(names)}" if names else ""
-            if e.rule is not None and not e.rule.known:
-                note = "   # no rule: gathered" if self._gathers(e) else note and f"{note}; proven by its vmap rule"
-            what = f"{e.name}[{e.mark}]" if e.mark else e.name
-            lines.append(f"{indent}{results} = {what} {operands}{note}")
+            primitive = f"{e.name}[{e.mark}]" if e.mark else e.name
+            lines.append(f"{indent}{results} = {primitive} {operands}{self._note(e)}")
             for body in e.blocks:
                 lines += self._block(body, indent + "    ")
         results = ", ".join(f"%{v.index}" if isinstance(v, Value) else repr(v) for v in block.outputs)
         return [*lines, f"{indent}return {results}"]
+
+    def _note(self, e: Equation) -> str:
+        """The rule and the split of an equation, as a comment; empty for an equation without a split."""
+        split = self.splits.get(e)
+        note = ""
+        if split and e.rule is not None:
+            split_factors = [(f, atoms) for f, atoms in sorted(split.items()) if atoms and f >= 0]
+            entries = [f"{e.rule.names[f]}@{self.mesh.format_atoms(atoms)}" for f, atoms in split_factors]
+            for monoid, _, atoms in passing(e.rule, split):
+                entries.append(f"{monoid} over {self.mesh.format_atoms(atoms)} unreduced")
+            ring = self.rings.get(e)
+            if ring is not None:
+                entries.append(self._ring(e.rule.names[ring.factor], ring))
+            note = f"   # {e.rule}; split {' '.join(entries)}" if entries else ""
+        if e.rule is not None and not e.rule.known:
+            return "   # no rule: gathered" if self._gathers(e) else note and f"{note}; proven by its vmap rule"
+        return note

@@ -1,12 +1,12 @@
-"""Tables: memoises pure functions while one program is planned, priced, searched or explained.
+"""Memoises pure functions while a program is planned, priced, searched or explained.
 
-Planning calls a few functions very often with the same arguments: which steps lead from a sharding to others, what an
-exchange sends. ``tabulated`` keeps their results in the tables of whoever plans. They begin with the outermost call of
-a function that is ``with_tables`` and are freed with it. So a plan does not depend on what was planned before it in the
-process, or is planned beside it in another thread, and no memory is kept.
+Planning calls a few functions very often with the same arguments, such as the steps between two shardings.
+``tabulated`` keeps their results in tables. The tables exist from the beginning to the end of the outermost call of a
+function that is decorated by ``with_tables``. So a plan does not depend on earlier plans in the process or on plans of
+other threads, and the memory is freed after the plan.
 
-What is jitted plans the same program twice: the state of a training step comes back with shardings of its own. Its
-``Tables`` are kept for a few plans, and die with it.
+``gshard.jit`` often plans the same program twice, because the state of a training step returns with other shardings.
+Each jitted function therefore owns ``Tables`` that last for a few plans.
 
     >>> @tabulated(8)
     ... def square(x):
@@ -33,32 +33,36 @@ from typing import Any, ParamSpec, TypeVar, cast
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-_Kept = dict[Callable[..., Any], Callable[..., Any]]
-_current: contextvars.ContextVar[_Kept | None] = contextvars.ContextVar("gshard_tables", default=None)
+_MemoisedOf = dict[Callable[..., Any], Callable[..., Any]]  # the memoised function of each function
+_current: contextvars.ContextVar[_MemoisedOf | None] = contextvars.ContextVar("gshard_tables", default=None)
 
 
 class Tables:
-    """Tables that are kept for several plans, one after the other.
+    """Tables that several consecutive plans share.
 
     Args:
-        plans: after so many, the tables start again.
+        plans: the number of plans after which the tables are emptied.
     """
 
     def __init__(self, plans: int):
-        self._plans, self._left, self._kept, self._lock = plans, 0, _Kept(), threading.Lock()
+        self._plans = plans
+        self._plans_left = 0
+        self._memoised = _MemoisedOf()
+        self._lock = threading.Lock()
 
     @contextlib.contextmanager
     def for_one_plan(self) -> Iterator[None]:
-        """Takes these tables until its end; others, if another thread has them or there are some already."""
+        """Uses these tables inside; other ones if another thread uses these, or if there are tables already."""
         if _current.get() is not None or not self._lock.acquire(blocking=False):
             with tables():
                 yield
             return
         try:
-            if self._left == 0:
-                self._kept, self._left = {}, self._plans
-            self._left -= 1
-            token = _current.set(self._kept)
+            if self._plans_left == 0:
+                self._memoised = {}
+                self._plans_left = self._plans
+            self._plans_left -= 1
+            token = _current.set(self._memoised)
             try:
                 yield
             finally:
@@ -67,13 +71,14 @@ class Tables:
             self._lock.release()
 
     def cache_clear(self) -> None:
-        """Frees what is kept. A plan that is being made keeps its own."""
-        self._left, self._kept = 0, {}
+        """Empties the tables. A plan in progress keeps its tables to the end."""
+        self._plans_left = 0
+        self._memoised = {}
 
 
 @contextlib.contextmanager
 def tables() -> Iterator[None]:
-    """Keeps results of ``tabulated`` functions until its end, or that of the outermost one around it."""
+    """Keeps results of ``tabulated`` functions until the end of this block, or of an enclosing one."""
     if _current.get() is not None:
         yield
         return
@@ -85,7 +90,7 @@ def tables() -> Iterator[None]:
 
 
 def with_tables(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """A function whose call keeps the results of ``tabulated`` functions."""
+    """A decorator: each call of the function keeps the results of ``tabulated`` functions until its end."""
 
     @functools.wraps(function)
     def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -101,23 +106,23 @@ def with_tables(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def tabulated(size: int) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Keeps the latest results of a pure function of arguments with a hash, while there are tables; else computes.
+    """A decorator that memoises a pure function of hashable arguments while there are tables.
 
     Args:
-        size: how many results are kept.
+        size: the largest number of results; the most recently used results are kept.
     """
 
-    def of(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
         @functools.wraps(function)
         def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            kept = _current.get()
-            if kept is None:
+            memoised_of = _current.get()
+            if memoised_of is None:
                 return function(*args, **kwargs)
-            known = kept.get(called)
-            if known is None:
-                known = kept.setdefault(called, functools.lru_cache(maxsize=size)(function))
-            return cast(_R, known(*args, **kwargs))
+            memoised = memoised_of.get(called)
+            if memoised is None:
+                memoised = memoised_of.setdefault(called, functools.lru_cache(maxsize=size)(function))
+            return cast(_R, memoised(*args, **kwargs))
 
         return called
 
-    return of
+    return decorate

@@ -1,7 +1,7 @@
-"""Program: the user's function as equations over values.
+"""Defines the program: the user's function as equations over values.
 
-A program is a jaxpr made convenient: calls are inlined, every value is an object of its own (also in bodies of
-loops), each equation has its rule or its region and knows the user's source line.
+A program is a jaxpr in a convenient form: calls are inlined, each value is a separate object (also in bodies of loops),
+and each equation has its rule or its region, and the user's source line.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gshard.core.memory_kinds import kind_in_space
 from gshard.core.planning_tables import tabulated
 from gshard.core.rule import Dims, Factor, Rule
 
-_DECOMPOSED = 8  # of the ways in which a program's values are split, the latest ones
+_DECOMPOSED = 8  # decomposed blocks that a program caches
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -35,9 +35,12 @@ class Value:
     """One array of a program: an argument or the result of an equation. Compared by identity.
 
     Attributes:
-        weak: whether its dtype gives way to that of others, as that of a Python number does.
-        made: whether it stands for arrays of the user's without being one: no mark can be written on it.
-        on_host: whether its type is one of the host's memory.
+        shape: the global shape.
+        dtype: the dtype.
+        index: the number of the value in printed programs.
+        weak: whether its type is weak, like the type of a Python number.
+        made: whether gshard has created the value, so that the user cannot put a mark on it.
+        on_host: whether its type is of the host's memory space.
     """
 
     shape: tuple[int, ...]
@@ -54,12 +57,12 @@ class Value:
 
     @property
     def dtype_name(self) -> str:
-        """JAX's short name: f32, bf16, s32, key<fry>..."""
+        """JAX's short name of the dtype: f32, bf16, s32, key<fry>..."""
         return short_dtype(self.dtype)
 
     @property
     def type_name(self) -> str:
-        """The same, with its memory if that is the host's, as JAX prints it: f32<host>."""
+        """The short name of the dtype, followed by ``<host>`` for a value in host memory, as JAX prints it."""
         return f"{self.dtype_name}<host>" if self.on_host else self.dtype_name
 
     def __repr__(self) -> str:
@@ -68,7 +71,7 @@ class Value:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Constant:
-    """A scalar written in the program; replicated and never resharded."""
+    """A literal of the program. It is replicated and never resharded."""
 
     value: Any
 
@@ -82,7 +85,7 @@ class Constant:
 
     @property
     def number(self) -> float | None:
-        """Its value if it is a real number."""
+        """The value as a float if it is a real scalar; otherwise None."""
         value = np.asarray(self.value) if self.shape == () else None
         return float(value) if value is not None and _is_real(value.dtype) else None
 
@@ -92,12 +95,12 @@ class Constant:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Edge:
-    """Two values, one on each side of a region's boundary, whose dimensions must agree.
+    """Two values at the boundary of a region whose shardings must agree.
 
     Attributes:
-        outer: the value outside, or nearer the outside.
+        outer: the value outside, or closer to the outside.
         inner: the value inside the body.
-        stacked: dimensions that the outer value has in front (the loop dimension of a scan).
+        stacked: the number of additional leading dimensions of the outer value (the loop dimension of a scan).
     """
 
     outer: Value
@@ -106,7 +109,7 @@ class Edge:
 
     @property
     def rule(self) -> Rule:
-        """The edge as an elementwise rule from the outer value to the inner one."""
+        """The edge as an elementwise rule from the outer to the inner value."""
         return _edge_rule(self.inner.shape, self.stacked)
 
 
@@ -119,28 +122,28 @@ def _edge_rule(inner: tuple[int, ...], stacked: int) -> Rule:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """A straight line of equations: the program itself, or the body of a region."""
+    """A sequence of equations: the program itself, or the body of a region."""
 
     inputs: tuple[Value, ...]
     equations: tuple[Equation, ...]
     outputs: tuple[Value | Constant, ...]
 
     def walk(self) -> Iterator[Equation]:
-        """All equations in order, those of bodies after the equation they belong to."""
+        """All equations in order; equations of bodies follow the equation that contains them."""
         for equation in self.equations:
             yield equation
             for block in equation.blocks:
                 yield from block.walk()
 
     def runs(self, times: int = 1) -> Iterator[tuple[Equation, int]]:
-        """All equations in order, and how often each runs in one call."""
+        """All equations in order, each with the number of its runs in one call."""
         for equation in self.equations:
             yield equation, times
             for block in equation.blocks:
                 yield from block.runs(times * equation.trip_count)
 
     def values(self) -> Iterator[Value]:
-        """All values in order: inputs, and the results of equations, each after what is inside of its bodies."""
+        """All values in order: inputs, then the results of each equation after the values of its bodies."""
         yield from self.inputs
         for equation in self.equations:
             for block in equation.blocks:
@@ -153,13 +156,18 @@ class Equation:
     """One application of a primitive.
 
     Attributes:
-        rule: how it may be split; None for a region.
+        primitive: the JAX primitive.
+        params: its parameters.
+        inputs: the operands.
+        outputs: the results.
+        rule: the rule that states how the equation can be split; None for a region.
+        source_info: JAX's source information, from which ``line`` is read.
         blocks: the bodies of a region.
-        edges: which values of the bodies must agree with which outside.
-        mark: what the user demands of the result, if this is a mark.
-        trip_count: how often the bodies run, as far as known (a scan's length; 1 otherwise).
-        file: what the user's file is called in ``line``, where another has the same name.
-        context: what context managers of JAX add to it, such as ``compute_on``.
+        edges: pairs of values of the bodies and outside that must agree.
+        mark: the user's sharding constraint on the result, if the equation is a mark.
+        trip_count: the number of runs of the bodies, if known (the length of a scan; 1 otherwise).
+        file: the name of the user's file in ``line``, if several files of the program have the same name.
+        context: settings of JAX's context managers, such as ``compute_on``.
     """
 
     primitive: Any
@@ -187,7 +195,7 @@ class Equation:
         return f"{self.file}{line[line.index(':') :]}" if self.file else line
 
     def call_file(self, name: str) -> None:
-        """Says what the user's file is called, once all files of the program are known."""
+        """Sets the name of the user's file in ``line``, after all files of the program are known."""
         object.__setattr__(self, "file", name)
         self.__dict__.pop("line", None)
 
@@ -197,28 +205,28 @@ class Program:
     """A traced function.
 
     Attributes:
-        block: its equations; the first inputs are the arrays that the function closed over.
-        captured: those arrays.
+        block: the equations. The first inputs are the captured arrays.
+        captured: the arrays that the function closes over.
         argument_marks: for each argument a mark (from its ``NamedSharding``) or None.
-        names: for each input a name to show, such as ``params['wi']``.
-        out_tree: the pytree of the results.
-        weak: for each result whether its type is weak; none are if it is empty.
-        named: the values that have names of dimensions, in order.
-        layout: what these mean; None if nothing.
-        references: the inputs that are references (``jax.Ref``); their final values are the last results, in this
-            order. Those that the function closes over are its last inputs.
-        looks: where the function asks how an array is sharded (``jax.debug.inspect_array_sharding``). They are no
-            equations: the program is the one without them.
-        watched: makes the program in which each look is an equation that reads its operand, to plan what the program
-            does not hold; None without looks.
-        finite: whether the user says that parts of sums of floats are finite: they may pass more equations then.
-        decomposed: blocks that take the place of ``block``, by how many parts its values are in
-            (``planning.decompose``); programs with other marks share them.
-        input_memories: for each input the memory kind in which it comes; those of its type if it is empty.
-        output_memories: the same for each result.
-        dropped: what the function says and the program does not keep.
-        fired: the rewrites that fired (``gshard.rewrite``), in order.
-        unread_marks: marks whose results nothing reads, as text.
+        names: the name of each input in printed text, such as ``params['wi']``.
+        out_tree: the pytree structure of the results.
+        name: the name of the function.
+        weak: whether the type of each result is weak; an empty tuple means that none is.
+        named: the values whose dimensions have names, in order.
+        layout: the layout that maps these names to mesh axes; None without a layout.
+        references: the numbers of the inputs that are references (``jax.Ref``). Their final values are the last
+            results, in this order. References that the function closes over are the last inputs.
+        looks: the calls of ``jax.debug.inspect_array_sharding``. They are not equations of the program.
+        watched: returns the program in which each look is an equation that reads its operand, for planning values that
+            are not in the program; None without looks.
+        finite: whether the user states that parts of sums of floats are finite, so that they may pass more equations.
+        decomposed: cache of blocks that replace ``block``, for the numbers of parts of its values
+            (``planning.decompose``). Programs with other marks share it.
+        input_memories: the memory kind of each input; an empty tuple means the memory kinds of the types.
+        output_memories: the memory kind of each result, like ``input_memories``.
+        dropped: features of the function that the program does not keep.
+        fired: the rewrites that have changed the program (``gshard.rewrite``), in order.
+        unread_marks: texts of marks whose results nothing reads.
     """
 
     block: Block
@@ -242,58 +250,64 @@ class Program:
     unread_marks: tuple[str, ...] = ()
 
     def input_memory(self, i: int) -> str:
-        """The memory kind in which an input comes."""
+        """The memory kind of an input."""
         return self.input_memories[i] if self.input_memories else kind_in_space(self.block.inputs[i].on_host)
 
     def output_memory(self, i: int) -> str:
-        """The memory kind in which a result leaves."""
-        made = self.block.outputs[i]
-        typed = kind_in_space(isinstance(made, Value) and made.on_host)
-        return self.output_memories[i] if self.output_memories else typed
+        """The memory kind of a result."""
+        if self.output_memories:
+            return self.output_memories[i]
+        output = self.block.outputs[i]
+        return kind_in_space(isinstance(output, Value) and output.on_host)
 
     @property
     def input_marks(self) -> tuple[Mark | None, ...]:
-        """For each input, captured arrays included, its mark or None."""
+        """The mark of each input, including captured arrays, or None."""
         return (*(None for _ in self.captured), *self.argument_marks)
 
     def final_values(self) -> list[tuple[int, Value | Constant]]:
-        """The inputs that are references, and the results that are their final values."""
+        """Pairs of the number of an input that is a reference and the result that is its final value."""
         if not self.references:
             return []
         return list(zip(self.references, self.block.outputs[-len(self.references) :], strict=True))
 
     def state(self, inputs: Iterable[int]) -> list[tuple[int, Value]]:
-        """Those of some inputs for which there is a result of the same shape and dtype, with that result.
+        """Pairs of an input and a result of the same shape, dtype and memory that can replace it.
 
-        In a training step these are the state that goes from call to call. Each result is taken once. Of a reference it
-        is its final value.
+        In a training step these are the state that goes from call to call. Each result occurs once. The result of a
+        reference is its final value.
+
+        Args:
+            inputs: the numbers of the inputs to consider.
         """
-        free = [v for v in self.block.outputs if isinstance(v, Value) and v not in self.block.inputs]
-        final, found = dict(self.final_values()), []
+        free_results = [v for v in self.block.outputs if isinstance(v, Value) and v not in self.block.inputs]
+        final_values = dict(self.final_values())
+        pairs = []
         for i in inputs:
-            own = self.block.inputs[i]
-            if i in final:
-                after = next((v for v in free if v is final[i]), None)
+            before = self.block.inputs[i]
+            if i in final_values:
+                after = next((v for v in free_results if v is final_values[i]), None)
             else:
-                kind = own.shape, own.dtype, own.on_host
-                after = next((v for v in free if (v.shape, v.dtype, v.on_host) == kind), None)
+                type_before = before.shape, before.dtype, before.on_host
+                after = next((v for v in free_results if (v.shape, v.dtype, v.on_host) == type_before), None)
             if after is not None:
-                free.remove(after)
-                found.append((i, after))
-        return found
+                free_results.remove(after)
+                pairs.append((i, after))
+        return pairs
 
     def __str__(self) -> str:
         return f"program {self.name}\n{format_block(self.block)}"
 
 
 def format_block(block: Block, indent: str = "  ") -> str:
-    """Equations as text, one a line, bodies indented."""
+    """The text of a block: one equation a line, with indented bodies."""
     lines = [f"{indent}({', '.join(map(repr, block.inputs))}) ->"]
     for e in block.equations:
-        what = f"{e.name}[{e.mark}]" if e.mark else e.name
-        what = f"{what}{e.context}" if e.context else what
+        primitive = f"{e.name}[{e.mark}]" if e.mark else e.name
+        primitive = f"{primitive}{e.context}" if e.context else primitive
         rule = f"   # {e.rule}" if e.rule is not None and not e.mark else ""
-        lines.append(f"{indent}{', '.join(map(repr, e.outputs))} = {what} {', '.join(map(_short, e.inputs))}{rule}")
+        results = ", ".join(map(repr, e.outputs))
+        lines.append(f"{indent}{results} = {primitive} {', '.join(map(_short, e.inputs))}{rule}")
         lines.extend(format_block(b, indent + "    ") for b in e.blocks)
     lines.append(f"{indent}return {', '.join(map(_short, block.outputs))}")
     return "\n".join(lines)
@@ -304,8 +318,10 @@ def _short(x: Value | Constant) -> str:
 
 
 def itemsize(dtype: Any) -> int:
-    """Bytes of one element; a PRNG key counts as the words it is made of."""
-    return dtype.itemsize if isinstance(dtype, np.dtype) else np.dtype(dtype).itemsize if _is_numpy(dtype) else 8
+    """Bytes of one element; 8 for a PRNG key."""
+    if isinstance(dtype, np.dtype):
+        return dtype.itemsize
+    return np.dtype(dtype).itemsize if _is_numpy(dtype) else 8
 
 
 def _is_numpy(dtype: Any) -> bool:
@@ -330,7 +346,7 @@ def short_dtype(dtype: Any) -> str:
 
 
 def format_bytes(n: int) -> str:
-    """Bytes for people.
+    """A number of bytes as text with a unit.
 
     >>> format_bytes(1536), format_bytes(3 * 2**30)
     ('1.5 KiB', '3.0 GiB')
@@ -344,7 +360,7 @@ def format_bytes(n: int) -> str:
 
 
 def format_flops(n: float) -> str:
-    """Floating-point operations for people.
+    """A number of floating-point operations as text with a unit.
 
     >>> format_flops(2.064e13), format_flops(20)
     ('20.64 TFLOP', '20 FLOP')

@@ -1,4 +1,4 @@
-"""Boundary: constraints on the arguments and results of a program, besides marks."""
+"""Defines constraints on the arguments and results of a program other than marks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from gshard.core.sharding import Sharding
 
 @dataclasses.dataclass(frozen=True)
 class Boundary:
-    """What is asked of the arguments and results of a program, besides marks.
+    """Constraints on the arguments and results of a program other than marks.
 
     Attributes:
-        donated: the inputs (captured arrays counted) whose memory results may take.
-        padded: the inputs that come as padded parts, and how they are cut.
-        keep_uneven: whether results leave as padded parts where they are sharded unevenly.
+        donated: the numbers of the inputs (including captured arrays) whose memory results may reuse.
+        padded: the shardings of the inputs that are passed as padded parts.
+        keep_uneven: whether unevenly sharded results are returned as padded parts.
     """
 
     donated: tuple[int, ...] = ()
@@ -23,5 +23,5 @@ class Boundary:
     keep_uneven: bool = False
 
 
-# Nothing is asked besides marks.
+# No constraints other than marks.
 AS_MARKED = Boundary()

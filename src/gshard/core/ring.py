@@ -1,13 +1,14 @@
-"""Rings: the plan of a collective matmul, a contraction in parts that rotate among the devices.
+"""Defines the plan of a collective matmul: a contraction whose parts rotate around a ring of devices.
 
-A contraction whose operand would be gathered, or whose result would be reduce-scattered, can do without ever holding
-the whole: a factor is taken one part after another, and each part comes by on its way around a ring of devices (figure
-4c of the GShard paper, after Cannon's algorithm). The same bytes are sent; a part's place takes the whole array's.
+A contraction that needs a gathered operand, or whose result is reduce-scattered, need not hold the whole array at once.
+It computes one part of a factor after the other, while the parts rotate around a ring of devices (figure 4c of the
+GShard paper, after Cannon's algorithm). The devices send the same number of bytes, but hold one part instead of the
+whole array.
 
-    gathered operand     x[i@x,k] y[k,j@x]: parts of y rotate, each step writes the columns that it makes
-    contracted factor    x[i@x,k] y[k@x,j]: parts of y rotate, each step takes its part of x and adds
-    scattered result     x[i,k@x] y[k@x,j] -> [i@x,j]: the sums rotate, each step adds to those at hand
-    two at once          x[i@x,k@y] y[k@x,j@y] -> [i@x,j@y]: Cannon's algorithm; both rotate, after a skew
+    gathered operand     x[i@x,k] y[k,j@x]: parts of y rotate, each step computes columns of the result
+    contracted factor    x[i@x,k] y[k@x,j]: parts of y rotate, each step multiplies by a part of x and adds
+    scattered result     x[i,k@x] y[k@x,j] -> [i@x,j]: the sums rotate, each step adds to the present sums
+    both operands        x[i@x,k@y] y[k@x,j@y] -> [i@x,j@y]: Cannon's algorithm; both rotate, after a skew
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from gshard.core.split import Split, operand_sharding, result_sharding
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ring:
-    """One factor of a contraction, taken part by part.
+    """A factor of a contraction that is computed part by part.
 
     Attributes:
-        factor: the factor; of everything but what rotates each device uses the part whose turn it is.
-        operands: those that rotate, each with the atoms over which its dimension of the factor is cut further.
-        result: the atoms over which the result's dimension of the factor comes to be split, if sums rotate.
+        factor: the factor. In each step, a device uses the current part of the arrays that do not rotate.
+        operands: the operands that rotate, each with the atoms over which its dimension of the factor is also split.
+        result: the atoms over which the result's dimension of the factor is split in the end, if sums rotate.
         both_ways: whether half of every part rotates in each direction.
-        two_steps: whether two steps are one round of the loop. A part arrives while the one before is used, so it is in
-            another place; after two steps it is back in the first, and nothing is copied. That takes the room of
-            another part, and of what is made of it.
-        order: of one array that rotates, its parts as they stand around the ring; none for that in which they are
-            counted. What is a ring for the network need not be in the order of the devices.
+        two_steps: whether an iteration of the loop performs two steps. A part arrives while the device uses the
+            previous one, so it needs a second buffer. After two steps the parts are in the first buffer again, and no
+            copy is needed. This takes the memory of another part and of its product.
+        order: the order of the parts around the ring, if one array rotates; () for the order of their numbers. A ring
+            of the network may differ from the order of the devices.
     """
 
     factor: int
@@ -50,23 +51,23 @@ class Ring:
         return (*(atoms for _, atoms in self.operands), *([self.result] if self.result else []))
 
     def steps(self, mesh: Mesh) -> int:
-        """In how many parts the factor is taken."""
+        """The number of parts of the factor."""
         return mesh.count(self.rotating[0])
 
     def atoms_of(self, operand: int) -> Atoms:
-        """The atoms over which an operand rotates; none if it stays."""
+        """The atoms over which an operand rotates; () if it does not rotate."""
         return next((atoms for i, atoms in self.operands if i == operand), ())
 
 
 def entering(rule: Rule, split: Split, ring: Ring | None, i: int) -> Sharding:
-    """How operand ``i`` enters an equation that is split like this, with or without a ring."""
+    """The sharding with which operand ``i`` enters an equation, with or without a ring."""
     sharding = operand_sharding(rule, i, split)
     atoms = ring.atoms_of(i) if ring is not None else ()
     return _split_further(sharding, rule.operands[i], ring.factor, atoms) if ring is not None and atoms else sharding
 
 
 def leaving(rule: Rule, split: Split, ring: Ring | None, i: int) -> Sharding:
-    """How result ``i`` leaves it."""
+    """The sharding with which result ``i`` leaves an equation, with or without a ring."""
     sharding = result_sharding(rule, i, split)
     if ring is None or not ring.result:
         return sharding
@@ -75,5 +76,8 @@ def leaving(rule: Rule, split: Split, ring: Ring | None, i: int) -> Sharding:
 
 
 def _split_further(sharding: Sharding, dims: Sequence[tuple[int, ...]], factor: int, atoms: Atoms) -> Sharding:
-    further = (have + (atoms if f == (factor,) else ()) for f, have in zip(dims, sharding.dims, strict=True))
-    return Sharding(tuple(further), sharding.unreduced)
+    split_dims = tuple(
+        atoms_of_dim + (atoms if factors_of_dim == (factor,) else ())
+        for factors_of_dim, atoms_of_dim in zip(dims, sharding.dims, strict=True)
+    )
+    return Sharding(split_dims, sharding.unreduced)

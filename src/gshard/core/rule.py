@@ -1,18 +1,18 @@
-"""Rules: the independent loops of an equation, and how they may be split.
+"""Defines rules: the factors of an equation, and the consequences of splitting them.
 
-A rule names the *factors* of one equation: the independent loops of its computation. Every dimension of every
+A rule names the *factors* of one equation, which are the independent loops of its computation. Every dimension of every
 operand and result is a product of factors, major to minor, in the notation of einsum:
 
     a b c, a c d -> a b d; add over c=8      a batched matmul
     (a b) c -> a b c                         a reshape that unmerges one dimension
 
-Splitting an equation means giving atoms of the mesh to factors (``core.split``). What that costs is fixed by the
-kind of the factor, so nothing outside ``rules/`` asks which primitive it is looking at:
+A split assigns atoms of the mesh to factors (``core.split``). The kind of a factor determines what a split of the
+factor requires, so code outside of ``rules/`` need not distinguish primitives:
 
-    parallel       splitting costs nothing
-    reduce         each device gets a part of the result, to be combined by the factor's monoid
-    communicate    the equation's own way to run on shards communicates: a halo, a prefix sum, candidates
-    replicate      cannot be split: the operand is gathered first
+    parallel       a split requires nothing
+    reduce         each device computes a part of the result; the factor's monoid combines the parts
+    communicate    ``Rule.local`` communicates: a halo, a prefix sum, candidates
+    replicate      the factor cannot be split: gshard gathers the operand first
 """
 
 from __future__ import annotations
@@ -29,20 +29,23 @@ COMMUNICATE = "communicate"
 REPLICATE = "replicate"
 
 Dims = tuple[tuple[int, ...], ...]
-Way = tuple[str, frozenset[int]]  # of parts to pass an equation: the monoid, and the operands
+Way = tuple[str, frozenset[int]]  # a way in which unreduced parts pass an equation: the monoid and the operands
 
-# "pick" puts together what was looked up: one device holds an element, all others zero bits.
+# "pick" combines looked-up elements: one device holds the element, all others hold zero bits.
 MONOIDS = ("add", "max", "min", "mul", "or", "and", "xor", "pick")
 
 
 def moves(*positions: int) -> list[tuple[str, tuple[int, ...]]]:
-    """``linear`` of a rule that only moves elements of these operands: parts of any kind may pass."""
+    """The value of ``linear`` for a rule that only moves elements of these operands: parts of any monoid may pass."""
     return [(monoid, positions) for monoid in MONOIDS]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Span:
-    """Elements of an operand along one dimension: every ``step``-th from ``start`` on; of a number, copies of it."""
+    """Elements of an operand along one dimension: ``count`` elements with step ``step`` from ``start`` on.
+
+    If the operand is a scalar, the span consists of copies of the scalar.
+    """
 
     operand: int
     start: int
@@ -51,16 +54,22 @@ class Span:
 
 
 Index = tuple[tuple[Span, ...], ...]
-"""For each dimension of a result the spans that it consists of, in order; none where nothing moves."""
+"""For each dimension of a result its spans, in order; () for a dimension along which nothing moves."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Factor:
-    """One loop: its global size, kind, and for a ``reduce`` factor the monoid that combines parts.
+    """One loop of an equation.
 
-    A ``communicate`` factor may stand for dimensions of several sizes (a slice's operand and result); each is cut in
-    parts of its own size, and ``size`` is the largest. So may a ``reduce`` factor of a rule that masks itself (a long
-    kernel and what it slides over); ``size`` is that of what is summed over.
+    A ``communicate`` factor may stand for dimensions of different sizes (the operand and the result of a slice). Each
+    dimension is split into parts of its own size, and ``size`` is the largest size. The same holds for a ``reduce``
+    factor of a rule that masks itself (a long convolution kernel and its operand); there ``size`` is the size of the
+    summed dimension.
+
+    Attributes:
+        size: the global size.
+        kind: ``parallel``, ``reduce``, ``communicate`` or ``replicate``.
+        monoid: the monoid that combines parts, for a ``reduce`` factor.
     """
 
     size: int
@@ -70,14 +79,14 @@ class Factor:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Manual:
-    """What an equation has to do with the axes over which a ``shard_map`` is manual, while others are automatic.
+    """The role of an equation in a ``shard_map`` that is manual over some axes and automatic over others.
 
     Attributes:
         step: ``enter``: whole arrays become parts; ``leave``: parts become whole arrays; ``inside``: parts stay parts.
-        atoms: ``atoms(mesh)``: the atoms of the axes that are manual there. No value inside is split over them.
-        pinned: ``pinned(mesh)``: the factors that they split at the boundary. All other factors are free.
-        differ: ``differ(mesh)``: the atoms along which results differ although operands do not.
-        equal: ``equal(mesh)``: the atoms along which results are equal although operands are not.
+        atoms: ``atoms(mesh)`` returns the atoms of the manual axes. No value inside is split over them.
+        pinned: ``pinned(mesh)`` returns the factors that these atoms split at the boundary. Other factors are free.
+        differ: ``differ(mesh)`` returns the atoms along which results differ although operands do not.
+        equal: ``equal(mesh)`` returns the atoms along which results are equal although operands are not.
     """
 
     step: str
@@ -89,46 +98,47 @@ class Manual:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Rule:
-    """The factors of one equation and how to run it on shards. Compared by identity.
+    """The factors of one equation, and how the equation runs on shards. Compared by identity.
 
     Attributes:
         factors: all factors; dimensions refer to them by position.
-        operands: for each operand, for each dimension, its factors major to minor (none for a broadcast one).
+        operands: for each dimension of each operand its factors, major to minor (none for a broadcast dimension).
         results: the same for the results.
-        local: ``local(shards, *arrays) -> results``, run on one device's parts; None runs the same primitive
-            with the same parameters.
-        sends: ``sends(mesh, split)``: bytes that each device sends inside ``local``; None if it sends nothing.
+        local: ``local(shards, *arrays) -> results`` runs the equation on one device's parts; None runs the same
+            primitive with the same parameters.
+        sends: ``sends(mesh, split)`` returns the bytes that each device sends inside ``local``; None if it sends none.
         flops: floating-point operations of the whole equation.
-        masks_itself: ``local`` copes with padding along split reduce factors; otherwise operands are filled with
-            the monoid's identity there first.
-        known: False for the rule made up for a primitive that has none.
-        fixed: ``fixed(mesh)``: the one split that the equation can run in, if it has no choice: a manual region.
-        linear: ways in which values still to be combined may pass: a monoid and the operands that must all be unreduced
-            alike, so that the parts of the results, combined, are the results: also where parts are infinite, or so
-            large that scaling them would overflow (``language.passing``). Way ``k`` of a split is key ``-1 - k``.
-        finite: the ways in which parts may also pass where the user has said that they are finite (``permitting``).
-        over: for each way in ``linear`` the mesh axes that it is limited to, None for any; ways after its end are
-            not limited.
-        component: for each factor a number; factors of arrays that have nothing to do with each other (the operands
-            of a barrier) have different ones, and only those of one component compete for atoms.
-        part: ``part(shards, *arrays) -> result``, run on a part of one factor after another while others are on their
-            way (``core.ring``); what parts of a sum give may be of a wider dtype. None if it cannot be run so.
-        passes: True if the results are the operands, as a barrier gives them.
-        sums: True if what was picked, when it passes, is a part of a sum afterwards.
-        slow: operands of an expensive computation: where one is repeated along a dimension,
-            compilers compute it once for all repetitions.
-        allowed: ``allowed(mesh, split)``: whether the equation can run in this split of its factors, where they alone
-            do not tell; None if they do.
-        on_mesh: ``on_mesh(mesh)``: the rule that takes this one's place on a mesh, where it depends on that.
-        why: why nothing can be split, where ``known`` is False for another reason than that there is no rule.
-        manual: what it has to do with the manual axes of a ``shard_map`` at whose boundary it is, or in which it
-            communicates.
-        index: for each result where its elements come from, if the equation does nothing but move them along
-            dimensions, in order; None otherwise. Along several dimensions only those of one array move.
-        products: of an equation that is a kernel of its own, the part of ``flops`` that are matrix products. No other
-            equation becomes part of that kernel. None where XLA makes the kernels.
-        groups: groups of rows of different sizes. A compiler without a kernel for them multiplies all rows with the
-            matrix of each group (``Compiler.multiplies_groups``).
+        masks_itself: whether ``local`` handles padding along split reduce factors. Otherwise gshard first fills the
+            padding of operands with the identity of the monoid.
+        known: False for the default rule of a primitive without a rule.
+        fixed: ``fixed(mesh)`` returns the only possible split of the equation; None if there is a choice. A manual
+            region has a fixed split.
+        linear: the ways in which unreduced parts may pass: a monoid, and the operands that must all be unreduced over
+            the same atoms. Then the combined parts of the results are the results, also if parts are infinite, or so
+            large that scaling them overflows (``language.passing``). Way ``k`` has key ``-1 - k`` in a split.
+        finite: the ways in which parts may also pass if the user states that they are finite (``permitting``).
+        over: for each way in ``linear`` the mesh axes to which it is limited; None for any. Ways beyond the end of this
+            tuple are not limited.
+        component: a number for each factor. Factors of unrelated arrays (the operands of a barrier) have different
+            numbers. Only factors of one component compete for atoms.
+        part: ``part(shards, *arrays) -> result`` runs the equation on one part of a factor, while the network moves the
+            other parts (``core.ring``). Parts of a sum may have a wider dtype. None if the equation cannot run so.
+        passes: whether the results are the operands, as for a barrier.
+        sums: whether picked values that pass become parts of a sum.
+        slow: operands of an expensive computation. If such an operand is repeated along a dimension, compilers
+            compute it once for all repetitions.
+        allowed: ``allowed(mesh, split)`` returns whether the equation can run with a split. None if the factors alone
+            determine this.
+        on_mesh: ``on_mesh(mesh)`` returns the rule that replaces this rule on a mesh; None if it is the same for all.
+        why: the reason why nothing can be split, if ``known`` is False for another reason than a missing rule.
+        manual: the role of an equation at the boundary of a ``shard_map`` with manual axes, or of one that
+            communicates inside it.
+        index: for each result the spans of its elements, if the equation only moves elements along dimensions without
+            changing their order; None otherwise. If several dimensions move, all elements come from one array.
+        products: for an equation that is a kernel of its own, the part of ``flops`` that are matrix products; XLA fuses
+            no other equation into it. None if XLA makes the kernels.
+        groups: the number of row groups of different sizes. A compiler without a kernel for groups multiplies all rows
+            by the matrix of each group (``Compiler.multiplies_groups``).
     """
 
     factors: tuple[Factor, ...]
@@ -157,39 +167,42 @@ class Rule:
     groups: int = 1
 
     def permitting(self, more: Iterable[tuple[Way, frozenset[str] | None]]) -> Rule:
-        """The rule with more ways in which parts may pass, each limited to some mesh axes (None: to none).
+        """The rule with additional ways in which parts may pass.
 
-        Ways that it has already are left out.
+        Args:
+            more: pairs of a way and the mesh axes to which it is limited (None for any axes). Ways that the rule
+                already has are ignored.
         """
-        have = [*self.linear]
-        over = [*self.over, *(None,) * (len(have) - len(self.over))]
+        linear = [*self.linear]
+        over = [*self.over, *(None,) * (len(linear) - len(self.over))]
         for way, axes in more:
-            if way not in have:
-                have.append(way)
+            if way not in linear:
+                linear.append(way)
                 over.append(axes)
-        if len(have) == len(self.linear):
+        if len(linear) == len(self.linear):
             return self
         limits = tuple(over) if any(axes is not None for axes in over) else ()
-        return dataclasses.replace(self, linear=tuple(have), over=limits)
+        return dataclasses.replace(self, linear=tuple(linear), over=limits)
 
     def limit(self, way: int) -> frozenset[str] | None:
-        """The mesh axes that a way is limited to; None if it is not."""
+        """The mesh axes to which a way is limited; None for any axes."""
         return self.over[way] if way < len(self.over) else None
 
     @property
     def is_free(self) -> bool:
-        """Whether nothing but its factors decides how it may be split: it is no part of a manual region."""
+        """Whether the factors alone determine the possible splits: the equation is not part of a manual region."""
         return self.fixed is None and self.manual is None
 
     def after(self, monoid: str) -> str:
-        """The monoid of the results where parts of this one pass."""
+        """The monoid of the results if parts of this monoid pass."""
         return "add" if self.sums and monoid == "pick" else monoid
 
     @property
     def names(self) -> tuple[str, ...]:
-        """A letter for each factor, in the order in which the text of the rule mentions them."""
-        seen = dict.fromkeys(f for tensor in (*self.operands, *self.results) for dim in tensor for f in dim)
-        letters = dict(zip([*seen, *(f for f in range(len(self.factors)) if f not in seen)], map(_letter, range(9999))))
+        """A letter for each factor. Letters are assigned in the order of the factors in the text of the rule."""
+        in_text = dict.fromkeys(f for tensor in (*self.operands, *self.results) for dim in tensor for f in dim)
+        others = [f for f in range(len(self.factors)) if f not in in_text]
+        letters = {f: _letter(i) for i, f in enumerate([*in_text, *others])}
         return tuple(letters[f] for f in range(len(self.factors)))
 
     def __str__(self) -> str:
@@ -207,8 +220,8 @@ class Rule:
             if factor.kind == REDUCE:
                 text += f"; {factor.monoid} over {names[i]}={factor.size}"
         for kind in (COMMUNICATE, REPLICATE):
-            found = sorted((names[i] for i, factor in enumerate(self.factors) if factor.kind == kind), key=_alphabetic)
-            text += f"; {kind} {' '.join(found)}" if found else ""
+            of_kind = sorted((names[i] for i, f in enumerate(self.factors) if f.kind == kind), key=_alphabetic)
+            text += f"; {kind} {' '.join(of_kind)}" if of_kind else ""
         return text
 
 
@@ -222,13 +235,16 @@ def _alphabetic(name: str) -> tuple[int, str]:
 
 
 class RuleMaker:
-    """Collects factors while a rule is written; ``dims`` are lists that may share factors between tensors."""
+    """Builds a rule: creates factors, and assembles them to the dimensions of operands and results.
+
+    Each method that creates a factor returns a dimension of this factor. Several tensors may contain one dimension.
+    """
 
     def __init__(self) -> None:
         self.factors: list[Factor] = []
 
     def factor(self, size: int, kind: str = PARALLEL, monoid: str | None = None) -> tuple[int, ...]:
-        """A new factor, as the one-factor dimension it usually makes."""
+        """A dimension that consists of a new factor."""
         self.factors.append(Factor(int(size), kind, monoid))
         return (len(self.factors) - 1,)
 
@@ -258,18 +274,20 @@ class RuleMaker:
         index: Iterable[Index] | None = None,
         **others: Any,
     ) -> Rule:
-        """The finished rule; ``flops`` defaults to one operation for each point of the largest tensor.
+        """The rule over the factors of this maker.
 
         Args:
-            operands, results: the factors of each dimension.
-            local, sends, flops: attributes of the rule.
-            linear, finite, slow, index: the same, in any iterable.
-            others: its other attributes.
+            operands, results: the factors of each dimension of each tensor.
+            local, sends: attributes of the rule.
+            flops: floating-point operations; None means one operation for each element of the largest tensor.
+            linear, finite, slow, index: attributes of the rule, as any iterables.
+            others: other attributes of the rule.
         """
         if flops is None:
             sizes = [math.prod(self.factors[f].size for dim in t for f in dim) for t in (*operands, *results)]
             flops = max(sizes, default=0)
-        ways, more = (tuple((monoid, frozenset(own)) for monoid, own in some) for some in (linear, finite))
+        linear_ways = tuple((monoid, frozenset(positions)) for monoid, positions in linear)
+        finite_ways = tuple((monoid, frozenset(positions)) for monoid, positions in finite)
         return Rule(
             tuple(self.factors),
             tuple(tuple(map(tuple, t)) for t in operands),
@@ -278,8 +296,8 @@ class RuleMaker:
             sends=sends,
             flops=flops,
             component=_components(self.factors, (*operands, *results)),
-            linear=ways,
-            finite=tuple(way for way in more if way not in ways),
+            linear=linear_ways,
+            finite=tuple(way for way in finite_ways if way not in linear_ways),
             slow=frozenset(slow),
             index=None if index is None else tuple(index),
             **others,
@@ -287,10 +305,10 @@ class RuleMaker:
 
 
 def _components(factors: Sequence[Factor], tensors: Sequence[Sequence[tuple[int, ...]]]) -> tuple[int, ...]:
-    """For each factor the smallest factor that it shares arrays with, directly or through others.
+    """For each factor the smallest factor that is connected with it by common arrays.
 
-    Where parts are combined or communicated all factors belong together: the atoms of a looked-up dimension, say, stand
-    on every result although the dimension itself does not.
+    If parts are combined or communicated, all factors are in one component. For example, the atoms of a looked-up
+    dimension concern every result, although the results do not have this dimension.
     """
     if any(factor.kind in (REDUCE, COMMUNICATE) for factor in factors):
         return (0,) * len(factors)

@@ -1,4 +1,4 @@
-"""Sharding: the atoms of the mesh that split each dimension of an array.
+"""Defines shardings: the atoms of the mesh that split each dimension of an array.
 
     >>> mesh = Mesh.abstract(data=2, expert=4)
     >>> s = Sharding((("data",), (), ("expert.0", "expert.1")))
@@ -7,10 +7,10 @@
     >>> s.local_shape(mesh, (8, 512, 2049))
     (4, 512, 513)
 
-A dimension of ``n`` over ``p`` parts has ``ceil(n / p)`` elements on every device; the last parts may be
-padding in part or whole, and what the padding holds is anybody's guess. An atom that stands nowhere means that
-the array is replicated over it; an atom in ``unreduced`` means that each device holds a part still to be
-combined (added, say) with the others'.
+A dimension of ``n`` elements over ``p`` parts has ``ceil(n / p)`` elements on every device. The last parts may be
+padding, partly or entirely, and the padding is undefined. The array is replicated over an atom that does not occur in
+the sharding. Over an atom in ``unreduced``, each device holds a part that must be combined (for example added) with the
+parts of the others.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from gshard.core.mesh import Atoms, Mesh
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sharding:
-    """How an array is distributed over a mesh.
+    """The distribution of an array over a mesh.
 
     Attributes:
-        dims: for each dimension the atoms that cut it, major to minor.
-        unreduced: pairs (atom, monoid) over which parts are still to be combined, sorted by atom.
+        dims: for each dimension the atoms that split it, major to minor.
+        unreduced: pairs of an atom over which the array is unreduced, and the monoid; sorted by atom.
     """
 
     dims: tuple[Atoms, ...]
@@ -36,21 +36,21 @@ class Sharding:
 
     @staticmethod
     def replicated(ndim: int) -> Sharding:
-        """Whole on every device."""
+        """The sharding of an array that every device holds whole."""
         return Sharding(((),) * ndim)
 
     @property
     def is_replicated(self) -> bool:
-        """Whether every device holds the whole, finished array."""
+        """Whether every device holds the whole, reduced array."""
         return not self.unreduced and not any(self.dims)
 
     @property
     def atoms(self) -> Atoms:
-        """All atoms that are in use, on dimensions or unreduced."""
+        """All atoms of the sharding, of dimensions and unreduced."""
         return (*(a for dim in self.dims for a in dim), *(a for a, _ in self.unreduced))
 
     def with_unreduced(self, unreduced: dict[str, str]) -> Sharding:
-        """The same dimensions with these parts still to be combined."""
+        """The same dimensions, unreduced over these atoms: a monoid for each atom."""
         return Sharding(self.dims, tuple(sorted(unreduced.items()))) if unreduced or self.unreduced else self
 
     def local_shape(self, mesh: Mesh, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -62,7 +62,7 @@ class Sharding:
         return all(n % mesh.count(atoms) == 0 for n, atoms in zip(shape, self.dims, strict=True))
 
     def format(self, mesh: Mesh, shape: tuple[int, ...], dtype: str = "") -> str:
-        """The text form: ``f32[8@data,512,2048@(expert,pod)]{U:model}``; a monoid other than add is named."""
+        """The text ``f32[8@data,512,2048@(expert,pod)]{U:model}``. A monoid other than add is named."""
         dims = []
         for n, atoms in zip(shape, self.dims, strict=True):
             axes = mesh.format_atoms(atoms)
@@ -81,7 +81,11 @@ class Sharding:
 
     @staticmethod
     def parse(text: str, mesh: Mesh) -> tuple[Sharding, tuple[int, ...], str]:
-        """Reads the text form back: sharding, global shape, dtype."""
+        """Parses the text of ``format``: returns the sharding, the global shape and the dtype.
+
+        Raises:
+            ShardingError: the text is not the text of a sharding, or the mesh has no such axis.
+        """
         entry = r"\d+(?:@(?:\([\w.,]+\)|[\w.]+))?"
         match = re.fullmatch(rf"(\w*(?:<\w+>)?)\[((?:{entry}(?:, ?{entry})*)?)\](?:\{{(.*)\}})?", text.strip())
         if not match:

@@ -1,4 +1,4 @@
-"""SpmdProgram: the program of one device, and the collectives in it."""
+"""Defines the per-device program and the records of its collectives, recomputation and prefetching."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ class Collective:
 
     Attributes:
         kind: all_gather, all_reduce, reduce_scatter, all_to_all or collective_permute.
-        atoms: the atoms of the mesh it runs over.
+        atoms: the atoms of the mesh over which it runs.
         bytes: bytes that each device sends in one run.
-        times: how often it runs in one call of the program.
+        times: number of runs in one call of the program.
         shape: the local operand, as text.
-        line: the user's source line of what caused it.
-        why: what needed it.
-        value: the array that is moved, None inside an equation's own way to run on shards.
-        before, after: its shardings.
-        source: its sharding before the first step of the whole reshard.
-        cause: the equation of ``line``: it makes what must be combined or moved, or needs an operand moved.
-        emitted: the equation in whose place in the per-device program it runs. What an equation makes is moved where
-            it is first used, so this may be a later line than the cause's.
+        line: the user's source line of its cause.
+        why: what requires it, as text.
+        value: the array that it moves; None for a collective inside ``Rule.local`` of an equation.
+        before, after: the shardings of this array.
+        source: the sharding of this array before the first step of the whole reshard.
+        cause: the equation of ``line``. Its result must be combined or moved, or it requires an operand to be moved.
+        emitted: the equation at whose position in the per-device program it runs. gshard moves a result where it is
+            first used, so this equation may be later than the cause.
     """
 
     kind: str
@@ -53,21 +53,21 @@ class Collective:
         return self.bytes * self.times
 
 
-RECOMPUTED = "recomputed to save memory"  # why a collective runs that belongs to a value that was not kept
-_SHOWN = 15  # rows of what is recomputed
+RECOMPUTED = "recomputed to save memory"  # ``Collective.why`` of the recomputation of a value
+_SHOWN = 15  # printed rows of recomputed values
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Recomputation:
-    """Values that are recomputed instead of being kept over the peak of memory.
+    """Values that are recomputed instead of stored across the peak of memory.
 
     Attributes:
-        name: the operation that makes the largest of them.
-        line: the user's source line of it.
-        shape: the largest, one device's part, as text; in loops all rounds together.
-        values: how many values are recomputed together.
-        freed: bytes.
-        seconds: what it takes, as modelled; only an order where there is no model of the devices.
+        name: the primitive that computes the largest of the values.
+        line: the user's source line of this primitive.
+        shape: one device's part of the largest value, as text; in loops of all iterations together.
+        values: the number of values that are recomputed together.
+        freed: bytes freed at the peak.
+        seconds: modelled seconds of the recomputation. Without a model of the devices they only order candidates.
     """
 
     name: str
@@ -80,14 +80,14 @@ class Recomputation:
 
 @dataclasses.dataclass(frozen=True)
 class Recomputed:
-    """What a limit of memory did to a program.
+    """The recomputation that a memory limit has added to a program.
 
     Attributes:
         limit: bytes that a device may hold.
-        before, after: the modelled peak without recomputation, and with it.
-        flops: operations of one call without recomputation, on one device.
-        flops_again: operations that are done once more.
-        values: what is recomputed, in the order in which it was chosen.
+        before, after: the modelled peak in bytes, without and with recomputation.
+        flops: floating-point operations of one call on one device, without recomputation.
+        flops_again: floating-point operations that are repeated.
+        values: the recomputed values, in the order in which they were chosen.
     """
 
     limit: int
@@ -99,7 +99,7 @@ class Recomputed:
 
     @property
     def share(self) -> float:
-        """Operations that are done again by all others."""
+        """The repeated operations as a fraction of the operations without recomputation."""
         return self.flops_again / max(self.flops, 1)
 
     def __str__(self) -> str:
@@ -122,12 +122,12 @@ class Recomputed:
 
 @dataclasses.dataclass(frozen=True)
 class Prefetched:
-    """What loops gather a round before it is needed.
+    """The all-gathers that loops run one iteration early.
 
     Attributes:
-        without, seconds: of a call, as modelled, if they did not, and as they do.
-        machine: the name of the machine that this is of.
-        lines: the user's source lines for which something is gathered so.
+        without, seconds: modelled seconds of a call without and with prefetching.
+        machine: the name of the machine of the model.
+        lines: the user's source lines of the prefetched all-gathers.
     """
 
     without: float
@@ -148,14 +148,15 @@ class SpmdProgram:
     """The per-device program.
 
     Attributes:
-        jaxpr: a closed jaxpr with one ``shard_map`` equation; inside it every array is one device's part.
-        mesh: the mesh it is for.
-        in_shardings, out_shardings: how the program's inputs (captured arrays first) and results are sharded.
-        collectives: everything the devices send each other.
-        in_orders, out_orders: inputs and results (by number) whose parts are in another order of devices than the
-            mesh's. The program takes and gives their parts as they are, as if that were the mesh's order.
-        recomputed: what is recomputed so that the program fits, if it was given a limit that it did not fit.
-        prefetched: what loops gather a round before it is needed, if that is faster.
+        jaxpr: a closed jaxpr with one ``shard_map`` equation. Inside it each array is one device's part.
+        mesh: the mesh of the program.
+        in_shardings, out_shardings: the shardings of the inputs (captured arrays first) and of the results.
+        collectives: all collectives of the program.
+        program: the program that was partitioned.
+        in_orders, out_orders: the device orders of inputs and results (by number) that differ from the order of the
+            mesh. The program reads and writes their parts as if they were in the order of the mesh.
+        recomputed: the recomputation that makes the program fit a memory limit; None if there is none.
+        prefetched: the all-gathers that loops run one iteration early; None if there are none.
     """
 
     jaxpr: Any
@@ -170,13 +171,15 @@ class SpmdProgram:
     prefetched: Prefetched | None = None
 
     def identified(self) -> str:
-        """What every process must have in common to run it, as text: the same for the same program anywhere."""
-        block, mesh = self.program.block, self.mesh
-        values, shardings = (*block.inputs, *block.outputs), (*self.in_shardings, *self.out_shardings)
+        """A text that identifies the program. It is equal in all processes that run the same program."""
+        block = self.program.block
+        mesh = self.mesh
+        values = (*block.inputs, *block.outputs)
+        shardings = (*self.in_shardings, *self.out_shardings)
         lines = [f"mesh {mesh}"]
         lines += [s.format(mesh, v.shape, short_dtype(v.dtype)) for v, s in zip(values, shardings, strict=True)]
-        memories = (("input", self.program.input_memories), ("result", self.program.output_memories))
-        lines += [f"{what} {i} in {kind}" for what, every in memories for i, kind in enumerate(every) if kind != DEVICE]
+        for what, kinds in (("input", self.program.input_memories), ("result", self.program.output_memories)):
+            lines += [f"{what} {i} in {kind}" for i, kind in enumerate(kinds) if kind != DEVICE]
         for what, orders in (("input", self.in_orders), ("result", self.out_orders)):
             lines += [f"{what} {i} in the order of devices {order}" for i, order in orders.items()]
         for c in self.collectives:

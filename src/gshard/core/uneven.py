@@ -1,13 +1,13 @@
-"""UnevenArray: an array with uneven shards, kept split between two calls.
+"""Defines ``UnevenArray``: an array with uneven shards that stays split between two calls.
 
-JAX has no arrays whose parts are unequal, so ``gshard.jit`` makes such a dimension whole where it meets the outside
-world. A training state that goes from one call straight into the next need not: with ``uneven="keep"`` those results
-come back as they are, each device's part padded to the same size, and are taken so by the next call.
+JAX has no arrays with parts of different sizes, so ``gshard.jit`` gathers such a dimension at the boundary of the
+program. A training state that goes directly from one call to the next need not be gathered. With ``uneven="keep"`` the
+results stay split, with each device's part padded to the same size, and the next call accepts them in this form.
 
     step = gshard.jit(train_step, mesh=8, uneven="keep")
-    state = step(state, batch)      # leaves of 32,003 rows over 8 devices stay there
-    jnp.asarray(state["table"])     # the whole array; so are np.asarray and .whole()
-    state["table"] * 2              # computed on the whole array, as is everything that a jax.Array can do
+    state = step(state, batch)      # leaves of 32,003 rows stay split over 8 devices
+    jnp.asarray(state["table"])     # the whole array, like np.asarray and .whole()
+    state["table"] * 2              # computed on the whole array, like all operations of jax.Array
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gshard.core.jax_adapter import no_mesh_set
 from gshard.core.mesh import Mesh
 from gshard.core.sharding import Sharding
 
-# Attributes of jax.Array that are about elements, and those that are about memory.
+# Attributes of jax.Array that concern elements, and those that concern memory.
 _OF_ELEMENTS = frozenset(
     """
     T all any argmax argmin argpartition argsort astype at byteswap choose clip compress conj conjugate copy cumprod
@@ -57,17 +57,17 @@ def _reflected(function: Callable[[Any, Any], Any]) -> Callable[[UnevenArray, An
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class UnevenArray:
-    """An array held in padded parts.
+    """An array in padded parts.
 
-    It is read, and computed with, like a ``jax.Array``: operators, indices and methods such as ``sum`` or ``astype``
-    work on the whole array (``whole``), which is gathered first. So ``==`` compares elements, and as a ``jax.Array`` it
-    has no hash. What is computed often belongs into a function of ``gshard.jit``, which takes the parts as they are.
+    It behaves like a ``jax.Array``: operators, indices and methods such as ``sum`` or ``astype`` first gather the whole
+    array (``whole``) and then work on it. Like a ``jax.Array``, it compares elements with ``==`` and has no hash. Put
+    computations that run often into a function of ``gshard.jit``, which uses the parts without gathering them.
 
     Attributes:
-        padded: the parts side by side, each dimension rounded up to equal parts; what the padding holds is undefined.
-        shape: without padding.
-        partitioning: how it is cut.
-        mesh: the devices.
+        padded: the concatenated parts, with each dimension rounded up to equal parts. The padding is undefined.
+        shape: the shape without padding.
+        partitioning: the sharding of the array.
+        mesh: the mesh of the sharding.
     """
 
     padded: Any
@@ -92,7 +92,7 @@ class UnevenArray:
 
     @property
     def sharding(self) -> Any:
-        """The sharding of the padded array, as JAX's."""
+        """The JAX sharding of the padded array."""
         return self.padded.sharding
 
     @property
@@ -101,13 +101,13 @@ class UnevenArray:
         return self.size * int(self.dtype.itemsize)
 
     def whole(self) -> Any:
-        """The array without padding, as an ordinary JAX array on the same devices: it is gathered."""
-        with no_mesh_set():  # of the mesh that the user has set now, JAX may refuse to mix types with this one's
+        """The gathered array without padding, as an ordinary JAX array on the same devices."""
+        with no_mesh_set():  # JAX may refuse to mix types of the user's current mesh with types of this mesh
             replicated = NamedSharding(self.padded.sharding.mesh, PartitionSpec())
             return jax.device_put(self.padded, replicated)[tuple(slice(0, n) for n in self.shape)]
 
     def block_until_ready(self) -> UnevenArray:
-        """Waits until it is computed."""
+        """Waits until the array is computed, and returns it."""
         self.padded.block_until_ready()
         return self
 
@@ -115,11 +115,11 @@ class UnevenArray:
         return self.whole()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        # On the host, so that no device needs memory for all of it.
-        here = self.padded if self.padded.is_fully_addressable else jax.device_get(self.whole())
-        return np.asarray(np.asarray(here)[tuple(slice(0, n) for n in self.shape)], dtype)
+        # Gather on the host if possible, so that no device needs memory for the whole array.
+        local = self.padded if self.padded.is_fully_addressable else jax.device_get(self.whole())
+        return np.asarray(np.asarray(local)[tuple(slice(0, n) for n in self.shape)], dtype)
 
-    # NumPy leaves operators with its own arrays to this class.
+    # NumPy arrays leave binary operators to this class.
     __array_priority__ = 100
 
     __hash__ = None  # type: ignore[assignment]
@@ -166,7 +166,7 @@ class UnevenArray:
 
 
 def cut_evenly(sharding: Sharding, shape: tuple[int, ...], mesh: Mesh) -> Sharding:
-    """The sharding as far as it cuts into equal parts.
+    """The sharding reduced to the leading atoms of each dimension that split it into equal parts.
 
     >>> cut_evenly(Sharding((("x", "y"), ("z",))), (6, 5), Mesh.abstract(x=2, y=2, z=2)).dims
     (('x',), ())

@@ -1,11 +1,11 @@
-"""Wide: traces programs of 64-bit numbers with JAX's x64 types.
+"""Enables JAX's 64-bit types while gshard traces a program that contains 64-bit values.
 
     def f(x):
         with jax.enable_x64(True):
             return jnp.cumsum(x.astype(jnp.float64)).astype(jnp.float32)
 
-Such a function is traced with 64 bits where it says so. What gshard makes of it is traced later, when the setting is
-gone: JAX would then make 32-bit numbers of what belongs to it.
+JAX traces the body of the ``with`` statement with 64-bit types. gshard traces the per-device program later, outside of
+this statement, where JAX would convert these values to 32 bits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WIDE = frozenset(("float64", "int64", "uint64", "complex128"))
 
 @contextlib.contextmanager
 def wide_enough_for(dtypes: Iterable[Any]) -> Iterator[None]:
-    """What is traced inside may have 64 bits, if any of these types has."""
+    """Enables 64-bit types inside if any of these dtypes has 64 bits."""
     wide = any(getattr(dtype, "itemsize", 0) >= 8 and str(dtype) in _WIDE for dtype in dtypes)
     if not wide or jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         yield
@@ -33,7 +33,7 @@ def wide_enough_for(dtypes: Iterable[Any]) -> Iterator[None]:
 
 
 def dtypes_in(jaxpr: Any) -> Iterator[Any]:
-    """The types of all that a (closed) jaxpr makes."""
+    """The dtypes of all results of equations in a (closed) jaxpr and its bodies."""
     body, _ = closed(jaxpr)
     for e in body.eqns:
         yield from (getattr(v.aval, "dtype", None) for v in e.outvars)

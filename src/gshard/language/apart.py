@@ -1,10 +1,10 @@
-"""Runs the parts of a program that only some devices execute.
+"""Replaces permutes in code that only some devices execute.
 
-In a ``shard_map`` that is manual over some axes, a branch is taken, or a loop goes on, on the devices of one position
-along these axes and perhaps not on those of another. An XLA collective with groups waits for its own group. A
-CollectivePermute is one message pattern of all devices, and waits, on CPU and GPU, for those that never come. So
-inside such a branch or loop parts that would be permuted are gathered among the devices that run it, and each takes the
-one that it would have been sent.
+In a ``shard_map`` that is manual over some axes, devices at different positions along these axes may take different
+branches, or run different numbers of iterations. An XLA collective with groups waits for the devices of its group only.
+But a CollectivePermute is one message pattern of all devices. On CPU and GPU it also waits for devices that never run
+it. So inside such a branch or loop, gshard gathers the parts among the devices that run it, and each device selects the
+part that the permute would have sent to it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gshard.language.per_device import Rewritten, collective
 
 
 def apart(f: Callable[..., Sequence[Any]], arrays: Sequence[Any], manual: Collection[str]) -> list[Any]:
-    """Runs a per-device function that not all devices run; permutes over ``manual`` atoms stay unchanged."""
+    """Runs a per-device function that only some devices run. Permutes over ``manual`` atoms stay unchanged."""
     return _Apart(frozenset(manual)).function(jax.make_jaxpr(lambda *xs: list(f(*xs)))(*arrays))(*arrays)
 
 
@@ -37,29 +37,39 @@ class _Apart(Rewritten):
         return collective(eqn.primitive, name, eqn.params, axes, operands)
 
     def constraint(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
-        return operands  # a mark, which has been obeyed
+        return operands  # the plan already satisfies the mark
 
 
 def _gathered(x: Any, atoms: Atoms, pairs: Sequence[tuple[int, int]]) -> Any:
-    """What a device is sent, out of the parts of those from which any could come; zeros where that is nothing."""
+    """The result of a permute, by an all-gather over the atoms in which senders and receivers differ.
+
+    A device to which the permute sends nothing gets zeros.
+    """
     sizes = {a: lax.axis_size(a) for a in atoms}
-    over = moved_over(pairs, sizes)
-    among = [i for i, a in enumerate(atoms) if a in over]
+    gathered_atoms = moved_over(pairs, sizes)
+    gathered_dims = [i for i, a in enumerate(atoms) if a in gathered_atoms]
     shape = tuple(sizes.values())
-    sources = np.full(math.prod(shape), -1, np.int32)
+    gathered_shape = [shape[i] for i in gathered_dims]
+    sources = np.full(math.prod(shape), -1, np.int32)  # -1: the device receives nothing
     for source, target in pairs:
-        place = [int(n) for n in np.unravel_index(source, shape)]
-        sources[target] = np.ravel_multi_index([place[i] for i in among], [shape[i] for i in among]) if among else 0
-    mine = jnp.asarray(sources)[lax.axis_index(atoms)]
-    part = lax.dynamic_index_in_dim(lax.all_gather(x, over), jnp.maximum(mine, 0), keepdims=False) if over else x
-    return jnp.where(mine >= 0, part, jnp.zeros_like(x))
+        position = [int(n) for n in np.unravel_index(source, shape)]
+        if gathered_dims:
+            sources[target] = np.ravel_multi_index([position[i] for i in gathered_dims], gathered_shape)
+        else:
+            sources[target] = 0
+    own_source = jnp.asarray(sources)[lax.axis_index(atoms)]
+    part = x
+    if gathered_atoms:
+        parts = lax.all_gather(x, gathered_atoms)
+        part = lax.dynamic_index_in_dim(parts, jnp.maximum(own_source, 0), keepdims=False)
+    return jnp.where(own_source >= 0, part, jnp.zeros_like(x))
 
 
 def moved_over(pairs: Sequence[tuple[int, int]], sizes: Mapping[str, int]) -> Atoms:
-    """The atoms in which source and target of any pair differ.
+    """The atoms along which the source and the target of any pair have different positions.
 
     >>> moved_over([(0, 1), (2, 3)], {"x": 2, "y": 2})
     ('y',)
     """
-    places = np.array(np.unravel_index(np.asarray(pairs, np.int64).reshape(-1, 2), tuple(sizes.values())))
-    return tuple(a for a, own in zip(sizes, places, strict=True) if (own[:, 0] != own[:, 1]).any())
+    positions = np.array(np.unravel_index(np.asarray(pairs, np.int64).reshape(-1, 2), tuple(sizes.values())))
+    return tuple(a for a, along in zip(sizes, positions, strict=True) if (along[:, 0] != along[:, 1]).any())

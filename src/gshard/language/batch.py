@@ -1,15 +1,15 @@
-"""Finds batch dimensions of primitives without a rule, and proves them by their own vmap rule.
+"""Finds batch dimensions of primitives without a rule, and proves them by the primitive's vmap rule.
 
-A primitive P on whole arrays is a map over some of their dimensions if it is the ``vmap`` of itself on arrays without
-them. What ``vmap`` of an equation is, JAX writes down; so the claim is proven where tracing
+Some dimensions of a primitive P are batch dimensions if P equals the ``vmap`` of P on arrays without these dimensions.
+gshard proves this by tracing
 
     jax.vmap(P on the arrays without the dimensions)(the arrays)
 
-gives exactly one equation, P, with the same operands in the same order, the same parameters and the same results. Then
-those dimensions are parallel, and ``vmap`` is also how the equation runs on parts of them: parameters that hold sizes
-need no thought. Nothing is guessed: a P that cannot be traced, or lowered, without the dimensions, that has no vmap
-rule, has effects, or whose parameters cannot be compared, is replicated in every factor. (A vmap rule that is wrong is
-believed, here as by ``jax.vmap``.)
+The proof succeeds if the result is exactly one equation, P, with the same operands in the same order, the same
+parameters and the same results. Then the dimensions are parallel, and the equation runs on parts of them through
+``vmap``, which also handles parameters that contain sizes. gshard replicates every factor of a primitive that has no
+vmap rule, has effects, cannot be traced or lowered without the dimensions, or has parameters that cannot be compared.
+gshard trusts the vmap rule, as ``jax.vmap`` does.
 
     f32[8,5,5]      P with the vmap rule "leading dimensions are batches": a b c -> a d e; replicate b c d e
 """
@@ -27,19 +27,27 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from gshard.comm.collectives import KINDS
 from gshard.comm.shards import Shards
-from gshard.core.jax_adapter import as_outside, bind, closed
+from gshard.core.jax_adapter import bind, closed
+from gshard.core.jax_adapter_retracing import as_outside
 from gshard.core.rule import Rule, RuleMaker
 from gshard.language.call import Call
 
 Shapes = tuple[tuple[int, ...], ...]
 
-# So many claims are tried for one equation; each costs a trace of it, about a millisecond.
+# The number of candidate levels tried for one equation. Each needs a trace of about a millisecond.
 _MOST_TRIALS = 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Level:
-    """One dimension mapped over: where operands (None: not) and results have it, those of earlier levels taken away."""
+    """One batch dimension.
+
+    Attributes:
+        operands: the position of the dimension in each operand, without the dimensions of earlier levels; None for an
+            operand without it.
+        results: its position in each result, counted in the same way.
+        size: its size.
+    """
 
     operands: tuple[int | None, ...]
     results: tuple[int, ...]
@@ -47,7 +55,7 @@ class Level:
 
 
 def batch_rule(call: Call) -> Rule:
-    """The rule made up for a primitive without one: proven batch dimensions are parallel, all others whole."""
+    """The default rule of a primitive without a rule: proven batch dimensions are parallel, all others are whole."""
     levels, params = _levels(call)
     make = RuleMaker()
     factors = [make.factor(level.size) for level in levels]
@@ -55,8 +63,8 @@ def batch_rule(call: Call) -> Rule:
     results = [_dims(make, s, [level.results[i] for level in levels], factors) for i, s in enumerate(call.out_shapes)]
 
     def local(shards: Shards, *arrays: Any) -> list[Any]:
-        cut = any(shards.split.values())
-        f = _mapped(call.primitive, params, levels) if cut else lambda *xs: tuple(shards.bind(*xs))
+        is_split = any(shards.split.values())
+        f = _mapped(call.primitive, params, levels) if is_split else lambda *xs: tuple(shards.bind(*xs))
         return as_outside(f, arrays)
 
     return make.rule(operands, results, local=local, known=False)
@@ -65,46 +73,50 @@ def batch_rule(call: Call) -> Rule:
 def _dims(
     make: RuleMaker, shape: tuple[int, ...], axes: Sequence[int | None], factors: Sequence[tuple[int, ...]]
 ) -> list[tuple[int, ...]]:
-    """The dimensions of one array: the mapped ones, level by level, and what is left of it."""
-    left = list(range(len(shape)))
+    """The factors of each dimension of an array: batch dimensions of all levels, and replicated dimensions."""
+    remaining = list(range(len(shape)))
     mapped: dict[int, tuple[int, ...]] = {}
     for axis, factor in zip(axes, factors, strict=True):
         if axis is not None:
-            mapped[left.pop(axis)] = factor
+            mapped[remaining.pop(axis)] = factor
     return [mapped[d] if d in mapped else make.replicate(n) for d, n in enumerate(shape)]
 
 
 def _levels(call: Call) -> tuple[list[Level], dict[str, Any]]:
-    """All dimensions that the equation is proven to be a map over, and the parameters of the map's body."""
+    """All proven batch dimensions of an equation, and the parameters of the primitive without them."""
     levels: list[Level] = []
     params = call.params
-    if call.primitive is None or call.name in KINDS:  # not needed for a collective of a per-device program
+    if call.primitive is None or call.name in KINDS:  # collectives of a per-device program need no batch dimensions
         return levels, params
     trials = itertools.count()
     shapes = call.in_shapes, call.out_shapes
     while True:
-        for level, changed in _claims(*shapes, params):
+        for level, params_without in _candidates(*shapes, params):
             if next(trials) == _MOST_TRIALS:
                 return levels, params
-            if _proven(call, [*levels, level], changed):
+            if _is_proven(call, [*levels, level], params_without):
                 levels.append(level)
-                params = changed
+                params = params_without
                 shapes = _without(shapes[0], level.operands), _without(shapes[1], level.results)
                 break
         else:
             return levels, params
 
 
-def _claims(in_shapes: Shapes, out_shapes: Shapes, params: dict[str, Any]) -> Iterator[tuple[Level, dict[str, Any]]]:
-    """Dimensions of one size that arrays might be mapped over, with the body's parameters: most operands first."""
+def _candidates(
+    in_shapes: Shapes, out_shapes: Shapes, params: dict[str, Any]
+) -> Iterator[tuple[Level, dict[str, Any]]]:
+    """Possible batch dimensions, with the parameters without the dimension; levels with most operands come first."""
     for n in dict.fromkeys(n for shape in in_shapes for n in shape if n):
-        places = [[d for d, m in enumerate(shape) if m == n] for shape in in_shapes]
-        made = [[d for d, m in enumerate(shape) if m == n] for shape in out_shapes]
-        choices = itertools.islice(itertools.product(*([*ds, None] for ds in places)), 4 * _MOST_TRIALS)
-        claims = [c for c in choices if any(d is not None for d in c)]
-        for operands in sorted(claims, key=lambda c: (c.count(None), sum(d for d in c if d is not None))):
+        operand_dims = [[d for d, m in enumerate(shape) if m == n] for shape in in_shapes]
+        result_dims = [[d for d, m in enumerate(shape) if m == n] for shape in out_shapes]
+        products = itertools.product(*([*dims, None] for dims in operand_dims))
+        choices = [
+            choice for choice in itertools.islice(products, 4 * _MOST_TRIALS) if any(d is not None for d in choice)
+        ]
+        for operands in sorted(choices, key=lambda c: (c.count(None), sum(d for d in c if d is not None))):
             first = next(d for d in operands if d is not None)
-            for results in itertools.product(*(sorted(ds, key=lambda d: (d != first, d)) for ds in made)):
+            for results in itertools.product(*(sorted(dims, key=lambda d: (d != first, d)) for dims in result_dims)):
                 level = Level(operands, results, n)
                 yield level, params
                 shifted = {k: _shifted(k, v, first) for k, v in params.items()}
@@ -113,7 +125,10 @@ def _claims(in_shapes: Shapes, out_shapes: Shapes, params: dict[str, Any]) -> It
 
 
 def _shifted(name: str, value: Any, removed: int) -> Any:
-    """A parameter that counts dimensions, for arrays without one of them; a wrong guess only proves nothing."""
+    """A parameter without a removed dimension, if the name suggests that it counts dimensions.
+
+    A wrong guess is harmless: the proof fails.
+    """
     if not any(word in name for word in ("axis", "axes", "dim")):
         return value
     if isinstance(value, int) and not isinstance(value, bool):
@@ -128,7 +143,7 @@ def _without(shapes: Shapes, axes: Sequence[int | None]) -> Shapes:
 
 
 def _mapped(primitive: Any, params: dict[str, Any], levels: Sequence[Level]) -> Callable[..., tuple[Any, ...]]:
-    """The primitive on the smallest arrays, mapped over every level."""
+    """The primitive on arrays without the batch dimensions, mapped over all levels."""
 
     def body(*arrays: Any) -> tuple[Any, ...]:
         return tuple(bind(primitive, params, arrays))
@@ -139,28 +154,29 @@ def _mapped(primitive: Any, params: dict[str, Any], levels: Sequence[Level]) -> 
     return f
 
 
-def _proven(call: Call, levels: Sequence[Level], params: dict[str, Any]) -> bool:
+def _is_proven(call: Call, levels: Sequence[Level], params: dict[str, Any]) -> bool:
     """Whether the map over these levels is the equation itself."""
     whole = [jax.ShapeDtypeStruct(s, t) for s, t in zip(call.in_shapes, call.in_dtypes, strict=True)]
-    smallest = call.in_shapes
+    shapes_without = call.in_shapes
     for level in levels:
-        smallest = _without(smallest, level.operands)
+        shapes_without = _without(shapes_without, level.operands)
+    smallest = [jax.ShapeDtypeStruct(s, t) for s, t in zip(shapes_without, call.in_dtypes, strict=True)]
     try:
-        made, consts = closed(jax.make_jaxpr(_mapped(call.primitive, params, levels))(*whole))
+        jaxpr, consts = closed(jax.make_jaxpr(_mapped(call.primitive, params, levels))(*whole))
         body = _mapped(call.primitive, params, ())
-        jax.jit(body).lower(*(jax.ShapeDtypeStruct(s, t) for s, t in zip(smallest, call.in_dtypes, strict=True)))
-    except Exception:  # whatever a primitive says to arrays it was not made for, it is no proof
+        jax.jit(body).lower(*smallest)
+    except Exception:  # a primitive may raise anything for arrays of unexpected shapes
         return False
-    if len(made.eqns) != 1 or consts or made.constvars:
+    if len(jaxpr.eqns) != 1 or consts or jaxpr.constvars:
         return False
-    (equation,) = made.eqns
+    (equation,) = jaxpr.eqns
     return (
         equation.primitive is call.primitive
         and not equation.effects
-        and _same_variables(equation.invars, made.invars)
-        and _same_variables(equation.outvars, made.outvars)
+        and _same_variables(equation.invars, jaxpr.invars)
+        and _same_variables(equation.outvars, jaxpr.outvars)
         and tuple(tuple(v.aval.shape) for v in equation.outvars) == call.out_shapes
-        and same(_told(equation.params), _told(call.params))
+        and same(_without_shardings(equation.params), _without_shardings(call.params))
     )
 
 
@@ -168,13 +184,13 @@ def _same_variables(some: Sequence[Any], others: Sequence[Any]) -> bool:
     return len(some) == len(others) and all(x is y for x, y in zip(some, others))
 
 
-def _told(params: dict[str, Any]) -> dict[str, Any]:
-    """Parameters without the shardings in which JAX saw arrays: an equation of a program has none of that left."""
+def _without_shardings(params: dict[str, Any]) -> dict[str, Any]:
+    """The parameters without shardings, which the equations of a program do not have."""
     return {k: v for k, v in params.items() if k not in ("sharding", "out_sharding")}
 
 
 def same(x: Any, y: Any) -> bool:
-    """Whether two parameters are certainly the same; False for what cannot be compared.
+    """Whether two parameters are certainly equal; False for values that cannot be compared.
 
     >>> same((1, "a", np.dtype("f4")), (1, "a", np.dtype("f4"))), same(1, True), same([lambda: 1], [lambda: 1])
     (True, False, False)
@@ -193,33 +209,36 @@ def same(x: Any, y: Any) -> bool:
         return x.dtype == y.dtype and x.tobytes() == y.tobytes()
     if dataclasses.is_dataclass(x):
         return all(same(getattr(x, f.name), getattr(y, f.name)) for f in dataclasses.fields(x))
-    plain = bool | int | float | complex | str | bytes | np.dtype | jax.core.ShapedArray | jax.tree_util.PyTreeDef
-    return isinstance(x, plain) and bool(x == y)
+    comparable = bool | int | float | complex | str | bytes | np.dtype | jax.core.ShapedArray | jax.tree_util.PyTreeDef
+    return isinstance(x, comparable) and bool(x == y)
 
 
 def _same_jaxprs(x: Any, y: Any) -> bool:
-    """Whether two jaxprs are the same equations on the same variables, by whatever names."""
-    (x, some), (y, others) = closed(x), closed(y)
-    if not _same_variables(some, others) or x.effects or y.effects:
+    """Whether two jaxprs are equal up to the names of variables."""
+    x, consts_x = closed(x)
+    y, consts_y = closed(y)
+    if not _same_variables(consts_x, consts_y) or x.effects or y.effects:
         return False
-    names: dict[Any, Any] = {}
+    matching: dict[Any, Any] = {}  # the variable of y for each variable of x
 
-    def meet(vs: Sequence[Any], ws: Sequence[Any]) -> bool:
-        names.update(zip(vs, ws))
+    def match(vs: Sequence[Any], ws: Sequence[Any]) -> bool:
+        """Matches new variables, and returns whether their types are equal."""
+        matching.update(zip(vs, ws))
         return len(vs) == len(ws) and all(v.aval == w.aval for v, w in zip(vs, ws))
 
-    def read(vs: Sequence[Any], ws: Sequence[Any]) -> bool:
-        return len(vs) == len(ws) and all(
-            isinstance(w, Literal) and v.aval == w.aval and same(np.asarray(v.val)[()], np.asarray(w.val)[()])
-            if isinstance(v, Literal)
-            else names[v] is w
-            for v, w in zip(vs, ws)
-        )
+    def same_operand(v: Any, w: Any) -> bool:
+        if not isinstance(v, Literal):
+            return matching[v] is w
+        return isinstance(w, Literal) and v.aval == w.aval and same(np.asarray(v.val)[()], np.asarray(w.val)[()])
 
-    if not meet((*x.constvars, *x.invars), (*y.constvars, *y.invars)) or len(x.eqns) != len(y.eqns):
+    def same_operands(vs: Sequence[Any], ws: Sequence[Any]) -> bool:
+        return len(vs) == len(ws) and all(map(same_operand, vs, ws))
+
+    if not match((*x.constvars, *x.invars), (*y.constvars, *y.invars)) or len(x.eqns) != len(y.eqns):
         return False
     for e, f in zip(x.eqns, y.eqns):
-        alike = e.primitive is f.primitive and read(e.invars, f.invars) and same(dict(e.params), dict(f.params))
-        if not alike or not meet(e.outvars, f.outvars):
+        if e.primitive is not f.primitive or not same_operands(e.invars, f.invars):
             return False
-    return read(x.outvars, y.outvars)
+        if not same(dict(e.params), dict(f.params)) or not match(e.outvars, f.outvars):
+            return False
+    return same_operands(x.outvars, y.outvars)

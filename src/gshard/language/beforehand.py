@@ -1,11 +1,11 @@
-"""Computes values of a loop that depend on positions only once before the loop, not in every iteration.
+"""Moves the computation of values that depend on positions only out of a loop.
 
-    inside = (row >= 1) & (row < n - 1)         rows from an iota and the number of the device: the same in every round
+    inside = (row >= 1) & (row < n - 1)         rows from an iota and the device index: equal in every iteration
     u = jnp.where(inside[:, None], step(u), u)
 
-Masks of borders, of padding, and of what belongs to a device are such. A compiler that fuses them into what reads them
-computes them for nothing, but libtpu makes a kernel of each, in every round. Only arrays along one dimension are kept
-over a loop: they take no memory to speak of, while a table along several is better made where it is read.
+Examples are masks of borders, of padding, and of a device's part. A compiler that fuses them with their readers
+computes them at no cost, but libtpu runs a kernel for each in every iteration. gshard keeps only arrays along one
+dimension over the loop, which need little memory. Arrays along several dimensions are computed where they are read.
 """
 
 from __future__ import annotations
@@ -23,51 +23,51 @@ from gshard.language.traits import traits_of
 
 
 def beforehand(step: Callable[..., Any], *examples: Any) -> Callable[..., Any]:
-    """The body of a loop, traced where it stands, without what is the same in every round.
+    """The body of a loop without equations whose results are equal in every iteration.
 
     Args:
-        step: a function of pytrees of arrays, inside ``shard_map``. It is traced once.
-        examples: arrays, or their shapes, that its arguments are like.
+        step: the body, a function of pytrees of arrays inside ``shard_map``. It is traced once.
+        examples: arrays or shapes of its arguments.
 
     Returns:
-        the same function; what it shares between rounds is computed where this is called.
+        the same function. The equal results are computed where ``beforehand`` is called.
     """
     jaxpr, result = jax.make_jaxpr(step, return_shape=True)(*examples)
     body, consts = closed(jaxpr)
-    early = _of_nothing(body.eqns)
-    made_by = {v: e for e in early for v in e.outvars}
-    later = [e for e in body.eqns if e not in early]
-    read = [v for e in later for v in e.invars] + list(body.outvars)
-    kept = {v for v in read if not isinstance(v, Literal) and v in made_by and _is_worth_it(v, made_by[v])}
-    known = dict(zip(body.constvars, consts, strict=True))
-    shared = dict(known)
-    _run(_needed(list(early), kept, set()), shared)
-    known.update((v, shared[v]) for v in kept)
-    rest = _needed(body.eqns, {v for v in body.outvars if not isinstance(v, Literal)}, kept)
+    invariant = _invariant(body.eqns)
+    producer = {v: e for e in invariant for v in e.outvars}
+    others = [e for e in body.eqns if e not in invariant]
+    read = [v for e in others for v in e.invars] + list(body.outvars)
+    kept = {v for v in read if not isinstance(v, Literal) and v in producer and _is_worth_it(v, producer[v])}
+    shared_env = dict(zip(body.constvars, consts, strict=True))
+    env_before = dict(shared_env)
+    _run(_needed(list(invariant), kept, set()), env_before)
+    shared_env.update((v, env_before[v]) for v in kept)
+    remaining = _needed(body.eqns, {v for v in body.outvars if not isinstance(v, Literal)}, kept)
 
     def run(*arguments: Any) -> Any:
-        env = {**known, **dict(zip(body.invars, jax.tree.leaves(arguments), strict=True))}
-        _run(rest, env)
+        env = {**shared_env, **dict(zip(body.invars, jax.tree.leaves(arguments), strict=True))}
+        _run(remaining, env)
         results = [_value(env, v) for v in body.outvars]
         return jax.tree.unflatten(jax.tree.structure(result), results)
 
     return run
 
 
-def _of_nothing(equations: Sequence[Any]) -> dict[Any, None]:
-    """The equations, in order, whose results are known of positions alone, and lie along one dimension at most."""
-    found: dict[Any, None] = {}
-    known: set[Any] = set()
+def _invariant(equations: Sequence[Any]) -> dict[Any, None]:
+    """The equations, in order, whose results depend on positions only and extend along at most one dimension."""
+    invariant: dict[Any, None] = {}
+    results: set[Any] = set()
     for e in equations:
-        small = all(sum(n > 1 for n in v.aval.shape) <= 1 for v in e.outvars)
-        if small and _is_pure(e) and all(isinstance(v, Literal) or v in known for v in e.invars):
-            found[e] = None
-            known.update(e.outvars)
-    return found
+        is_small = all(sum(n > 1 for n in v.aval.shape) <= 1 for v in e.outvars)
+        if is_small and _is_pure(e) and all(isinstance(v, Literal) or v in results for v in e.invars):
+            invariant[e] = None
+            results.update(e.outvars)
+    return invariant
 
 
 def _is_pure(e: Any) -> bool:
-    """Whether an equation computes the same whenever it runs, on one device by itself."""
+    """Whether an equation always computes the same result from its operands, without communication."""
     if e.primitive.name == "axis_index":
         return True
     if traits_of(e.primitive.name).fixed or e.effects or named_axes(e):
@@ -78,19 +78,19 @@ def _is_pure(e: Any) -> bool:
     return all(map(_is_pure, closed(body)[0].eqns))
 
 
-def _is_worth_it(v: Any, made_by: Any) -> bool:
-    return math.prod(v.aval.shape) > 1 and not traits_of(made_by.primitive.name).free
+def _is_worth_it(v: Any, producer: Any) -> bool:
+    return math.prod(v.aval.shape) > 1 and not traits_of(producer.primitive.name).free
 
 
-def _needed(equations: Sequence[Any], wanted: set[Any], known: set[Any]) -> list[Any]:
-    """The equations that some values need, if others are known; those with effects stay."""
-    wanted = wanted - known
-    found = []
+def _needed(equations: Sequence[Any], values: set[Any], given: set[Any]) -> list[Any]:
+    """The equations that compute some values from given ones, and all equations with effects."""
+    missing = values - given
+    needed = []
     for e in reversed(equations):
-        if e.effects or not wanted.isdisjoint(e.outvars):
-            found.append(e)
-            wanted |= {v for v in e.invars if not isinstance(v, Literal)} - known
-    return found[::-1]
+        if e.effects or not missing.isdisjoint(e.outvars):
+            needed.append(e)
+            missing |= {v for v in e.invars if not isinstance(v, Literal)} - given
+    return needed[::-1]
 
 
 def _run(equations: Sequence[Any], env: dict[Any, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Call: an equation as rules read it."""
+"""Defines the view of an equation from which a rule is computed."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from gshard.core.program import short_dtype
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Call:
-    """What a rule is computed from: one application of a primitive, shapes known, values not.
+    """One application of a primitive: its parameters and shapes, without values. Rules are computed from it.
 
     Attributes:
-        name: of the primitive.
-        params: its parameters, as its equation has them.
-        in_shapes, out_shapes: of operands and results.
-        in_dtypes: of the operands.
-        primitive: itself, where there is one.
-        literals: of the operands those that are real numbers written in the program, None for the others.
+        name: the name of the primitive.
+        params: the parameters of the equation.
+        in_shapes, out_shapes: the shapes of the operands and the results.
+        in_dtypes: the dtypes of the operands.
+        primitive: the primitive, if there is one.
+        literals: for each operand its value if it is a real number in the program; otherwise None.
     """
 
     name: str
@@ -33,23 +33,23 @@ class Call:
     literals: tuple[float | None, ...] = ()
 
     def literal(self, i: int) -> float | None:
-        """Operand ``i`` if it is a number of the program, else None."""
+        """The value of operand ``i`` if it is a number in the program; otherwise None."""
         return self.literals[i] if i < len(self.literals) else None
 
     def __str__(self) -> str:
         shapes = [f"[{','.join(map(str, s))}]" for s in (*self.in_shapes, *self.out_shapes)]
-        at = len(self.in_shapes)
+        count = len(self.in_shapes)
         operands = ", ".join(f"{_dtype_name(t)}{s}" for t, s in zip(self.in_dtypes, shapes))
-        return f"equation: {self.name} {operands} -> {', '.join(shapes[at:])}"
+        return f"equation: {self.name} {operands} -> {', '.join(shapes[count:])}"
 
     @property
     def on_keys(self) -> bool:
-        """Whether the first operand holds PRNG keys, which can be moved but not computed with."""
+        """Whether the first operand contains PRNG keys, which can be moved but not computed with."""
         return bool(self.in_dtypes) and jax.dtypes.issubdtype(self.in_dtypes[0], jax.dtypes.prng_key)
 
     @property
     def is_complex(self) -> bool:
-        """Whether the first operand is complex: such numbers have no least and no greatest to fill padding with."""
+        """Whether the first operand is complex. Complex numbers have no minimum or maximum to fill padding with."""
         return bool(self.in_dtypes) and jax.dtypes.issubdtype(self.in_dtypes[0], np.complexfloating)
 
 

@@ -1,10 +1,9 @@
-"""The computations that generic reductions carry: which monoid one is, and how to pass over elements with one that has
-no identity.
+"""Analyses the computations of generic reductions: recognises monoids, and skips elements without an identity.
 
-    >>> import jax
-    >>> jaxpr = lambda f: jax.make_jaxpr(f)(1.0, 2.0)
-    >>> monoid_of(jaxpr(jax.numpy.maximum)), monoid_of(jaxpr(lambda x, y: x + 2 * y))
-    ('max', None)
+>>> import jax
+>>> jaxpr = lambda f: jax.make_jaxpr(f)(1.0, 2.0)
+>>> monoid_of(jaxpr(jax.numpy.maximum)), monoid_of(jaxpr(lambda x, y: x + 2 * y))
+('max', None)
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from gshard.language.traits import traits_of
 
 
 def monoid_of(jaxpr: Any) -> str | None:
-    """The monoid of a computation of two scalars, if it is one whose identity is known."""
+    """The monoid of a computation of two scalars, if it is a monoid with a known identity; otherwise None."""
     jaxpr = closed(jaxpr)[0]
     if len(jaxpr.invars) != 2 or len(jaxpr.eqns) != 1:
         return None
@@ -33,21 +32,29 @@ def monoid_of(jaxpr: Any) -> str | None:
     if body is not None:
         return monoid_of(body)
     dtype = jaxpr.invars[0].aval.dtype
-    ordered_by_parts = equation.primitive.name in ("max", "min") and jnp.issubdtype(dtype, np.complexfloating)
-    return None if ordered_by_parts else (traits_of(equation.primitive.name).monoid or None)
+    is_complex_order = equation.primitive.name in ("max", "min") and jnp.issubdtype(dtype, np.complexfloating)
+    return None if is_complex_order else (traits_of(equation.primitive.name).monoid or None)
 
 
 def skipping(jaxpr: Any, consts: Sequence[Any] = ()) -> Callable[..., Any]:
-    """A computation as one of ``(flag, *values)``, in which values whose flag is False do not count.
+    """A computation of ``(flag, *values)`` that ignores values with a False flag.
 
-    It is what an identity would be for: ``(False, ...)`` is one.
+    It has the identity ``(False, ...)``, also if the original computation has no identity.
+
+    Args:
+        jaxpr: the (closed) jaxpr of the original computation.
+        consts: the constants of a jaxpr that is not closed.
     """
     combine = jaxpr_as_fun(jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, list(consts)))
 
     def with_flags(x: Sequence[Any], y: Sequence[Any]) -> tuple[Any, ...]:
-        (here, *a), (there, *b) = x, y
-        both = combine(*a, *b)
-        values = [jnp.where(here, jnp.where(there, c, u), v) for u, v, c in zip(a, b, both, strict=True)]
-        return (here | there, *values)
+        x_counts, *xs = x
+        y_counts, *ys = y
+        combined = combine(*xs, *ys)
+        values = [
+            jnp.where(x_counts, jnp.where(y_counts, both, x_value), y_value)
+            for x_value, y_value, both in zip(xs, ys, combined, strict=True)
+        ]
+        return (x_counts | y_counts, *values)
 
     return with_flags

@@ -1,11 +1,11 @@
-"""Custom rules: registers the rules of users for primitives and FFI calls.
+"""Registers rules of users for primitives and FFI calls.
 
-As text, where the primitive means the same on smaller arrays:
+A rule is a text if the primitive runs unchanged on smaller arrays:
 
     gshard.rule("my_matmul")("a b, b c -> a c; add over b")
     gshard.rule("ffi_call", target="my_softmax")("... a -> ... a; replicate a")
 
-As a function of the equation, where more must be looked at:
+It is a function of the equation if it depends on parameters or shapes:
 
     @gshard.rule("my_cumsum")
     def my_cumsum(call: gshard.Call):
@@ -14,7 +14,7 @@ As a function of the equation, where more must be looked at:
         dims[call.params["axis"]] = make.replicate(call.in_shapes[0][call.params["axis"]])
         return make.rule([dims], [dims])
 
-Whether a rule is true ``gshard.testing.check_rule`` finds out.
+``gshard.testing.check_rule`` checks a rule.
 """
 
 from __future__ import annotations
@@ -35,33 +35,34 @@ from gshard.language.registry import Call, RuleFunction, contradiction, is_our_o
 
 @without_our_frames
 def rule(primitive: Any, *, target: Any = None, replace: bool = False) -> Callable[..., Any]:
-    """Registers how a primitive may be split.
+    """Registers the rule of a primitive, which states how the primitive can be split.
 
-    A rule as text names the loops of the computation by words, writes each dimension of operands and results as a
-    product of them, and says after semicolons what is not simply independent::
+    The text of a rule names the loops of the computation (factors) by words, and writes each dimension of operands and
+    results as a product of factors. Clauses after semicolons state the kinds of factors that are not parallel::
 
-        a b, b c -> a c; add over b     parts are combined by add, max, min, mul, or, and, xor
-        a b -> a c; replicate b c           never split
-        (a b) c -> a b c; a=4           a dimension made of two; a size that the shapes leave open
-        ... a -> ... a                  further dimensions in front, however many
+        a b, b c -> a c; add over b     add, max, min, mul, or, and, xor combine parts
+        a b -> a c; replicate b c       factors that are never split
+        (a b) c -> a b c; a=4           a product of two factors; a size that the shapes do not determine
+        ... a -> ... a                  any number of further leading dimensions
         a 1, () -> a                    a dimension of size 1, an array without dimensions
-        a b -> a b; communicate b          ``local`` communicates with the other devices
+        a b -> a b; communicate b       ``local`` communicates with the other devices
 
     Args:
-        primitive: its name, or the ``jax.extend.core.Primitive``.
-        target: what an FFI call (``"ffi_call"``) names as its target, or the function that a ``"pure_callback"``
-            calls; None for all equations of the primitive.
-        replace: whether a rule of gshard's own may be replaced. A rule of your own is always replaced; functions that
-            ``gshard.jit`` has planned already are planned again when they are called next.
+        primitive: the name of the primitive, or the ``jax.extend.core.Primitive``.
+        target: the target name of an FFI call (``"ffi_call"``), or the function that a ``"pure_callback"`` calls; None
+            for all equations of the primitive.
+        replace: whether to replace gshard's own rule of the primitive. A user's rule can always be replaced. gshard
+            plans functions that it has planned before again at their next call.
 
     Returns:
-        a function that takes the rule: its text; or a function from a ``gshard.Call`` to what ``RuleMaker.rule`` gives.
-        With text, ``local=`` may say how to run the primitive on one device's parts, ``local(shards, *arrays) ->
-        results`` with a ``gshard.Shards``; otherwise it runs unchanged on smaller arrays.
+        a function that registers the rule. Its argument is the text of the rule, or a function from a ``gshard.Call``
+        to the result of ``RuleMaker.rule``. With a text, ``local=`` may be a function ``local(shards, *arrays) ->
+        results`` that runs the primitive on one device's parts, with a ``gshard.Shards``. Without ``local=`` the
+        primitive runs unchanged on smaller arrays.
 
     Raises:
-        RuleError: the text is no rule, or gshard has a rule for the primitive. When a function is planned: the rule
-            does not fit the equation.
+        RuleError: the text is not a rule, or gshard has its own rule for the primitive. When gshard plans a function:
+            the rule does not fit the equation.
 
     >>> rule("my_matmul")("a b, b c -> a c; add over b")
     'a b, b c -> a c; add over b'
@@ -81,53 +82,53 @@ def rule(primitive: Any, *, target: Any = None, replace: bool = False) -> Callab
         )
 
     @without_our_frames
-    def enter(what: str | RuleFunction, local: Callable[..., Any] | None = None) -> str | RuleFunction:
-        if isinstance(what, str):
-            read = parse(what)
+    def enter(definition: str | RuleFunction, local: Callable[..., Any] | None = None) -> str | RuleFunction:
+        if isinstance(definition, str):
+            notation = parse(definition)
             if local is None:
-                check_without_local(read)
-            register_custom(name, target, _checked(lambda call: read.rule(call, local)))
-        elif callable(what) and local is None:
-            register_custom(name, target, _checked(what))
+                check_without_local(notation)
+            register_custom(name, target, _checked(lambda call: notation.rule(call, local)))
+        elif callable(definition) and local is None:
+            register_custom(name, target, _checked(definition))
         else:
             raise RuleError(
-                f"the rule of {name!r} is neither text nor a function of the equation: {what!r}.",
+                f"the rule of {name!r} is neither text nor a function of the equation: {definition!r}.",
                 hint="A function gives its local to RuleMaker.rule; text takes it beside it: (text, local=...).",
             )
-        return what
+        return definition
 
     return enter
 
 
 def _checked(function: RuleFunction) -> RuleFunction:
-    """A user's rule, believed only where it fits its equation."""
+    """A user's rule function that raises if its rule does not fit the equation."""
 
     def checked(call: Call) -> Rule:
         try:
-            found = function(call)
+            rule = function(call)
         except GShardError:
             raise
         except Exception as error:
             what = f"the rule of '{call.name}' failed: {type(error).__name__}: {error}"
             raise RuleError(what, got=str(call)) from error
-        if not isinstance(found, Rule):
+        if not isinstance(rule, Rule):
             raise RuleError(
-                f"the rule of '{call.name}' gave {type(found).__name__}.",
+                f"the rule of '{call.name}' gave {type(rule).__name__}.",
                 got=str(call),
                 hint="Return what RuleMaker().rule(...) gives.",
             )
-        wrong = contradiction(found, call)
-        if wrong:
-            raise RuleError(f"the rule of '{call.name}' does not fit: {wrong}.", got=f"rule: {found}\n  {call}")
-        if found.local is None and "result_avals" in call.params:
-            return dataclasses.replace(found, local=_with_smaller_results)
-        return found
+        problem = contradiction(rule, call)
+        if problem:
+            raise RuleError(f"the rule of '{call.name}' does not fit: {problem}.", got=f"rule: {rule}\n  {call}")
+        if rule.local is None and "result_avals" in call.params:
+            return dataclasses.replace(rule, local=_with_smaller_results)
+        return rule
 
     return checked
 
 
 def _with_smaller_results(shards: Shards, *arrays: Any) -> list[Any]:
-    """FFI calls and callbacks are told the shapes of their results."""
+    """Runs an FFI call or a callback, whose parameters contain the shapes of the results, on one device's parts."""
     avals = shards.params["result_avals"]
     return shards.bind(
         *arrays, result_avals=tuple(aval.update(shape=shards.out_shape(i)) for i, aval in enumerate(avals))

@@ -1,4 +1,4 @@
-"""Interpreter: runs a block on given arrays, without splitting or moving anything."""
+"""Runs a block on arrays, without splitting or moving them."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from gshard.language.region import REGIONS
 
 
 class Interpreter:
-    """What regions need to run their bodies; how an equation without a body runs is for others to say."""
+    """Runs blocks on whole arrays. It is an ``Emitter`` for regions. Subclasses may run equations in other ways."""
 
     def sharding(self, value: Value | Constant) -> Sharding:
-        """Nothing is split."""
+        """The replicated sharding."""
         return Sharding.replicated(len(value.shape))
 
     def move(
         self, value: Value | Constant, array: Any, target: Sharding, equation: Equation, trip_count: int = 1
     ) -> Any:
-        """Nothing is moved."""
+        """Returns the array unchanged."""
         return array
 
     def combine(self, flag: Any, monoid: str, atoms: Atoms, equation: Equation) -> Any:
-        """There is one flag."""
+        """Returns the flag unchanged."""
         return flag
 
     def equation(self, e: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
@@ -48,11 +48,11 @@ class Interpreter:
         return [jnp.asarray(value_of(v, env)) for v in block.outputs]
 
     def evaluate(self, equations: Iterable[Equation], env: dict[Value, Any]) -> None:
-        """Runs equations one after the other.
+        """Runs equations in order.
 
         Args:
-            equations: which.
-            env: the array of each value that they read; theirs are added.
+            equations: the equations.
+            env: the arrays of the values that the equations read. The arrays of their results are added.
         """
         for e in equations:
             with as_if_at(e.source_info), jax.named_scope(e.name), in_context(e.context):
@@ -65,5 +65,5 @@ class Interpreter:
 
 
 def value_of(v: Value | Constant, env: Mapping[Value, Any]) -> Any:
-    """The array of a value, or a constant's own."""
+    """The array of a value, or the value of a constant."""
     return v.value if isinstance(v, Constant) else env[v]

@@ -1,15 +1,15 @@
-"""Ledger: each parameter of each JAX primitive, and what gshard does with it.
+"""Lists how gshard treats each parameter of each JAX primitive, and finds parameters that it does not keep.
 
-    KEPT        it is in the program that every device runs, or decides how that is made
-    IRRELEVANT  without it the program computes, places and sends the same; the row says why
-    REPORTED    it is not kept: ``gshard.explain(...).dropped`` lists it with its line, and ``strict=True`` refuses it
-    OPTIONS     it holds options of an inner ``gshard.jit``: those that the outer one does not have are REPORTED
-    REFUSED     without it arrays would lie elsewhere, or something else be sent: it is an error
+    KEPT        the per-device program contains the parameter or depends on it
+    IRRELEVANT  the program computes, places and sends the same without it; the row states why
+    REPORTED    not kept: ``gshard.explain(...).dropped`` lists it with its line, and ``strict=True`` refuses it
+    OPTIONS     contains options of an inner ``gshard.jit``; options that the outer one does not have are REPORTED
+    REFUSED     without it arrays would be placed or sent differently: gshard raises an error
 
-A primitive that is bound on every device with the parameters of its equation keeps them all (``ledger_rows.BOUND``).
-One that is opened, or runs on shards in its own way, has a row for each of them. A parameter without a row is reported:
-it comes from a JAX release that has not been reviewed yet. Values without meaning (None, False, unspecified shardings)
-are not reported.
+gshard keeps all parameters of a primitive that it binds on every device with the parameters of the equation
+(``ledger_rows.BOUND``). A primitive that gshard opens, or runs on shards in another way, has a row for each parameter.
+A parameter without a row comes from a JAX release that has not been reviewed, so gshard reports it. gshard does not
+report values without meaning (None, False, unspecified shardings).
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from gshard.core.jax_adapter_context import AbstractToken, is_unspecified, setti
 from gshard.core.planning_tables import tabulated
 from gshard.language.ledger_rows import BOUND, EFFECTS, KEPT, LOST, OPTIONS, REFUSED, REPORTED, SETTINGS
 
-# Where an operation says how its result is sharded: a mark (``tracing.demanded``).
+# Parameters that state the sharding of a result. Tracing converts them to marks (``tracing.demanded``).
 RESULT_SHARDINGS = frozenset(("sharding", "out_sharding"))
 
 _UNREAD = "This version of gshard does not read it."
-_SHOWN = 80  # characters of a value
+_SHOWN = 80  # shown characters of a value
 
 
 def says_something(value: Any) -> bool:
-    """Whether a parameter's value is other than what it is where the user has written nothing.
+    """Whether the value of a parameter differs from the value without user input.
 
     >>> says_something((None, False)), says_something(0), says_something("fast")
     (False, True, True)
@@ -47,13 +47,13 @@ def says_something(value: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """What gshard does with a parameter.
+    """The treatment of a parameter.
 
     Attributes:
         way: KEPT, IRRELEVANT, REPORTED, OPTIONS or REFUSED.
-        why: the reason, or what gshard does instead.
-        hint: what to write instead, if it is refused.
-        loses: whether a value of it is lost.
+        why: the reason, or a sentence that states what gshard does instead.
+        hint: the way out for the user, if the parameter is refused.
+        loses: returns whether a value of the parameter is lost.
     """
 
     way: str
@@ -63,7 +63,7 @@ class Row:
 
 
 def rows_of_text(text: str, row: Row) -> Iterator[tuple[str, dict[str, Row]]]:
-    """The rows of a text ``primitives: parameters``; lines that are indented belong to the one before."""
+    """The rows of a text with lines ``primitives: parameters``. An indented line continues the line before."""
     for line in filter(None, text.replace("\n ", " ").splitlines()):
         names, _, parameters = line.partition(":")
         for name in names.split():
@@ -71,18 +71,18 @@ def rows_of_text(text: str, row: Row) -> Iterator[tuple[str, dict[str, Row]]]:
 
 
 def _ledger() -> dict[str, dict[str, Row]]:
-    made: dict[str, dict[str, Row]] = {}
+    ledger: dict[str, dict[str, Row]] = {}
     for name, rows in rows_of_text(BOUND, Row(KEPT)):
-        made.setdefault(name, {}).update(rows)
+        ledger.setdefault(name, {}).update(rows)
     for names, parameters, way, why, *hint in LOST:
         for name in names.split():
             row = Row(way, why, "".join(hint))
-            made.setdefault(name, {}).update(dict.fromkeys(parameters.split(), row))
-    return made
+            ledger.setdefault(name, {}).update(dict.fromkeys(parameters.split(), row))
+    return ledger
 
 
 LEDGER: Mapping[str, Mapping[str, Row]] = _ledger()
-_ANY = "*"  # whatever else a primitive takes
+_ANY = "*"  # stands for all other parameters of a primitive
 
 
 def row_of(primitive: str, parameter: str) -> Row | None:
@@ -96,7 +96,7 @@ def row_of(primitive: str, parameter: str) -> Row | None:
 
 
 def unclassified(primitive: str, parameters: Iterable[str]) -> tuple[str, ...]:
-    """Those of a primitive's parameters for which there is no row.
+    """The parameters of a primitive that have no row.
 
     >>> unclassified("scan", ("length", "reverse", "speed"))
     ('speed',)
@@ -105,24 +105,25 @@ def unclassified(primitive: str, parameters: Iterable[str]) -> tuple[str, ...]:
 
 
 def dropped(eqn: Any, source: Any) -> Iterator[Dropped]:
-    """What an equation says and gshard does not keep.
+    """The parameters, settings and effects of an equation that gshard does not keep.
 
     Args:
         eqn: an equation of a jaxpr.
-        source: the ``source_info`` of the user's line of it.
+        source: the ``source_info`` with the user's line of the equation.
 
     Raises:
-        TraceError: without it arrays would lie elsewhere, or something else would be sent.
+        TraceError: without a parameter, arrays would be placed or sent differently.
     """
-    name, params = eqn.primitive.name, eqn.params
+    name = eqn.primitive.name
+    params = eqn.params
     for parameter, row in _may_be_lost(name, tuple(params)):
         value = params[parameter]
         if not row.loses(value):
             continue
         if row.way == OPTIONS:
-            for option, given in value.options.items():
-                shown = getattr(given, "name", None) or _text(given)
-                yield Dropped(f"{option} of an inner gshard.jit", shown, user_line(source), row.why, (option, given))
+            for option, setting in value.options.items():
+                text = getattr(setting, "name", None) or _text(setting)
+                yield Dropped(f"{option} of an inner gshard.jit", text, user_line(source), row.why, (option, setting))
             continue
         if row.way == REFUSED:
             what = f"{parameter} of '{name}' cannot be kept: {row.why}"
@@ -138,23 +139,23 @@ def dropped(eqn: Any, source: Any) -> Iterator[Dropped]:
 
 
 def check_arrays(eqn: Any, source: Any) -> None:
-    """Checks that an equation makes arrays.
+    """Checks that all results of an equation are arrays.
 
     Raises:
-        TraceError: it makes a token, or a value of a type of the user's own (``jax.experimental.hijax``).
+        TraceError: a result is a token, or a value of a user-defined type (``jax.experimental.hijax``).
     """
-    other = next((v.aval for v in eqn.outvars if not hasattr(v.aval, "shape")), None)
-    if isinstance(other, AbstractToken):
+    no_array = next((v.aval for v in eqn.outvars if not hasattr(v.aval, "shape")), None)
+    if isinstance(no_array, AbstractToken):
         hint = "Leave tokens out: jax.debug.callback(..., ordered=True) keeps callbacks in their order."
         raise TraceError(f"{eqn.primitive.name} makes a token, which is no array.", user_line(source), hint=hint)
-    if other is not None:
-        what = f"{eqn.primitive.name} makes a value of the type {other}, which is no array."
+    if no_array is not None:
+        what = f"{eqn.primitive.name} makes a value of the type {no_array}, which is no array."
         raise TraceError(what, user_line(source), hint="Pass the arrays that it is made of.")
 
 
 @tabulated(4096)
 def _may_be_lost(name: str, parameters: tuple[str, ...]) -> tuple[tuple[str, Row], ...]:
-    """The parameters of a primitive that may be lost. What is not JAX's is bound, or opened, with all of them."""
+    """The parameters of a primitive that may be lost; none for primitives that are not JAX's."""
     if name not in LEDGER:
         return ()
     rows = ((p, row_of(name, p) or Row(REPORTED, _UNREAD)) for p in parameters)

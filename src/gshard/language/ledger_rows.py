@@ -1,4 +1,4 @@
-"""The rows of the ledger (``ledger``): primitives of JAX 0.10 to 0.12, their parameters, contexts and effects.
+"""Contains the rows of the ledger (``ledger``): primitives of JAX 0.10 to 0.12, their parameters, contexts and effects.
 
 ``tests/language/test_ledger.py`` compares them with the installed JAX.
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 KEPT, IRRELEVANT, REPORTED, REFUSED, OPTIONS = "KEPT", "IRRELEVANT", "REPORTED", "REFUSED", "OPTIONS"
 
-# Bound on every device with the parameters of the equation. Sizes become those of one device's part. What names a
-# sharding (``sharding``, ``out_sharding``) becomes a mark on the result. A row that goes on is indented.
+# gshard binds these primitives on every device with the parameters of the equation, with the sizes of one device's
+# part. A sharding (``sharding``, ``out_sharding``) becomes a mark on the result. Continuation lines are indented.
 BOUND = """
 add_any after_all copy copy_p create_token dynamic_update_slice eq eq_to exp2 ge gt iota_p le le_to log2 lt lt_to ne
     one_minus_square optimization_barrier pow select_n sign square stop_gradient threefry2x32 threefry4x32 zeros_like:
@@ -180,7 +180,7 @@ _BATCHED = "Vmap has been applied when gshard sees the program."
 _OPENED = "All calls are opened."
 _ONE_LINE = "The program keeps named scopes, and each equation its line."
 
-# Primitives that are opened, or run on shards in a way of their own: names, parameters, what is done, why, hint.
+# Primitives that gshard opens, or runs on shards in another way: names, parameters, treatment, reason, hint.
 LOST: tuple[tuple[str, ...], ...] = (
     ("jit pjit", "jaxpr in_shardings out_shardings", KEPT, ""),
     ("jit pjit", "name", IRRELEVANT, _ONE_LINE),
@@ -240,7 +240,7 @@ LOST: tuple[tuple[str, ...], ...] = (
     ("pure_callback io_callback", "sharding", KEPT, "The device that it names calls."),
 )
 
-# The parts of an equation's context.
+# The settings in an equation's context.
 SETTINGS: dict[str, tuple[str, str]] = {
     "compute_type": (KEPT, ""),
     "xla_metadata": (KEPT, ""),
@@ -252,8 +252,9 @@ SETTINGS: dict[str, tuple[str, str]] = {
     "configs": (IRRELEVANT, "JAX does not set it."),
 }
 
-# Effects that equations may have: those of callbacks, of references, of collectives inside of shard_map, of kernels.
-# Equations with effects are never merged, opened by the function that JAX lowers them by, or left out.
+# Effects that equations may have: effects of callbacks, references, collectives inside of shard_map, and kernels.
+# gshard never merges or removes equations with effects, and never opens them through the function that JAX lowers them
+# by.
 EFFECTS = frozenset(
     """
     AccumEffect BufferCallbackEffect CommsEffect DebugEffect DelayEffect ErrorEffect FfiEffect GenericEffect IOEffect

@@ -1,7 +1,7 @@
-"""The primitive of an inspection in a jaxpr: an identity on the inspected array.
+"""Defines the primitive of an inspection in a jaxpr: an identity on the inspected array.
 
-It goes where its operand goes when a body is traced again, such as that of a ``shard_map`` with automatic axes. The
-builder of the program notes the value and makes no equation of it.
+The primitive keeps its operand when a body is traced again, such as the body of a ``shard_map`` with automatic axes.
+The builder of the program records the value, and creates no equation.
 """
 
 from __future__ import annotations

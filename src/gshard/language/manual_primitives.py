@@ -1,12 +1,12 @@
-"""The primitives of a ``shard_map`` that is manual over some axes of its mesh and leaves others automatic.
+"""Defines the primitives of a ``shard_map`` that is manual over some axes of its mesh and automatic over others.
 
-When the program is traced such a region becomes equations of the program (``tracing.partly_manual``):
+Tracing converts such a region to equations of the program (``tracing.partly_manual``):
 
-    enter_manual      a whole array becomes the part that belongs to one position along the manual axes
-    manual_psum, ...  a collective of JAX's over manual axes, between such parts
-    leave_manual      parts become a whole array
+    enter_manual      takes the part of a whole array at one position along the manual axes
+    manual_psum, ...  a collective of JAX over manual axes, between such parts
+    leave_manual      joins the parts to a whole array
 
-They mean nothing outside of gshard: each names axes of the user's mesh, which only the per-device program has.
+These primitives cannot run outside of gshard, because they name axes of the user's mesh.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class RegionBoundary:
     """The boundary of a region at one array.
 
     Attributes:
-        axes: names and sizes of the user's mesh.
-        manual: the axes that become manual here.
-        spec: for each dimension the manual axes along which the region has it in parts.
-        devices: the devices of the user's mesh in row-major order, if it has any.
+        axes: names and sizes of the axes of the user's mesh.
+        manual: the axes that become manual in the region.
+        spec: for each dimension the manual axes that split it in the region.
+        devices: the devices of the user's mesh in row-major order, if it has devices.
     """
 
     axes: Axes
@@ -40,19 +40,20 @@ class RegionBoundary:
     devices: tuple[Any, ...] = dataclasses.field(default=(), repr=False)
 
     def parts(self) -> tuple[int, ...]:
-        """In how many parts each dimension is."""
+        """The number of parts of each dimension."""
         sizes = dict(self.axes)
         return tuple(math.prod(sizes[name] for name in names) for names in self.spec)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Collective:
-    """One collective of JAX's, as its equation in the body of the region shows it.
+    """One collective of JAX in the body of a region.
 
     Attributes:
-        primitive, params: JAX's.
-        over: the axes that it names, of the user's mesh.
-        axes, manual: names and sizes of that mesh, and which of them are manual where it stands.
+        primitive, params: the primitive and the parameters of JAX's equation.
+        over: the axes of the user's mesh that the collective names.
+        axes: names and sizes of all axes of this mesh.
+        manual: the axes that are manual at the collective.
         results: shape and dtype of each result.
     """
 
@@ -81,13 +82,13 @@ def _whole(x: Any, *, boundary: RegionBoundary) -> Any:
 
 
 def _primitive(name: str) -> Primitive:
-    made = Primitive(f"manual_{name}")
-    made.multiple_results = True
-    made.def_abstract_eval(
+    primitive = Primitive(f"manual_{name}")
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(
         lambda *_, collective: [jax.core.ShapedArray(shape, dtype) for shape, dtype in collective.results]
     )
-    return made
+    return primitive
 
 
 MANUAL_COLLECTIVES = {name: _primitive(name) for name in (*KINDS, "axis_index")}
-"""The collectives of JAX's that such a region may have, by JAX's name."""
+"""The primitive for each of JAX's collectives that such a region may contain, by JAX's name."""

@@ -1,4 +1,4 @@
-"""Marks and names as primitives: identities that JAX's transformations carry along, cotangents included."""
+"""Defines marks and names as primitives: identities that survive JAX's transformations, also on cotangents."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gshard.core.layout import Names
 from gshard.core.mark import Mark
 
 mark_p = Primitive("gshard_mark")
-name_p = Primitive("gshard_name")  # a mark whose meaning comes from a layout; see tracing.trace
+name_p = Primitive("gshard_name")  # tracing.trace converts it to a mark by a layout
 
 
 def bind_mark(x: Any, mark: Mark) -> Any:
@@ -22,12 +22,12 @@ def bind_mark(x: Any, mark: Mark) -> Any:
 
 
 def bind_names(x: Any, names: Names) -> Any:
-    """Gives the dimensions of one array names."""
+    """Names the dimensions of one array."""
     return name_p.bind(jax.numpy.asarray(x), mark=names)
 
 
-def _carried_along(primitive: Primitive) -> None:
-    """Makes a primitive an identity with a parameter ``mark``: on one device, in derivatives and under vmap."""
+def _define_identity(primitive: Primitive) -> None:
+    """Defines a primitive as an identity with a parameter ``mark``: on one device, in derivatives and under vmap."""
 
     def impl(x: Any, *, mark: Mark | Names) -> Any:
         return x
@@ -36,7 +36,7 @@ def _carried_along(primitive: Primitive) -> None:
         return [primitive.bind(ct, mark=mark.transposed if isinstance(mark, Mark) else mark)]
 
     def batched(args: Sequence[Any], dims: Sequence[int], *, mark: Mark | Names) -> tuple[Any, int]:
-        """A dimension that vmap adds is left open: the mark is about the others only."""
+        """The mark leaves the dimension that vmap adds open."""
         return primitive.bind(args[0], mark=mark.with_batch_dimension(dims[0])), dims[0]
 
     primitive.def_impl(impl)
@@ -46,5 +46,5 @@ def _carried_along(primitive: Primitive) -> None:
     batching.primitive_batchers[primitive] = batched
 
 
-_carried_along(mark_p)
-_carried_along(name_p)
+_define_identity(mark_p)
+_define_identity(name_p)

@@ -1,10 +1,10 @@
-"""Merged dimensions: an array in fine form has those that its dimensions were merged from (``Traits.merged``).
+"""Defines the fine form of arrays with merged dimensions, for ``Traits.merged``.
 
-    (B * S, D)      in fine form (B, S, D), its groups ((B, S), (D,))
+    (B * S, D)      has the fine form (B, S, D) with the groups ((B, S), (D,))
 
-An equation treats all elements of a merged dimension alike if it can be written with the dimensions that it was merged
-from: what was one dimension in its parameters is then a group of them. Which equations can, their rules say;
-``rewrite.split_merged_dims`` decides where it is of use.
+An array in fine form has the dimensions from which its dimensions were merged. Many equations can be written in fine
+form: a dimension in their parameters becomes a group of dimensions. ``Traits.merged`` of a primitive does this, and
+``rewrite.split_merged_dims`` decides where it is useful.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gshard.core.program import Constant, Equation, Value
 
 Array = Value | Constant
 
-Groups = tuple[tuple[int, ...], ...]  # for each dimension the sizes of those that it was merged from
+Groups = tuple[tuple[int, ...], ...]  # for each dimension the sizes of the dimensions from which it was merged
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,9 +25,9 @@ class Fine:
     """An array in fine form.
 
     Attributes:
-        array: it; its shape is the groups' numbers in a row.
-        groups: for each dimension of the merged array the sizes of its own.
-        roots: where it was merged: what would have been made there.
+        array: the array; its shape is the concatenation of the groups.
+        groups: for each dimension of the merged array the sizes of its dimensions in fine form.
+        roots: the values at which dimensions were merged.
     """
 
     array: Array
@@ -35,29 +35,30 @@ class Fine:
     roots: frozenset[Value]
 
     def dims(self, d: int) -> range:
-        """The dimensions that stand for one of the merged array."""
+        """The dimensions in fine form of dimension ``d`` of the merged array."""
         first = sum(map(len, self.groups[:d]))
         return range(first, first + len(self.groups[d]))
 
     def all_dims(self, dims: Iterable[int]) -> tuple[int, ...]:
+        """The dimensions in fine form of several dimensions of the merged array."""
         return tuple(i for d in dims for i in self.dims(d))
 
 
 class Maker(Protocol):
-    """Interface of the rewriter (``rewrite.split_merged_dims``)."""
+    """The interface of the rewriter (``rewrite.split_merged_dims``)."""
 
     def either(self, x: Array) -> Fine:
-        """An array in fine form, or one none of whose dimensions was merged."""
+        """The fine form of an array. An array without merged dimensions is its own fine form."""
 
     def operands(self, e: Equation, groups: Sequence[Groups]) -> list[Array] | None:
-        """The operands of an equation with their dimensions as in some groups; None if one was merged from others."""
+        """The operands of an equation in fine form with these groups; None if an operand has other groups."""
 
     def add(self, at: Equation, params: dict[str, Any], inputs: Sequence[Array], shape: tuple[int, ...], dtype: Any,
             primitive: Any = None) -> Value:  # fmt: skip
-        """Appends an equation, of the primitive of ``at`` or another one, and returns its result."""
+        """Appends an equation with the primitive of ``at``, or with ``primitive``, and returns its result."""
 
     def note(self, e: Equation, array: Value, groups: Groups, which: int = 0) -> bool:
-        """Notes what a result of an equation is in fine form."""
+        """Records the fine form of result ``which`` of an equation; returns True."""
 
 
 def flat(groups: Groups) -> tuple[int, ...]:
@@ -66,31 +67,36 @@ def flat(groups: Groups) -> tuple[int, ...]:
 
 
 def groups_of(fine: Sequence[int], merged: Sequence[int]) -> Groups | None:
-    """The sizes that dimensions have if an array of one shape becomes one of another; None if they cross.
+    """The groups of a reshape that merges dimensions; None if the dimensions of the two shapes do not align.
+
+    Args:
+        fine: the shape before merging.
+        merged: the shape after merging.
 
     >>> groups_of((8, 512, 128), (4096, 2, 64))
     ((8, 512), (2,), (64,))
     >>> groups_of((4, 6), (3, 8)) is None
     True
     """
-    rest, groups = [n for n in fine if n != 1][::-1], []
-    for m in merged:
+    remaining = [n for n in fine if n != 1][::-1]
+    groups: list[tuple[int, ...]] = []
+    for size in merged:
         group: list[int] = []
-        while m > 1:
-            n = rest.pop()
-            if n > m:
-                if n % m:
+        while size > 1:
+            n = remaining.pop()
+            if n > size:
+                if n % size:
                     return None
-                rest.append(n // m)
-                n = m
-            if m % n:
+                remaining.append(n // size)
+                n = size
+            if size % n:
                 return None
             group.append(n)
-            m //= n
+            size //= n
         groups.append(tuple(group) or (1,))
     return tuple(groups)
 
 
 def emit(a: Maker, e: Equation, inputs: Sequence[Array], groups: Groups, **params: Any) -> bool:
-    """Computes an equation in fine form, with some parameters changed; True."""
+    """Appends an equation in fine form, with some changed parameters, and records its result; returns True."""
     return a.note(e, a.add(e, {**e.params, **params}, inputs, flat(groups), e.outputs[0].dtype), groups)

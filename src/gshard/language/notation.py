@@ -1,13 +1,13 @@
-"""Notation: rules written as text, the form in which they print.
+"""Parses rules that are written as text, in the form in which rules print.
 
-    a b, b c -> a c; add over b        factors (any words) with kinds after semicolons; parallel where nothing is said
+    a b, b c -> a c; add over b        factors (any words), with kinds after semicolons; the default is parallel
     (a b) c -> a b c                   a dimension that is a product of factors, major to minor
-    ... a, a -> ... a                  the same further dimensions in front, however many
-    a b -> a c; replicate b c              dimensions that are never split
-    a 1, () -> a                       a dimension of size 1 may be 1; an array without dimensions is ()
+    ... a, a -> ... a                  any number of further leading dimensions, equal in all arrays
+    a b -> a c; replicate b c          dimensions that are never split
+    a 1, () -> a                       a dimension of size 1; an array without dimensions
 
-The sizes come from the equation to which a rule is applied. A factor that stands only in products may need its size
-written after it, ``replicate a=4``, or ``a=4`` alone.
+The sizes of factors come from the equation to which the rule is applied. A factor that occurs only in products may need
+an explicit size: ``replicate a=4``, or ``a=4`` alone.
 
     >>> call = Call("my_matmul", {}, ((8, 6), (6, 4)), ((8, 4),), ("f4", "f4"))
     >>> print(parse("rows in, in out -> rows out; add over in").rule(call))
@@ -34,13 +34,13 @@ _WORD = re.compile(r"[A-Za-z]\w*")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Notation:
-    """A rule as text, read but not yet applied to an equation.
+    """A parsed rule that is not yet applied to an equation.
 
     Attributes:
-        text: as it was written.
-        operands, results: for each array, for each dimension, its factors; ``("...",)`` for all further dimensions.
-        kinds: the kind of every factor that is not parallel, with the monoid of one that is reduced.
-        sizes: those that are written down.
+        text: the text of the rule.
+        operands, results: for each dimension of each array its factors; ``("...",)`` stands for further dimensions.
+        kinds: kind and monoid of each factor that is not parallel; the monoid is None unless the kind is ``reduce``.
+        sizes: the explicit sizes of factors.
     """
 
     text: str
@@ -56,13 +56,15 @@ class Notation:
             RuleError: the text does not fit the number of arrays, their dimensions or sizes.
         """
         shapes = (*call.in_shapes, *call.out_shapes)
-        for what, written, given in (
+        for what, tensors_of_rule, shapes_of_call in (
             ("operand", self.operands, call.in_shapes),
             ("result", self.results, call.out_shapes),
         ):
-            if len(written) != len(given):
-                raise self._misfit(call, f"is for {_count(len(written), what)}, and there are {len(given)}")
-        tensors, sizes = self._spread(call, shapes), dict(self.sizes)
+            if len(tensors_of_rule) != len(shapes_of_call):
+                counts = f"is for {_count(len(tensors_of_rule), what)}, and there are {len(shapes_of_call)}"
+                raise self._misfit(call, counts)
+        tensors = self._expand_ellipses(call, shapes)
+        sizes = dict(self.sizes)
         self._find_sizes(call, tensors, shapes, sizes)
         make = RuleMaker()
         factor: dict[str, int] = {}
@@ -72,65 +74,77 @@ class Notation:
             kind, monoid = self.kinds.get(word, (PARALLEL, None))
             (factor[word],) = make.factor(sizes[word], kind, monoid)
         dims = [[tuple(factor[w] for w in dim) for dim in tensor] for tensor in tensors]
-        at = len(call.in_shapes)
-        return make.rule(dims[:at], dims[at:], local=local)
+        count = len(call.in_shapes)
+        return make.rule(dims[:count], dims[count:], local=local)
 
-    def _spread(self, call: Call, shapes: Sequence[tuple[int, ...]]) -> list[list[Words]]:
-        """The arrays with ``...`` written out, checked for the number of their dimensions."""
-        tensors, more = [], {}
+    def _expand_ellipses(self, call: Call, shapes: Sequence[tuple[int, ...]]) -> list[list[Words]]:
+        """The arrays with a factor for each dimension that ``...`` stands for.
+
+        Raises:
+            RuleError: the number of dimensions of an array does not fit, or ``...`` stands for different numbers.
+        """
+        tensors: list[list[Words]] = []
+        further_dims: dict[str, int] = {}
         for i, (tensor, shape) in enumerate(zip((*self.operands, *self.results), shapes, strict=True)):
-            rest = len(shape) - sum(dim != ("...",) for dim in tensor)
-            if ("...",) in tensor:
-                more[_name(i, call)] = rest
-            if rest < 0 or (rest and ("...",) not in tensor):
-                wanted = _count(len(tensor) - (("...",) in tensor), "dimension")
-                raise self._misfit(call, f"gives {_name(i, call)} {wanted}, and it has {len(shape)}")
-            spread = tuple((f"...{d}",) for d in range(rest))
-            tensors.append([word for dim in tensor for word in (spread if dim == ("...",) else (dim,))])
-        if len(set(more.values())) > 1:
-            counts = ", ".join(f"{n} in {name}" for name, n in more.items())
+            has_ellipsis = ("...",) in tensor
+            further = len(shape) - sum(dim != ("...",) for dim in tensor)
+            if has_ellipsis:
+                further_dims[_name(i, call)] = further
+            if further < 0 or (further and not has_ellipsis):
+                dimensions = _count(len(tensor) - has_ellipsis, "dimension")
+                raise self._misfit(call, f"gives {_name(i, call)} {dimensions}, and it has {len(shape)}")
+            expanded = tuple((f"...{d}",) for d in range(further))
+            tensors.append([factors for dim in tensor for factors in (expanded if dim == ("...",) else (dim,))])
+        if len(set(further_dims.values())) > 1:
+            counts = ", ".join(f"{n} in {name}" for name, n in further_dims.items())
             raise self._misfit(call, f"has '...' stand for different numbers of dimensions: {counts}")
         return tensors
 
     def _find_sizes(
         self, call: Call, tensors: Sequence[Sequence[Words]], shapes: Sequence[tuple[int, ...]], sizes: dict[str, int]
     ) -> None:
-        """Adds the sizes of all factors that the shapes determine: alone in a dimension, or the last unknown in one."""
-        where = dict.fromkeys(sizes, "the text")
+        """Adds the sizes of factors that the shapes determine.
+
+        A factor has a known size if it is alone in a dimension, or if it is the only unknown factor of a product.
+
+        Raises:
+            RuleError: two dimensions, or a dimension and the text, give a factor different sizes.
+        """
+        origin = dict.fromkeys(sizes, "the text")
         dims = [
             (dim, n, f"dimension {d} of {_name(i, call)}")
             for i, (tensor, shape) in enumerate(zip(tensors, shapes, strict=True))
             for d, (dim, n) in enumerate(zip(tensor, shape, strict=True))
         ]
-        for dim, n, here in dims:
+        for dim, n, location in dims:
             if len(dim) != 1:
                 continue
             (word,) = dim
-            any_size = self.kinds.get(word, (PARALLEL,))[0] in (COMMUNICATE, REPLICATE)
-            if not any_size and sizes.get(word, n) != n:
-                raise self._misfit(call, f"has {word!r} be {sizes[word]} in {where[word]} and {n} in {here}")
+            may_differ = self.kinds.get(word, (PARALLEL,))[0] in (COMMUNICATE, REPLICATE)
+            if not may_differ and sizes.get(word, n) != n:
+                raise self._misfit(call, f"has {word!r} be {sizes[word]} in {origin[word]} and {n} in {location}")
             sizes[word] = max(n, sizes.get(word, n))
-            where.setdefault(word, here)
+            origin.setdefault(word, location)
         for _ in dims:
-            for dim, n, _here in dims:
+            for dim, n, _ in dims:
                 unknown = [w for w in dim if w not in sizes]
-                known = math.prod(sizes[w] for w in dim if w in sizes)
-                if len(unknown) == 1 and known and n % known == 0:
-                    sizes[unknown[0]] = n // known
-        for dim, n, here in dims:
+                known_product = math.prod(sizes[w] for w in dim if w in sizes)
+                if len(unknown) == 1 and known_product and n % known_product == 0:
+                    sizes[unknown[0]] = n // known_product
+        for dim, n, location in dims:
             if len(dim) != 1 and all(w in sizes for w in dim) and math.prod(sizes[w] for w in dim) != n:
                 product = " * ".join(f"{w}={sizes[w]}" for w in dim) or "1"
-                raise self._misfit(call, f"has {here} be {product}, and it is {n}")
+                raise self._misfit(call, f"has {location} be {product}, and it is {n}")
 
     def _misfit(self, call: Call, what: str, hint: str | None = None) -> RuleError:
         return RuleError(f"the rule of '{call.name}' {what}.", got=f"rule: {self.text}\n  {call}", hint=hint)
 
 
 def parse(text: str) -> Notation:
-    """Reads the text of a rule.
+    """Parses the text of a rule.
 
     Raises:
-        RuleError: it is not written as the notation asks, or contradicts itself.
+        RuleError: the text does not follow the notation, or contradicts itself.
     """
     arrays, *clauses = text.split(";")
     sides = arrays.split("->")
@@ -151,50 +165,53 @@ def parse(text: str) -> Notation:
                 raise _unreadable(text, f"{word!r} is of two kinds")
             if kind != PARALLEL:
                 kinds[word] = (kind, monoid)
-    read = Notation(text, operands, results, kinds, sizes)
-    _check(read)
-    return read
+    notation = Notation(text, operands, results, kinds, sizes)
+    _check(notation)
+    return notation
 
 
-def check_without_local(read: Notation) -> None:
-    """Refuses what needs the rule's own way to run on shards, where there is none.
+def check_without_local(notation: Notation) -> None:
+    """Checks that a rule does not need a ``local`` function.
 
     Raises:
-        RuleError: something is communicated, or made from nothing in parallel.
+        RuleError: a factor is communicated, or a parallel factor occurs only in results.
     """
-    used = {w for tensor in read.operands for dim in tensor for w in dim}
-    for word in dict.fromkeys(w for tensor in read.results for dim in tensor for w in dim):
-        if word not in used and word not in read.kinds:
-            raise _unreadable(
-                read.text, f"{word!r} stands in a result only",
-                f"Say 'replicate {word}', or give the rule a local= that makes one device's part of it.",
-            )  # fmt: skip
-    communicated = [word for word, (kind, _) in read.kinds.items() if kind == COMMUNICATE]
+    words_of_operands = {w for tensor in notation.operands for dim in tensor for w in dim}
+    for word in dict.fromkeys(w for tensor in notation.results for dim in tensor for w in dim):
+        if word not in words_of_operands and word not in notation.kinds:
+            hint = f"Say 'replicate {word}', or give the rule a local= that makes one device's part of it."
+            raise _unreadable(notation.text, f"{word!r} stands in a result only", hint)
+    communicated = [word for word, (kind, _) in notation.kinds.items() if kind == COMMUNICATE]
     if communicated:
         hint = "Give the rule a local= that communicates with the other devices, or say 'replicate'."
-        raise _unreadable(read.text, f"{communicated[0]!r} is communicated, and nothing says how", hint)
+        raise _unreadable(notation.text, f"{communicated[0]!r} is communicated, and nothing says how", hint)
 
 
-def _check(read: Notation) -> None:
-    tensors = (*read.operands, *read.results)
-    known = {w for tensor in tensors for dim in tensor for w in dim}
-    kept = {w for tensor in read.results for dim in tensor for w in dim}
-    for word in dict.fromkeys((*read.kinds, *read.sizes)):
-        if word not in known:
-            raise _unreadable(read.text, f"no array has a factor {word!r}")
+def _check(notation: Notation) -> None:
+    """Checks that the parts of a rule agree.
+
+    Raises:
+        RuleError: they do not.
+    """
+    tensors = (*notation.operands, *notation.results)
+    words_of_arrays = {w for tensor in tensors for dim in tensor for w in dim}
+    words_of_results = {w for tensor in notation.results for dim in tensor for w in dim}
+    for word in dict.fromkeys((*notation.kinds, *notation.sizes)):
+        if word not in words_of_arrays:
+            raise _unreadable(notation.text, f"no array has a factor {word!r}")
     for tensor in tensors:
         words = [w for dim in tensor for w in dim]
-        if twice := [w for w in words if words.count(w) > 1]:
-            raise _unreadable(read.text, f"{twice[0]!r} stands twice in one array")
+        if repeated := [w for w in words if words.count(w) > 1]:
+            raise _unreadable(notation.text, f"{repeated[0]!r} stands twice in one array")
         if ("...",) not in tensor and any("..." in dim for dim in tensor):
-            raise _unreadable(read.text, "'...' is a dimension by itself")
+            raise _unreadable(notation.text, "'...' is a dimension by itself")
     for word in dict.fromkeys(w for tensor in tensors for dim in tensor for w in dim):
-        kind = read.kinds.get(word, (PARALLEL, None))[0]
-        if kind == REDUCE and word in kept:
-            raise _unreadable(read.text, f"{word!r} is reduced and stands in a result")
-        if kind == PARALLEL and word not in kept:
+        kind = notation.kinds.get(word, (PARALLEL, None))[0]
+        if kind == REDUCE and word in words_of_results:
+            raise _unreadable(notation.text, f"{word!r} is reduced and stands in a result")
+        if kind == PARALLEL and word not in words_of_results:
             hint = f"Say what becomes of it: 'add over {word}' ({', '.join(MONOIDS)}), or 'replicate {word}'."
-            raise _unreadable(read.text, f"{word!r} stands in no result", hint)
+            raise _unreadable(notation.text, f"{word!r} stands in no result", hint)
 
 
 def _arrays(side: str) -> list[str]:
@@ -208,19 +225,19 @@ def _tensor(text: str, words: str) -> tuple[Words, ...]:
     if not words.strip():
         raise _unreadable(text, "an array is missing", "An array without dimensions is written ().")
     dims: list[Words] = []
-    rest = _DIMENSION.sub(" ", words)
-    for product, further, word in _DIMENSION.findall(words):
-        inside = (further,) if further else tuple(product.split()) or (word,)
-        if inside != ("1",) and not all(w == "..." or _WORD.fullmatch(w) for w in inside):
-            rest += " ".join(inside)
-        dims.append(() if inside == ("1",) else inside)
-    if rest.strip():
+    unreadable = _DIMENSION.sub(" ", words)
+    for product, ellipsis, word in _DIMENSION.findall(words):
+        factors = (ellipsis,) if ellipsis else tuple(product.split()) or (word,)
+        if factors != ("1",) and not all(w == "..." or _WORD.fullmatch(w) for w in factors):
+            unreadable += " ".join(factors)
+        dims.append(() if factors == ("1",) else factors)
+    if unreadable.strip():
         raise _unreadable(text, f"{words.strip()!r} is no array", "Write factors as words: a, b, (a b), 1, ...")
     return tuple(dims)
 
 
 def _clause(text: str, words: list[str]) -> tuple[str, str | None, list[str]]:
-    """The meaning of a clause for its factors: kind, monoid, words with their sizes."""
+    """The kind, the monoid and the words (with their sizes) of a clause."""
     if len(words) > 2 and words[1] == "over" and words[0] in MONOIDS:
         return REDUCE, words[0], words[2:]
     if len(words) > 1 and words[0] in (REPLICATE, COMMUNICATE):

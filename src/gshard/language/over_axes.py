@@ -2,8 +2,8 @@
 
     psum over ("c.0",) of an axis c=4        psum over ("c",), axis_index_groups=[[0, 2], [1, 3]]
 
-Inside of ``jax.shard_map`` JAX knows the axes of the user's mesh only. A collective over atoms that are whole axes is
-one over these axes. Over a part of an axis it runs in groups of the devices along the axis.
+Inside of ``jax.shard_map`` only the axes of the user's mesh have names. A collective over all atoms of some axes
+becomes a collective over these axes. A collective over a part of an axis runs in groups of the devices along the axis.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from gshard.language.per_device import Rewritten, check_known
 
 
 class OverAxes(Rewritten):
-    """Every collective over atoms becomes one over the axes of a mesh that these are parts of."""
+    """Converts each collective over atoms to one over the axes of the mesh that contain these atoms."""
 
     def __init__(self, mesh: Mesh):
         self._mesh = mesh
 
     def collective(self, eqn: Any, name: str, axes: tuple[Any, ...], operands: list[Any]) -> Sequence[Any]:
-        """The same collective over axes.
+        """Runs the collective over axes.
 
         Raises:
-            RuleError: JAX's collective is not known, or runs in groups already.
+            RuleError: gshard does not support the collective, or it already runs in groups.
         """
         check_known(eqn, name, axes)
         along, groups = axes_and_groups(axes, self._mesh)
@@ -46,25 +46,32 @@ class OverAxes(Rewritten):
             what = f"'{name}' in groups over a part of an axis cannot run inside of another jax.shard_map."
             raise RuleError(what, user_line(eqn.source_info), hint="Leave axis_index_groups out, or run it outside.")
         if name == "ppermute":
-            # JAX 0.10 counts the positions of a ppermute in the mesh's order, whatever the order of its axes.
+            # JAX 0.10 counts the positions of a ppermute in the order of the mesh, for any order of the named axes.
             assert list(axes) == [a for a in self._mesh.atoms if a in axes]
             moves = tuple((int(group[i]), int(group[j])) for group in groups for i, j in params["perm"])
             return bind(eqn.primitive, {**params, "perm": moves}, operands)
         return bind(eqn.primitive, {**params, "axis_index_groups": tuple(map(tuple, groups.tolist()))}, operands)
 
     def cut(self, x: Any, have: Sharding, wanted: Sharding) -> Any:
-        """Cuts an array that is cut over the first atoms of each dimension over all of them."""
-        for d, (own, atoms) in enumerate(zip(have.dims, wanted.dims, strict=True)):
-            if rest := atoms[len(own) :]:
-                size = x.shape[d] // self._mesh.count(rest)
-                x = lax.dynamic_slice_in_dim(x, _index(*axes_and_groups(rest, self._mesh)) * size, size, d)
+        """Splits an array further.
+
+        Args:
+            x: one device's part.
+            have: the present sharding. The atoms of each dimension are the first atoms of ``wanted``.
+            wanted: the sharding of the result.
+        """
+        for d, (present_atoms, atoms) in enumerate(zip(have.dims, wanted.dims, strict=True)):
+            if further_atoms := atoms[len(present_atoms) :]:
+                size = x.shape[d] // self._mesh.count(further_atoms)
+                position = _index(*axes_and_groups(further_atoms, self._mesh))
+                x = lax.dynamic_slice_in_dim(x, position * size, size, d)
         return x
 
 
 def axes_and_groups(atoms: Atoms, mesh: Mesh) -> tuple[tuple[str, ...], np.ndarray | None]:
-    """The axes that atoms are parts of, in the mesh's order, and the groups of positions along them.
+    """The axes that contain atoms, in the order of the mesh, and the groups of positions along these axes.
 
-    The groups are None where all positions are one group, in this order.
+    The groups are None if all positions form one group, in order.
 
     >>> axes_and_groups(("c.0",), Mesh.abstract(a=2, c=4))
     (('c',), array([[0, 2],
@@ -72,22 +79,22 @@ def axes_and_groups(atoms: Atoms, mesh: Mesh) -> tuple[tuple[str, ...], np.ndarr
     >>> axes_and_groups(("a", "c.0", "c.1"), Mesh.abstract(a=2, c=4))
     (('a', 'c'), None)
     """
-    axes = tuple(name for name, own in mesh.atoms_of.items() if any(a in own for a in atoms))
-    every = tuple(a for name in axes for a in mesh.atoms_of[name])
-    if every == tuple(atoms):
+    axes = tuple(name for name, atoms_of_axis in mesh.atoms_of.items() if any(a in atoms_of_axis for a in atoms))
+    all_atoms = tuple(a for name in axes for a in mesh.atoms_of[name])
+    if all_atoms == tuple(atoms):
         return axes, None
-    sizes = [mesh.atom_sizes[a] for a in every]
+    sizes = [mesh.atom_sizes[a] for a in all_atoms]
     positions = np.arange(int(np.prod(sizes))).reshape(sizes)
-    within = [every.index(a) for a in atoms]
-    between = [i for i in range(len(every)) if i not in within]
+    within = [all_atoms.index(a) for a in atoms]
+    between = [i for i in range(len(all_atoms)) if i not in within]
     return axes, positions.transpose(*between, *within).reshape(-1, int(np.prod([sizes[i] for i in within])))
 
 
 def _index(axes: tuple[str, ...], groups: np.ndarray | None) -> Any:
     """The position of a device in its group."""
-    here = lax.axis_index(axes)
+    index = lax.axis_index(axes)
     if groups is None:
-        return here
-    places = np.empty(groups.size, np.int32)
-    places[groups.ravel()] = np.tile(np.arange(groups.shape[1]), groups.shape[0])
-    return jnp.asarray(places)[here]
+        return index
+    index_in_group = np.empty(groups.size, np.int32)
+    index_in_group[groups.ravel()] = np.tile(np.arange(groups.shape[1]), groups.shape[0])
+    return jnp.asarray(index_in_group)[index]

@@ -1,8 +1,9 @@
-"""Runs a user's per-device program inside the emitted one, with its axis names replaced by atoms.
+"""Runs the body of a user's ``shard_map`` inside the per-device program, with axis names replaced by atoms.
 
-A collective over the user's axis ``expert`` of size 4 is one over the atoms ``("expert.0", "expert.1")``: the same
-devices in the same order. Everything else of the body stays unchanged. A sharding constraint, or a mark, in a region
-without automatic axes has nothing to say: one that cuts nothing is dropped, any other is refused.
+A collective over the user's axis ``expert`` of size 4 becomes a collective over the atoms ``("expert.0", "expert.1")``:
+these are the same devices in the same order. Other equations of the body do not change. In a region without automatic
+axes, a sharding constraint or a mark cannot split an array. gshard ignores it if it splits nothing, and refuses it
+otherwise.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ AtomsOf = Mapping[str, Atoms]
 
 _WITH_MESH = (Jaxpr, ClosedJaxpr, jax.core.ShapedArray)
 
-# JAX writes this to track over which axes values vary; gshard does not.
+# JAX uses these primitives to track over which axes values vary. gshard replaces or ignores them.
 _INVARIANT = {"psum_invariant": "psum", "all_gather_invariant": "all_gather", "all_gather_reduced": "all_gather"}
 _NOTHING = (
     "pvary", "pcast", "preduced", "vary_unreduced_cast", "vary_unreduced_cast_p", "reduced_vary_cast", "mesh_cast"
@@ -41,20 +42,20 @@ CONSTRAINTS = ("sharding_constraint", "reshard", "gshard_mark")
 
 
 def names_of(axes: Any) -> tuple[Any, ...]:
-    """One name or several as several."""
+    """One or several axis names as a tuple."""
     return tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
 
 
 def renamed(jaxpr: Any, atoms_of: AtomsOf) -> Callable[..., list[Any]]:
-    """The function of a per-device jaxpr, with every axis replaced by its atoms."""
+    """The function of a per-device jaxpr, with each axis replaced by its atoms."""
     return OverAtoms(atoms_of).function(jaxpr)
 
 
 class Rewritten:
-    """The body of a ``shard_map``, traced again without the user's mesh. What becomes of its axes subclasses say.
+    """Traces the body of a ``shard_map`` again, without the user's mesh. Subclasses define how axes are replaced.
 
     Attributes:
-        kernel_axes: the atoms of the axes that a kernel may name.
+        kernel_axes: the atoms of each axis that a kernel may name.
     """
 
     kernel_axes: AtomsOf = MappingProxyType({})
@@ -64,18 +65,18 @@ class Rewritten:
 
         Args:
             eqn: the equation.
-            name: of its primitive, without what JAX adds where it keeps track of varying values.
-            axes: which axes it names.
-            operands: its operands.
+            name: the name of its primitive, without the suffixes for tracking varying values.
+            axes: the axes that the equation names.
+            operands: one device's parts of the operands.
         """
         raise NotImplementedError
 
     def shard_map(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
-        """Runs a ``shard_map`` in the body, over axes that the outer one left automatic."""
+        """Runs a ``shard_map`` in the body, over axes that are automatic in the outer one."""
         raise NotImplementedError
 
     def constraint(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
-        """Runs a sharding constraint, or a mark."""
+        """Runs a sharding constraint or a mark."""
         raise NotImplementedError
 
     def function(self, jaxpr: Any) -> Callable[..., list[Any]]:
@@ -87,7 +88,7 @@ class Rewritten:
             env.update(zip(body.invars, arrays, strict=True))
 
             def read(v: Any) -> Any:
-                # JAX's own literals remember the user's mesh.
+                # The types of JAX's literals contain the user's mesh.
                 return np.asarray(v.val, jax.typeof(v.val).dtype) if isinstance(v, Literal) else env[v]
 
             for eqn in body.eqns:
@@ -115,11 +116,12 @@ class Rewritten:
             )
         if name in ("custom_jvp_call", "custom_vjp_call"):
             return self.function(called_jaxpr(eqn))(*operands)
-        if name == "custom_partitioning":  # on a device's part JAX, too, runs the function itself
+        if name == "custom_partitioning":  # inside a shard_map JAX also runs the function itself
             return self.function(eqn.params["call"])(*operands)
-        if (axes := _axes_of(eqn)) and any(isinstance(a, str) for a in axes):
+        axes = _axes_of(eqn)
+        if any(isinstance(a, str) for a in axes):
             return self.collective(eqn, _INVARIANT.get(name, name), axes, operands)
-        # A sharding that JAX wrote down names the user's axes; on a device's part it means nothing.
+        # A sharding in the parameters names the user's axes. It has no meaning for one device's part.
         params = {
             key: None if key in ("sharding", "out_sharding") else self._renamed_body(value)
             for key, value in eqn.params.items()
@@ -127,23 +129,24 @@ class Rewritten:
         return bind(eqn.primitive, params, operands)
 
     def _renamed_body(self, value: Any) -> Any:
-        """A parameter with the jaxprs in it traced again, and types without the user's mesh."""
+        """A parameter whose jaxprs are traced again, and whose types have no mesh."""
         if isinstance(value, (tuple, list)) and any(isinstance(v, _WITH_MESH) for v in value):
             return type(value)(self._renamed_body(v) for v in value)
         if isinstance(value, jax.core.ShapedArray):
-            weak, memory = value.weak_type, value.memory_space
-            return jax.core.ShapedArray(value.shape, value.dtype, weak_type=weak, memory_space=memory)
+            return jax.core.ShapedArray(
+                value.shape, value.dtype, weak_type=value.weak_type, memory_space=value.memory_space
+            )
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             return kernel_as_traced_here(value, self.kernel_axes)  # the grid of a kernel
         if not isinstance(value, (Jaxpr, ClosedJaxpr)):
             return value
         inner, _ = closed(value)
         if any(hasattr(v.aval, "inner_aval") for v in inner.invars):
-            return kernel_as_traced_here(value, self.kernel_axes)  # it works on references
-        again = jax.make_jaxpr(self.function(value))(
+            return kernel_as_traced_here(value, self.kernel_axes)  # the body of a kernel takes references
+        retraced = jax.make_jaxpr(self.function(value))(
             *(shape_in_memory(v.aval.shape, v.aval.dtype, on_host=is_on_host(v.aval)) for v in inner.invars)
         )
-        return again if isinstance(value, ClosedJaxpr) else closed(again)[0]
+        return retraced if isinstance(value, ClosedJaxpr) else closed(retraced)[0]
 
 
 def _axes_of(eqn: Any) -> tuple[Any, ...]:
@@ -152,25 +155,27 @@ def _axes_of(eqn: Any) -> tuple[Any, ...]:
 
 
 class OverAtoms(Rewritten):
-    """Every axis is replaced by its atoms: what a device of our mesh runs."""
+    """Replaces each axis by its atoms."""
 
     def __init__(self, atoms_of: AtomsOf):
         self._atoms_of = self.kernel_axes = atoms_of
 
     def collective(self, eqn: Any, name: str, axes: tuple[Any, ...], operands: list[Any]) -> Sequence[Any]:
-        """The same collective over atoms; over axes of size 1 it is none.
+        """Runs the collective over atoms. Over axes of size 1 nothing is sent.
 
         Raises:
-            RuleError: JAX's collective is not known.
+            RuleError: gshard does not support the collective.
         """
-        atoms = tuple(b for a in axes for b in (self._atoms_of[a] if isinstance(a, str) else (a,)))
+        atoms: list[Any] = []
+        for axis in axes:
+            atoms.extend(self._atoms_of[axis] if isinstance(axis, str) else (axis,))
         check_known(eqn, name, axes)
-        return collective(eqn.primitive, name, eqn.params, atoms, operands)
+        return collective(eqn.primitive, name, eqn.params, tuple(atoms), operands)
 
     def shard_map(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
-        """Operands are whole along its axes, so each is cut here."""
+        """Splits the operands, which are whole along the axes of the ``shard_map``, and runs its body."""
 
-        def along(spec: Any) -> Iterator[tuple[int, Atoms]]:
+        def split_dims(spec: Any) -> Iterator[tuple[int, Atoms]]:
             for d, entry in enumerate(spec):
                 names = () if entry is None else names_of(entry)
                 atoms = tuple(a for name in names for a in self._atoms_of[name])
@@ -179,50 +184,52 @@ class OverAtoms(Rewritten):
 
         parts = list(operands)
         for i, spec in enumerate(eqn.params["in_specs"]):
-            for d, atoms in along(spec):
+            for d, atoms in split_dims(spec):
                 count = lax.axis_size(atoms)
                 parts[i] = slice_part(parts[i], d, parts[i].shape[d] // count, atoms)
         results = self.function(eqn.params["jaxpr"])(*parts)
         for i, spec in enumerate(eqn.params["out_specs"]):
-            for d, atoms in along(spec):
+            for d, atoms in split_dims(spec):
                 results[i] = lax.all_gather(results[i], atoms, axis=d, tiled=True)
         return results
 
     def constraint(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
-        """Nothing, if it cuts nothing.
+        """Returns the operands unchanged, if the constraint splits nothing.
 
         Raises:
-            ShardingError: it would cut the part that one device has.
+            ShardingError: the constraint would split one device's part.
         """
-        said = eqn.params.get("mark") or eqn.params.get("sharding") or eqn.params.get("dst_sharding")
-        if _cuts(said):
-            what = said if "mark" in eqn.params else f"{eqn.primitive.name} to {getattr(said, 'spec', said)}"
+        params = eqn.params
+        constraint = params.get("mark") or params.get("sharding") or params.get("dst_sharding")
+        if _splits_a_dimension(constraint):
+            spec = getattr(constraint, "spec", constraint)
+            text = constraint if "mark" in params else f"{eqn.primitive.name} to {spec}"
             raise ShardingError(
                 "inside a shard_map over all axes of the mesh an array is one device's part, which cannot be split.",
                 user_line(eqn.source_info),
-                f"{what} of {operands[0].dtype}[{','.join(map(str, operands[0].shape))}]",
+                f"{text} of {operands[0].dtype}[{','.join(map(str, operands[0].shape))}]",
                 "Mark arrays outside of the shard_map, or leave axes automatic: axis_names={...}.",
             )
         return operands
 
 
-def _cuts(said: Any) -> bool:
+def _splits_a_dimension(constraint: Any) -> bool:
     """Whether a mark or a sharding splits any dimension."""
-    kind = getattr(said, "kind", None)
+    kind = getattr(constraint, "kind", None)
     if kind == "split":
-        return said.partitions not in (1, ())
+        return constraint.partitions not in (1, ())
     if kind == "assignment":
-        return any(n > 1 for n in said.ids_shape)
-    if kind == "replicate" or not hasattr(said, "spec"):
+        return any(n > 1 for n in constraint.ids_shape)
+    if kind == "replicate" or not hasattr(constraint, "spec"):
         return False
-    return any(entry not in (None, (), 1) and entry is not PartitionSpec.UNCONSTRAINED for entry in said.spec)
+    return any(entry not in (None, (), 1) and entry is not PartitionSpec.UNCONSTRAINED for entry in constraint.spec)
 
 
 def check_known(eqn: Any, name: str, axes: tuple[Any, ...]) -> None:
-    """Refuses a collective that JAX has and gshard does not know.
+    """Checks that gshard supports a collective of JAX.
 
     Raises:
-        RuleError: at the user's line.
+        RuleError: it does not; the error has the user's line.
     """
     if name != "axis_index" and name not in KINDS:
         raise RuleError(
@@ -236,14 +243,14 @@ def check_known(eqn: Any, name: str, axes: tuple[Any, ...]) -> None:
 def collective(
     primitive: Any, name: str, params: Mapping[str, Any], atoms: Atoms, operands: Sequence[Any]
 ) -> Sequence[Any]:
-    """Runs a collective of JAX's over atoms of our mesh.
+    """Runs a collective of JAX over atoms of the mesh.
 
     Args:
-        primitive: JAX's.
-        name: the primitive's, without what JAX adds where it keeps track of varying values.
-        params: as its equation shows them.
-        atoms: the devices along which it runs.
-        operands: one device's parts.
+        primitive: JAX's primitive.
+        name: the name of the primitive, without the suffixes for tracking varying values.
+        params: the parameters of JAX's equation.
+        atoms: the atoms over which it runs.
+        operands: one device's parts of the operands.
     """
     if name == "axis_index":
         return [lax.axis_index(atoms) if atoms else jnp.zeros((), jnp.int32)]
@@ -259,7 +266,7 @@ def collective(
 
 
 def _alone(name: str, params: Mapping[str, Any], operands: Sequence[Any]) -> Sequence[Any]:
-    """A collective over axes of size 1: a device sends to itself."""
+    """Runs a collective over axes of size 1, in which each device sends to itself."""
     kind = KINDS[name]
     if name == "ragged_all_to_all":
         return [_to_itself(*operands)]
@@ -276,10 +283,10 @@ def _alone(name: str, params: Mapping[str, Any], operands: Sequence[Any]) -> Seq
 
 
 def _to_itself(x: Any, output: Any, starts: Any, sizes: Any, targets: Any, _: Any) -> Any:
-    """Rows from ``starts`` on land from ``targets`` on, as many as ``sizes`` says."""
+    """Runs ``ragged_all_to_all`` on one device: copies ``sizes`` rows from ``starts`` to ``targets``."""
     for i in range(starts.shape[0]):
         row = jnp.arange(output.shape[0], dtype=starts.dtype) - targets[i]
-        taken = jnp.take(x, row + starts[i], axis=0, mode="clip")
-        here = ((row >= 0) & (row < sizes[i])).reshape(-1, *(1,) * (output.ndim - 1))
-        output = jnp.where(here, taken, output)
+        rows = jnp.take(x, row + starts[i], axis=0, mode="clip")
+        is_copied = ((row >= 0) & (row < sizes[i])).reshape(-1, *(1,) * (output.ndim - 1))
+        output = jnp.where(is_copied, rows, output)
     return output

@@ -1,14 +1,15 @@
-"""Regions: equations with bodies: scan, while and cond.
+"""Defines regions, the equations with bodies: scan, while and cond.
 
-A region has no factors of its own. It says which values inside its bodies must agree with which outside (*edges*),
-in which sharding its operands enter, in which its results leave, and how to run it on local arrays:
+A region has no factors. It defines which values of its bodies must agree with which values outside (*edges*), the
+shardings of operands at the entry and of results at the exit, and how to run it on local arrays:
 
-    scan     constants and carry keep their dimensions; stacked operands and results have the loop dimension in
-             front; where that is split outside, the slices inside are split along another dimension. The carry has
-             one sharding: that of the body's carry input.
-    while    the same without stacks. Its predicate is replicated, so all devices agree when to stop. (One with a flag
-             for each example is written out beforehand: ``tracing.mapped_while``.)
-    cond     operands enter as they are sharded; each branch moves what it needs otherwise.
+    scan     constants and carry keep their dimensions. Stacked operands and results have the loop dimension in front.
+    If
+             it is split outside, the slices inside are split along another dimension. The carry has one sharding, which
+             is the sharding of the carry input of the body.
+    while    like scan, without stacks. The predicate is replicated, so all devices stop after the same iteration.
+             (``tracing.mapped_while`` rewrites loops with a flag for each example.)
+    cond     operands enter with their own shardings. Each branch moves operands that it needs in another sharding.
 """
 
 from __future__ import annotations
@@ -30,41 +31,41 @@ ShardingOf = Callable[[Value | Constant], Sharding]
 
 
 class Emitter(Protocol):
-    """What a region needs from the partitioner."""
+    """The functions of the partitioner that regions use."""
 
     def sharding(self, value: Value | Constant) -> Sharding:
         """The planned sharding of a value."""
         ...
 
     def run(self, block: Block, arrays: Sequence[Any], trip_count: int = 1) -> list[Any]:
-        """Runs a body on local arrays, sharded as its inputs and results are."""
+        """Runs a body on local arrays with the shardings of its inputs; results have the shardings of its outputs."""
         ...
 
     def move(
         self, value: Value | Constant, array: Any, target: Sharding, equation: Equation, trip_count: int = 1
     ) -> Any:
-        """Moves an array that is sharded as ``value`` is to another sharding, in each of so many rounds."""
+        """Moves an array with the sharding of ``value`` to another sharding, in each of ``trip_count`` iterations."""
         ...
 
     def combine(self, flag: Any, monoid: str, atoms: Atoms, equation: Equation) -> Any:
-        """One flag on all devices, of each device's own."""
+        """Combines the flags of all devices to one flag."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Region:
-    """How one kind of equation with bodies behaves.
+    """The definition of one kind of equation with bodies.
 
     Attributes:
-        bodies: the bodies' jaxprs, from the equation's parameters.
-        edges: which values must agree, from operands, results and the bodies.
-        entry: the sharding in which each operand enters.
-        leave: the sharding in which each result leaves.
-        emit: runs it on local arrays.
-        crossings: what is moved from where to where.
-        trip_count: how often the bodies run, as far as known.
-        same: for each body, the operand that each of its first inputs is in every round.
-        decided: the values on which it depends what runs, or how often.
+        bodies: returns the jaxprs of the bodies, from the parameters of the equation.
+        edges: returns the pairs of values that must agree, from parameters, operands, results and bodies.
+        entry: returns the sharding of each operand at the entry.
+        leave: returns the sharding of each result at the exit.
+        emit: runs the equation on local arrays.
+        crossings: returns the values that are moved at the boundary of a body.
+        trip_count: returns the number of runs of the bodies, if known.
+        same: for each body returns the operands that are its first inputs in every iteration.
+        decided: returns the values that determine which body runs, or how often.
     """
 
     bodies: Callable[[dict[str, Any]], list[Any]]
@@ -80,12 +81,12 @@ class Region:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Crossing:
-    """A value that becomes another one at the boundary of a body, moved to that one's sharding on its way.
+    """A value that becomes another value at the boundary of a body, and is moved to the sharding of that value.
 
     Attributes:
         edge: both values.
-        inward: whether the outer value becomes the inner one.
-        each_round: whether this happens whenever the body runs, and not just before or after the region.
+        inward: whether the outer value becomes the inner one, or the reverse.
+        each_round: whether this happens in each run of the body, or once before or after the region.
     """
 
     edge: Edge
@@ -94,7 +95,7 @@ class Crossing:
 
 
 def edge(outer: Any, inner: Any, stacked: int = 0) -> list[Edge]:
-    """What of an outer and an inner value must agree: nothing if one is a constant or both are the same."""
+    """The edge between an outer and an inner value; none if one is a constant or both are the same value."""
     if isinstance(outer, Value) and isinstance(inner, Value) and outer is not inner:
         return [Edge(outer, inner, stacked)]
     return []
@@ -103,7 +104,7 @@ def edge(outer: Any, inner: Any, stacked: int = 0) -> list[Edge]:
 def crossing(
     outer: Any, inner: Any, stacked: int = 0, *, inward: bool = True, each_round: bool = False
 ) -> list[Crossing]:
-    """What crosses the boundary between two values: nothing if one is a constant or both are the same."""
+    """The crossing between an outer and an inner value; none if one is a constant or both are the same value."""
     return [Crossing(e, inward, each_round) for e in edge(outer, inner, int(stacked))]
 
 
@@ -142,26 +143,28 @@ def _scan_crossings(equation: Equation) -> list[Crossing]:
     consts, carry = scan_counts(equation.params)
     (body,) = equation.blocks
     carried = body.inputs[consts : consts + carry]
-    into = [crossing(x, v, i >= consts + carry) for i, (x, v) in enumerate(zip(equation.inputs, body.inputs))]
-    around = [crossing(x, v, each_round=True) for x, v in zip(body.outputs, carried, strict=False)]
-    ends = [crossing(x, v, inward=False) for x, v in zip(equation.outputs, carried, strict=False)]
+    operands = [crossing(x, v, i >= consts + carry) for i, (x, v) in enumerate(zip(equation.inputs, body.inputs))]
+    iterations = [crossing(x, v, each_round=True) for x, v in zip(body.outputs, carried, strict=False)]
+    final_carry = [crossing(x, v, inward=False) for x, v in zip(equation.outputs, carried, strict=False)]
     stacks = [crossing(x, v, 1, inward=False) for x, v in zip(equation.outputs[carry:], body.outputs[carry:])]
-    return [c for found in (*into, *around, *ends, *stacks) for c in found]
+    return [c for crossings in (*operands, *iterations, *final_carry, *stacks) for c in crossings]
 
 
 def _emit_scan(equation: Equation, emitter: Emitter, arrays: Sequence[Any]) -> Sequence[Any]:
-    (consts, carry), length = scan_counts(equation.params), equation.params["length"]
+    consts, carry = scan_counts(equation.params)
+    length = equation.params["length"]
     (body,) = equation.blocks
 
     def step(carried: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         out = emitter.run(body, [*arrays[:consts], *carried, *xs], length)
-        back = [
+        next_carry = [
             emitter.move(body.outputs[i], out[i], emitter.sharding(body.inputs[consts + i]), equation, length)
             for i in range(carry)
         ]
-        return back, out[carry:]
+        return next_carry, out[carry:]
 
-    start, stacks = list(arrays[consts : consts + carry]), list(arrays[consts + carry :])
+    start = list(arrays[consts : consts + carry])
+    stacks = list(arrays[consts + carry :])
     slices = [shape_in_memory(x.shape[1:], x.dtype, on_host=is_on_host(x)) for x in stacks]
     end, stacked = lax.scan(
         beforehand(step, start, slices),
@@ -176,22 +179,22 @@ def _emit_scan(equation: Equation, emitter: Emitter, arrays: Sequence[Any]) -> S
 
 def _while_edges(params: dict[str, Any], inputs: Any, outputs: Any, blocks: Any) -> list[Edge]:
     condition, body = blocks
-    a, b = params["cond_nconsts"], params["body_nconsts"]
+    cond_consts, body_consts = params["cond_nconsts"], params["body_nconsts"]
     edges: list[Edge] = []
-    for outer, inner in zip(inputs[:a], condition.inputs[:a], strict=True):
+    for outer, inner in zip(inputs[:cond_consts], condition.inputs[:cond_consts], strict=True):
         edges += edge(outer, inner)
-    for outer, inner in zip(inputs[a:], body.inputs, strict=True):
+    for outer, inner in zip(inputs[cond_consts:], body.inputs, strict=True):
         edges += edge(outer, inner)
-    carried = body.inputs[b:]
+    carried = body.inputs[body_consts:]
     for i, inner in enumerate(carried):
-        edges += edge(inner, condition.inputs[a + i]) + edge(inner, body.outputs[i]) + edge(outputs[i], inner)
+        edges += edge(inner, condition.inputs[cond_consts + i]) + edge(inner, body.outputs[i]) + edge(outputs[i], inner)
     return edges
 
 
 def _while_entry(equation: Equation, sharding: ShardingOf) -> list[Sharding]:
     condition, body = equation.blocks
-    a = equation.params["cond_nconsts"]
-    return [sharding(v) for v in (*condition.inputs[:a], *body.inputs)]
+    cond_consts = equation.params["cond_nconsts"]
+    return [sharding(v) for v in (*condition.inputs[:cond_consts], *body.inputs)]
 
 
 def _while_leave(equation: Equation, sharding: ShardingOf) -> list[Sharding]:
@@ -200,36 +203,38 @@ def _while_leave(equation: Equation, sharding: ShardingOf) -> list[Sharding]:
 
 def _while_crossings(equation: Equation) -> list[Crossing]:
     condition, body = equation.blocks
-    a, b = equation.params["cond_nconsts"], equation.params["body_nconsts"]
-    carried = body.inputs[b:]
-    found = [crossing(x, v) for x, v in zip(equation.inputs, (*condition.inputs[:a], *body.inputs), strict=True)]
-    found += [crossing(x, v, each_round=True) for x, v in zip(carried, condition.inputs[a:], strict=True)]
-    found += [crossing(x, v, each_round=True) for x, v in zip(body.outputs, carried, strict=True)]
-    found += [crossing(x, v, inward=False) for x, v in zip(equation.outputs, carried, strict=True)]
-    return [c for some in found for c in some]
+    cond_consts, body_consts = equation.params["cond_nconsts"], equation.params["body_nconsts"]
+    carried = body.inputs[body_consts:]
+    crossings = [
+        crossing(x, v) for x, v in zip(equation.inputs, (*condition.inputs[:cond_consts], *body.inputs), strict=True)
+    ]
+    crossings += [crossing(x, v, each_round=True) for x, v in zip(carried, condition.inputs[cond_consts:], strict=True)]
+    crossings += [crossing(x, v, each_round=True) for x, v in zip(body.outputs, carried, strict=True)]
+    crossings += [crossing(x, v, inward=False) for x, v in zip(equation.outputs, carried, strict=True)]
+    return [c for of_values in crossings for c in of_values]
 
 
 def _emit_while(equation: Equation, emitter: Emitter, arrays: Sequence[Any]) -> Sequence[Any]:
     condition, body = equation.blocks
-    a, b = equation.params["cond_nconsts"], equation.params["body_nconsts"]
-    carried = body.inputs[b:]
+    cond_consts, body_consts = equation.params["cond_nconsts"], equation.params["body_nconsts"]
+    carried = body.inputs[body_consts:]
 
     def go_on(carry: Any) -> Any:
         moved = [
-            emitter.move(inner, x, emitter.sharding(there), equation)
-            for inner, x, there in zip(carried, carry, condition.inputs[a:], strict=True)
+            emitter.move(inner, x, emitter.sharding(sharded_like), equation)
+            for inner, x, sharded_like in zip(carried, carry, condition.inputs[cond_consts:], strict=True)
         ]
-        (flag,) = emitter.run(condition, [*arrays[:a], *moved])
+        (flag,) = emitter.run(condition, [*arrays[:cond_consts], *moved])
         return emitter.move(condition.outputs[0], flag, Sharding(()), equation)
 
     def step(carry: Any) -> Any:
-        out = emitter.run(body, [*arrays[a : a + b], *carry])
+        out = emitter.run(body, [*arrays[cond_consts : cond_consts + body_consts], *carry])
         return [
             emitter.move(v, x, emitter.sharding(inner), equation)
             for v, x, inner in zip(body.outputs, out, carried, strict=True)
         ]
 
-    start = list(arrays[a + b :])
+    start = list(arrays[cond_consts + body_consts :])
     return list(lax.while_loop(go_on, beforehand(step, start), start))
 
 
@@ -252,13 +257,13 @@ def _cond_leave(equation: Equation, sharding: ShardingOf) -> list[Sharding]:
 
 
 def _cond_crossings(equation: Equation) -> list[Crossing]:
-    found: list[Crossing] = []
+    crossings: list[Crossing] = []
     for branch in equation.blocks:
         for x, v in zip(equation.inputs[1:], branch.inputs, strict=True):
-            found += crossing(x, v)
+            crossings += crossing(x, v)
         for result, end in zip(equation.outputs, branch.outputs, strict=True):
-            found += crossing(result, end, inward=False)
-    return found
+            crossings += crossing(result, end, inward=False)
+    return crossings
 
 
 def _emit_cond(equation: Equation, emitter: Emitter, arrays: Sequence[Any]) -> Sequence[Any]:
@@ -317,6 +322,6 @@ REGIONS: dict[str, Region] = {
 
 
 def with_edges(equation: Equation) -> Equation:
-    """An equation whose operands, results or bodies are new, with the edges between those."""
+    """An equation with edges that are computed again, after its operands, results or bodies have changed."""
     edges = REGIONS[equation.name].edges(equation.params, equation.inputs, equation.outputs, equation.blocks)
     return dataclasses.replace(equation, edges=tuple(edges))

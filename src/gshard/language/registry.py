@@ -1,4 +1,4 @@
-"""Registry: the table of rules.
+"""Holds the table of rules: gshard's own rules and rules of users.
 
     @rule("transpose")
     def transpose(call):
@@ -6,9 +6,9 @@
         dims = make.parallel(call.in_shapes[0])
         return make.rule([dims], [[dims[d] for d in call.params["permutation"]]])
 
-A primitive without an entry is ``replicate`` in every factor, except for batch dimensions that its vmap rule proves
-(``language.batch``): its operands are gathered and every device computes all of it. That is correct, listed in the plan
-and refused under ``strict=True``.
+All factors of a primitive without a rule are ``replicate``, except batch dimensions that its vmap rule proves
+(``language.batch``): gshard gathers the operands, and every device repeats the work. The plan lists such equations, and
+``strict=True`` refuses them.
 """
 
 from __future__ import annotations
@@ -29,18 +29,20 @@ from gshard.language.traits import set_traits
 
 RuleFunction = Callable[[Call], Rule]
 _RULES: dict[str, RuleFunction] = {}
-# Those that users registered (``language.custom``), by primitive and by what it calls, if that matters. First.
+# Rules of users (``language.custom``) by primitive and target (None: any). They take precedence over gshard's own
+# rules.
 _CUSTOM: dict[str, dict[Any, RuleFunction]] = {}
 
 
 class _Version:
-    """Counts the changes of ``_CUSTOM``, and tells others of each."""
+    """Counts the changes of ``_CUSTOM``, and clears caches at each change."""
 
     def __init__(self) -> None:
-        self.number, self.followers = 0, weakref.WeakSet[Any]()
+        self.number = 0
+        self.followers = weakref.WeakSet[Any]()
 
     def next(self) -> None:
-        """Counts one, and clears what was made before."""
+        """Counts a change, and clears all followers."""
         self.number += 1
         for follower in list(self.followers):
             follower.clear()
@@ -50,17 +52,17 @@ _VERSION = _Version()
 
 
 def rules_version() -> int:
-    """Grows with every change of the rules that users registered: a program planned before is planned again."""
+    """A number that increases with every change of the rules of users. gshard then plans programs again."""
     return _VERSION.number
 
 
 def cleared_with_rules(follower: Any) -> None:
-    """Calls ``follower.clear()`` at every change of the rules that users registered, while it lives."""
+    """Calls ``follower.clear()`` at every change of the rules of users, as long as the follower lives."""
     _VERSION.followers.add(follower)
 
 
 def rule(*names: str, **traits: Any) -> Callable[[RuleFunction], RuleFunction]:
-    """Enters a function as the rule of the primitives of these names, and their traits (``language.traits``)."""
+    """Registers a function as the rule of primitives of these names, and their traits (``language.traits``)."""
 
     def enter(function: RuleFunction) -> RuleFunction:
         set_traits(*names, **traits)
@@ -74,11 +76,14 @@ def rule(*names: str, **traits: Any) -> Callable[[RuleFunction], RuleFunction]:
 
 
 def rule_of(call: Call, source: Any = None) -> Rule:
-    """The rule of one application of a primitive; ``known`` is False if it is the made-up one.
+    """The rule of one application of a primitive; ``known`` is False for the default rule.
 
     Args:
         call: the application.
-        source: the equation's ``source_info``, to blame the user's line for a rule that does not fit.
+        source: the ``source_info`` of the equation, for the line in an error message.
+
+    Raises:
+        RuleError: a user's rule does not fit the equation.
     """
     function = _custom_rule(call.name, call.params) or _RULES.get(call.name, batch_rule)
     try:
@@ -90,48 +95,48 @@ def rule_of(call: Call, source: Any = None) -> Rule:
 
 
 def register_custom(name: str, target: Any, function: RuleFunction) -> None:
-    """Enters a user's rule, for all equations of a primitive or for those that call ``target``.
+    """Registers a user's rule, for all equations of a primitive or for those that call ``target``.
 
-    Programs that were planned before are planned again. One that stands for another also clears JAX's caches: programs
-    of ``jax.jit`` around a partitioned function were made with the other one.
+    gshard then plans programs again. A rule that replaces another one also clears JAX's caches, because they may
+    contain programs of ``jax.jit`` around a partitioned function that were made with the other rule.
     """
-    known = _CUSTOM.setdefault(name, {})
-    replaces = target in known or (target is None and is_our_own(name))
-    known[target] = function
+    rules_of_name = _CUSTOM.setdefault(name, {})
+    replaces = target in rules_of_name or (target is None and is_our_own(name))
+    rules_of_name[target] = function
     _VERSION.next()
     if replaces:
         jax.clear_caches()
 
 
 def unregister(name: str) -> None:
-    """Removes the rules that users registered for a primitive, and clears what was made with them."""
+    """Removes the rules of users for a primitive, and clears programs that were made with them."""
     if _CUSTOM.pop(name, None):
         _VERSION.next()
         jax.clear_caches()
 
 
 def is_our_own(name: str) -> bool:
-    """Whether the library itself has a rule for a primitive."""
+    """Whether gshard has its own rule for a primitive."""
     return name in _RULES
 
 
 def has_rule(name: str, params: dict[str, Any]) -> bool:
-    """Whether the library, or a user, knows a rule for an equation of a primitive with these parameters."""
+    """Whether gshard or a user has a rule for an equation of a primitive with these parameters."""
     return name in _RULES or _custom_rule(name, params) is not None
 
 
 def own_rule(name: str) -> RuleFunction:
-    """The library's own rule of a primitive."""
+    """gshard's own rule of a primitive."""
     return _RULES[name]
 
 
 def known_primitives() -> tuple[str, ...]:
-    """Names of all primitives that the library has a rule for."""
+    """The names of all primitives for which gshard has its own rule."""
     return tuple(sorted(_RULES))
 
 
 def contradiction(rule: Rule, call: Call) -> str | None:
-    """What in a rule's factors does not add up to the equation's shapes, as text; None if they do."""
+    """A text that states why a rule does not fit an equation; None if it fits."""
     for what, tensors, shapes in (
         ("operand", rule.operands, call.in_shapes),
         ("result", rule.results, call.out_shapes),
@@ -139,21 +144,21 @@ def contradiction(rule: Rule, call: Call) -> str | None:
         if len(tensors) != len(shapes):
             return f"it is for {len(tensors)} {what}s, and there are {len(shapes)}"
         for i, (dims, shape) in enumerate(zip(tensors, shapes, strict=True)):
-            wrong = _of_one_array(rule, dims, shape)
-            if wrong:
-                return f"{what} {i}: {wrong}"
+            problem = _contradiction_in_array(rule, dims, shape)
+            if problem:
+                return f"{what} {i}: {problem}"
     for factor in rule.factors:
         if (factor.monoid in MONOIDS) != (factor.kind == REDUCE):
             return f"a factor that is {factor.kind} has the monoid {factor.monoid}, of {MONOIDS}"
     reduced = {f for f, factor in enumerate(rule.factors) if factor.kind == REDUCE}
-    if kept := reduced & {f for dims in rule.results for dim in dims for f in dim}:
-        return f"{rule.names[min(kept)]} is reduced and stands in a result"
+    if in_results := reduced & {f for dims in rule.results for dim in dims for f in dim}:
+        return f"{rule.names[min(in_results)]} is reduced and stands in a result"
     if any(f.kind == COMMUNICATE for f in rule.factors) and rule.local is None:
         return "a factor is communicated, and no local says how"
     return None
 
 
-def _of_one_array(rule: Rule, dims: tuple[tuple[int, ...], ...], shape: tuple[int, ...]) -> str | None:
+def _contradiction_in_array(rule: Rule, dims: tuple[tuple[int, ...], ...], shape: tuple[int, ...]) -> str | None:
     used = [f for dim in dims for f in dim]
     if any(not 0 <= f < len(rule.factors) for f in used):
         return f"it names a factor that does not exist: {max(used)}"
@@ -165,7 +170,7 @@ def _of_one_array(rule: Rule, dims: tuple[tuple[int, ...], ...], shape: tuple[in
         size = math.prod(rule.factors[f].size for f in dim)
         kinds = {rule.factors[f].kind for f in dim}
         if len(dim) == 1 and kinds <= {COMMUNICATE, REPLICATE} and n <= size:
-            continue  # what slides or is never split may stand for dimensions of several sizes
+            continue  # such a factor may stand for dimensions of several sizes
         if dim and size != n:
             product = " * ".join(f"{rule.names[f]}={rule.factors[f].size}" for f in dim)
             return f"dimension {d} is {n}, and its factors make {product}"
@@ -173,10 +178,13 @@ def _of_one_array(rule: Rule, dims: tuple[tuple[int, ...], ...], shape: tuple[in
 
 
 def _custom_rule(name: str, params: dict[str, Any]) -> RuleFunction | None:
-    """A user's rule, best for exactly what an FFI call or a callback calls."""
-    found = _CUSTOM.get(name)
-    if not found:
+    """A user's rule for the target of an FFI call or a callback, or for all equations of the primitive."""
+    rules_of_name = _CUSTOM.get(name)
+    if not rules_of_name:
         return None
     callback = params.get("callback")
     target = params.get("target_name", getattr(callback, "callback_func", callback))
-    return next((f for t, f in found.items() if t is not None and t == target), found.get(None))
+    for rule_target, function in rules_of_name.items():
+        if rule_target is not None and rule_target == target:
+            return function
+    return rules_of_name.get(None)

@@ -1,8 +1,8 @@
-"""Sharding rules of ``jax.experimental.custom_partitioning``, read as factors.
+"""Converts sharding rules of ``jax.experimental.custom_partitioning`` to factors.
 
-JAX writes them as text, ``"... i k, k j -> ... i j"``, or as ``SdyShardingRule`` objects; they say what our own
-notation says. A factor of theirs that stands in operands alone is not reduced by the partitioner: the program that the
-user gives for each device combines the parts.
+A sharding rule is a text, ``"... i k, k j -> ... i j"``, or an ``SdyShardingRule`` object. It corresponds to a rule in
+gshard's notation. The partitioner does not reduce a factor that occurs in operands only: the user's per-device program
+combines the parts.
 
     >>> from jax.experimental.custom_partitioning import SdyShardingRule, ArrayMapping
     >>> mapping = SdyShardingRule((ArrayMapping("i", "k"), ArrayMapping("k")), (ArrayMapping("i"),))
@@ -29,10 +29,10 @@ class Factors:
     """The factors of an equation.
 
     Attributes:
-        sizes: of each factor; the largest dimension that it stands for.
-        dims: for each operand, then each result, for each dimension, its factors major to minor.
-        whole: those that cannot be split.
-        communicated: those along which devices send to each other.
+        sizes: the size of each factor: the largest dimension that it stands for.
+        dims: for each dimension of each operand, then of each result, its factors, major to minor.
+        whole: the factors that cannot be split.
+        communicated: the factors along which devices communicate.
     """
 
     sizes: tuple[int, ...]
@@ -42,7 +42,7 @@ class Factors:
 
 
 def independent(shapes: Shapes) -> Factors:
-    """A factor for each dimension of each array: what holds where there is no sharding rule."""
+    """A separate factor for each dimension of each array, for an equation without a sharding rule."""
     sizes: list[int] = []
     dims = []
     for shape in shapes:
@@ -58,46 +58,50 @@ def factors_of(rule: SdyShardingRule, in_shapes: Shapes, out_shapes: Shapes) -> 
         RuleError: the rule does not fit the arrays.
     """
     mappings = (*rule.operand_mappings, *rule.result_mappings)
-    for what, written, given in (
+    for what, mappings_of_rule, shapes_of_call in (
         ("operands", rule.operand_mappings, in_shapes),
         ("results", rule.result_mappings, out_shapes),
     ):
-        if len(written) != len(given):
-            raise _misfit(rule, f"is for {len(written)} {what}, and there are {len(given)}")
+        if len(mappings_of_rule) != len(shapes_of_call):
+            raise _misfit(rule, f"is for {len(mappings_of_rule)} {what}, and there are {len(shapes_of_call)}")
     shapes = (*in_shapes, *out_shapes)
-    spread = list(_spread(rule, mappings, shapes, len(in_shapes)))
-    sizes = {str(name): int(size) for name, size in rule.factor_sizes.items()}
-    for names, shape in zip(spread, shapes, strict=True):
-        for (name, *more), n in zip(names, shape, strict=True):
-            if not more:
-                sizes[name] = max(n, sizes.get(name, n))
-    numbers = {name: i for i, name in enumerate(dict.fromkeys(w for names in spread for dim in names for w in dim))}
-    if missing := [name for name in numbers if name not in sizes]:
+    names_of_arrays = list(_expand_ellipses(rule, mappings, shapes, len(in_shapes)))
+    size_of = {str(name): int(size) for name, size in rule.factor_sizes.items()}
+    for names, shape in zip(names_of_arrays, shapes, strict=True):
+        for (name, *others), n in zip(names, shape, strict=True):
+            if not others:
+                size_of[name] = max(n, size_of.get(name, n))
+    all_names = dict.fromkeys(name for names in names_of_arrays for dim in names for name in dim)
+    number_of = {name: i for i, name in enumerate(all_names)}
+    if missing := [name for name in number_of if name not in size_of]:
         raise _misfit(rule, f"leaves the size of {missing[0]!r} open")
-    every = [sizes[name] for name in numbers]
-    dims, whole = [], {numbers[name] for name in rule.need_replication_factors}
-    for i, (names, shape) in enumerate(zip(spread, shapes, strict=True)):
-        own: list[tuple[int, ...]] = []
+    sizes = [size_of[name] for name in number_of]
+    dims_of_arrays = []
+    whole = {number_of[name] for name in rule.need_replication_factors}
+    for i, (names, shape) in enumerate(zip(names_of_arrays, shapes, strict=True)):
+        dims: list[tuple[int, ...]] = []
         for d, (dim, n) in enumerate(zip(names, shape, strict=True)):
-            product = tuple(numbers[name] for name in dim)
-            if len(dim) > 1 and math.prod(every[f] for f in product) != n:
-                got = " * ".join(f"{name}={sizes[name]}" for name in dim)
-                raise _misfit(rule, f"has dimension {d} of {_array(i, len(in_shapes))} be {got}, and it is {n}")
-            if len(dim) == 1 and n == 1 < every[product[0]]:  # one element for all of the others: it stays whole
-                product = (len(every),)
-                whole.add(len(every))
-                every.append(1)
-            own.append(product)
-        used = [f for product in own for f in product]
+            factors = tuple(number_of[name] for name in dim)
+            if len(dim) > 1 and math.prod(sizes[f] for f in factors) != n:
+                product = " * ".join(f"{name}={size_of[name]}" for name in dim)
+                raise _misfit(rule, f"has dimension {d} of {_array(i, len(in_shapes))} be {product}, and it is {n}")
+            if len(dim) == 1 and n == 1 < sizes[factors[0]]:  # a broadcast dimension stays whole
+                factors = (len(sizes),)
+                whole.add(len(sizes))
+                sizes.append(1)
+            dims.append(factors)
+        used = [f for factors in dims for f in factors]
         if len(set(used)) != len(used):
             raise _misfit(rule, f"names a factor twice in {_array(i, len(in_shapes))}")
-        dims.append(tuple(own))
-    communicated = {numbers[name] for name in (*rule.reduction_factors, *rule.permutation_factors)}
-    return Factors(tuple(every), tuple(dims), frozenset(whole), frozenset(communicated))
+        dims_of_arrays.append(tuple(dims))
+    communicated = {number_of[name] for name in (*rule.reduction_factors, *rule.permutation_factors)}
+    return Factors(tuple(sizes), tuple(dims_of_arrays), frozenset(whole), frozenset(communicated))
 
 
-def _spread(rule: SdyShardingRule, mappings: Sequence[Any], shapes: Shapes, operands: int) -> Iterator[list[Any]]:
-    """The names of each array's dimensions, each a tuple; leading dimensions that '...' stands for have their own."""
+def _expand_ellipses(
+    rule: SdyShardingRule, mappings: Sequence[Any], shapes: Shapes, operands: int
+) -> Iterator[list[Any]]:
+    """For each array a tuple of factor names for each dimension. Dimensions of '...' get names of their own."""
     ranks: dict[str, int] = {}
     for i, (mapping, shape) in enumerate(zip(mappings, shapes, strict=True)):
         names = [(dim,) if isinstance(dim, str) else tuple(dim) for dim in mapping]

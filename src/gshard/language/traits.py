@@ -1,8 +1,9 @@
-"""Traits: properties of a primitive beside its rule, so that no other module lists operators.
+"""Defines traits: properties of a primitive besides its rule, so that other modules need not list operators.
 
     @rule("transpose", handed_on=True, values=lambda params, x: x.transpose(params["permutation"]))
 
-A primitive without traits has the defaults. A rule is computed from one equation; traits hold for all of a name.
+A primitive without traits has the default values. A rule is computed for each equation. Traits apply to all equations
+of a primitive.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from gshard.core.program import Constant, Equation, Value
 from gshard.language.merged_dims import Maker
 
 Places = tuple[Any, ...]
-"""For each dimension int32 [m], the positions that are wanted, or None for all."""
+"""For each dimension the positions to compute, int32 [m], or None for all positions."""
 
 
 class Part(Protocol):
-    """Arrays that follow from the positions of their elements, computed at some of them (``rules.table``)."""
+    """Computes some elements of arrays whose elements depend on their positions only (``rules.table``)."""
 
     def of(self, x: Value | Constant, at: Places) -> Any:
         """The elements of an array at some positions of each dimension."""
@@ -32,22 +33,22 @@ class Traits:
     """The properties of a primitive.
 
     Attributes:
-        elementwise: each element of the result depends only on the elements of the operands at its place.
-        remark: the result is the operand; the equation only annotates it, for example with a name.
-        moves: elements change their places, so that shards have to exchange them.
-        monoid: of an operation on two arrays that combines elements as a reduction does.
-        pure: it may run once more, or not at all: it gives the same results and has no effects.
-        shared: equal equations may become one.
-        fixed: a loop may not leave it out of its rounds, even if it reads nothing.
-        free: made of nothing, or of one number, wherever it is read.
-        handed_on: it runs on values in the memory of the host as well.
-        same_on_parts: along parallel dimensions it is the same with the same parameters, although its rule has a way
-            of its own to run on shards.
-        shape_in: the parameter that holds the shape of the result, or of the operand where the result is a part of it.
-        values: ``values(params, *arrays)``: the result, of NumPy arrays (floats are float64); None if it may depend on
-            how a device rounds.
-        merged: computes an equation on arrays whose merged dimensions are apart (``language.merged_dims``).
-        placed: ``placed(part, equation, places)``: the elements of the result at some places only.
+        elementwise: whether each element of the result depends only on the elements of the operands at its position.
+        remark: whether the result is the operand, and the equation only annotates it, for example with a name.
+        moves: whether elements change their positions, so that shards must exchange them.
+        monoid: the monoid with which the operation combines the elements of two arrays; empty if it is none.
+        pure: whether the equation may run again or not at all: it always gives the same results and has no effects.
+        shared: whether gshard may replace equal equations by one.
+        fixed: whether a loop must run it in every iteration, even if it reads nothing.
+        free: whether the result can be computed at no cost where it is read: it depends on no array, or on one number.
+        handed_on: whether it also runs on values in host memory.
+        same_on_parts: whether it runs with the same parameters along parallel dimensions, although its rule has a
+            ``local`` function.
+        shape_in: the parameter that contains the shape of the result, or of the operand if the result is a part of it.
+        values: ``values(params, *arrays)`` returns the result for NumPy arrays (floats are float64), or None if the
+            result may depend on the rounding of a device.
+        merged: computes an equation in fine form (``language.merged_dims``).
+        placed: ``placed(part, equation, places)`` computes the elements of the result at some positions only.
     """
 
     elementwise: bool = False
@@ -67,7 +68,7 @@ class Traits:
 
     @property
     def computes(self) -> bool:
-        """Whether it is elementwise and no mere remark."""
+        """Whether it is elementwise and not only a remark."""
         return self.elementwise and not self.remark
 
     @property
@@ -92,5 +93,5 @@ def traits_of(name: str) -> Traits:
 
 
 def names_where(holds: Callable[[Traits], Any]) -> frozenset[str]:
-    """The primitives whose traits fulfil a condition."""
+    """The names of the primitives whose traits satisfy a condition."""
     return frozenset(name for name, traits in _TRAITS.items() if holds(traits))

@@ -53,7 +53,7 @@ def demands(program: Program, mesh: Mesh) -> Iterator[tuple[Value, Demand, Reaso
     ):
         if mark is not None:
             _refuse_unreduced(mark, value, f"argument {name}")
-            source = f"{name}, {mark.said}" if mark.said else name
+            source = f"{name}, {mark.source_text}" if mark.source_text else name
             yield value, resolve(mark, mesh, value.shape, f"argument {name}"), Reason("argument", "", source)
     for e in program.block.walk():
         if e.mark is not None:

@@ -30,7 +30,8 @@ from gshard.core.split import Split, place, project
 from gshard.language.per_device import renamed
 from gshard.language.registry import Call, rule
 from gshard.language.sharding_rule import Factors
-from gshard.language.user_partition import Arrays, DeviceProgram, OnMesh, Partitioned
+from gshard.language.user_partition import Arrays, OnMesh
+from gshard.language.user_partition_types import DeviceProgram, Partitioned
 
 _MOST_TRIALS = 64  # of factors that may have to be split together with one
 _UNEVEN = "no axis of the mesh divides a dimension of it, and gshard gives a kernel no padded parts"

@@ -1,4 +1,4 @@
-"""Builder: turns jaxprs into blocks; opens calls, and finds the rule of each equation."""
+"""Converts jaxprs to blocks: opens calls, merges equal equations, and finds the rule of each equation."""
 
 from __future__ import annotations
 
@@ -56,7 +56,12 @@ from gshard.tracing.permitted import permit_from
 
 @dataclasses.dataclass
 class _Body:
-    """The equations of a block, and which of them have been met before."""
+    """The equations of a block under construction.
+
+    Attributes:
+        equations: the equations so far.
+        known: the equation for each key of ``common_key``, to merge equal equations.
+    """
 
     equations: list[Equation] = dataclasses.field(default_factory=list)
     known: dict[Any, Equation] = dataclasses.field(default_factory=dict)
@@ -64,7 +69,21 @@ class _Body:
 
 @dataclasses.dataclass
 class Builder:
-    """Turns jaxprs into blocks; one numbering for all values."""
+    """Converts jaxprs to blocks. All blocks of one builder share the numbering of values.
+
+    Attributes:
+        counter: the numbers of new values.
+        rules: the rule of each call, which equal calls share.
+        bodies: the jaxpr of each opened equation, which equal equations share.
+        layout: the layout for names of dimensions.
+        context: the context of the current equation.
+        dropped: features that the program does not keep.
+        rewrites: the rewrites to run.
+        fired: the rewrites that have changed the program.
+        named: the values whose dimensions have names.
+        known_values: the known values of constant indices.
+        looks: the inspections of the function; None if it has none.
+    """
 
     counter: Iterator[int] = dataclasses.field(default_factory=itertools.count)
     rules: dict[Any, Rule] = dataclasses.field(default_factory=dict)
@@ -85,10 +104,13 @@ class Builder:
         captured: Sequence[Any] = (),
         same: Iterable[Value | Constant] = (),
     ) -> Block:
-        """A block of a jaxpr; its constants are inputs in front, or written in where ``consts`` are given.
+        """The block of a jaxpr.
 
-        Of those that are inputs the values are known where they are ``captured``; of others, where they are the
-        ``same`` as arrays outside.
+        Args:
+            jaxpr: the jaxpr.
+            consts: the values of its constants, which become literals. Without them the constants are the first inputs.
+            captured: the known values of constants that are inputs.
+            same: for each argument the value outside that it is equal to.
         """
         env: dict[Any, Value | Constant] = {}
         inputs: list[Value] = []
@@ -107,9 +129,9 @@ class Builder:
         self._equations(jaxpr, env, body, None)
         outputs = tuple(_read(env, v) for v in jaxpr.outvars)
         equations = without_dead_code(body.equations, outputs, makes_indices)
-        around = self.context
+        outer_context = self.context
         equations = in_segments(equations, outputs, self._rewritten)
-        self.context = around
+        self.context = outer_context
         return Block(tuple(inputs), tuple(equations), outputs)
 
     def _rewritten(self, context: Context, equations: Sequence[Equation], outputs: Sequence[Any]) -> Sequence[Equation]:
@@ -120,32 +142,46 @@ class Builder:
         return rewritten
 
     def made_of(self, jaxpr: Any, consts: Any, arrays: Any, line: Any = None) -> tuple[list[Equation], list[Any]]:
-        """The equations of a jaxpr on some arrays, and its results."""
-        env, body = (
-            dict(zip((*jaxpr.constvars, *jaxpr.invars), (*map(Constant, consts), *arrays), strict=True)),
-            _Body(),
-        )
+        """The equations of a jaxpr on some values, and its results."""
+        variables = (*jaxpr.constvars, *jaxpr.invars)
+        env = dict(zip(variables, (*map(Constant, consts), *arrays), strict=True))
+        body = _Body()
         self._equations(jaxpr, env, body, line)
         return body.equations, [_read(env, v) for v in jaxpr.outvars]
 
     def marked_by_type(self, block: Block, variables: Sequence[Any], as_typed: bool) -> Block:
-        """The block with marks on those results whose types (of explicit axes) say how they are sharded."""
-        added, outputs = [], list(block.outputs)
+        """The block with marks on results whose types (with explicit axes) contain a sharding.
+
+        Args:
+            block: the block.
+            variables: the variables of its results in the jaxpr.
+            as_typed: whether to mark also results whose types name no axis.
+        """
+        marks: list[Equation] = []
+        outputs = list(block.outputs)
         for i, (v, variable) in enumerate(zip(block.outputs, variables, strict=True)):
             mark = mark_of_result(variable.aval, i, block)
             if mark is not None and isinstance(v, Value) and (as_typed or any(mark.spec)):
                 outputs[i] = result = self._new({}, variable)
                 call = Call(mark_p.name, {"mark": mark}, (v.shape,), (v.shape,), (v.dtype,), mark_p)
                 rule = self._rule(call, None)
-                added.append(Equation(mark_p, {"mark": mark}, (v,), (result,), rule, mark=mark))
-        return Block(block.inputs, (*block.equations, *added), tuple(outputs))
+                marks.append(Equation(mark_p, {"mark": mark}, (v,), (result,), rule, mark=mark))
+        return Block(block.inputs, (*block.equations, *marks), tuple(outputs))
 
     def _equations(self, jaxpr: Any, env: dict[Any, Any], out: _Body, line: Any) -> None:
+        """Appends the equations of a jaxpr.
+
+        Args:
+            jaxpr: the jaxpr.
+            env: the value of each variable so far; the variables of results are added.
+            out: the block under construction.
+            line: the source information of the call that contains the jaxpr; None outside of calls.
+        """
         outer = self.context
         for eqn in jaxpr.eqns:
             self.context = context_of(eqn).inside(outer)
             name, params = eqn.primitive.name, eqn.params
-            # An equation that JAX's own library made inside a call is blamed on the line that called it.
+            # An equation of JAX's own library has no user line. It gets the line of the call.
             source = eqn.source_info if line is None or user_line(eqn.source_info) else line
             source = source if line is None else in_scopes_of(source, line)
             self.dropped += dropped(eqn, source)
@@ -158,35 +194,18 @@ class Builder:
             if eqn.primitive is name_p:
                 self._named(eqn, inputs[0], env, out, source)
                 continue
-            with as_if_at(source), with_settings_of(eqn):  # what stands for an equation has its line
-                avals = [v.aval for v in eqn.invars]
-                told = demanded(eqn)
-                told = with_shardings_as_marks(eqn.primitive, params, avals) if told is None else told
-                body = None if told is None else closed(told)
-                body = body or opened_region(name, params, avals) or expansion(name, params, avals)
-                look_up = simpler(self.known_values, eqn.primitive, params, inputs) if body is None else None
-                if look_up is not None and look_up[0].out_avals[0].weak_type == eqn.outvars[0].aval.weak_type:
-                    body, inputs = closed(look_up[0]), tuple(look_up[1])
-                body = body or self._opened(eqn)
+            with as_if_at(source), with_settings_of(eqn):  # equations that replace this one get its line
+                body, inputs = self._replacement(eqn, inputs)
             if body is not None:
                 if needs_barrier(name, params):
                     inputs = self._barrier(inputs, out, source)
-                inner, consts = body
-                env_inner: dict[Any, Any] = {v: Constant(c) for v, c in zip(inner.constvars, consts, strict=True)}
-                env_inner.update(zip(inner.invars, inputs, strict=True))
-                around = self.layout  # a partitioned function that has a layout of its own keeps it
-                self.layout = getattr(params.get("target"), "layout", None) or around
                 self.context = context_of_body(eqn).inside(outer)
-                first = len(out.equations)
-                self._equations(inner, env_inner, out, source)
-                self.layout = around
-                permit_from(first, out.equations, params.get("target"))
-                env.update({v: _read(env_inner, w) for v, w in zip(eqn.outvars, inner.outvars, strict=True)})
+                self._body(eqn, body, inputs, env, out, source)
                 continue
             key = None if eqn.effects else common_key(eqn.primitive, params, inputs, self.context)
             if key is not None and key in out.known:
                 env.update(zip(eqn.outvars, out.known[key].outputs, strict=True))
-                self._kept_in_parts(eqn, env, out, source)
+                self._mark_unreduced_results(eqn, env, out, source)
                 continue
             check_arrays(eqn, source)
             outputs = tuple(self._new(env, v) for v in eqn.outvars)
@@ -195,17 +214,57 @@ class Builder:
                 out.known[key] = out.equations[-1]
             if len(outputs) == 1:
                 self.known_values.note(out.equations[-1])
-            self._kept_in_parts(eqn, env, out, source)
+            self._mark_unreduced_results(eqn, env, out, source)
         self.context = outer
 
+    def _replacement(
+        self, eqn: Any, inputs: tuple[Value | Constant, ...]
+    ) -> tuple[tuple[Any, tuple[Any, ...]] | None, tuple[Value | Constant, ...]]:
+        """The jaxpr that replaces an equation, with its constants and its operands; None for an equation that stays."""
+        name, params = eqn.primitive.name, eqn.params
+        avals = [v.aval for v in eqn.invars]
+        with_marks = demanded(eqn)
+        if with_marks is None:
+            with_marks = with_shardings_as_marks(eqn.primitive, params, avals)
+        body = None if with_marks is None else closed(with_marks)
+        body = body or opened_region(name, params, avals) or expansion(name, params, avals)
+        if body is not None:
+            return body, inputs
+        look_up = simpler(self.known_values, eqn.primitive, params, inputs)
+        if look_up is not None and look_up[0].out_avals[0].weak_type == eqn.outvars[0].aval.weak_type:
+            return closed(look_up[0]), tuple(look_up[1])
+        return self._opened(eqn), inputs
+
+    def _body(
+        self, eqn: Any, body: tuple[Any, tuple[Any, ...]], inputs: Sequence[Any], env: dict[Any, Any], out: _Body,
+        source: Any,
+    ) -> None:  # fmt: skip
+        """Appends the equations of the jaxpr that replaces an equation."""
+        target = eqn.params.get("target")
+        inner, consts = body
+        env_inner: dict[Any, Any] = {v: Constant(c) for v, c in zip(inner.constvars, consts, strict=True)}
+        env_inner.update(zip(inner.invars, inputs, strict=True))
+        outer_layout = self.layout
+        self.layout = getattr(target, "layout", None) or outer_layout  # a partitioned function may have its own layout
+        first = len(out.equations)
+        self._equations(inner, env_inner, out, source)
+        self.layout = outer_layout
+        permit_from(first, out.equations, target)
+        env.update({v: _read(env_inner, w) for v, w in zip(eqn.outvars, inner.outvars, strict=True)})
+
     def equation(self, primitive: Any, params: dict[str, Any], inputs: Any, outputs: Any, source: Any) -> Equation:
-        """An equation with its rule, or its region, blamed on a line of the user's."""
+        """An equation with its rule or its region.
+
+        Args:
+            primitive, params, inputs, outputs: of the equation.
+            source: the source information with the user's line.
+        """
         region = REGIONS.get(primitive.name)
         if region is not None:
             same = itertools.chain(region.same(params), itertools.repeat(range(0)))
             bodies = zip(region.bodies(params), same, strict=False)
-            made = [self.block(*closed(body), same=[inputs[i] for i in at]) for body, at in bodies]
-            blocks = added_in_rounds(primitive.name, made)
+            traced = [self.block(*closed(body), same=[inputs[i] for i in positions]) for body, positions in bodies]
+            blocks = added_in_rounds(primitive.name, traced)
             edges = tuple(region.edges(params, inputs, outputs, blocks))
             count = region.trip_count(params)
             return Equation(
@@ -221,7 +280,7 @@ class Builder:
         return Equation(primitive, params, inputs, outputs, rule, source, mark=mark, context=self.context)
 
     def _named(self, eqn: Any, x: Value | Constant, env: dict[Any, Any], out: _Body, source: Any) -> None:
-        """A name is a mark where the layout has a row for it, and nothing otherwise."""
+        """Converts names to a mark if the layout has a row for any of them; otherwise ignores them."""
         names, line = eqn.params["mark"], user_line(source)
         (variable,) = eqn.outvars
         mark = None if self.layout is None else self.layout.mark(names, line)
@@ -231,23 +290,23 @@ class Builder:
         if isinstance(x, Value):
             self.named.append(Named(x, names, line, self.layout))
 
-    def _kept_in_parts(self, eqn: Any, env: dict[Any, Any], out: _Body, source: Any) -> None:
+    def _mark_unreduced_results(self, eqn: Any, env: dict[Any, Any], out: _Body, source: Any) -> None:
         for variable, mark in marks_of_parts(eqn, source):
             env[variable] = self._marked(env[variable], mark, variable, out, source)
 
     def _marked(self, x: Value | Constant, mark: Mark, variable: Any, out: _Body, source: Any) -> Value:
         params = {"mark": mark}
         key = common_key(mark_p, params, (x,), self.context)
-        made = None if key is None else out.known.get(key)
-        if made is None:
-            made = self.equation(mark_p, params, (x,), (self._new({}, variable),), source)
-            out.equations.append(made)
+        marked = None if key is None else out.known.get(key)
+        if marked is None:
+            marked = self.equation(mark_p, params, (x,), (self._new({}, variable),), source)
+            out.equations.append(marked)
             if key is not None:
-                out.known[key] = made
-        return made.outputs[0]
+                out.known[key] = marked
+        return marked.outputs[0]
 
     def _opened(self, eqn: Any) -> tuple[Any, tuple[Any, ...]] | None:
-        """What a primitive without a rule is made of; equal equations (those of equal layers) share it."""
+        """The jaxpr of a primitive without a rule, which equal equations (of equal layers) share; None without one."""
         if eqn.effects or not may_be_opened(eqn.primitive, eqn.params):
             return None
         avals = tuple(v.aval for v in eqn.invars), tuple(v.aval for v in eqn.outvars)
@@ -255,40 +314,43 @@ class Builder:
         try:
             if key not in self.bodies:
                 self.bodies[key] = opened(eqn.primitive, eqn.params, *avals)
-            made = self.bodies[key]
+            jaxpr = self.bodies[key]
         except TypeError:  # a parameter that cannot be compared
-            made = opened(eqn.primitive, eqn.params, *avals)
-        return None if made is None else closed(made)
+            jaxpr = opened(eqn.primitive, eqn.params, *avals)
+        return None if jaxpr is None else closed(jaxpr)
 
     def _rule(self, call: Call, source: Any) -> Rule:
-        """The rule of a call; equal calls (those of equal layers) share one, whatever numbers they are written with."""
+        """The rule of a call. Equal calls (of equal layers) share a rule, unless their literals change the rule."""
         key = (call.primitive, tuple(call.params.items()), call.in_shapes, call.out_shapes, call.in_dtypes)
         try:
-            known = self.rules.get((key, call.literals))
+            shared = self.rules.get((key, call.literals))
         except TypeError:  # a parameter that cannot be compared
             return rule_of(call, source)
-        if known is None:
-            made = rule_of(call, source)
-            known = self.rules.setdefault((key, made.linear, made.finite), made)
-            self.rules[key, call.literals] = known
-        return known
+        if shared is None:
+            rule = rule_of(call, source)
+            shared = self.rules.setdefault((key, rule.linear, rule.finite), rule)
+            self.rules[key, call.literals] = shared
+        return shared
 
     def _barrier(self, inputs: tuple[Any, ...], out: _Body, source: Any) -> tuple[Any, ...]:
-        at = [i for i, x in enumerate(inputs) if isinstance(x, Value)]
-        given = tuple(inputs[i] for i in at)
-        fresh = tuple(Value(x.shape, x.dtype, next(self.counter), on_host=x.on_host) for x in given)
-        out.equations.append(self.equation(optimization_barrier_p, {}, given, fresh, source))
-        hidden = dict(zip(at, fresh, strict=True))
-        return tuple(hidden.get(i, x) for i, x in enumerate(inputs))
+        """Appends a barrier, and returns the operands behind it."""
+        positions = [i for i, x in enumerate(inputs) if isinstance(x, Value)]
+        before = tuple(inputs[i] for i in positions)
+        after = tuple(Value(x.shape, x.dtype, next(self.counter), on_host=x.on_host) for x in before)
+        out.equations.append(self.equation(optimization_barrier_p, {}, before, after, source))
+        behind_barrier = dict(zip(positions, after, strict=True))
+        return tuple(behind_barrier.get(i, x) for i, x in enumerate(inputs))
 
     def fresh(self, shape: tuple[int, ...], dtype: Any, weak: bool = False) -> Value:
-        """A new value that stands for none of the user's arrays."""
+        """A new value that is not an array of the user's program."""
         return Value(shape, dtype, next(self.counter), weak, made=True)
 
     def _new(self, env: dict[Any, Any], var: Any) -> Value:
+        """A new value for a variable of a jaxpr, which is added to ``env``."""
         aval = var.aval
-        index, host = next(self.counter), is_on_host(aval)
-        env[var] = value = Value(tuple(map(int, aval.shape)), aval.dtype, index, aval.weak_type, on_host=host)
+        index, on_host = next(self.counter), is_on_host(aval)
+        value = Value(tuple(map(int, aval.shape)), aval.dtype, index, aval.weak_type, on_host=on_host)
+        env[var] = value
         return value
 
 

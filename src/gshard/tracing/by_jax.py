@@ -1,4 +1,4 @@
-"""Makes the jaxpr of a function with JAX, and translates JAX's errors."""
+"""Traces a function to a jaxpr with JAX, and translates JAX's errors."""
 
 from __future__ import annotations
 
@@ -17,20 +17,22 @@ def closed_of(f: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, An
     """The closed jaxpr of a function of pytrees, over its flat arguments, and the pytree of its results.
 
     Raises:
-        TraceError: as ``trace``; of JAX's own type of error too, so that who expects that one goes on working.
+        TraceError: as for ``trace``. The error is also of the type of JAX's error, so ``except`` clauses still match.
     """
     try:
         jaxpr, shapes = jax.make_jaxpr(f, return_shape=True)(*args, **kwargs)
     except (jax.errors.NonConcreteBooleanIndexError, TypeError, ValueError, NameError) as error:
-        if (refused := _refused(f, error)) is error:
+        translated = _translated(f, error)
+        if translated is error:
             raise
-        raise refused from error
+        raise translated from error
     return jaxpr, jax.tree.structure(shapes)
 
 
-def _refused(f: Callable[..., Any], error: Exception) -> Exception:
-    """The error to raise for one of JAX's."""
-    text, name = str(error), name_of(f)
+def _translated(f: Callable[..., Any], error: Exception) -> Exception:
+    """The error to raise for an error of JAX; the same error if it is not about tracing."""
+    text = str(error)
+    name = name_of(f)
     line = line_of_exception(error)
     if "returned a value of type" in text:
         return TraceError.like(
@@ -51,33 +53,33 @@ def _refused(f: Callable[..., Any], error: Exception) -> Exception:
             return TraceError.like(error, f"{name} cannot be traced: {text}", line)
         return TraceError.like(error, f"{name} cannot be traced: {text}", line, hint=hint)
     if not is_shape and not isinstance(error, jax.errors.JAXTypeError | jax.errors.JAXIndexError):
-        return error  # a mistake of another kind
-    numpy = isinstance(error, jax.errors.TracerArrayConversionError)
+        return error  # not an error about tracing
+    uses_numpy = isinstance(error, jax.errors.TracerArrayConversionError)
     return TraceError.like(
         error,
         f"{name} cannot be traced: it needs the value of an array, and only shapes are known.",
         line,
         "\n  ".join(words for words in text.splitlines() if words and not words.startswith("See ")),
         "Use jax.numpy instead of numpy on arrays (jnp.sin for np.sin), and static_argnums for plain values."
-        if numpy
+        if uses_numpy
         else "Use jnp.where or jax.lax.cond instead of branching on array values, and static_argnums for plain values.",
     )
 
 
 def _comes_from_jax(error: BaseException) -> bool:
-    """Whether JAX raised an exception itself, and not the user's code or ours."""
+    """Whether JAX raised an exception, and not the user's code or gshard."""
     frame = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
     return str(frame.f_globals.get("__name__")).split(".")[0] in ("jax", "jaxlib")
 
 
 def _unbound_axis(error: NameError, name: str, line: str | None) -> Exception:
-    """The error for a collective over an axis that nothing binds, such as ``jax.lax.pmean`` left over from ``pmap``."""
-    found = re.search(r"unbound axis name: (\S+?)\.?(?:\s|$)", str(error))
-    if found is None:
-        return error  # a name of Python's
+    """The error for a collective over an unbound axis, such as a remaining ``jax.lax.pmean`` of a ``pmap``."""
+    match = re.search(r"unbound axis name: (\S+?)\.?(?:\s|$)", str(error))
+    if match is None:
+        return error  # an undefined Python name
     return TraceError.like(
         error,
-        f"{name} uses the axis {found[1]!r} in a collective, and no jax.shard_map or jax.vmap around it has that axis.",
+        f"{name} uses the axis {match[1]!r} in a collective, and no jax.shard_map or jax.vmap around it has that axis.",
         line,
         str(error),
         "If jax.pmap needed the collective, remove it: here arrays are whole, so a mean over the batch is one over all "
@@ -86,7 +88,7 @@ def _unbound_axis(error: NameError, name: str, line: str | None) -> Exception:
 
 
 def name_of(f: Any) -> str:
-    """What a function is called in messages, HLO and profiles; partial functions and callables have names too."""
+    """The name of a function in messages, HLO and profiles; also for partial functions and callable objects."""
     while not hasattr(f, "__name__") and hasattr(f, "func"):
         f = f.func
     return str(getattr(f, "__name__", type(f).__name__))

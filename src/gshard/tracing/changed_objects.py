@@ -1,10 +1,10 @@
 """Refuses a function that changes an array in an argument and does not return it.
 
-A pytree may be an object that can be changed, as a module of Flax NNX is. A jitted function is given a copy of it. What
-the function changes in the copy and does not return is lost: weights that an optimizer updates, statistics of a batch
-normalisation, the counter of dropout's keys. ``nnx.jit`` returns such changes by itself; ``jax.jit`` loses them.
-Lists and dictionaries are not checked, because functions often change them for their own use; nor are arrays that an
-object gets inside of the function.
+A pytree may be a mutable object, such as a module of Flax NNX. A jitted function receives a copy of it. Changes of the
+copy that the function does not return are lost: weights that an optimizer updates, statistics of a batch normalisation,
+the counter of dropout keys. ``nnx.jit`` returns such changes by itself; ``jax.jit`` loses them. gshard does not check
+lists and dictionaries, because functions often change them locally, or arrays that an object receives inside of the
+function.
 """
 
 from __future__ import annotations
@@ -25,33 +25,35 @@ _CONTAINERS = (tuple, list, dict, type(None))
 
 
 def has_objects(structure: Any) -> bool:
-    """Whether there are objects with arrays in them in the structure of some arguments."""
+    """Whether arguments with this tree structure contain objects that hold arrays."""
     return bool(_objects(jax.tree.unflatten(structure, [0] * structure.num_leaves)))
 
 
 def with_kept_objects(f: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The function, refused when it is traced if it changes an array in an argument and does not return it.
+    """The function with a check that it returns every array of an argument that it changes.
 
     Raises:
-        ArgumentError: when called, with the names of what is changed.
+        ArgumentError: when the returned function is called; the message names the changed arrays.
     """
 
     @functools.wraps(f)
     def checked(*args: Any, **kwargs: Any) -> Any:
         arguments = args, kwargs
-        objects, before = _objects(arguments), jax.tree.leaves(arguments)
-        known = {id(x) for x in before}
+        objects = _objects(arguments)
+        leaves_before = jax.tree.leaves(arguments)
+        ids_before = {id(x) for x in leaves_before}
         if [id(x) for x in jax.tree.leaves(objects)] != [id(x) for x in jax.tree.leaves(objects)]:
-            return f(*args, **kwargs)  # they make new arrays whenever they are read
-        found = [(x, dict(jax.tree_util.tree_leaves_with_path(x))) for x in objects]
+            return f(*args, **kwargs)  # these objects create new arrays at each access
+        arrays_before = [(x, dict(jax.tree_util.tree_leaves_with_path(x))) for x in objects]
         results = f(*args, **kwargs)
-        kept = known | {id(x) for x in jax.tree.leaves(results)}
-        changed = [old for x, olds in found for old, new in _changes(x, olds) if id(new) not in kept]
+        kept = ids_before | {id(x) for x in jax.tree.leaves(results)}
+        changed = [old for x, arrays in arrays_before for old, new in _changes(x, arrays) if id(new) not in kept]
         if changed:
-            places = [i for i, x in enumerate(before) if any(x is old for old in changed)]
-            lost = _really_changed(f, args, kwargs, places)
+            positions = [i for i, x in enumerate(leaves_before) if any(x is old for old in changed)]
+            lost = _really_changed(f, args, kwargs, positions)
             if lost:
-                names = leaf_names(f, arguments) if len(before) == len(jax.tree.leaves(arguments)) else ()
+                has_all_leaves = len(leaves_before) == len(jax.tree.leaves(arguments))
+                names = leaf_names(f, arguments) if has_all_leaves else ()
                 raise _lost(f, name, [names[i] if names else f"leaf {i}" for i in lost])
         return results
 
@@ -59,7 +61,7 @@ def with_kept_objects(f: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def _objects(arguments: Any) -> list[Any]:
-    """The outermost objects with arrays in them."""
+    """The outermost objects that contain arrays."""
     return [x for x in jax.tree.leaves(arguments, is_leaf=_is_object) if _is_object(x)]
 
 
@@ -68,45 +70,45 @@ def _is_object(x: Any) -> bool:
 
 
 def _changes(x: Any, before: dict[Any, Any]) -> list[tuple[Any, Any]]:
-    """The arrays of an object that others have taken the places of, and these."""
+    """Pairs of an array of an object and the array that has replaced it."""
     after = jax.tree_util.tree_leaves_with_path(x)
     return [(before[path], new) for path, new in after if path in before and before[path] is not new]
 
 
-def _really_changed(f: Callable[..., Any], args: Any, kwargs: Any, places: Sequence[int]) -> list[int]:
-    """Of some flat arguments those that have another value afterwards.
+def _really_changed(f: Callable[..., Any], args: Any, kwargs: Any, positions: Sequence[int]) -> list[int]:
+    """The positions of flat arguments, of some positions, whose values the function changes.
 
-    A transformation inside, such as ``nnx.grad``, may put back what it was given as a result of its own.
+    A transformation inside, such as ``nnx.grad``, may replace an array by a result that is the same value.
     """
 
     def after(*args: Any, **kwargs: Any) -> list[Any]:
         arguments = args, kwargs
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(arguments)]
         f(*args, **kwargs)
-        now = dict(jax.tree_util.tree_leaves_with_path(arguments))
-        return [now[paths[i]] for i in places]
+        leaves = dict(jax.tree_util.tree_leaves_with_path(arguments))
+        return [leaves[paths[i]] for i in positions]
 
     body, _ = closed(jax.make_jaxpr(after)(*args, **kwargs))
-    return [i for i, out in zip(places, body.outvars, strict=True) if _source(body, out) is not body.invars[i]]
+    return [i for i, out in zip(positions, body.outvars, strict=True) if _source(body, out) is not body.invars[i]]
 
 
 def _source(body: Any, out: Any) -> Any:
-    """Where a value comes from, through calls of jitted functions that return it as they got it."""
-    makers = {v: (e, i) for e in body.eqns for i, v in enumerate(e.outvars)}
-    while not hasattr(out, "val") and out in makers:
-        made, i = makers[out]
-        if made.primitive.name not in ("jit", "pjit"):
+    """The origin of a value, through calls of jitted functions that return an argument unchanged."""
+    producers = {v: (e, i) for e in body.eqns for i, v in enumerate(e.outvars)}
+    while not hasattr(out, "val") and out in producers:
+        producer, i = producers[out]
+        if producer.primitive.name not in ("jit", "pjit"):
             return out
-        inner, _ = closed(made.params["jaxpr"])
+        inner, _ = closed(producer.params["jaxpr"])
         source = _source(inner, inner.outvars[i])
         if source not in list(inner.invars):
             return out
-        out = made.invars[list(inner.invars).index(source)]
+        out = producer.invars[list(inner.invars).index(source)]
     return out
 
 
 def _lost(f: Callable[..., Any], name: str, names: Sequence[str]) -> ArgumentError:
-    code = getattr(inspect.unwrap(f), "__code__", None)  # JAX keeps no line outside of what is being traced
+    code = getattr(inspect.unwrap(f), "__code__", None)  # outside of the traced function JAX has no user line
     line = user_line() if code is None else f"{os.path.basename(code.co_filename)}:{code.co_firstlineno} ({name})"
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ArgumentError(

@@ -2,7 +2,7 @@
 
     jnp.einsum("ab,bc->ac", x, w, out_sharding=P("data"))    ->  gshard.shard(jnp.einsum("ab,bc->ac", x, w), P("data"))
 
-JAX allows it where the axes of the mesh are of type Explicit.
+JAX allows ``out_sharding=`` if the axes of the mesh are of type Explicit.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from gshard.tracing.expand import mark_of_equation, mark_of_type
 
 
 def demanded(eqn: Any) -> Any | None:
-    """The closed jaxpr of an equation that says how its (last) result is sharded, else None."""
-    said = next((eqn.params[k] for k in RESULT_SHARDINGS if eqn.params.get(k) is not None), None)
-    spec = getattr(said, "spec", None)
+    """The closed jaxpr that replaces an equation with a sharding of its (last) result; None for other equations."""
+    sharding = next((eqn.params[k] for k in RESULT_SHARDINGS if eqn.params.get(k) is not None), None)
+    spec = getattr(sharding, "spec", None)
     if spec is None or eqn.effects or getattr(spec, "unreduced", None) or getattr(spec, "reduced", None):
-        return None  # what is said of parts of a sum is in the type of the result (expand.marks_of_parts)
+        return None  # the type of the result also states unreduced and reduced axes (expand.marks_of_parts)
     shape = eqn.outvars[-1].aval.shape
-    mark = mark_of_type(said, len(shape))
+    mark = mark_of_type(sharding, len(shape))
     if mark is None or mark_of_equation(eqn.primitive.name, eqn.params, shape) is not None:
         return None
     params = {k: None if k in RESULT_SHARDINGS else v for k, v in eqn.params.items()}

@@ -1,8 +1,8 @@
-"""Expands equations before rules are looked up: opens calls, takes random bits apart.
+"""Expands equations to simpler ones before rules are looked up, and converts JAX's shardings to marks.
 
-A call (jit, a custom derivative, rematerialisation) is nothing but its body. Random bits are counters and integer
-arithmetic: taken apart, the counters split like any other array made from nothing. A linear solve with derivatives of
-its own is its solver, a sum over an axis that ``vmap`` named a sum over a dimension.
+A call (jit, a custom derivative, rematerialisation) becomes its body. Random bits become counters and integer
+arithmetic, and the counters can be split like any array without operands. A custom linear solve becomes its solver. A
+sum over an axis that ``vmap`` named becomes a sum over a dimension.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _DEVICE = jax.memory.Space.Device
 
 
 def expansion(name: str, params: dict[str, Any], in_avals: list[Any]) -> tuple[Any, tuple[Any, ...]] | None:
-    """The jaxpr (and its constants) that stands for an equation, or None if it stands for itself."""
+    """The jaxpr that replaces an equation, and its constants; None for an equation that stays."""
     if name == "random_bits":
         return closed(expand_random_bits(in_avals[0], params["bit_width"], params["shape"]))
     if name == "call_hi_primitive":
@@ -56,7 +56,8 @@ def expansion(name: str, params: dict[str, Any], in_avals: list[Any]) -> tuple[A
         return _computed_on(params, in_avals)
     if name in _REDUCERS and not any(isinstance(axis, str) for axis in params["axes"]):
         return _reduced(_REDUCERS[name], params["axes"], in_avals)
-    if (search := sorted_search(params, in_avals)) is not None:
+    search = sorted_search(params, in_avals)
+    if search is not None:
         return closed(search)
     body = body_of_call(name, params)
     return None if body is None else closed(body)
@@ -66,12 +67,12 @@ _REDUCERS = {"psum": lax.reduce_sum, "pmax": lax.reduce_max, "pmin": lax.reduce_
 
 
 def _reduced(reducer: Callable[..., Any], axes: tuple[int, ...], in_avals: list[Any]) -> tuple[Any, tuple[Any, ...]]:
-    """A collective over an axis that ``vmap`` named is a reduction of the dimensions it maps over."""
+    """A collective over an axis that ``vmap`` named, as a reduction of the dimensions that ``vmap`` maps over."""
     return closed(jax.make_jaxpr(lambda *arrays: [reducer(x, axes) for x in arrays])(*shapes_of(in_avals)))
 
 
 def _solve(params: dict[str, Any], in_avals: list[Any]) -> tuple[Any, tuple[Any, ...]]:
-    """A linear solve is its solver, applied to the arrays that it has captured and the right-hand sides."""
+    """The solver of a linear solve, applied to its captured arrays and the right-hand sides."""
     counts = params["const_lengths"]
     first, last = counts.matvec + counts.vecmat, sum(counts)
 
@@ -82,26 +83,27 @@ def _solve(params: dict[str, Any], in_avals: list[Any]) -> tuple[Any, tuple[Any,
 
 
 def _computed_on(params: dict[str, Any], in_avals: list[Any]) -> tuple[Any, tuple[Any, ...]]:
-    """What ``compute_on`` computes, put into the memories that it names for its results."""
+    """A ``compute_on`` with results in device memory, followed by transfers to the memories of its results."""
     spaces = params["out_memory_spaces"]
     computed = {**params, "out_memory_spaces": (_DEVICE,) * len(spaces)}
 
     def placed(*arrays: Any) -> list[Any]:
-        made = compute_on_p.bind(*arrays, **computed)
-        return [x if space == _DEVICE else jax.device_put(x, space) for x, space in zip(made, spaces, strict=True)]
+        results = compute_on_p.bind(*arrays, **computed)
+        return [x if space == _DEVICE else jax.device_put(x, space) for x, space in zip(results, spaces, strict=True)]
 
     return closed(jax.make_jaxpr(placed)(*shapes_of(in_avals)))
 
 
 def needs_barrier(name: str, params: dict[str, Any]) -> bool:
-    """Whether a call's operands must be hidden from common-subexpression elimination: rematerialisation."""
+    """Whether a barrier must hide the operands of a call from common-subexpression elimination: rematerialisation."""
     return name in ("remat2", "checkpoint") and bool(params.get("prevent_cse")) and bool(params.get("differentiated"))
 
 
 def without_shardings(name: str, params: dict[str, Any]) -> dict[str, Any]:
-    """The parameters of an equation without what JAX wrote down where it saw arguments that are on a mesh.
+    """The parameters of an equation without the shardings that JAX recorded for arguments on a mesh.
 
-    On one device's parts that means nothing. The sharding of a callback is the user's: it names the device that calls.
+    These shardings have no meaning for one device's part. The sharding of a callback stays: the user states there which
+    device calls.
     """
     if name in WITH_A_DEVICE:
         return params
@@ -109,7 +111,7 @@ def without_shardings(name: str, params: dict[str, Any]) -> dict[str, Any]:
 
 
 def mark_of_equation(name: str, params: dict[str, Any], shape: tuple[int, ...]) -> Mark | None:
-    """The mark that an equation is: one of ours, or a sharding constraint of JAX's over a mesh."""
+    """The mark of an equation that is a gshard mark or a sharding constraint of JAX; None for other equations."""
     if name == "gshard_mark":
         return params["mark"]  # type: ignore[no-any-return]
     if name == "sharding_constraint":
@@ -120,43 +122,49 @@ def mark_of_equation(name: str, params: dict[str, Any], shape: tuple[int, ...]) 
 
 
 def mark_of_type(sharding: Any, ndim: int) -> Mark | None:
-    """What the sharding in an array's type says, where its mesh has axes of type Explicit; None if that is nothing."""
+    """The mark for the sharding in an array's type, if its mesh has axes of type Explicit; otherwise None."""
     mesh = getattr(sharding, "mesh", None)
     if mesh is None or mesh.empty or not mesh.explicit_axes:
         return None
     mark = mark_of_named_sharding(sharding, ndim)
     if not mesh.auto_axes:
         return mark
-    open_dim = PartitionSpec.UNCONSTRAINED  # what an axis of type Auto does is not in the type
+    open_dim = PartitionSpec.UNCONSTRAINED  # the type does not contain axes of type Auto
     return dataclasses.replace(mark, spec=tuple(open_dim if entry is None else entry for entry in mark.spec))
 
 
 def mark_of_any_sharding(sharding: Any, shape: tuple[int, ...], leaf: str = "") -> Mark:
-    """Any sharding of JAX's, of an array of this shape, as a mark.
+    """The mark for any JAX sharding of an array.
 
-    A ``NamedSharding`` is read by its axes, any other (``SingleDeviceSharding``, XLA's own) by the devices that hold
-    each part.
+    A ``NamedSharding`` is read by its axes. Other shardings (``SingleDeviceSharding``, XLA's own) are read by the
+    devices that hold each part.
+
+    Args:
+        sharding: the sharding.
+        shape: the shape of the array.
+        leaf: the name of the leaf, for messages.
 
     Raises:
-        ShardingError: it asks for unreduced values.
+        ShardingError: the sharding has unreduced axes that a mark cannot state.
     """
     if isinstance(sharding, NamedSharding):
         return mark_of_named_sharding(sharding, len(shape), leaf)
-    divides = (sharding.num_devices,) * len(shape)  # which device holds which part does not depend on their sizes
-    held = {d: tuple(i.start or 0 for i in index) for d, index in sharding.devices_indices_map(divides).items()}
-    parts = tuple(len(set(starts)) for starts in zip(*held.values(), strict=True))
+    divisible_shape = (sharding.num_devices,) * len(shape)  # the devices of a part do not depend on its size
+    indices = sharding.devices_indices_map(divisible_shape)
+    starts_of = {device: tuple(i.start or 0 for i in index) for device, index in indices.items()}
+    parts = tuple(len(set(starts)) for starts in zip(*starts_of.values(), strict=True))
     names = [f"dimension {d}" for d in range(len(shape))]
-    axes = (*zip(names, parts, strict=True), ("copies", len(held) // math.prod(parts)))
+    axes = (*zip(names, parts, strict=True), ("copies", len(starts_of) // math.prod(parts)))
     spec = tuple(name if n > 1 else None for name, n in zip(names, parts, strict=True))
-    devices = tuple(sorted(held, key=held.__getitem__))  # part by part, the last dimension fastest
-    return Mark("spec", spec=spec, axes=axes, devices=devices, leaf=leaf, said=str(sharding))
+    devices = tuple(sorted(starts_of, key=starts_of.__getitem__))  # part by part, the last dimension fastest
+    return Mark("spec", spec=spec, axes=axes, devices=devices, leaf=leaf, source_text=str(sharding))
 
 
 def mark_of_result(aval: Any, i: int, block: Block) -> Mark | None:
-    """What the type of result ``i`` of a program says, as ``mark_of_type``.
+    """The mark for the type of result ``i`` of a program (``mark_of_type``).
 
     Raises:
-        ShardingError: it says that the result is unreduced or reduced: an array outside of a program is finished.
+        ShardingError: the type is unreduced or reduced, which an array outside of a program cannot be.
     """
     mark = mark_of_type(getattr(aval, "sharding", None), len(block.outputs[i].shape))
     if mark is not None and (mark.unreduced or mark.reduced):
@@ -170,25 +178,29 @@ def mark_of_result(aval: Any, i: int, block: Block) -> Mark | None:
 
 
 def marks_of_parts(eqn: Any, source: Any) -> Iterator[tuple[Any, Mark]]:
-    """The results whose types say that they are unreduced over axes over which no operand is, each as a mark.
+    """Marks for results whose types are unreduced over axes over which no operand is unreduced.
 
-    An ``out_sharding`` of a product says so, or a look-up's derivative. What marks say is a mark in any case.
+    Such types come from an ``out_sharding`` of a product, or from the derivative of a look-up. Equations that are marks
+    are skipped.
 
     Raises:
-        ShardingError: a ``shard_map`` takes or gives unreduced values.
+        ShardingError: a ``shard_map`` takes or returns unreduced values.
     """
     if "out_specs" in eqn.params:
-        _refuse_in_parts((*eqn.params["in_specs"], *eqn.params["out_specs"]), source)
-    found = [(v, axes) for v in eqn.outvars if (axes := _unreduced_axes(v.aval))]
-    if not found or eqn.primitive.name in _MARKS:
+        _refuse_unreduced((*eqn.params["in_specs"], *eqn.params["out_specs"]), source)
+    unreduced = [(v, axes) for v in eqn.outvars if (axes := _unreduced_axes(v.aval))]
+    if not unreduced or eqn.primitive.name in _MARKS:
         return
-    have = frozenset[str]().union(*(_unreduced_axes(v.aval) for v in eqn.invars))
-    for v, axes in found:
-        if axes - have and (mark := mark_of_type(v.aval.sharding, len(v.aval.shape))) is not None:
+    axes_of_operands = frozenset[str]().union(*(_unreduced_axes(v.aval) for v in eqn.invars))
+    for v, axes in unreduced:
+        if not axes - axes_of_operands:
+            continue
+        mark = mark_of_type(v.aval.sharding, len(v.aval.shape))
+        if mark is not None:
             yield v, mark
 
 
-def _refuse_in_parts(specs: Iterable[Any], source: Any) -> None:
+def _refuse_unreduced(specs: Iterable[Any], source: Any) -> None:
     for spec in specs:
         if getattr(spec, "unreduced", None) or getattr(spec, "reduced", None):
             raise ShardingError(
@@ -208,14 +220,14 @@ def _unreduced_axes(aval: Any) -> frozenset[str]:
 
 
 def mark_of_named_sharding(sharding: NamedSharding, ndim: int, leaf: str = "") -> Mark:
-    """A ``NamedSharding`` as a mark; its axes are looked up in the mesh by name, or by the devices along them.
+    """The mark for a ``NamedSharding``. It is resolved by the names of its axes, or by the devices along them.
 
     Raises:
-        ShardingError: it asks for unreduced values.
+        ShardingError: the sharding has unreduced axes that a mark cannot state.
     """
-    entries, more = words_of(sharding.spec)
+    entries, unreduced_and_reduced = words_of(sharding.spec)
     spec = (*entries, *(None,) * (ndim - len(entries)))
-    axes = tuple((str(n), int(s)) for n, s in sharding.mesh.shape.items())
-    concrete = isinstance(sharding.mesh, jax.sharding.Mesh)
-    devices = tuple(sharding.mesh.devices.flat) if concrete else ()
-    return Mark("spec", spec=spec, axes=axes, devices=devices, leaf=leaf, **more)
+    axes = tuple((str(name), int(size)) for name, size in sharding.mesh.shape.items())
+    has_devices = isinstance(sharding.mesh, jax.sharding.Mesh)
+    devices = tuple(sharding.mesh.devices.flat) if has_devices else ()
+    return Mark("spec", spec=spec, axes=axes, devices=devices, leaf=leaf, **unreduced_and_reduced)

@@ -1,7 +1,7 @@
-"""Files: short printed names of the user's source files.
+"""Chooses short printed names for the user's source files.
 
-``train.py:9`` names a file by its name. Two files of one name are called by the shortest ends of their paths that tell
-them apart: ``data/utils.py:4`` and ``model/utils.py:4``.
+Usually the printed name is the name of the file: ``train.py:9``. For several files of one name, it is the shortest end
+of the path that differs from the others: ``data/utils.py:4`` and ``model/utils.py:4``.
 """
 
 from __future__ import annotations
@@ -13,38 +13,45 @@ from gshard.core.program import Block, Equation
 
 
 def names_of_files(paths: Iterable[str]) -> dict[str, str]:
-    """The shortest end of each path that is no other's.
+    """The shortest end of each path that is not an end of another path.
 
     >>> names_of_files(["/a/data/utils.py", "/a/model/utils.py", "/a/train.py"])
     {'/a/data/utils.py': 'data/utils.py', '/a/model/utils.py': 'model/utils.py', '/a/train.py': 'train.py'}
     """
-    found, count, open_ = {}, 1, dict.fromkeys(paths)
-    while open_:
-        ends: dict[str, list[str]] = {}
-        for path in open_:
-            ends.setdefault("/".join(path.split("/")[-count:]), []).append(path)
-        for end, same in ends.items():
+    names: dict[str, str] = {}
+    count = 1  # components of the path in the name
+    unnamed = dict.fromkeys(paths)
+    while unnamed:
+        paths_of: dict[str, list[str]] = {}
+        for path in unnamed:
+            paths_of.setdefault("/".join(path.split("/")[-count:]), []).append(path)
+        for end, same in paths_of.items():
             if len(same) == 1 or count > max(path.count("/") for path in same):
-                found.update(dict.fromkeys(same, end))
-        open_ = {path: None for path in open_ if path not in found}
+                names.update(dict.fromkeys(same, end))
+        unnamed = {path: None for path in unnamed if path not in names}
         count += 1
-    return dict(sorted(found.items()))
+    return dict(sorted(names.items()))
 
 
 def with_names_of_files(block: Block, beside: Block | None = None) -> Block:
-    """The block, its equations told what their files are called where the files' own names are not enough.
+    """Sets the printed file names of equations whose files share their name with another file.
 
     Args:
-        block: of a program.
-        beside: another one, with which it agrees about names.
+        block: the block of a program, whose equations are changed.
+        beside: another block, whose files are taken into account.
+
+    Returns:
+        ``block``.
     """
-    places = _places(block)
-    names = names_of_files({path for _, path in [*places, *(_places(beside) if beside is not None else [])]})
-    for e, path in places:
+    files = _files(block)
+    all_files = [*files, *(_files(beside) if beside is not None else [])]
+    names = names_of_files({path for _, path in all_files})
+    for e, path in files:
         if "/" in names[path].strip("/"):
             e.call_file(names[path])
     return block
 
 
-def _places(block: Block) -> list[tuple[Equation, str]]:
+def _files(block: Block) -> list[tuple[Equation, str]]:
+    """The equations that have a user's file, each with the path of the file."""
     return [(e, place[0]) for e in block.walk() if (place := user_place(e.source_info)) is not None]

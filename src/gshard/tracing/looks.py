@@ -1,9 +1,9 @@
-"""Takes ``jax.debug.inspect_array_sharding`` and ``visualize_array_sharding`` out of a function.
+"""Removes ``jax.debug.inspect_array_sharding`` and ``visualize_array_sharding`` from a function.
 
-Before planning, each look becomes an identity (``language.look_primitive``), and later equations read its result. The
-builder of the program notes the value and makes no equation. So the program is the one without looks, and a value that
-only a look reads is not computed. The sharding of such a value comes from a second program, the *watched* one, in which
-each look is an equation that reads its operand.
+Before planning, each inspection (*look*) becomes an identity (``language.look_primitive``), whose result later
+equations read. The builder of the program records the value and creates no equation. So looks do not change the
+program, and a value that only a look reads is not computed. The sharding of such a value comes from a second program,
+the *watched* program, in which each look is an equation that reads its operand.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LOOK = "inspect_sharding"
 
 @dataclasses.dataclass(frozen=True)
 class Numbered:
-    """The callback of a look, and which of the function's looks it is."""
+    """The callback of a look, with the number of the look in the function."""
 
     number: int
     callback: Callable[[Any], Any]
@@ -35,8 +35,8 @@ class Looks:
     """The looks of a jaxpr, and the jaxpr without them.
 
     Attributes:
-        plain: the jaxpr, each look an identity; without those inside of ``shard_map``.
-        watched: the jaxpr with them, each callback a ``Numbered``; without those inside of ``shard_map``.
+        plain: the jaxpr with an identity for each look, without looks inside of ``shard_map``.
+        watched: the jaxpr with looks whose callbacks are ``Numbered``, without looks inside of ``shard_map``.
     """
 
     def __init__(self, whole: Any):
@@ -49,18 +49,18 @@ class Looks:
         return bool(self._looks)
 
     def note(self, number: int, value: Value | Constant) -> None:
-        """Notes a value that a look is at."""
+        """Records a value that a look inspects."""
         self._values.setdefault(number, []).append(value)
 
     def found(self) -> tuple[Look, ...]:
-        """The looks in order, with the values that were noted."""
+        """The looks in order, with their recorded values."""
         return tuple(
             dataclasses.replace(look, values=(*look.values, *self._values.get(i, ())))
             for i, look in enumerate(self._looks)
         )
 
     def _parted(self, jaxpr: Any, manual: bool) -> tuple[Any, Any]:
-        """A (closed) jaxpr with identities for looks, and one with numbered looks; itself where it has none."""
+        """The plain and the watched version of a (closed) jaxpr; the jaxpr itself if it has no looks."""
         body, _ = closed(jaxpr)
         if (body, manual) not in self._bodies:
             self._bodies[body, manual] = self._parted_body(body, manual)
@@ -72,33 +72,35 @@ class Looks:
         return jaxpr.replace(jaxpr=plain), jaxpr.replace(jaxpr=watched)
 
     def _parted_body(self, body: Any, manual: bool) -> tuple[Any, Any]:
-        plain, watched = [], []
-        seen: dict[Any, Any] = {}  # for each variable that a look is at, the result of its identity
+        plain: list[Any] = []
+        watched: list[Any] = []
+        identity_of: dict[Any, Any] = {}  # for each inspected variable the result of its identity
 
         def read(v: Any) -> Any:
-            return v if isinstance(v, Literal) else seen.get(v, v)
+            return v if isinstance(v, Literal) else identity_of.get(v, v)
 
         for e in body.eqns:
             if e.primitive.name == _LOOK:
-                made = self._look(e, manual)
-                watched += [] if manual else [made]
+                look = self._look(e, manual)
+                watched += [] if manual else [look]
                 (operand,) = e.invars
                 if not manual and not isinstance(operand, Literal):
-                    result, number = Var(operand.aval), {"number": made.params["callback"].number}
-                    same = made.replace(primitive=look_at_p, params=number, effects=type(made.effects)())
-                    plain.append(same.replace(invars=[read(operand)], outvars=[result]))
-                    seen[operand] = result
+                    result = Var(operand.aval)
+                    params = {"number": look.params["callback"].number}
+                    identity = look.replace(primitive=look_at_p, params=params, effects=type(look.effects)())
+                    plain.append(identity.replace(invars=[read(operand)], outvars=[result]))
+                    identity_of[operand] = result
                 continue
-            parts = {k: self._parameter(v, manual or _is_manual(e)) for k, v in e.params.items()}
-            inputs = list(map(read, e.invars)) if seen else e.invars
-            if all(a is e.params[k] for k, (a, _) in parts.items()):
-                plain.append(e if not seen else e.replace(invars=inputs))
+            versions = {k: self._parameter(v, manual or _is_manual(e)) for k, v in e.params.items()}
+            inputs = list(map(read, e.invars)) if identity_of else e.invars
+            if all(plain_version is e.params[k] for k, (plain_version, _) in versions.items()):
+                plain.append(e if not identity_of else e.replace(invars=inputs))
                 watched.append(e)
                 continue
-            params = {k: a for k, (a, _) in parts.items()}
+            params = {k: plain_version for k, (plain_version, _) in versions.items()}
             effects = _effects_of(e.effects, _bodies_in(params))
             plain.append(e.replace(invars=inputs, params=params, effects=effects))
-            watched.append(e.replace(params={k: b for k, (_, b) in parts.items()}))
+            watched.append(e.replace(params={k: watched_version for k, (_, watched_version) in versions.items()}))
         if all(a is b for a, b in zip(plain, body.eqns, strict=False)) and len(plain) == len(body.eqns):
             return body, body
         return (
@@ -119,17 +121,17 @@ class Looks:
             return self._parted(value, manual)
         if not isinstance(value, (tuple, list)):
             return value, value
-        made = [self._parameter(v, manual) for v in value]
-        if all(a is v for (a, _), v in zip(made, value, strict=True)):
+        versions = [self._parameter(v, manual) for v in value]
+        if all(a is v for (a, _), v in zip(versions, value, strict=True)):
             return value, value
-        plain, watched = zip(*made, strict=True)
+        plain, watched = zip(*versions, strict=True)
         if hasattr(value, "_fields"):
             return type(value)(*plain), type(value)(*watched)
         return type(value)(plain), type(value)(watched)
 
 
 def _is_manual(e: Any) -> bool:
-    """Whether an array inside is one device's part: in a shard_map over all axes, and in whatever else holds a mesh."""
+    """Whether arrays in the bodies of an equation are one device's parts: the equation has a mesh without auto axes."""
     return "mesh" in e.params and not (e.primitive.name == "shard_map" and has_automatic_axes(e.params))
 
 
@@ -139,8 +141,8 @@ def _bodies_in(params: Mapping[str, Any]) -> list[Any]:
 
 
 def _effects_of(effects: Any, inside: list[Any]) -> Any:
-    """The effects of what held a look: without the look's own, unless something else inside has it."""
-    return type(effects)(x for x in effects if not _is_debugging(x) or any(x in made.effects for made in inside))
+    """The effects without the effect of looks, unless another equation or body inside has it."""
+    return type(effects)(x for x in effects if not _is_debugging(x) or any(x in part.effects for part in inside))
 
 
 def _is_debugging(effect: Any) -> bool:
@@ -148,5 +150,5 @@ def _is_debugging(effect: Any) -> bool:
 
 
 def number_of(name: str, params: Mapping[str, Any]) -> int | None:
-    """Which of the function's looks an equation is; None for one that is no look."""
+    """The number of the look that an equation is; None for other equations."""
     return params["callback"].number if name == _LOOK else None

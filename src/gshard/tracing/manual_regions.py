@@ -1,8 +1,8 @@
-"""Checks that values of one device's shard and whole values are not mixed in manual regions.
+"""Checks that manual regions do not mix one device's parts with whole arrays.
 
-From ``auto_to_manual`` to ``manual_to_auto`` a value is a part; what is computed from parts is one too. Literals and
-what is made from nothing (a counter) belong to either side. An equation that mixes both sides would compute something
-else on every device without anybody having said so, and so would a derivative: it is refused.
+Between ``auto_to_manual`` and ``manual_to_auto`` a value is one device's part, and values that are computed from parts
+are parts. Literals and arrays without operands (a counter) can be used with both. An equation that mixes parts and
+whole arrays would silently compute different results on each device, and so would its derivative. gshard refuses it.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from gshard.rules.callback import ONCE
 _ENTER, _LEAVE, _INSIDE = "auto_to_manual", "manual_to_auto", "part_index"
 _HINT = "Bring it in by gshard.auto_to_manual(x, None, {n}), or parts out by gshard.manual_to_auto."
 
-# Of a value: None for either side, 0 for whole, n for one of n parts.
+# The side of a value: None if it can be used on both sides, 0 for a whole array, n for one of n parts.
 Side = int | None
 
 
 def check_manual_regions(block: Block) -> None:
-    """Refuses programs that mix parts and wholes, mark parts, or return them.
+    """Checks a program.
 
     Raises:
-        ShardingError: at the user's line.
+        ShardingError: the program mixes parts and whole arrays, marks parts, or returns parts.
     """
     if not any(e.name in (_ENTER, _LEAVE, _INSIDE) for e in block.walk()):
         return
@@ -39,7 +39,7 @@ def check_manual_regions(block: Block) -> None:
 
 
 def parts_of(block: Block) -> dict[Value, int]:
-    """The values that stand for one device's part, each with the number of parts."""
+    """The values that are one device's part, each with the number of parts."""
     sides: dict[Value, Side] = dict.fromkeys(block.inputs, 0)
     if any(e.name in (_ENTER, _INSIDE) for e in block.walk()):
         _run(block, sides)
@@ -47,6 +47,7 @@ def parts_of(block: Block) -> dict[Value, int]:
 
 
 def _run(block: Block, sides: dict[Value, Side]) -> list[Side]:
+    """Determines and checks the sides of all values of a block; returns the sides of its outputs."""
     for e in block.equations:
         inputs = [sides[x] if isinstance(x, Value) else None for x in e.inputs]
         if e.blocks:
@@ -69,18 +70,21 @@ def _run(block: Block, sides: dict[Value, Side]) -> list[Side]:
                 e.line,
                 hint="Say partitioned=True where the callback has it, or call it with whole arrays.",
             )
-        result = parts if e.name in (_ENTER, _INSIDE) else 0 if e.name == _LEAVE else side
+        if e.name in (_ENTER, _INSIDE):
+            result = parts
+        else:
+            result = 0 if e.name == _LEAVE else side
         sides.update(dict.fromkeys(e.outputs, result))
     return [sides[x] if isinstance(x, Value) else None for x in block.outputs]
 
 
 def _side_of(e: Equation, inputs: Sequence[Side]) -> Side:
-    """The side on which an equation is, from the sides of its operands."""
-    found = {side for side in inputs if side is not None}
-    if len(found) <= 1:
-        return found.pop() if found else None
-    parts = max(found)
-    what = "whole arrays" if 0 in found else f"parts of {min(found)}"
+    """The side of an equation, from the sides of its operands."""
+    sides = {side for side in inputs if side is not None}
+    if len(sides) <= 1:
+        return sides.pop() if sides else None
+    parts = max(sides)
+    what = "whole arrays" if 0 in sides else f"parts of {min(sides)}"
     shapes = ", ".join(
         f"{x.dtype_name}[{','.join(map(str, x.shape))}] {'whole' if side == 0 else f'one of {side} parts'}"
         for x, side in zip(e.inputs, inputs, strict=True)
@@ -92,7 +96,7 @@ def _side_of(e: Equation, inputs: Sequence[Side]) -> Side:
 
 
 def _region(e: Equation, sides: dict[Value, Side]) -> None:
-    """Sides go along the edges of a loop or branch until nothing changes."""
+    """Propagates sides along the edges of a loop or branch to a fixed point."""
     for block in e.blocks:
         sides.update({v: sides.get(v) for v in block.inputs})
     sides.update(dict.fromkeys(e.outputs))
@@ -102,16 +106,16 @@ def _region(e: Equation, sides: dict[Value, Side]) -> None:
         changed = False
         for edge in e.edges:
             for v, other in ((edge.outer, edge.inner), (edge.inner, edge.outer)):
-                here, there = sides.get(v), sides.get(other)
-                if there is None and here is not None:
-                    sides[other] = here
+                side, other_side = sides.get(v), sides.get(other)
+                if other_side is None and side is not None:
+                    sides[other] = side
                     changed = True
-                elif here is not None and there is not None and here != there:
+                elif side is not None and other_side is not None and side != other_side:
                     raise ShardingError(
                         f"'{e.name}' carries one device's part where it has a whole array elsewhere.",
                         e.line,
                         f"{v} and {other}",
-                        _HINT.format(n=max(here, there)),
+                        _HINT.format(n=max(side, other_side)),
                     )
         if not changed:
             return

@@ -1,13 +1,13 @@
 """Rewrites a while loop under ``vmap`` whose examples end at different times.
 
-JAX gives such a loop a condition with one flag an example and means: go round as long as any flag is set, and change
-only the examples whose flag is. Here that is written out, as one equation with one body
+The condition of such a loop has one flag for each example. JAX iterates as long as any flag is set, and changes only
+the examples whose flag is set. gshard makes this explicit in one equation with one body
 
-    flags, *carry  ->  flags, *carry        new values are selected by the flags, which are then computed again
+    flags, *carry  ->  flags, *carry        selects new values by the flags, then computes the flags again
 
-so that flags and selections have shardings like everything else. Examples are independent. So if the body does not
-communicate, each device iterates until its own examples have ended, and no flag is combined; if it communicates along
-some axes, all devices along these iterate equally often.
+so that flags and selections have shardings like all values. Examples are independent. If the body does not communicate,
+each device iterates until its own examples have ended, and no flags are combined. If the body communicates over some
+atoms, all devices along these atoms run the same number of iterations.
 
     vmap(lambda n: fori_loop(0, n, f, x))(ns)      ns split over 8 devices: eight loops, nothing is sent
 """
@@ -38,32 +38,35 @@ def _results(*avals: Any, body: Any, consts: int) -> tuple[list[Any], Any]:
 
 
 def written_out(params: dict[str, Any], in_avals: Sequence[Any]) -> Any | None:
-    """The jaxpr that stands for a ``while`` with one flag an example; None for one with a single flag."""
+    """The jaxpr that replaces a ``while`` with one flag for each example; None for a ``while`` with a single flag."""
     condition = params["cond_jaxpr"]
     if not closed(condition)[0].outvars[0].aval.shape:
         return None
-    a, b = params["cond_nconsts"], params["body_nconsts"]
-    test, change = jaxpr_as_fun(condition), jaxpr_as_fun(params["body_jaxpr"])
+    cond_consts = params["cond_nconsts"]
+    count = cond_consts + params["body_nconsts"]  # of all constants
+    condition_function = jaxpr_as_fun(condition)
+    body_function = jaxpr_as_fun(params["body_jaxpr"])
 
     def flags_of(consts: Sequence[Any], carry: Sequence[Any]) -> Any:
-        return test(*consts[:a], *carry)[0]
+        return condition_function(*consts[:cond_consts], *carry)[0]
 
     def step(*arrays: Any) -> list[Any]:
-        consts, flags, carry = arrays[: a + b], arrays[a + b], arrays[a + b + 1 :]
-        new = [_selected(flags, x, y) for x, y in zip(change(*consts[a:], *carry), carry, strict=True)]
-        return [flags_of(consts, new), *new]
+        consts, flags, carry = arrays[:count], arrays[count], arrays[count + 1 :]
+        results = body_function(*consts[cond_consts:], *carry)
+        new_carry = [_selected(flags, new, old) for new, old in zip(results, carry, strict=True)]
+        return [flags_of(consts, new_carry), *new_carry]
 
     def loop(*arrays: Any) -> list[Any]:
-        consts, start = arrays[: a + b], arrays[a + b :]
+        consts, start = arrays[:count], arrays[count:]
         flags = flags_of(consts, start)
-        body = jax.make_jaxpr(step)(*shapes_of(in_avals[: a + b]), flags, *shapes_of(in_avals[a + b :]))
-        return list(mapped_while_p.bind(*consts, flags, *start, body=body, consts=a + b))[1:]
+        body = jax.make_jaxpr(step)(*shapes_of(in_avals[:count]), flags, *shapes_of(in_avals[count:]))
+        return list(mapped_while_p.bind(*consts, flags, *start, body=body, consts=count))[1:]
 
     return jax.make_jaxpr(loop)(*shapes_of(in_avals))
 
 
 def _selected(flags: Any, new: Any, old: Any) -> Any:
-    """``new`` where an example goes on; the examples are the dimensions in front."""
+    """``new`` for examples whose flag is set, ``old`` for the others. The examples are the leading dimensions."""
     if new is old:
         return old
     return lax.select(lax.broadcast_in_dim(flags, old.shape, range(flags.ndim)), new, old)
@@ -89,10 +92,10 @@ def _leave(equation: Equation, sharding: ShardingOf) -> list[Sharding]:
 
 def _crossings(equation: Equation) -> list[Crossing]:
     (body,), consts = equation.blocks, equation.params["consts"]
-    found = [crossing(x, v) for x, v in zip(equation.inputs, body.inputs, strict=True)]
-    found += [crossing(x, v, each_round=True) for x, v in zip(body.outputs, body.inputs[consts:], strict=True)]
-    found += [crossing(x, v, inward=False) for x, v in zip(equation.outputs, body.inputs[consts:], strict=True)]
-    return [c for some in found for c in some]
+    crossings = [crossing(x, v) for x, v in zip(equation.inputs, body.inputs, strict=True)]
+    crossings += [crossing(x, v, each_round=True) for x, v in zip(body.outputs, body.inputs[consts:], strict=True)]
+    crossings += [crossing(x, v, inward=False) for x, v in zip(equation.outputs, body.inputs[consts:], strict=True)]
+    return [c for of_values in crossings for c in of_values]
 
 
 def _emit(equation: Equation, emitter: Emitter, arrays: Sequence[Any]) -> Sequence[Any]:
@@ -109,18 +112,18 @@ def _emit(equation: Equation, emitter: Emitter, arrays: Sequence[Any]) -> Sequen
             for v, x, inner in zip(body.outputs, out, carried, strict=True)
         ]
 
-    once = jax.make_jaxpr(step)(*arrays[consts:])
-    together = bool(sharding.unreduced) or _meets(once, frozenset(atoms))
+    local_body = jax.make_jaxpr(step)(*arrays[consts:])
+    all_iterate = bool(sharding.unreduced) or _communicates(local_body, frozenset(atoms))
 
     def go_on(carry: Any) -> Any:
-        mine = emitter.move(flags, carry[0], Sharding(sharding.dims), equation)
-        any_of_mine = jnp.any(_without_padding(mine, flags, sharding))
-        return emitter.combine(any_of_mine, "or", atoms, equation) if together else any_of_mine
+        local_flags = emitter.move(flags, carry[0], Sharding(sharding.dims), equation)
+        any_flag = jnp.any(_without_padding(local_flags, flags, sharding))
+        return emitter.combine(any_flag, "or", atoms, equation) if all_iterate else any_flag
 
     return list(
         lax.while_loop(
             go_on,  # type: ignore[arg-type]
-            lambda carry: jaxpr_as_fun(once)(*carry),
+            lambda carry: jaxpr_as_fun(local_body)(*carry),
             list(arrays[consts:]),
         )
     )
@@ -133,16 +136,16 @@ def _without_padding(flags: Any, value: Value, sharding: Sharding) -> Any:
     return flags
 
 
-def _meets(jaxpr: Any, atoms: frozenset[str]) -> bool:
-    """Whether a per-device body communicates over some of these atoms, or has effects outside."""
+def _communicates(jaxpr: Any, atoms: frozenset[str]) -> bool:
+    """Whether a per-device body communicates over some of these atoms, or has other effects."""
     for eqn in closed(jaxpr)[0].eqns:
         inner = sub_jaxprs(eqn.params)
-        if any(_meets(body, atoms) for body in inner):
+        if any(_communicates(body, atoms) for body in inner):
             return True
         axes = named_axes(eqn)
-        own = eqn.params.get("axis_name", ())  # a permutation names its axes, and has no effect that says so
-        meeting = axes.union(own if isinstance(own, (tuple, list)) else (own,))
-        if not inner and eqn.primitive.name != "axis_index" and meeting & atoms:
+        axis_name = eqn.params.get("axis_name", ())  # the effects of a permute do not contain its axes
+        all_axes = axes.union(axis_name if isinstance(axis_name, (tuple, list)) else (axis_name,))
+        if not inner and eqn.primitive.name != "axis_index" and all_axes & atoms:
             return True
         if len(eqn.effects) > len(axes):
             return True

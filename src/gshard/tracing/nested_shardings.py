@@ -1,11 +1,11 @@
-"""Reads the shardings of a nested ``jax.jit`` as marks on its operands and results.
+"""Converts the shardings of a nested ``jax.jit`` to marks on its operands and results.
 
     init = jax.jit(lambda k: jax.random.normal(k, (1024, 512)), out_shardings=NamedSharding(mesh, P("data")))
     gshard.jit(lambda k: init(k) ** 2, mesh=mesh)        # as if the result of init were marked: shard(x, P("data"))
 
-``in_shardings`` are marks on the operands as they enter, ``out_shardings`` marks on the results, as
-``jax.lax.with_sharding_constraint`` in the same places. JAX transforms them with the call: a derivative has them for
-its tangents and cotangents, a mapped call with one more dimension.
+``in_shardings`` become marks on the operands, and ``out_shardings`` become marks on the results, like
+``jax.lax.with_sharding_constraint`` in the same places. JAX transforms the shardings with the call: a derivative has
+them for tangents and cotangents, and a mapped call has them with one more dimension.
 """
 
 from __future__ import annotations
@@ -23,31 +23,30 @@ from gshard.tracing.expand import mark_of_any_sharding
 
 
 def with_shardings_as_marks(primitive: Any, params: Mapping[str, Any], in_avals: Sequence[Any]) -> Any | None:
-    """The closed jaxpr of a call of ``jit`` with marks in the place of its shardings; None for any other equation.
+    """The closed jaxpr of a call of ``jit`` with marks instead of shardings; None for other equations.
 
     Args:
-        primitive: of the equation.
+        primitive: the primitive of the equation.
         params: its parameters.
         in_avals: the types of its operands.
 
     Raises:
-        ShardingError: a sharding is not over the devices of a mesh, or comes with a layout in memory.
+        ShardingError: a sharding is not over the devices of a mesh, or has a memory layout.
     """
     if primitive.name not in ("jit", "pjit"):
         return None
     _refuse_layouts(params, in_avals)
-    given = {name: params[name] for name in ("in_shardings", "out_shardings")}
-    if not any(isinstance(s, jax.sharding.Sharding) for shardings in given.values() for s in shardings):
+    shardings_of = {name: params[name] for name in ("in_shardings", "out_shardings")}
+    if not any(isinstance(s, jax.sharding.Sharding) for shardings in shardings_of.values() for s in shardings):
         return None
 
     def marked(name: str, arrays: Sequence[Any]) -> list[Any]:
-        said = zip(arrays, given[name], strict=True)
-        return [
-            bind_mark(x, mark_of_any_sharding(s, x.shape, f"{name}[{i}] of {params['name']}"))
-            if isinstance(s, jax.sharding.Sharding)
-            else x
-            for i, (x, s) in enumerate(said)
-        ]
+        results = list(arrays)
+        for i, (x, sharding) in enumerate(zip(arrays, shardings_of[name], strict=True)):
+            if isinstance(sharding, jax.sharding.Sharding):
+                mark = mark_of_any_sharding(sharding, x.shape, f"{name}[{i}] of {params['name']}")
+                results[i] = bind_mark(x, mark)
+        return results
 
     def called(*arrays: Any) -> list[Any]:
         return marked("out_shardings", bound_without_shardings(primitive, params, marked("in_shardings", arrays)))
@@ -56,10 +55,9 @@ def with_shardings_as_marks(primitive: Any, params: Mapping[str, Any], in_avals:
 
 
 def _refuse_layouts(params: Mapping[str, Any], in_avals: Sequence[Any]) -> None:
-    avals = {"in": in_avals, "out": params["jaxpr"].out_avals}
-    for side, types in avals.items():
-        given = zip(params[f"{side}_layouts"], params[f"{side}_shardings"], types, strict=True)
-        for i, (layout, sharding, aval) in enumerate(given):
+    for side, avals in (("in", in_avals), ("out", params["jaxpr"].out_avals)):
+        arguments = zip(params[f"{side}_layouts"], params[f"{side}_shardings"], avals, strict=True)
+        for i, (layout, sharding, aval) in enumerate(arguments):
             if layout is None or has_default_layout(layout, sharding, aval):
                 continue
             raise ShardingError(

@@ -1,15 +1,15 @@
-"""Opens a primitive without a rule: the equations of its lowering function take its place.
+"""Opens a primitive without a rule: replaces it by the equations of its lowering function.
 
-Most primitives of other packages exist for the sake of a derivative or a ``vmap`` rule of their own. What they compute
-is a function of JAX's, which JAX traces when it lowers them (``mlir.lower_fun``). Traced on the equation's shapes that
-function gives equations with rules, so that they are split like any others:
+Most primitives of other packages exist to have their own derivative or ``vmap`` rule. JAX lowers them by tracing a
+Python function (``mlir.lower_fun``). gshard traces this function with the shapes of the equation. The resulting
+equations have rules, so they can be split:
 
     bcoo_dot_general   ->  gather, mul, scatter-add
     unvmap_any         ->  reduce_or
 
-A primitive is lowered to just this program, so its numbers are kept. One with a lowering of its own (a kernel) is never
-opened, nor one with effects, nor one that a rule is known for. Where its function cannot be traced, or makes results of
-other types than the equation says, it stays unchanged.
+JAX lowers the primitive to the same program, so results do not change. gshard never opens a primitive with another
+lowering (a kernel), with effects, or with a rule. The equation also stays if the function cannot be traced, or if its
+results have other types than the results of the equation.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from gshard.language.registry import has_rule
 
 
 def may_be_opened(primitive: Any, params: dict[str, Any]) -> bool:
-    """Whether an equation may stand for others: no rule is known for it, and it is no loop or branch."""
+    """Whether an equation has no rule and is neither a loop nor a branch."""
     return primitive.name not in REGIONS and not has_rule(primitive.name, params)
 
 
 def opened(primitive: Any, params: dict[str, Any], in_avals: Sequence[Any], out_avals: Sequence[Any]) -> Any | None:
-    """The jaxpr that an equation of a primitive that ``may_be_opened`` stands for; None if it stands for itself."""
+    """The jaxpr that replaces an equation for which ``may_be_opened`` is true; None if the equation stays."""
     function = function_of(primitive)
     if function is None:
         return None
@@ -40,16 +40,16 @@ def opened(primitive: Any, params: dict[str, Any], in_avals: Sequence[Any], out_
         return [retyped(x, aval) for x, aval in zip(function(*arrays, **params), out_avals, strict=True)]
 
     try:
-        made = jax.make_jaxpr(typed)(*shapes_of(in_avals))
-    except Exception:  # it cannot be traced here: it runs unchanged
+        jaxpr = jax.make_jaxpr(typed)(*shapes_of(in_avals))
+    except Exception:  # the function cannot be traced here, so the equation stays
         return None
-    return None if made.effects or _is_inside(made, primitive, params, in_avals) else made
+    return None if jaxpr.effects or _is_inside(jaxpr, primitive, params, in_avals) else jaxpr
 
 
 def _is_inside(jaxpr: Any, primitive: Any, params: dict[str, Any], avals: Sequence[Any]) -> bool:
-    """Whether just this equation is somewhere in a jaxpr, such as in what was made by applying the primitive.
+    """Whether a jaxpr contains the same equation again, for example because the function applies the primitive.
 
-    On other arrays it may be there: a solver that solves something smaller by the same primitive.
+    The primitive may occur with other shapes: a solver may solve a smaller system with the same primitive.
     """
     shapes = [(a.shape, a.dtype) for a in avals]
     return any(

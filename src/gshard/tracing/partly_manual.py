@@ -1,9 +1,9 @@
-"""Opens a ``shard_map`` with automatic axes into equations of the program.
+"""Opens a ``shard_map`` with automatic axes to equations of the program.
 
-Its operands enter, its body follows, its results leave (``language.manual_primitives``). In the body a collective over
-manual axes becomes an equation of its own, and a sharding constraint a mark. So what is automatic is planned together
-with the rest of the program, as marks inside and outside ask, and what is manual runs unchanged
-(``core.manual_axes``). A ``shard_map`` in the body, over axes that the outer one left automatic, is opened likewise.
+The equations are: the entry of the operands, the body, and the exit of the results (``language.manual_primitives``). In
+the body each collective over manual axes becomes an equation, and each sharding constraint becomes a mark. So gshard
+plans the automatic axes together with the rest of the program, with all marks, and runs the manual part unchanged
+(``core.manual_axes``). A ``shard_map`` in the body, over automatic axes of the outer one, is opened in the same way.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from gshard.tracing.expand import mark_of_equation
 
 
 def opened_region(name: str, params: dict[str, Any], in_avals: Sequence[Any]) -> tuple[Any, tuple[Any, ...]] | None:
-    """The jaxpr, and its constants, that stands for a ``shard_map`` with automatic axes; None for anything else.
+    """The jaxpr that replaces a ``shard_map`` with automatic axes, and its constants; None for other equations.
 
-    Axes of size 1 are nothing to be automatic over.
+    Axes of size 1 do not count as automatic axes.
     """
     if name != "shard_map" or not has_automatic_axes(params):
         return None
@@ -42,7 +42,7 @@ def opened_region(name: str, params: dict[str, Any], in_avals: Sequence[Any]) ->
 
 
 def has_automatic_axes(params: Mapping[str, Any]) -> bool:
-    """Whether a ``shard_map`` with these parameters leaves axes of its mesh automatic, other than those of size 1."""
+    """Whether a ``shard_map`` with these parameters has automatic axes of more than one device."""
     axes, _ = axes_of_mesh(params["mesh"])
     manual = _manual_axes(params)
     return any(name not in manual and size > 1 for name, size in axes)
@@ -54,23 +54,29 @@ def _manual_axes(params: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 class _Region(Rewritten):
-    """The body of a region, its collectives as equations of a program."""
+    """Traces the body of a region with its collectives as equations of the program."""
 
     def __init__(self, axes: tuple[tuple[str, int], ...], devices: tuple[Any, ...], manual: tuple[str, ...]):
         self._axes, self._devices, self._manual = axes, devices, manual
 
     def run(self, params: dict[str, Any], arrays: Sequence[Any], line: str) -> list[Any]:
-        """Runs a ``shard_map`` whose mesh has these axes; some are manual already."""
-        own = _manual_axes(params)
-        inside = _Region(self._axes, self._devices, (*self._manual, *own))
+        """Traces a ``shard_map`` over the mesh of this region.
+
+        Args:
+            params: the parameters of the ``shard_map``.
+            arrays: its operands.
+            line: the user's source line, for error messages.
+        """
+        new_manual = _manual_axes(params)
+        inside = _Region(self._axes, self._devices, (*self._manual, *new_manual))
 
         def boundary(spec: Any, ndim: int) -> RegionBoundary:
             for kind in ("unreduced", "reduced"):
                 if getattr(spec, kind, None):
                     raise ShardingError(f"a spec of a shard_map asks for {kind} values.", line, str(spec))
             entries = [() if entry is None else names_of(entry) for entry in spec]
-            named = tuple(tuple(map(str, entry)) for entry in (*entries, *((),) * (ndim - len(entries))))
-            return RegionBoundary(self._axes, own, named, self._devices)
+            axes_of_dims = tuple(tuple(map(str, entry)) for entry in (*entries, *((),) * (ndim - len(entries))))
+            return RegionBoundary(self._axes, new_manual, axes_of_dims, self._devices)
 
         parts = [
             enter_manual_p.bind(x, boundary=boundary(spec, jax.numpy.ndim(x)))
@@ -83,7 +89,11 @@ class _Region(Rewritten):
         ]
 
     def shard_map(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
-        """One in the body: its axes become manual, too."""
+        """Opens a ``shard_map`` in the body. Its axes become manual in addition.
+
+        Raises:
+            ShardingError: it has another mesh than the outer one.
+        """
         axes, _ = axes_of_mesh(eqn.params["mesh"])
         line = user_line(eqn.source_info)
         if axes != self._axes:
@@ -96,27 +106,32 @@ class _Region(Rewritten):
         return self.run(eqn.params, operands, line)
 
     def collective(self, eqn: Any, name: str, axes: tuple[Any, ...], operands: list[Any]) -> Sequence[Any]:
-        """A collective as an equation of the program.
+        """Binds a collective as an equation of the program.
 
         Raises:
-            RuleError: JAX's collective is not known.
+            RuleError: gshard does not support the collective.
         """
         check_known(eqn, name, axes)
         params = tuple((key, _hashable(value)) for key, value in sorted(eqn.params.items()))
         results = tuple((tuple(v.aval.shape), v.aval.dtype) for v in eqn.outvars)
-        what = Collective(eqn.primitive, params, axes, self._axes, self._manual, results)
-        return MANUAL_COLLECTIVES[name].bind(*operands, collective=what)
+        collective = Collective(eqn.primitive, params, axes, self._axes, self._manual, results)
+        return MANUAL_COLLECTIVES[name].bind(*operands, collective=collective)
 
     def constraint(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
-        """A mark over automatic axes."""
-        (x,), line = operands, user_line(eqn.source_info)
+        """Binds a sharding constraint as a mark over automatic axes.
+
+        Raises:
+            ShardingError: the constraint names a manual axis.
+        """
+        (x,) = operands
+        line = user_line(eqn.source_info)
         mark = mark_of_equation(eqn.primitive.name, eqn.params, jax.numpy.shape(x))
         if mark is None:
             return operands
-        named = {name for name in _axes_of_mark(mark) if name in self._manual}
-        if named:
+        manual = {name for name in _axes_of_mark(mark) if name in self._manual}
+        if manual:
             raise ShardingError(
-                f"axis {min(named)!r} is manual in this shard_map, so that an array in it cannot be split over it.",
+                f"axis {min(manual)!r} is manual in this shard_map, so that an array in it cannot be split over it.",
                 line,
                 str(mark),
                 "Name automatic axes only; the specs of the shard_map say what is split over manual ones.",
@@ -125,7 +140,7 @@ class _Region(Rewritten):
 
 
 def _axes_of_mark(mark: Mark) -> list[str]:
-    """The names of axes that a mark has."""
+    """The names of the axes in a mark."""
     entries = [mark.partitions] if mark.kind == "split" else list(mark.spec)
     return [name for entry in entries for name in names_of(entry) if isinstance(name, str)]
 

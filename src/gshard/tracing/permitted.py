@@ -1,13 +1,13 @@
-"""Lets parts of a sum pass more equations, where the user promises that they are finite.
+"""Permits parts of a sum to pass more equations, if the user states that they are finite.
 
-    gshard.jit(f, mesh=mesh, finite=True)                 of a whole program
-    gshard.shard(x, P(None, unreduced={"model"}))         of one value, over some axes, and of what is computed from it
+    gshard.jit(f, mesh=mesh, finite=True)                 for a whole program
+    gshard.shard(x, P(None, unreduced={"model"}))         for a value, over some axes, and for values computed from it
 
-Without that a sum of floats is finished before a product (``language.passing``). The rules tell in which operands an
-equation is linear besides (``Rule.finite``). Where this is permitted these ways become ways like all others, and a plan
-is free to take them or not. From a mark on they are limited to the axes that it names (``Rule.over``), and follow what
-is linear in the marked value, also around a loop and out of it, but not into one: what enters a loop or a branch is
-finished.
+Without this statement gshard reduces a sum of floats before a product (``language.passing``). ``Rule.finite`` lists the
+further ways in which an equation is linear. If they are permitted, they are added to ``Rule.linear``, and a plan may
+use them. From a mark on they are limited to the axes of the mark (``Rule.over``). They apply to all values that are
+linear in the marked value, also across the iterations of a loop and after the loop. They do not apply inside a loop or
+a branch to values from outside, which gshard reduces before.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _SUM = "add"
 
 
 def permitted(block: Block, *, finite: bool) -> Block:
-    """The block with the ways in which the user permits parts to pass.
+    """The block with rules that contain the permitted ways.
 
     Args:
-        block: of a whole program. Returned unchanged if nothing is permitted.
-        finite: whether the user says so of all sums of floats.
+        block: the block of a whole program. It is returned unchanged if nothing is permitted.
+        finite: whether the user states that parts of all sums of floats are finite.
 
     Raises:
-        ShardingError: a mark asks for unreduced values of a dtype that cannot be combined so.
+        ShardingError: a mark requires unreduced values of a dtype that its monoid cannot combine.
     """
     marks = [e for e in block.walk() if e.mark is not None and e.mark.unreduced]
     if not finite and not marks:
@@ -45,7 +45,7 @@ def permitted(block: Block, *, finite: bool) -> Block:
     for e in marks:
         _check_dtype(e)
     reached = {} if finite else _reached(block)
-    made: dict[tuple[Rule, _Ways], Rule] = {}
+    rules: dict[tuple[Rule, _Ways], Rule] = {}  # equal rules stay one object
 
     def changed(e: Equation) -> Equation:
         blocks = tuple(map(changed_block, e.blocks))
@@ -53,26 +53,35 @@ def permitted(block: Block, *, finite: bool) -> Block:
             return with_edges(dataclasses.replace(e, blocks=blocks))
         if e.rule is None:
             return e
-        ways = (*_of_mark(e), *(((way, None) for way in e.rule.finite) if finite else _from_marks(e, reached)))
-        rule = made.setdefault((e.rule, ways), e.rule.permitting(ways)) if ways else e.rule
+        finite_ways: _Ways = tuple((way, None) for way in e.rule.finite) if finite else _from_marks(e, reached)
+        ways = (*_of_mark(e), *finite_ways)
+        if not ways:
+            return e
+        rule = rules.setdefault((e.rule, ways), e.rule.permitting(ways))
         return e if rule is e.rule else dataclasses.replace(e, rule=rule)
 
     def changed_block(block: Block) -> Block:
         equations = tuple(map(changed, block.equations))
-        same = all(new is old for new, old in zip(equations, block.equations, strict=True))
-        return block if same else Block(block.inputs, equations, block.outputs)
+        unchanged = all(new is old for new, old in zip(equations, block.equations, strict=True))
+        return block if unchanged else Block(block.inputs, equations, block.outputs)
 
     return changed_block(block)
 
 
 def permit_from(first: int, equations: list[Equation], target: Any) -> None:
-    """Permits it to the equations from a position on, if the partitioned function that they come from was finite."""
+    """Permits all ways for the equations from position ``first`` on, if their partitioned function has ``finite=True``.
+
+    Args:
+        first: the position of the first equation.
+        equations: the equations, which are replaced.
+        target: the partitioned function, or None.
+    """
     if getattr(target, "finite", False):
         equations[first:] = permitted(Block((), tuple(equations[first:]), ()), finite=True).equations
 
 
 def _of_mark(e: Equation) -> _Ways:
-    """What is unreduced already where a mark asks for it stays so."""
+    """The way of a mark that requires unreduced values: a value that is already unreduced may pass it."""
     if e.mark is None or not e.mark.unreduced:
         return ()
     return (((e.mark.monoid, frozenset({0})), frozenset(e.mark.unreduced)),)
@@ -85,7 +94,7 @@ def _from_marks(e: Equation, reached: Mapping[Value, Axes]) -> _Ways:
 
 
 def _axes_of(e: Equation, way: Way, reached: Mapping[Value, Axes]) -> Axes:
-    """The axes over which the operands of a way are permitted to be parts."""
+    """The axes over which the operands of a way may be unreduced."""
     monoid, operands = way
     if monoid != _SUM:
         return frozenset()
@@ -93,32 +102,33 @@ def _axes_of(e: Equation, way: Way, reached: Mapping[Value, Axes]) -> Axes:
 
 
 def _reached(block: Block) -> dict[Value, Axes]:
-    """The values that are linear in one that is marked, and the axes that its mark names."""
+    """The values that are linear in a marked value, each with the axes of the mark."""
     reached: dict[Value, Axes] = {}
     equations = tuple(block.walk())
-    around = [edge for e in equations for edge in e.edges if edge.outer not in e.inputs]
-    news = True
+    edges_out = [edge for e in equations for edge in e.edges if edge.outer not in e.inputs]
+    changed = True
 
-    def note(v: Value, axes: Axes) -> bool:
-        have = reached.get(v, frozenset())
-        if axes <= have:
+    def add(v: Value, axes: Axes) -> bool:
+        """Adds axes of a value; returns whether any is new."""
+        axes_before = reached.get(v, frozenset())
+        if axes <= axes_before:
             return False
-        reached[v] = have | axes
+        reached[v] = axes_before | axes
         return True
 
-    while news:
-        news = False
+    while changed:
+        changed = False
         for e in equations:
-            if axes := frozenset[str]().union(*_made(e, reached)):
-                news |= any([note(v, axes) for v in e.outputs])
-        for edge in around:
-            news |= note(edge.outer, reached.get(edge.inner, frozenset()))
-        news = news and bool(around)
+            if axes := frozenset[str]().union(*_axes_of_results(e, reached)):
+                changed |= any([add(v, axes) for v in e.outputs])
+        for edge in edges_out:
+            changed |= add(edge.outer, reached.get(edge.inner, frozenset()))
+        changed = changed and bool(edges_out)
     return reached
 
 
-def _made(e: Equation, reached: Mapping[Value, Axes]) -> Iterator[Axes]:
-    if e.mark is not None:  # another mark starts again
+def _axes_of_results(e: Equation, reached: Mapping[Value, Axes]) -> Iterator[Axes]:
+    if e.mark is not None:  # only the axes of this mark apply after it
         yield frozenset(e.mark.unreduced if e.mark.monoid == _SUM else ())
     elif e.rule is not None:
         yield from (_axes_of(e, way, reached) for way in (*e.rule.linear, *e.rule.finite))

@@ -1,12 +1,12 @@
-"""Takes ``jax.device_put`` inside a program apart into a mark and a transfer.
+"""Separates ``jax.device_put`` inside a program into a mark and a transfer.
 
     jax.device_put(x, NamedSharding(mesh, P("data")))                                 a mark
     jax.device_put(x, jax.memory.Space.Host)                                          a transfer (language.transfer)
     jax.device_put(x, NamedSharding(mesh, P("data"), memory_kind="pinned_host"))      both
     jax.device_put(x)                                                                 nothing
 
-What is moved between devices is moved while it is in their memory: a mark stands before a transfer to the host and
-after one from it.
+Values move between devices only in device memory. So the mark precedes a transfer to the host, and follows a transfer
+from the host.
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ from gshard.language.transfer import is_transfer, transferred
 
 
 def put_apart(params: dict[str, Any], in_avals: list[Any], mark_of: Callable[..., Mark]) -> Any | None:
-    """The closed jaxpr of marks and transfers that a ``device_put`` is; None if it is one transfer already.
+    """The closed jaxpr of marks and transfers that replaces a ``device_put``; None if it is a single transfer.
 
     Args:
-        params: its parameters.
+        params: the parameters of the ``device_put``.
         in_avals: the types of its operands.
-        mark_of: the mark that a ``NamedSharding`` is, for an array of so many dimensions.
+        mark_of: returns the mark for a ``NamedSharding`` and a number of dimensions.
 
     Raises:
-        ShardingError: it names a memory, a layout or a kind of sharding that gshard has no mark for.
+        ShardingError: it names a memory, a layout or a kind of sharding for which gshard has no mark.
     """
     if is_transfer(params, in_avals):
         return None
-    said = [_said(target, aval, mark_of) for target, aval in zip(params["devices"], in_avals, strict=True)]
+    targets = zip(params["devices"], in_avals, strict=True)
+    marks_and_memories = [_mark_and_memory(target, aval, mark_of) for target, aval in targets]
 
     def put(*arrays: Any) -> list[Any]:
         results = []
-        for x, (mark, to_host) in zip(arrays, said, strict=True):
+        for x, (mark, to_host) in zip(arrays, marks_and_memories, strict=True):
             if mark is not None and to_host:
                 x = bind_mark(x, mark)
             if is_on_host(x) != to_host:
@@ -53,18 +54,18 @@ def put_apart(params: dict[str, Any], in_avals: list[Any], mark_of: Callable[...
     return jax.make_jaxpr(put)(*shapes_of(in_avals))
 
 
-def _said(target: Any, aval: Any, mark_of: Callable[..., Mark]) -> tuple[Mark | None, bool]:
-    """The mark of one operand, and whether its result is in the memory of the host."""
-    here = is_on_host(aval)
+def _mark_and_memory(target: Any, aval: Any, mark_of: Callable[..., Mark]) -> tuple[Mark | None, bool]:
+    """The mark of one operand, and whether its result is in host memory."""
+    on_host = is_on_host(aval)
     if target is None or isinstance(target, jax.Device):
-        return None, here  # JAX itself gives a single device no meaning inside of a program
+        return None, on_host  # inside a program JAX ignores a single device
     if isinstance(target, jax.memory.Space):
         if target not in (jax.memory.Space.Host, jax.memory.Space.Device):
             raise _refused(f"memory space {target.name} is none that an array can be put in.", target)
         return None, target is jax.memory.Space.Host
     if not isinstance(target, Sharding):
         raise _refused(f"jax.device_put inside a program does not read a {type(target).__name__}.", target)
-    to_host = here if target.memory_kind is None else is_in_host_space(target.memory_kind)
+    to_host = on_host if target.memory_kind is None else is_in_host_space(target.memory_kind)
     if isinstance(target, NamedSharding):
         return mark_of(target, len(aval.shape)), to_host
     if isinstance(target, SingleDeviceSharding):

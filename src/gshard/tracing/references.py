@@ -1,11 +1,11 @@
-"""Turns a function of mutable arrays (``jax.new_ref``) into a function of arrays.
+"""Converts a function of mutable arrays (``jax.new_ref``) to a function of arrays.
 
     r[...] += 1                 r' = r + 1
-    scan over a body that       the value of the reference is carried from round to round
+    scan over a body that       the loop carries the value of the reference
     writes to a reference
 
-References that a function makes are values from then on, and planned like any others. Of those that it is given, or
-closes over, the final values are further results.
+References that the function creates become values, which gshard plans like others. The final values of references that
+the function receives or closes over become additional results.
 """
 
 from __future__ import annotations
@@ -24,24 +24,25 @@ from gshard.core.jax_adapter_references import (
 
 
 def without_references(whole: Any, name: str) -> tuple[Any, tuple[int, ...]]:
-    """A closed jaxpr of arrays that stands for one of references.
+    """The closed jaxpr of arrays for a closed jaxpr of references.
 
     Args:
-        whole: the jaxpr; references among its constants become its last arguments.
-        name: the function's.
+        whole: the jaxpr. References among its constants become its last arguments.
+        name: the name of the function.
 
     Returns:
-        the jaxpr, and which of its arguments were references: their final values are its last results, in this order.
+        the jaxpr of arrays, and the numbers of the arguments that were references. Their final values are the last
+        results, in this order.
 
     Raises:
-        TraceError: a reference is given to an operation that cannot take one, or a reference from outside is frozen.
+        TraceError: an operation reads a reference but cannot be converted, or a reference from outside is frozen.
     """
     if is_discharged(whole):
         return whole, ()
     whole = with_references_as_arguments(whole)
     references = tuple(i for i, a in enumerate(whole.in_avals) if is_reference_type(a))
     try:
-        made = discharged(whole)
+        converted = discharged(whole)
     except NotImplementedError as error:
         primitive = re.search(r"primitive: (\w+)", str(error))
         line = _line_of(whole, primitive[1]) if primitive else ""
@@ -52,13 +53,13 @@ def without_references(whole: Any, name: str) -> tuple[Any, tuple[int, ...]]:
             f"JAX: {error}",
             "Read the reference before, give the operation the array, and write its result back after.",
         ) from error
-    if len(made.out_avals) != len(whole.out_avals) + len(references):
+    if len(converted.out_avals) != len(whole.out_avals) + len(references):
         raise TraceError(
             f"{name} freezes a reference that it was given.",
             _line_of(whole, "freeze"),
             hint="Read it with ref[...], and call jax.freeze outside of the function.",
         )
-    return made, references
+    return converted, references
 
 
 def _line_of(jaxpr: Any, primitive: str) -> str:

@@ -1,8 +1,8 @@
-"""Trace: turns a function and its arguments into a Program.
+"""Traces a function and its arguments to a ``Program``.
 
-JAX traces the function to a jaxpr; here calls are opened (jit, custom derivatives, remat), dead code is dropped, what
-is computed twice is computed once, random bits become counters and arithmetic, every variable becomes a value of its
-own, and each equation gets its rule or its region.
+JAX traces the function to a jaxpr. gshard then opens calls (jit, custom derivatives, remat), removes dead code, merges
+equal equations, and expands random bits to counters and arithmetic. Each variable becomes a separate value, and each
+equation gets its rule or its region.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import jax
 from gshard import rules as _rules
 from gshard.core.garbage import collected_seldom
 from gshard.core.jax_adapter import (
-    as_traced_here,
     closed,
     jaxpr_without_dead_code,
     no_mesh_set,
 )
+from gshard.core.jax_adapter_retracing import as_traced_here
 from gshard.core.jax_adapter_tracebacks import without_our_frames
 from gshard.core.layout import Layout
 from gshard.core.mark import Mark
@@ -39,7 +39,7 @@ from gshard.tracing.permitted import permitted
 from gshard.tracing.references import without_references
 from gshard.tracing.unread_marks import unread_marks
 
-assert _rules  # imported for the rules it registers
+assert _rules  # the import registers the rules
 
 
 @without_our_frames
@@ -47,7 +47,7 @@ assert _rules  # imported for the rules it registers
 def trace(
     f: Callable[..., Any], *args: Any, argument_marks: Sequence[Mark | None] | None = None, **kwargs: Any
 ) -> Program:
-    """Traces ``f`` on arguments (arrays or ``jax.ShapeDtypeStruct``) without running it.
+    """Traces a function with arguments (arrays or ``jax.ShapeDtypeStruct``) without running it.
 
     Args:
         f: a function of pytrees of arrays.
@@ -55,11 +55,11 @@ def trace(
         argument_marks: for each leaf of ``(args, kwargs)`` a mark or None.
 
     Returns:
-        the program; it does not depend on a mesh.
+        the program, which does not depend on a mesh.
 
     Raises:
         TraceError: ``f`` branches on the values of its arguments, or is not a function of arrays.
-        ShardingError: parts (``auto_to_manual``) and whole arrays are mixed.
+        ShardingError: ``f`` mixes one device's parts (``auto_to_manual``) with whole arrays.
 
     >>> import jax.numpy as jnp
     >>> print(trace(lambda x: jnp.sin(x).sum(), jnp.zeros((4, 2))))
@@ -89,29 +89,31 @@ def program_of(
     """The program of a closed jaxpr.
 
     Args:
-        whole: the jaxpr; its constants become the program's first inputs.
-        out_tree: the structure of its results.
-        name: the function's.
-        names: of its flat arguments.
-        argument_marks: for each of them a mark or None.
-        as_typed: whether results must be sharded as their types say, also where these name no axis: what JAX's
-            transformations do with them depends on it.
-        layout: what names of dimensions mean; without one they mean nothing.
-        finite: whether parts of sums of floats are known to be finite.
+        whole: the jaxpr. Its constants become the first inputs of the program.
+        out_tree: the pytree structure of its results.
+        name: the name of the function.
+        names: the names of its flat arguments.
+        argument_marks: for each flat argument a mark or None.
+        as_typed: whether results must have the shardings of their types also if these name no axis. JAX's
+            transformations rely on these types.
+        layout: the layout for names of dimensions; without a layout names have no effect.
+        finite: whether the user states that parts of sums of floats are finite.
 
     Raises:
-        ShardingError: parts (``auto_to_manual``) and whole arrays are mixed.
+        ShardingError: the function mixes one device's parts (``auto_to_manual``) with whole arrays.
     """
     whole, references = without_references(whole, name)
     closed_over = len(whole.in_avals) - len(names)
+    if argument_marks is None:
+        argument_marks = (None,) * len(names)
     names = (*names, *(f"closed-over reference {i}" for i in range(closed_over)))
-    given = argument_marks if argument_marks is not None else (None,) * (len(names) - closed_over)
-    marks = (*given, *(None,) * closed_over)
+    marks = (*argument_marks, *(None,) * closed_over)
     if references:
         out_tree = jax.tree_util.treedef_tuple((out_tree, jax.tree.structure([0] * len(references))))
-    looks, unread = Looks(whole), unread_marks(whole)
+    looks = Looks(whole)
+    unread = unread_marks(whole)
 
-    def made(whole: Any, looks: Looks | None) -> Program:
+    def build(whole: Any, looks: Looks | None) -> Program:
         jaxpr, consts = closed(whole)
         builder = Builder(layout=layout, looks=looks)
         with wide_enough_for(dtypes_in(jaxpr)):
@@ -120,26 +122,40 @@ def program_of(
         check_manual_regions(block)
         block = permitted(block, finite=finite)
         with_names_of_files(block)
-        every = (*(f"captured[{i}]" for i in range(len(consts))), *names)
-        weak = tuple(bool(getattr(v.aval, "weak_type", False)) for v in jaxpr.outvars)
-        mutable = tuple(len(consts) + i for i in references)
-        come = tuple(kind_in_space(is_on_host(x)) for x in (*consts, *(v.aval for v in jaxpr.invars)))
-        leave = tuple(kind_in_space(is_on_host(v.aval)) for v in jaxpr.outvars)
+        inputs = (*consts, *(v.aval for v in jaxpr.invars))
         return Program(
-            block, tuple(consts), marks, every, out_tree, name, weak, tuple(builder.named), layout, mutable,
-            finite=finite, input_memories=come, output_memories=leave, dropped=tuple(dict.fromkeys(builder.dropped)),
-            fired=tuple(builder.fired), unread_marks=unread,
-        )  # fmt: skip
+            block=block,
+            captured=tuple(consts),
+            argument_marks=marks,
+            names=(*(f"captured[{i}]" for i in range(len(consts))), *names),
+            out_tree=out_tree,
+            name=name,
+            weak=tuple(bool(getattr(v.aval, "weak_type", False)) for v in jaxpr.outvars),
+            named=tuple(builder.named),
+            layout=layout,
+            references=tuple(len(consts) + i for i in references),
+            finite=finite,
+            input_memories=tuple(kind_in_space(is_on_host(x)) for x in inputs),
+            output_memories=tuple(kind_in_space(is_on_host(v.aval)) for v in jaxpr.outvars),
+            dropped=tuple(dict.fromkeys(builder.dropped)),
+            fired=tuple(builder.fired),
+            unread_marks=unread,
+        )
 
-    program = made(looks.plain, looks)
+    program = build(looks.plain, looks)
     if not looks:
         return program
-    watched = with_tables(no_mesh_set()(functools.partial(made, looks.watched, None)))
+    watched = with_tables(no_mesh_set()(functools.partial(build, looks.watched, None)))
     return dataclasses.replace(program, looks=looks.found(), watched=watched)
 
 
 @no_mesh_set()
 def block_of(jaxpr: Any, program: Program | None) -> Block:
-    """The equations of a jaxpr that is there already, such as that of the per-device program of a program."""
+    """The block of an existing jaxpr, such as the jaxpr of a per-device program.
+
+    Args:
+        jaxpr: the jaxpr.
+        program: the program that it belongs to, whose printed file names it shares; None if there is none.
+    """
     block = Builder().block(jaxpr_without_dead_code(jaxpr))
     return with_names_of_files(block, None if program is None else program.block)

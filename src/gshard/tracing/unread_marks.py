@@ -1,9 +1,9 @@
-"""Unread marks: marks whose results nothing reads, in all calls of their line.
+"""Finds marks whose results nothing reads, in all calls of their source line.
 
-    gshard.split(x, 0, "data")        # no effect: a mark is about the value that it returns
+    gshard.split(x, 0, "data")        # no effect: a mark applies to the value that it returns
 
-They are read from JAX's jaxpr, before dead code goes. A line whose mark is read in one of its calls, in a derivative
-or for another leaf of the pytree has an effect.
+gshard finds them in JAX's jaxpr, before it removes dead code. A line is not reported if the result of its mark is read
+in one of its calls, in a derivative, or for another leaf of the pytree.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gshard.language.mark_primitive import mark_p, name_p
 
 
 def unread_marks(whole: Any) -> tuple[str, ...]:
-    """A line of text for each source line of a jaxpr whose marks nothing reads."""
+    """A text for each source line of a jaxpr with marks whose results nothing reads."""
     texts: dict[str, str] = {}
     read: set[str] = set()
     for line, mark, is_read in _marks(closed(whole)[0], set()):
@@ -32,7 +32,7 @@ def unread_marks(whole: Any) -> tuple[str, ...]:
 
 
 def _marks(jaxpr: Any, seen: set[int]) -> Iterator[tuple[str, Any, bool]]:
-    """The line of each mark, the mark, and whether anything reads its result; each body once, however often called."""
+    """For each mark its line, the mark, and whether its result is read. Each body is visited once."""
     read = {id(v) for v in jaxpr.outvars}
     read |= {id(v) for eqn in jaxpr.eqns for v in eqn.invars}
     for eqn in jaxpr.eqns:

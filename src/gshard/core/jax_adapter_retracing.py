@@ -1,0 +1,111 @@
+"""Converts jaxprs to another mesh context, and traces functions outside of ``shard_map``.
+
+JAX records the current mesh in the types and contexts of the equations that it traces, and refuses to mix equations of
+different meshes. gshard converts a jaxpr that was traced under one mesh before it binds its equations under another.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import core as _core
+from jax._src.interpreters import mlir as _mlir
+from jax.extend import core as _extend_core
+
+from gshard.core.jax_adapter import closed, no_mesh_set, shapes_of
+
+
+def as_traced_here(jaxpr: Any) -> Any:
+    """A (closed) jaxpr whose equations and literals have the current mesh instead of the mesh of their tracing.
+
+    Jaxprs that already have the current mesh are returned unchanged, as the same objects.
+    """
+    return AsTracedHere(jax.sharding.get_abstract_mesh()).jaxpr(jaxpr)
+
+
+class AsTracedHere:
+    """Puts jaxprs under a mesh. Jaxprs that several equations share stay shared."""
+
+    def __init__(self, mesh: Any):
+        self._mesh = mesh
+        self._bodies = dict[Any, Any]()
+        self._contexts = dict[Any, Any]()
+
+    def jaxpr(self, jaxpr: Any) -> Any:
+        """The (closed) jaxpr under the mesh."""
+        body, _ = closed(jaxpr)
+        if body not in self._bodies:
+            eqns = list(map(self._equation, body.eqns))
+            unchanged = all(map(operator.is_, eqns, body.eqns))
+            self._bodies[body] = body if unchanged else body.replace(eqns=eqns)
+        converted = self._bodies[body]
+        if converted is body:
+            return jaxpr
+        return converted if body is jaxpr else jaxpr.replace(jaxpr=converted)
+
+    def _equation(self, e: Any) -> Any:
+        inputs = list(map(self._read, e.invars))
+        context = self._context(e.ctx)
+        params = {name: self.parameter(value) for name, value in e.params.items()}
+        unchanged = context is e.ctx and all(map(operator.is_, inputs, e.invars))
+        unchanged = unchanged and all(params[name] is value for name, value in e.params.items())
+        return e if unchanged else e.replace(invars=inputs, ctx=context, params=params)
+
+    def _context(self, context: Any) -> Any:
+        if context.cur_abstract_mesh == self._mesh:
+            return context
+        if context not in self._contexts:
+            # Unset the mesh in between: JAX refuses to replace a mesh by one of another size.
+            with context.manager, no_mesh_set(), jax.sharding.use_abstract_mesh(self._mesh):
+                self._contexts[context] = type(context)()
+        return self._contexts[context]
+
+    def parameter(self, value: Any) -> Any:
+        """A parameter, or a part of one, with the jaxprs in it under the mesh."""
+        if isinstance(value, (_extend_core.Jaxpr, _extend_core.ClosedJaxpr)):
+            return self.jaxpr(value)
+        if not isinstance(value, (tuple, list)):
+            return value
+        items = list(map(self.parameter, value))
+        if all(map(operator.is_, items, value)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+    def _read(self, v: Any) -> Any:
+        if not isinstance(v, _core.Literal) or not isinstance(v.aval, _core.ShapedArray):
+            return v
+        if v.aval.sharding.mesh.empty:
+            return v
+        plain = _core.ShapedArray(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type)
+        return _core.Literal(np.asarray(v.val, v.aval.dtype), plain)
+
+
+_as_written_p = _extend_core.Primitive("as_written")
+_as_written_p.multiple_results = True
+_as_written_p.def_impl(lambda *arrays, jaxpr: _extend_core.jaxpr_as_fun(jaxpr)(*arrays))
+_as_written_p.def_abstract_eval(lambda *avals, jaxpr: [v.aval for v in closed(jaxpr)[0].outvars])
+
+
+def _lower_as_written(ctx: Any, *arrays: Any, jaxpr: Any) -> Any:
+    return _mlir.core_call_lowering(ctx, *arrays, name="as_written", call_jaxpr=jaxpr)
+
+
+_mlir.register_lowering(_as_written_p, _lower_as_written)
+
+
+def as_outside(f: Callable[..., Sequence[Any]], arrays: Sequence[Any]) -> list[Any]:
+    """Runs a function on arrays inside ``shard_map``, but traces it outside, where types have no mesh.
+
+    Some primitives compare the types of their operands with the types in their parameters, which have no mesh. A
+    function that cannot be traced outside, or that has effects or constants, is traced inside.
+    """
+    try:
+        with no_mesh_set():
+            jaxpr = jax.make_jaxpr(f)(*shapes_of([jax.typeof(x) for x in arrays]))
+    except Exception:  # for example, it names an axis of the mesh; an error of its own is raised again here
+        return list(f(*arrays))
+    return list(f(*arrays)) if jaxpr.effects or jaxpr.consts else _as_written_p.bind(*arrays, jaxpr=jaxpr)
