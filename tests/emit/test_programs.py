@@ -154,7 +154,7 @@ def reductions(x: Any) -> Any:
 
 
 def updates_in_a_loop(x: Any) -> Any:
-    return jax.lax.fori_loop(0, 3, lambda i, c: c.at[i].set(c[i + 1] * 2), split(x, 1, 4))
+    return jax.lax.fori_loop(0, 3, lambda i, c: c.at[i].set(c[i + 1] * 2), split(x, 1, "model"))
 
 
 @jax.custom_vjp
