@@ -35,6 +35,7 @@ LONG = {
     "layout_transformer.py",
     "explained_transformer.py",
     "decoder_moe.py",
+    "beside_xla.py",
     "megatron.md",
 }
 
