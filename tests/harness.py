@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas
 
+from gshard.api.kernel_function import kernel as gshard_kernel
 from gshard.core.program import Program
 from gshard.core.xla_workarounds import AS_WRITTEN
 from gshard.rewrite.banded_product import band_of
@@ -633,6 +634,8 @@ def grouped() -> Iterator[Row]:
     batch_sizes = np.array([1, 0, 1, 1, 0], np.int32)
     which = lambda x, y, n: lax.ragged_dot_general(x, y, n, numbers((((2,), (1,)), ((0,), (0,))), (0,), ()))  # noqa: E731
     yield row("ragged_dot_general, ragged batch", which, x, normal(3, 6, 4), batch_sizes, tolerance=SUM)
+    product = gshard_kernel(lambda x, w: x @ w, like=lambda x, w: x @ w)
+    yield row("gshard_kernel, product", product, normal(7, 6), normal(6, 5), tolerance=1e-5)
     yield row("pallas_call, mapped", jax.vmap(kernel), normal(7, 5, 4), normal(7, 4))
     yield row("pallas_call, mapped twice", jax.vmap(jax.vmap(kernel, (0, None)), 1), normal(6, 3, 5, 4), normal(4, 3))
     key = np.arange(4, dtype=np.uint32)
