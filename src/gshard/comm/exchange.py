@@ -24,9 +24,9 @@ from gshard.comm.route import Chunk, colored, pairs
 from gshard.comm.tiles import moved
 from gshard.core.context import NO_CONTEXT
 from gshard.core.jax_adapter_context import in_context
-from gshard.core.mesh import Atoms, Mesh, common_prefix
+from gshard.core.mesh import Atoms, Mesh
 from gshard.core.planning_tables import tabulated
-from gshard.core.sharding import Sharding
+from gshard.core.sharding import Sharding, common_prefix
 from gshard.core.xla_workarounds import ppermute
 
 Ints = NDArray[np.int64]

@@ -33,9 +33,9 @@ from gshard.comm.steps import (
     rounds,
 )
 from gshard.comm.tiles import can_be_exchanged, moved
-from gshard.core.mesh import Atoms, Mesh, common_prefix
+from gshard.core.mesh import Atoms, Mesh
 from gshard.core.planning_tables import tabulated
-from gshard.core.sharding import Sharding
+from gshard.core.sharding import Sharding, common_prefix
 
 # Bytes that a message counts beside its own, here and in ``planning.objective``. In the time of a hop a
 # TPU sends 1e5 bytes and a GPU 1e6. But a plan without a machine should be that of the same program at true size, where

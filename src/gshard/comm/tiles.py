@@ -14,8 +14,8 @@ from typing import Any
 
 from jax import lax
 
-from gshard.core.mesh import Atoms, Mesh, common_prefix
-from gshard.core.sharding import Sharding
+from gshard.core.mesh import Atoms, Mesh
+from gshard.core.sharding import Sharding, common_prefix
 from gshard.core.xla_workarounds import all_to_all
 
 

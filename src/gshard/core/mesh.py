@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -391,15 +390,6 @@ def _listed(devices: Sequence[Any] | np.ndarray) -> tuple[Any, ...]:
             hint="Give some of jax.devices(), or a number of them.",
         )
     return elements
-
-
-def common_prefix(a: Atoms, b: Atoms) -> Atoms:
-    """The longest common prefix of two sequences of atoms.
-
-    >>> common_prefix(("x.0", "x.1"), ("x.0", "y"))
-    ('x.0',)
-    """
-    return tuple(x for x, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
 MeshLike = Mesh | jax.sharding.Mesh | jax.sharding.AbstractMesh | Devices | None  # the argument of ``Mesh.of``

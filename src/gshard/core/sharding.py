@@ -16,6 +16,7 @@ parts of the others.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 
 from gshard.core.errors import ShardingError, known_names
@@ -106,3 +107,12 @@ def _atoms(axes: str, mesh: Mesh) -> Atoms:
             hint = known_names(name, mesh.atoms_of)
             raise ShardingError(f"the mesh has no axis {name!r}.", got=f"mesh: {mesh}", hint=hint)
     return tuple(a for name in names for a in mesh.atoms_of.get(name, (name,)))
+
+
+def common_prefix(a: Atoms, b: Atoms) -> Atoms:
+    """The longest common prefix of two sequences of atoms.
+
+    >>> common_prefix(("x.0", "x.1"), ("x.0", "y"))
+    ('x.0',)
+    """
+    return tuple(x for x, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))

@@ -29,11 +29,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from gshard.core.device_order import Order
 from gshard.core.errors import ShardingError
 from gshard.core.manual_axes import before_any, manual_axes
-from gshard.core.mesh import Atoms, Mesh, common_prefix
+from gshard.core.mesh import Atoms, Mesh
 from gshard.core.plan import Plan, Reason
 from gshard.core.program import Program, Value
 from gshard.core.rule import COMMUNICATE, PARALLEL, REPLICATE, Factor, Rule
-from gshard.core.sharding import Sharding
+from gshard.core.sharding import Sharding, common_prefix
 from gshard.core.split import Split, is_valid, place, project
 from gshard.planning.candidates import arrays_of, candidates, spread
 from gshard.planning.demands import demands
