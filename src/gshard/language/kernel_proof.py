@@ -171,7 +171,7 @@ def _same_programs(first: Any, second: Any) -> bool:
 
 def _constants_as_inputs(jaxpr: Any) -> Any:
     """A jaxpr whose constants, which are compared by value, are inputs."""
-    own = {"consts": []} if getattr(jaxpr, "consts", ()) else {}
+    own: dict[str, Any] = {"consts": []} if getattr(jaxpr, "consts", ()) else {}
     return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars], **own)
 
 
