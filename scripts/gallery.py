@@ -3,8 +3,8 @@
     python scripts/gallery.py                      # or: make gallery
     python scripts/gallery.py examples/zero.py     # runs one, and prints its section of the page
 
-An example runs as it is, in a process of its own; what gshard explains or searches for in it is listed. Where it
-explains a function as XLA compiles it, gshard's plan, and this plan as XLA compiles it, the three are compared.
+Each example runs unchanged in its own process. The page lists what gshard explains or searches for in it. If an
+example explains a function as XLA compiles it, gshard's plan, and that plan as XLA compiles it, the page compares them.
 """
 
 import ast

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -199,6 +200,22 @@ def test_pytrees_and_static_arguments() -> None:
     kernel = gshard.kernel(scaled, like=scaled, static_argnums=1)
     got = gshard.jit(lambda x: kernel({"x": gshard.split(x, 0, 8)}, 3), mesh=8)(np.arange(8.0, dtype=np.float32))
     np.testing.assert_array_equal(got["y"], np.arange(8.0) ** 3)
+
+
+def test_static_arguments_that_are_equal_and_of_other_types_are_others() -> None:
+    def scaled(x: Any, how: Any) -> Any:
+        return x * 2 if isinstance(how, bool) else x * 3
+
+    kernel = gshard.kernel(scaled, like=scaled, static_argnames="how")
+    assert [float(kernel(1.0, how=how)) for how in (True, 1, True)] == [2.0, 3.0, 2.0]
+
+
+def test_the_log_says_where_the_plain_function_runs(caplog: pytest.LogCaptureFixture) -> None:
+    x, scale = jnp.ones((4, 8)), jnp.ones(8)
+    with caplog.at_level(logging.WARNING, "gshard"):
+        jax.jit(jax.grad(lambda x: rms_norm(x, scale).sum()))(x)
+    assert "the plain function of kernel gradient of rms_norm runs" in caplog.text
+    assert "kernel rms_norm runs" not in caplog.text
 
 
 def test_a_kernel_in_the_plain_function_of_another(rng: np.random.Generator) -> None:

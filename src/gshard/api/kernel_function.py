@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gshard.api.static_leaves import refuse_without_hash
+from gshard.api.static_leaves import Fixed, refuse_without_hash
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import no_mesh_set, user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames
@@ -129,14 +129,15 @@ class KernelFunction(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Calls the kernel."""
         numbers, names = self._static
-        fixed = {i: x for i, x in enumerate(args) if i in {n % max(len(args), 1) for n in numbers}}
+        at = {n % max(len(args), 1) for n in numbers}
+        fixed = {i: x for i, x in enumerate(args) if i in at}
         fixed_names = {name: x for name, x in kwargs.items() if name in names}
         for where, x in [*fixed.items(), *fixed_names.items()]:
             refuse_without_hash(x, f"Non-hashable static arguments are not supported: argument {where} of {self}.")
         given = [x for i, x in enumerate(args) if i not in fixed]
         named = {name: x for name, x in kwargs.items() if name not in names}
-        leaves, tree = jax.tree.flatten((given, named))
-        arrays = [self._array(x, path) for path, x in jax.tree_util.tree_leaves_with_path((given, named))]
+        leaves, tree = jax.tree_util.tree_flatten_with_path((given, named))
+        arrays = [self._array(x, path) for path, x in leaves]
 
         def flat(function: Callable[..., Any]) -> Callable[..., Sequence[Any]]:
             def call(*arrays: Any) -> Any:
@@ -147,13 +148,13 @@ class KernelFunction(Generic[P, R]):
 
             return call
 
-        key = tuple(fixed.items()), tuple(fixed_names.items()), tree
+        key = tuple((where, Fixed(x)) for where, x in (*fixed.items(), *sorted(fixed_names.items()))), tree
         if key not in self._kernels:
             fast, plain = flat(self.fast), flat(self.like)
             self._kernels[key] = Kernel(str(self), _leaves_of(fast), _leaves_of(plain), self.platforms)
         types = types_of(arrays)
         if (key, types) not in self._results:
-            self._results[key, types] = self._checked(self._kernels[key], flat, types)
+            self._results[key, types] = self._checked(flat, types)
         with jax.named_scope(str(self)):
             results = kernel_p.bind(*arrays, kernel=self._kernels[key])
         return jax.tree.unflatten(self._results[key, types], results)  # type: ignore[no-any-return]
@@ -171,7 +172,7 @@ class KernelFunction(Generic[P, R]):
             "Name it in static_argnames or static_argnums of gshard.kernel.",
         )
 
-    def _checked(self, kernel: Kernel, flat: Callable[..., Any], types: Any) -> Any:
+    def _checked(self, flat: Callable[..., Any], types: Any) -> Any:
         """The structure of the results.
 
         Raises:

@@ -84,7 +84,7 @@ class KernelCost:
         return max(self.parts, key=lambda part: part[1])[0]
 
     def taking(self, seconds: float, overlapped: float = 0.0) -> KernelCost:
-        """The cost with other seconds, of which each part keeps its share."""
+        """The cost with other seconds. Each part keeps its share of them."""
         share = seconds / self.seconds if self.seconds else 0.0
         parts = tuple((what, spent * share) for what, spent in self.parts)
         return dataclasses.replace(self, seconds=seconds, parts=parts, overlapped=overlapped)

@@ -16,7 +16,7 @@ class Held:
 
     Attributes:
         type: the type of one device's part, such as ``f32[64,128]``.
-        name: the argument of which they are a part, cast or gradient, or the operation that computes them.
+        name: the argument whose part, cast or gradient they are, or the operation that computes them.
         equation: the equation that computes the first of them.
         bytes: the bytes of all of them.
         count: the number of arrays.

@@ -164,7 +164,7 @@ def _follow(
         if isinstance(out, Value):
             last[program.home.get(out, out)] = len(kernels)
     elsewhere = _overwritten(kernels, last, elsewhere)
-    narrowed: dict[int, list[Value]] = {}  # by kernel: values of which only the narrow form is kept after it
+    narrowed: dict[int, list[Value]] = {}  # values that are kept only in their narrow form after a kernel
     for v, narrow_form in narrow_of.items():
         narrowed.setdefault(narrow_form.whole_until, []).append(v)
     bytes_held = {v: _on_device(v) for v in carried}

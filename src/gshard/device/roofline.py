@@ -57,7 +57,7 @@ def roofline(
     """Prices one run of a kernel.
 
     Args:
-        machine: the machine, of which one device runs the kernel.
+        machine: the machine. One of its devices runs the kernel.
         dtype: the short name of the dtype at whose rate products run.
         products: operations of products.
         others: all other operations.

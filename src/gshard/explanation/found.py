@@ -56,7 +56,7 @@ class SearchResult:
         function: the function as its dimensions can be named.
         budget_seconds: the time that the search was given; what is found later has as much, unless it is given its own.
         compiled: the ranking of the best plans as XLA compiled them (``search(compile_best=...)``); prints as a table.
-        progress: where the search printed its progress; what is found later prints there too, unless it is told.
+        progress: where the search printed its progress. Methods of the result print theirs there too, by default.
     """
 
     best: Best

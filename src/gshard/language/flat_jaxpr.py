@@ -11,10 +11,9 @@ from jax.extend.core import Literal
 
 from gshard.core.errors import ShardingError
 from gshard.core.jax_adapter import bind, called_jaxpr, closed, shapes_of, user_line
+from gshard.language.ledger import RESULT_SHARDINGS
 from gshard.language.mark_primitive import name_p
 from gshard.language.per_device import CONSTRAINTS
-
-_SHARDINGS = ("sharding", "out_sharding")
 
 
 def flat(jaxpr: Any) -> Any:
@@ -31,7 +30,7 @@ def flat(jaxpr: Any) -> Any:
             return operands
         if called is None:
             _refuse_shardings(eqn)
-            params = {k: None if k in _SHARDINGS else _as_python(v) for k, v in eqn.params.items()}
+            params = {k: None if k in RESULT_SHARDINGS else _as_python(v) for k, v in eqn.params.items()}
             return bind(eqn.primitive, params, operands)
         inner, own = closed(called)
         return evaluate(inner, own, operands, run, lambda x: x)
@@ -47,7 +46,7 @@ def _as_python(value: Any) -> Any:
 
 
 def _refuse_shardings(eqn: Any) -> None:
-    meshes = [mesh for key in _SHARDINGS if (mesh := getattr(eqn.params.get(key), "mesh", None)) is not None]
+    meshes = [mesh for key in RESULT_SHARDINGS if (mesh := getattr(eqn.params.get(key), "mesh", None)) is not None]
     if eqn.primitive.name in CONSTRAINTS or any(not mesh.empty for mesh in meshes):
         raise ShardingError(
             "the plain function of a kernel cannot say how arrays are sharded.",

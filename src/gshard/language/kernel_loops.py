@@ -1,8 +1,8 @@
 """The loops of a function: which dimensions of its arguments and results are the same loop.
 
-The rule of each equation (``core.rule``) names the loops of that equation. A value that one equation makes and another
-reads joins loops of both: they become one. A dimension that one of them reads as a product of loops, and the other as
-one loop, splits this one.
+The rule of each equation (``core.rule``) names the loops of that equation. If one equation computes a
+value and another reads it, the loops of both become one. If one of them has a product of loops where the other has one
+loop, that loop is split into the product.
 
     scores = einsum("bqhd,bkhd->bhqk", q, k)      b, q, h, d, k
     softmax(scores)                               four loops, joined with b, h, q, k; k cannot be split
@@ -34,13 +34,11 @@ class Step:
     """One equation of the function.
 
     Attributes:
-        equation: it.
-        rule: its rule; None if none of its loops may be split, as those of an equation with bodies.
+        rule: its rule; None if none of its loops may be split, as in an equation with bodies.
         loops: the loop of each factor.
         is_read: whether a result of the function depends on it.
     """
 
-    equation: Any
     rule: Rule | None
     loops: tuple[int, ...]
     is_read: bool
@@ -50,7 +48,7 @@ class LoopTable:
     """Loops that are joined and split while equations are read.
 
     Attributes:
-        sizes: of all loops.
+        sizes: the size of each loop.
     """
 
     def __init__(self) -> None:
@@ -96,7 +94,7 @@ class LoopTable:
         return found
 
     def join(self, some: Sequence[int], others: Sequence[int]) -> None:
-        """One dimension in two ways: as these loops, and as the others. Where sizes do not agree it stays whole."""
+        """Joins two descriptions of one dimension. If their sizes do not agree, the dimension stays whole."""
         left, right = list(some), list(others)
         while True:
             left = [leaf for loop in left for leaf in self.leaves(loop)]
@@ -179,7 +177,7 @@ def loops_of(jaxpr: Any) -> FunctionLoops:
         rule = None if eqn.primitive.name in REGIONS else rule_of(call_of(eqn), eqn.source_info)
         if rule is None or rule.on_mesh is not None or not rule.is_free:
             table.keep_whole(loop for dims in operands for dim in dims for loop in dim)
-            steps.append(Step(eqn, None, (), eqn in read))
+            steps.append(Step(None, (), eqn in read))
             return [whole(v.aval.shape) for v in eqn.outvars]
         loops = tuple(table.new(factor.size) for factor in rule.factors)
         joins = [factor.kind in (PARALLEL, REDUCE) or eqn in read for factor in rule.factors]
@@ -192,7 +190,7 @@ def loops_of(jaxpr: Any) -> FunctionLoops:
             for dim, own in zip(dims, factors, strict=True):
                 if all(joins[f] for f in own):
                     table.join(dim, [loops[f] for f in own])
-        steps.append(Step(eqn, rule, loops, eqn in read))
+        steps.append(Step(rule, loops, eqn in read))
         return [[[loops[f] for f in own] for own in dims] for dims in rule.results]
 
     arguments = [[[table.new(n)] for n in v.aval.shape] for v in body.invars]

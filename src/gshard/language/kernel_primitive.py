@@ -1,7 +1,7 @@
 """The primitive of ``gshard.kernel``: one equation with a fast implementation and a plain one.
 
 Outside of gshard the fast function runs. gshard reads the plain one to find how the equation may be split
-(``language.kernel_factors``), and runs the fast one on shards.
+(``language.kernel_loops``), and runs the fast one on shards.
 
 Derivatives are kernels again. The derivative of a kernel along tangents is linear in them, and its transpose computes
 the gradient: ``jax.vjp`` of the fast function runs, ``jax.vjp`` of the plain one describes it. So a fast function with
@@ -11,6 +11,7 @@ a ``jax.custom_vjp`` of its own keeps it. Where the fast function has no derivat
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +25,8 @@ from jax.interpreters import ad, batching, mlir
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import closed, no_mesh_set, user_line
 from gshard.language.flat_jaxpr import flat
+
+_log = logging.getLogger("gshard")
 
 Function = Callable[..., Sequence[Any]]
 Types = tuple[tuple[tuple[int, ...], Any], ...]  # of arrays: shape and dtype
@@ -98,8 +101,14 @@ class Kernel:
 
     def implementation(self, platforms: Sequence[str], types: Types) -> Function:
         """The function that runs on arrays of these types."""
-        here = self.platforms is None or set(platforms) <= set(self.platforms)
-        return self.fast if here and not self.refusal(types) else self.plain
+        if self.platforms is not None and not set(platforms) <= set(self.platforms):
+            return self.plain
+        if self.refusal(types):
+            _log.warning(
+                "gshard: the plain function of %s runs, because the fast one fails: %s", self, self._refusals[types]
+            )
+            return self.plain
+        return self.fast
 
     @functools.cached_property
     def jitted(self) -> Callable[..., Any]:

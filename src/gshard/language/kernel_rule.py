@@ -1,9 +1,9 @@
 """The rule of a kernel: its plain function, as one equation.
 
-The loops of the plain function (``language.kernel_loops``) are the factors. What the rules of its equations say of
-these loops is a candidate, and a proof decides (``language.kernel_proof``): first for each loop alone, so that
-propagation does not follow loops that cannot be split, and then for each split that planning considers, together with
-the question whether the fast function takes arrays of a shard's size.
+The loops of the plain function (``language.kernel_loops``) are the factors. The rules of its equations give a candidate
+for the kind of each factor. A proof decides (``language.kernel_proof``): first for each loop alone, so that propagation
+does not follow loops that cannot be split, and then for each split that planning considers. The fast function must also
+accept arrays of a shard's size.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import jax.numpy as jnp
 
 from gshard.comm.shards import Shards, mask
 from gshard.core.jax_adapter import closed
-from gshard.core.mesh import Atoms, Mesh
+from gshard.core.mesh import Atoms, Mesh, prime_factors
 from gshard.core.rule import PARALLEL, REDUCE, REPLICATE, Dims, Rule, RuleMaker
+from gshard.core.sharding import Sharding
 from gshard.core.split import Split, place
 from gshard.language.call import Call
 from gshard.language.kernel_loops import loops_of
@@ -67,8 +68,7 @@ class _KernelSplits:
             for atom in mesh.atoms:
                 yield mesh, {f: (atom,)}
             return
-        n = candidate.factors[f].size
-        fewest = next(parts for parts in range(2, n + 1) if n % parts == 0)
+        fewest = prime_factors(candidate.factors[f].size)[0]
         devices = Mesh.abstract(**{f"loop{g}": size for g, size in {**majors, f: fewest}.items()})
         yield devices, {g: devices.atoms_of[f"loop{g}"] for g in (*majors, f)}
 
@@ -158,7 +158,7 @@ class _KernelSplits:
 
 
 def _local_shape(dims: Dims, shape: tuple[int, ...], mesh: Mesh, split: Split) -> tuple[int, ...]:
-    return tuple(-(-n // mesh.count(a)) for n, a in zip(shape, place(dims, split), strict=True))
+    return Sharding(place(dims, split)).local_shape(mesh, shape)
 
 
 def _local(shards: Shards, *arrays: Any) -> list[Any]:
