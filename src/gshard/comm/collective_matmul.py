@@ -1,17 +1,16 @@
-"""Collective matmul: computes a contraction shard by shard while other shards are in flight.
+"""Runs a collective matmul: computes a contraction part by part while the network moves other parts.
 
-With p parts and one array that rotates, device ``a`` works in step t on part ``a + t``: it holds that part of a
-rotating operand, or the sum for that part of the result, which came from device ``a + 1`` (of those around the ring,
-which may stand there in an order of their own). Where two arrays rotate,
-along ``a`` and along ``b``, it is part ``a + b + t`` (Cannon): operands are skewed before the first step, and a sum
-that rotated is brought home after the last.
+With p parts and one rotating array, device ``a`` works in step t on part ``a + t``. It holds this part of a rotating
+operand, or the sum for this part of the result, which it has received from device ``a + 1`` on the ring (the ring may
+have another order than the devices). If two arrays rotate, along ``a`` and along ``b``, it works on part ``a + b + t``
+(Cannon's algorithm): operands are skewed before the first step, and a rotating sum is moved back after the last step.
 
-A part of an operand is sent on while it is used. A sum cannot be: what arrives is added to, and only then goes on. So
-sums rotate in halves that take turns: one is on its way while the other's product is computed, and each addition is
-the end of a product.
+A device sends a part of an operand while it uses it. A sum can be sent only after the device has added to it. So sums
+rotate in two halves that alternate: the network moves one half while the device computes the product for the other
+half.
 
-The loop is one ``scan`` whatever p is. The last product stands outside, so that nothing is sent in vain:
-p - 1 permutations for each array that rotates, and one for each skew.
+The loop is one ``scan`` for any p. The last product is outside of the loop, so no part is sent in vain: there are p - 1
+permutes for each rotating array, and one for each skew.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ Note = Callable[[Atoms, Any, int, int | None], None]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Lane:
-    """What rotates together: ``size`` elements of every part, from ``low`` on.
+    """A slice of every part that rotates together: ``size`` elements from ``low`` on.
 
-    With ``sign`` 1 the part of the next device comes, with -1 that of the one before. Lanes of ``turn`` 1 are computed
-    while sums of turn 0 are on their way, and the other way round.
+    With ``sign`` 1 a device receives the part of the next device, with -1 the part of the previous one. Lanes of
+    ``turn`` 1 are computed while the network moves the sums of turn 0, and the reverse.
     """
 
     sign: int
@@ -51,17 +50,17 @@ class _Lane:
 
 
 def collective_matmul(ring: Ring, shards: Shards, arrays: Sequence[Any], note: Note) -> Any:
-    """The result of a contraction, its factor taken part by part; runs inside ``shard_map``.
+    """Computes a contraction part by part, inside ``shard_map``.
 
     Args:
-        ring: what rotates.
+        ring: the factor and the rotating arrays.
         shards: the equation, split without the ring.
-        arrays: one device's parts, as ``core.ring.entering`` says.
-        note: told of every permutation: atoms, what each device sends, how often, and which operand that is a part
-            of; None for sums.
+        arrays: one device's parts of the operands, with the shardings of ``core.ring.entering``.
+        note: called for every permute with its atoms, the array that each device sends, the number of runs, and the
+            number of the operand (None for sums).
 
     Returns:
-        one device's part of the result, as ``core.ring.leaving`` says.
+        one device's part of the result, with the sharding of ``core.ring.leaving``.
     """
     return _Steps(ring, shards, note).run(arrays)
 
@@ -74,18 +73,18 @@ class _Steps:
 
     @property
     def parts(self) -> int:
-        """How many there are."""
+        """The number of parts."""
         return self.ring.steps(self.shards.mesh)
 
     @property
     def part(self) -> int:
-        """Elements of one part along the factor."""
+        """The number of elements of one part along the factor."""
         mesh, f = self.shards.mesh, self.ring.factor
         return -(-self.shards.rule.factors[f].size // (mesh.count(self.shards.atoms(f)) * self.parts))
 
     @property
     def lanes(self) -> tuple[_Lane, ...]:
-        """Parts of every part: for each direction, and where sums rotate for each turn."""
+        """The lanes of every part: one for each direction and, if sums rotate, for each turn."""
         kinds = [
             (turn, sign) for turn in range(1 + bool(self.ring.result)) for sign in (1, -1)[: 1 + self.ring.both_ways]
         ]
@@ -96,15 +95,15 @@ class _Steps:
         )
 
     @property
-    def made_along(self) -> int | None:
-        """The result's dimension of the factor; None if it is summed over."""
+    def dim_of_factor(self) -> int | None:
+        """The dimension of the factor in the result; None if the factor is summed over."""
         return self._dim(self.shards.rule.results[0])
 
     def _dim(self, dims: Sequence[tuple[int, ...]]) -> int | None:
         return next((d for d, factors in enumerate(dims) if factors == (self.ring.factor,)), None)
 
     def run(self, arrays: Sequence[Any]) -> Any:
-        """All steps."""
+        """Runs all steps."""
         ring, last = self.ring, self.parts - 1
         places = [i for i, _ in ring.operands]
         staying = [None if i in places else self._padded(x, i) for i, x in enumerate(arrays)]
@@ -121,25 +120,25 @@ class _Steps:
         return self._finished(self._last(staying, moving, sums))
 
     def _operands_on(self, staying: list[Any], state: Any, t: Any) -> tuple[Any, None]:
-        """Step t, while the parts of operands that it uses go on."""
+        """Runs step t, while the network moves the parts of operands that it uses."""
         moving, sums = state
         onward = [self._onward(xs, lane) for xs, lane in zip(moving, self.lanes, strict=True)]
         return (onward, self._written(sums, staying, moving, t)), None
 
     def _sums_on(self, staying: list[Any], state: Any, t: Any) -> tuple[Any, None]:
-        """Step t of the lanes of turn 1 while the sums of turn 0 go on; step t + 1 of these while the others' do."""
+        """Runs step t of turn 1 while the sums of turn 0 move, then step t + 1 of turn 0 while those of turn 1 move."""
         moving, sums = state
         lanes = list(enumerate(self.lanes))
-        gone = {k: self._permuted(sums[k], self.ring.result, lane) for k, lane in lanes if not lane.turn}
+        sent = {k: self._permuted(sums[k], self.ring.result, lane) for k, lane in lanes if not lane.turn}
         for k, lane in lanes:
             if lane.turn:
-                gone[k] = self._permuted(self._added(sums[k], staying, moving[k], lane, t), self.ring.result, lane)
+                sent[k] = self._permuted(self._added(sums[k], staying, moving[k], lane, t), self.ring.result, lane)
         onward = [self._onward(moving[k], lane) for k, lane in lanes]
-        arrived = [gone[k] if lane.turn else self._added(gone[k], staying, onward[k], lane, t + 1) for k, lane in lanes]
+        arrived = [sent[k] if lane.turn else self._added(sent[k], staying, onward[k], lane, t + 1) for k, lane in lanes]
         return (onward, arrived), None
 
     def _last(self, staying: list[Any], moving: list[list[Any]], sums: list[Any]) -> list[Any]:
-        """The sums, or the result, with what is left to compute when everything has arrived."""
+        """The sums or the result after the last products."""
         if not self.ring.result:
             return self._written(sums, staying, moving, self.parts - 1)
         return [
@@ -148,13 +147,13 @@ class _Steps:
         ]
 
     def _padded(self, x: Any, i: int) -> Any:
-        """An operand that stays, long enough for a full last part."""
+        """An operand that does not rotate, padded to a full last part."""
         x, d = self.shards.masked(x, i), self._dim(self.shards.rule.operands[i])
         missing = 0 if d is None else self.parts * self.part - x.shape[d]
         return jnp.pad(x, [(0, missing if k == d else 0) for k in range(x.ndim)]) if missing else x
 
     def _start(self, x: Any, i: int, lane: _Lane) -> Any:
-        """What of a rotating operand is at hand in the first step."""
+        """The slice of a rotating operand that a device holds in the first step."""
         shards, f, atoms = self.shards, self.ring.factor, self.ring.atoms_of(i)
         finer = dataclasses.replace(shards, split={**shards.split, f: (*shards.atoms(f), *atoms)})
         d = self._dim(shards.rule.operands[i])
@@ -166,7 +165,7 @@ class _Steps:
 
     @in_context(NO_CONTEXT)
     def _skewed(self, x: Any, i: int | None, source: Callable[[int, int], int]) -> Any:
-        """An operand, or the sums, from ``source(a, b)`` to ``a``; ``b`` counts along what else rotates, if it does."""
+        """Moves an operand or the sums from ``source(a, b)`` to ``a``, if another array rotates along ``b``."""
         atoms = self.ring.result if i is None else self.ring.atoms_of(i)
         others = tuple(other for other in self.ring.rotating if other != atoms)
         if not others:
@@ -188,18 +187,19 @@ class _Steps:
         return ppermute(x, mesh.atoms, pairs(moves, atoms, mesh))
 
     def _step(self, staying: list[Any], moving: list[Any], lane: _Lane, t: Any) -> tuple[Any, Any]:
-        """What a lane makes in step t, and where the elements that it makes it of begin."""
+        """The product of a lane in step t, and the position of its first element along the factor."""
         ring, rule = self.ring, self.shards.rule
-        own = sum(lax.axis_index(atoms) for atoms in ring.rotating)
+        position = sum(lax.axis_index(atoms) for atoms in ring.rotating)
         if ring.order:
-            own = _element_of(sorted(range(self.parts), key=ring.order.__getitem__), own)
-        turn = lax.rem(own + lane.sign * (t + bool(ring.result)) + self.parts, self.parts)
+            position = _element_of(sorted(range(self.parts), key=ring.order.__getitem__), position)
+        turn = lax.rem(position + lane.sign * (t + bool(ring.result)) + self.parts, self.parts)
         begin = (_element_of(ring.order, turn) if ring.order else turn) * self.part + lane.low
-        come, operands = iter(moving), []
+        rotating = iter(moving)
+        operands: list[Any] = []
         for i, x in enumerate(staying):
             d = self._dim(rule.operands[i])
             if x is None:
-                operands.append(next(come))
+                operands.append(next(rotating))
             elif d is None:
                 operands.append(x)
             else:
@@ -208,40 +208,41 @@ class _Steps:
         return rule.part(self.shards, *operands), begin
 
     def _first(self, staying: list[Any], moving: list[Any], lane: _Lane) -> Any:
-        """The sums that set out: what the first step makes; of lanes of turn 1, which it is still to make, nothing."""
+        """The first sums: the product of the first step, or zeros for lanes of turn 1."""
         if lane.turn:
-            made = jax.eval_shape(lambda: self._step(staying, moving, lane, 0)[0])
-            found = jnp.zeros(made.shape, self._dtype)
+            product = jax.eval_shape(lambda: self._step(staying, moving, lane, 0)[0])
+            sums = jnp.zeros(product.shape, self._dtype)
         else:
-            found = self._step(staying, moving, lane, 0)[0].astype(self._dtype)
-        self.note(self.ring.result, found, self.parts - 1, None)
-        return found
+            sums = self._step(staying, moving, lane, 0)[0].astype(self._dtype)
+        self.note(self.ring.result, sums, self.parts - 1, None)
+        return sums
 
     def _added(self, sums: Any, staying: list[Any], moving: list[Any], lane: _Lane, t: Any) -> Any:
         return sums + self._step(staying, moving, lane, t)[0].astype(self._dtype)
 
     def _empty(self, staying: list[Any], moving: list[list[Any]]) -> Any:
-        """A result before the first step: sums of nothing, or memory that the steps fill."""
-        shape, d = list(self.shards.out_shape()), self.made_along
+        """The result before the first step: zeros to add to, or uninitialised memory that the steps fill."""
+        shape, d = list(self.shards.out_shape()), self.dim_of_factor
         if d is not None:
             shape[d] = self.parts * self.part
             return lax.empty(tuple(shape), self._dtype)
-        made = jax.eval_shape(lambda: self._step(staying, moving[0], self.lanes[0], 0)[0])
-        return jnp.zeros(shape, made.dtype)
+        product = jax.eval_shape(lambda: self._step(staying, moving[0], self.lanes[0], 0)[0])
+        return jnp.zeros(shape, product.dtype)
 
     def _written(self, sums: list[Any], staying: list[Any], moving: list[list[Any]], t: Any) -> list[Any]:
-        """The result with what step t makes."""
-        (found,), d = sums, self.made_along
+        """The result after the products of step t are added or written."""
+        (result,) = sums
+        d = self.dim_of_factor
         for xs, lane in zip(moving, self.lanes, strict=True):
-            made, begin = self._step(staying, xs, lane, t)
+            product, begin = self._step(staying, xs, lane, t)
             if d is None:
-                found = found + made
+                result = result + product
             else:
-                found = lax.dynamic_update_slice_in_dim(found, made.astype(self._dtype), begin, axis=d)
-        return [found]
+                result = lax.dynamic_update_slice_in_dim(result, product.astype(self._dtype), begin, axis=d)
+        return [result]
 
     def _finished(self, sums: list[Any]) -> Any:
-        d = self.made_along
+        d = self.dim_of_factor
         if self.ring.result:
             assert d is not None
             return lax.concatenate([self._skewed(x, None, lambda a, b: a - b) for x in sums], d)

@@ -1,4 +1,4 @@
-"""The collectives of a per-device program and what each device sends in them, read off its jaxpr."""
+"""Finds the collectives in the jaxpr of a per-device program, and the bytes that each device sends in them."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ KINDS = {
     "reduce_scatter": "reduce_scatter",
     "psum_scatter": "reduce_scatter",
     "all_to_all": "all_to_all",
-    # How much a ragged one sends is known when it runs: it counts as if all of it went, to all alike.
+    # The bytes of a ragged all-to-all are known at run time only. It counts as an all-to-all of the whole operand.
     **dict.fromkeys(SENT_OPERANDS, "all_to_all"),
     "ppermute": "collective_permute",
 }
 
 
 def collectives_of(jaxpr: Any, sizes: Mapping[str, int], times: int = 1) -> Iterator[tuple[str, Atoms, int, Any]]:
-    """Every collective of a per-device jaxpr: kind, axes, bytes that each device sends in all its runs, operand.
+    """Every collective of a per-device jaxpr: kind, axes, bytes that a device sends in all runs, type of the operand.
 
     Args:
-        jaxpr: the program; the body of a loop whose end is not known counts once.
-        sizes: the devices along each axis.
-        times: how often all of it runs.
+        jaxpr: the program. The body of a loop with an unknown number of iterations counts once.
+        sizes: the number of devices along each axis.
+        times: the number of runs of the jaxpr.
     """
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         name, params = eqn.primitive.name, eqn.params
@@ -43,15 +43,21 @@ def collectives_of(jaxpr: Any, sizes: Mapping[str, int], times: int = 1) -> Iter
             for var in eqn.invars[: SENT_OPERANDS.get(name)]:
                 each = math.prod(var.aval.shape) * itemsize(var.aval.dtype)
                 yield KINDS[name], axes, times * sent_bytes(KINDS[name], each, group), var.aval
-        again = times * params["length"] if name == "scan" else times
+        times_of_bodies = times * params["length"] if name == "scan" else times
         for value in params.values():
             for body in value if isinstance(value, (tuple, list)) else (value,):
                 if isinstance(body, (Jaxpr, ClosedJaxpr)):
-                    yield from collectives_of(body, sizes, again)
+                    yield from collectives_of(body, sizes, times_of_bodies)
 
 
 def sent_bytes(kind: str, operand: int, group: int) -> int:
-    """Bytes that each device of a group sends, by the best known algorithms."""
+    """Bytes that each device of a group sends with the best known algorithms.
+
+    Args:
+        kind: the kind of the collective.
+        operand: bytes of one device's operand.
+        group: number of devices.
+    """
     if kind == "all_reduce":
         return 2 * operand * (group - 1) // group
     if kind == "all_gather":

@@ -1,11 +1,11 @@
-"""Exchange: dimensions change places tile by tile; each tile is sent directly to its destination.
+"""Exchanges the atoms of dimensions with different numbers of parts, and sends each tile directly to its destination.
 
     [8@(x,y), 8@z] -> [8@z, 8@(x,y)]      x = y = z = 2: two rounds of half a part, each half sent once
 
-Where parts of a dimension change with parts of another that are not equally many, no all-to-all fits: one brings the
-cuts to the right sizes, and then all parts are sent once more, to other devices. Instead both cuts are laid over each
-other. A part of either consists of as many tiles, and rounds of CollectivePermutes carry them (``comm.route``). All
-cuts are even, and the same atoms cut before and after.
+If two dimensions with different numbers of parts exchange their atoms, one all-to-all is not enough: it changes the
+sizes of the parts, and a second message sends all parts to other devices. Instead, both splits divide the array into
+common tiles. A part of either split consists of the same number of tiles, and rounds of CollectivePermutes move the
+tiles (``comm.route``). All splits are even, and the same atoms split the array before and after.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ Ints = NDArray[np.int64]
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Exchange:
-    """Tiles, and how they go.
+    """The tiles of an exchange, with their senders.
 
     Attributes:
-        atoms: the devices along which they go; these are counted along them.
-        held: into how many tiles a part before is cut, in each dimension.
-        wanted: the same of a part after.
-        sender, source: int64 [devices, tiles]: of each tile of a part after, who has it, and as which of its tiles.
+        atoms: the atoms along which tiles move. Devices are numbered along them.
+        held: for each dimension the number of tiles of a part before the exchange.
+        wanted: the same after the exchange.
+        sender, source: int64 [devices, tiles]: for each tile of a part after the exchange, the device that holds it
+            before, and the number of the tile there.
     """
 
     atoms: Atoms
@@ -50,11 +51,11 @@ class Exchange:
     source: Ints
 
     def messages(self) -> tuple[tuple[Chunk, ...], ...]:
-        """The rounds: every device sends a tile in each, if only to itself. One element of a chunk is one tile."""
+        """The rounds. In each, every device sends a tile, perhaps to itself. One element of a chunk is one tile."""
         return _messages(self)
 
     def ends(self, mesh: Mesh) -> tuple[Ints, Ints]:
-        """Which device of the mesh sends each tile that a device is to have, and which is that."""
+        """For each tile of each device, the device of the mesh that sends it and the device that receives it."""
         size = mesh.size
         sizes = list(mesh.atom_sizes.values())
         at = dict(zip(mesh.atoms, np.indices(sizes).reshape(len(sizes), size), strict=True))
@@ -69,23 +70,20 @@ class Exchange:
 
 
 @tabulated(64)
-def _messages(found: Exchange) -> tuple[tuple[Chunk, ...], ...]:
-    receiver, target = np.indices(found.sender.shape)
-    columns = (x.ravel().tolist() for x in (found.sender, found.source, receiver, target))
+def _messages(tiles: Exchange) -> tuple[tuple[Chunk, ...], ...]:
+    receiver, target = np.indices(tiles.sender.shape)
+    columns = (x.ravel().tolist() for x in (tiles.sender, tiles.source, receiver, target))
     return colored([Chunk(s, low, r, to, 1) for s, low, r, to in zip(*columns, strict=True)])
 
 
 def rounds_of(before: Sequence[Atoms], after: Sequence[Atoms], mesh: Mesh) -> int:
-    """In how many messages: as many as a part has tiles, for some device keeps none."""
+    """The number of messages. It is the number of tiles of a part, because some device keeps none."""
     cuts = zip(map(mesh.count, before), map(mesh.count, after), strict=True)
     return math.prod(math.lcm(p, q) // p for p, q in cuts)
 
 
 def can_change(before: Sharding, after: Sharding, shape: Sequence[int], mesh: Mesh) -> bool:
-    """Whether an exchange leads from a sharding to another.
-
-    It takes no more messages than devices can be halved along what moves: atom by atom it would take as many.
-    """
+    """Whether an exchange leads from a sharding to another with fewer messages than moving atom by atom."""
     if before.unreduced != after.unreduced or _cutting(before) != _cutting(after):
         return False
     counts = [(mesh.count(have), mesh.count(want)) for have, want in zip(before.dims, after.dims, strict=True)]
@@ -100,7 +98,7 @@ def _cutting(sharding: Sharding) -> set[str]:
 
 @tabulated(1024)
 def exchange(before: tuple[Atoms, ...], after: tuple[Atoms, ...], mesh: Mesh) -> Exchange:
-    """The tiles of two cuts of an array."""
+    """The exchange between two splits of an array."""
     atoms = moved(before, after)
     sizes = [mesh.atom_sizes[a] for a in atoms]
     devices = math.prod(sizes)
@@ -129,29 +127,29 @@ def exchange(before: tuple[Atoms, ...], after: tuple[Atoms, ...], mesh: Mesh) ->
 
 
 def _ordinal(atoms: Atoms, at: dict[str, Any], mesh: Mesh, devices: int) -> Any:
-    found = np.zeros(devices, np.int64)
+    ordinal = np.zeros(devices, np.int64)
     for a in atoms:
-        found = found * mesh.atom_sizes[a] + at[a]
-    return found
+        ordinal = ordinal * mesh.atom_sizes[a] + at[a]
+    return ordinal
 
 
 @in_context(NO_CONTEXT)
 def changed(x: Any, before: tuple[Atoms, ...], after: tuple[Atoms, ...], mesh: Mesh) -> Any:
-    """One device's part of an array, moved so (inside ``shard_map``)."""
-    found = exchange(before, after, mesh)
-    tile = [n // k for n, k in zip(x.shape, found.held, strict=True)]
-    result = jnp.zeros([n * k for n, k in zip(tile, found.wanted, strict=True)], x.dtype)
-    me, devices = lax.axis_index(found.atoms), mesh.count(found.atoms)
+    """Runs an exchange on one device's part of an array, inside ``shard_map``."""
+    tiles = exchange(before, after, mesh)
+    tile = [n // k for n, k in zip(x.shape, tiles.held, strict=True)]
+    result = jnp.zeros([n * k for n, k in zip(tile, tiles.wanted, strict=True)], x.dtype)
+    me, devices = lax.axis_index(tiles.atoms), mesh.count(tiles.atoms)
 
     def begin(numbers: dict[int, int], counts: tuple[int, ...]) -> list[Any]:
-        """Where the tile with a device's number begins."""
+        """The first position of the tile with the number of this device."""
         listed = np.array([numbers[i] for i in range(devices)])
         places = [np.asarray(i * n, np.int32) for i, n in zip(np.unravel_index(listed, counts), tile, strict=True)]
         return [int(i[0]) if (i == i[0]).all() else jnp.asarray(i)[me] for i in places]
 
-    for chunks in found.messages():
-        sent = lax.dynamic_slice(x, begin({p.source: p.low for p in chunks}, found.held), tile)
-        sent = ppermute(sent, mesh.atoms, pairs([(p.source, p.receiver) for p in chunks], found.atoms, mesh))
-        place = begin({p.receiver: p.at for p in chunks}, found.wanted)
+    for chunks in tiles.messages():
+        sent = lax.dynamic_slice(x, begin({p.source: p.low for p in chunks}, tiles.held), tile)
+        sent = ppermute(sent, mesh.atoms, pairs([(p.source, p.receiver) for p in chunks], tiles.atoms, mesh))
+        place = begin({p.receiver: p.at for p in chunks}, tiles.wanted)
         result = lax.dynamic_update_slice(result, sent, place)
     return result

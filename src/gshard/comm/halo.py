@@ -1,22 +1,21 @@
-"""Halo exchange: each device gets the window of a split dimension that its part of the result needs.
+"""Runs a halo exchange: each device receives the window of a split dimension that its part of the result needs.
 
-Everything that shifts, cuts or slides along a split dimension (slice, pad, concatenate, reverse, convolution, pooling)
-asks for the same thing: part ``i`` of the result needs what stands from position ``first + step * i`` on in an operand
-whose elements stand ``dilation`` apart: elements from ``ceil((first + step * i) / dilation)`` on. From these numbers
-follow, statically, the distances over which parts must be sent and how much of each; a window that reaches over
-several parts takes several shifts, each one CollectivePermute of just the needed elements. Where parts
-need such different things that shifts would carry much in vain, every chunk gets a route of its own
-(``comm.route``).
+All operators that shift, cut or slide along a split dimension (slice, pad, concatenate, reverse, convolution, pooling)
+have the same form: part ``i`` of the result needs the elements from position ``first + step * i`` on of an operand with
+elements at distance ``dilation``, which are the elements from ``ceil((first + step * i) / dilation)`` on. These numbers
+determine statically over which distances parts are sent, and which elements of each part. A window that covers several
+parts needs several shifts, each one CollectivePermute of the needed elements. If the windows of different parts differ
+so much that shifts would send many useless elements, each chunk gets its own route (``comm.route``).
 
     >>> window = Window(n=12, first=-1, step=3, parts=4, extent=5)      # one neighbour's element on each side
     >>> [(shift.distance, shift.low, shift.high) for shift in window.shifts(3)]
     [(-1, 2, 3), (0, 0, 3), (1, 0, 1)]
 
-Each shift carries only what one of its receivers needs. Where it is laid down, between its neighbours' chunks, it is
-padded to a whole part.
+Each shift sends only elements that one of its receivers needs. The receiver pads the chunk to a whole part, and puts it
+between the chunks of the neighbours.
 
-Elements before 0 or from ``n`` on are whatever happens to be there, and the caller masks them, but where no device
-sends them and no part is padded: there they are filled when what arrives is laid down (``Window.filled_outside``).
+Elements before 0 or from ``n`` on are undefined, and the caller masks them. The exception is a window for which no
+device sends them and no part is padded: then the receiver fills them (``Window.filled_outside``).
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ from gshard.core.xla_workarounds import opaque_for_slice, ppermute
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shift:
-    """Elements ``low`` to ``high`` of every part go from part ``i + distance`` to part ``i``, if it needs them.
+    """Sends elements ``low`` to ``high`` of part ``i + distance`` to part ``i``, for each receiver ``i``.
 
     Attributes:
-        distance: how many parts away they come from; 0 stays at home.
-        low, high: the elements of a part that are needed.
-        begin, end: the elements for which there is room where they are laid down.
-        receivers: the parts that need some of them.
+        distance: the distance of the sending part; 0 for the device's own part.
+        low, high: the needed elements of a part.
+        begin, end: the elements of the part for which the receiver has room.
+        receivers: the parts that need some of these elements.
     """
 
     distance: int
@@ -59,16 +58,16 @@ class Shift:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Window:
-    """What each part of a result needs of a dimension.
+    """The window of a dimension that each part of a result needs.
 
     Attributes:
-        n: elements of the dimension.
-        first, step: part ``i``'s window begins at position ``first + step * i``.
+        n: number of elements of the dimension.
+        first, step: the window of part ``i`` begins at position ``first + step * i``.
         parts: number of parts.
-        extent: the window's length in positions.
-        dilation: element ``j`` stands at position ``j * dilation``.
-        taking: parts from this one on hold no results and need nothing; None if all do.
-        inside: whether results read the array only: then elements outside do not matter.
+        extent: length of the window in positions.
+        dilation: element ``j`` is at position ``j * dilation``.
+        taking: parts from this one on hold no results and need no elements; None if all parts hold results.
+        inside: whether results read elements of the array only, so that elements outside do not matter.
     """
 
     n: int
@@ -81,11 +80,11 @@ class Window:
     inside: bool = dataclasses.field(default=False, compare=False)
 
     def position(self, part: Any) -> Any:
-        """Where a part's window begins; the number of the part may be known only when the program runs."""
+        """The first position of a part's window. The number of the part may be a traced value."""
         return self.first + self.step * part
 
     def start(self, part: Any) -> Any:
-        """The first element that stands in a part's window, or after its beginning."""
+        """The first element at or after the beginning of a part's window."""
         return -(-self.position(part) // self.dilation)
 
     @property
@@ -95,32 +94,30 @@ class Window:
 
     @property
     def width(self) -> int:
-        """How many elements a window holds at most."""
-        if self.step % self.dilation == 0 and self.extent:  # every window begins alike between two elements
+        """The largest number of elements of a window."""
+        if self.step % self.dilation == 0 and self.extent:  # all windows begin at the same distance from an element
             return max(0, (self.first + self.extent - 1) // self.dilation - self.start(0) + 1)
         return -(-self.extent // self.dilation)
 
     def shifts(self, size: int) -> tuple[Shift, ...]:
-        """The shifts that bring each part its window if parts have ``size`` elements, nearest to the left first."""
+        """The shifts that send each part its window, in the order of distances; parts have ``size`` elements."""
         return _plan(self, size)
 
     def route(self, size: int) -> Route | None:
-        """Another way, if shifts would carry more: every chunk on its own route."""
+        """The route with which each chunk is sent separately; None if shifts send less."""
         return _route(self, size)
 
     def messages(self, size: int) -> tuple[int, ...]:
-        """How many elements each device sends in each CollectivePermute if parts have ``size`` elements."""
-        route = self.route(size) if size else None
+        """The elements that each device sends in each CollectivePermute, if parts have ``size`` elements."""
+        if not size:
+            return ()
+        route = self.route(size)
         if route is not None:
             return route.messages
-        return (
-            tuple(shift.high - shift.low for shift in self.shifts(size) if shift.distance and shift.receivers)
-            if size
-            else ()
-        )
+        return tuple(shift.high - shift.low for shift in self.shifts(size) if shift.distance and shift.receivers)
 
     def filled_outside(self, size: int) -> bool:
-        """Whether what is fetched from outside of the array is known: it is not sent, and no part is padded.
+        """Whether the receiver can fill elements outside of the array: they are not sent, and no part is padded.
 
         >>> Window(n=12, first=-1, step=3, parts=4, extent=5).filled_outside(3)
         True
@@ -131,7 +128,7 @@ class Window:
 
     @property
     def within(self) -> bool:
-        """Whether everything that stands in the windows is in the array, so that elements outside do not matter.
+        """Whether all windows are inside the array, so that elements outside do not matter.
 
         >>> [Window(n=12, first=first, step=3, parts=4, extent=3).within for first in (-1, 0, 1)]
         [False, True, False]
@@ -142,7 +139,7 @@ class Window:
         return min(ends) >= 0 and max(ends) + self.extent <= (self.n - 1) * self.dilation + 1
 
     def bytes(self, size: int, each: int) -> int:
-        """What each device sends if parts have ``size`` elements of ``each`` bytes."""
+        """Bytes that each device sends, if parts have ``size`` elements of ``each`` bytes."""
         return each * sum(self.messages(size))
 
 
@@ -153,12 +150,12 @@ def _route(window: Window, size: int) -> Route | None:
     for i in window.receivers:
         start = window.start(i)
         chunks += chunks_of(max(start, 0), min(start + window.width, window.n), size, i, start)
-    sent, taken = [0] * window.parts, [0] * window.parts
+    sent_elements, received_elements = [0] * window.parts, [0] * window.parts
     for p in chunks:
         if p.source != p.receiver:
-            sent[p.source] += p.length
-            taken[p.receiver] += p.length
-    if max(*sent, *taken, 0) >= by_shifts:
+            sent_elements[p.source] += p.length
+            received_elements[p.receiver] += p.length
+    if max(*sent_elements, *received_elements, 0) >= by_shifts:
         return None
     route = routed(tuple(chunks))
     return route if sum(route.messages) < by_shifts else None
@@ -184,24 +181,24 @@ def _plan(window: Window, size: int) -> tuple[Shift, ...]:
     shifts = []
     for distance in range(nearest, farthest + 1):
         low, high, receivers = needed.get(distance, (0, size, []))
-        # Chunks are laid side by side, so only the outer ends may be cut off.
+        # Chunks are concatenated, so only the outer ends can be omitted.
         begin, end = low if distance == nearest else 0, high if distance == farthest else size
         shifts.append(Shift(distance, low, high, begin, end, tuple(receivers)))
     return tuple(shifts)
 
 
 def fetch_window(x: Any, dim: int, atoms: Atoms, mesh: Mesh, window: Window) -> Any:
-    """This device's window of dimension ``dim``; ``x`` is its part (inside ``shard_map``).
+    """This device's window of dimension ``dim``, inside ``shard_map``; ``x`` is its part.
 
     Returns:
-        ``window.width`` elements along ``dim``; what is outside of the array is undefined.
+        ``window.width`` elements along ``dim``. Elements outside of the array are undefined.
     """
     return laid_out(x, received(x, dim, atoms, mesh, window), dim, atoms, window)
 
 
 @in_context(NO_CONTEXT)
 def received(x: Any, dim: int, atoms: Atoms, mesh: Mesh, window: Window) -> tuple[Any, ...]:
-    """What other parts send for this device's window: a chunk for each shift, or all of it if it comes by a route."""
+    """The chunks that other parts send for this device's window: one for each shift, or one for a route."""
     size = x.shape[dim]
     if not x.size:
         return ()
@@ -216,12 +213,12 @@ def received(x: Any, dim: int, atoms: Atoms, mesh: Mesh, window: Window) -> tupl
     return tuple(chunks)
 
 
-def laid_out(x: Any, got: Sequence[Any], dim: int, atoms: Atoms, window: Window, fill: Any = 0) -> Any:
-    """This device's window, of its part ``x`` and of what it ``received``.
+def laid_out(x: Any, received_chunks: Sequence[Any], dim: int, atoms: Atoms, window: Window, fill: Any = 0) -> Any:
+    """This device's window, from its part ``x`` and the ``received`` chunks.
 
     Returns:
-        ``window.width`` elements along ``dim``. What is outside of the array is ``fill`` if no part is padded
-        (``Window.filled_outside``), otherwise undefined.
+        ``window.width`` elements along ``dim``. Elements outside of the array are ``fill`` if
+        ``Window.filled_outside``, otherwise undefined.
     """
     size, width, zeros = x.shape[dim], window.width, _is_zero(fill)
     shifts = window.shifts(size) if size else ()
@@ -229,11 +226,11 @@ def laid_out(x: Any, got: Sequence[Any], dim: int, atoms: Atoms, window: Window,
         shape = *x.shape[:dim], width, *x.shape[dim + 1 :]
         return jnp.zeros(shape, x.dtype) if zeros else jnp.full(shape, fill, x.dtype)
     if window.route(size) is not None:
-        return got[0]
+        return received_chunks[0]
     used = [i for i in window.receivers if window.start(i) < window.n and window.start(i) + width > 0]
-    alike = len({window.start(i) - i * size for i in used}) == 1
-    if alike:
-        # Most of the own part is taken whole: a slice of what is joined is fused, slices that are joined are copied.
+    same_offset = len({window.start(i) - i * size for i in used}) == 1
+    if same_offset:
+        # Use the whole own part and slice the concatenation: XLA fuses this slice, but copies slices it concatenates.
         shifts = tuple(dataclasses.replace(s, begin=0, end=size) if _is_own_most(s, size) else s for s in shifts)
 
     def padded(x: Any, low: int, high: int) -> Any:
@@ -242,13 +239,13 @@ def laid_out(x: Any, got: Sequence[Any], dim: int, atoms: Atoms, window: Window,
         room = [(low, high, 0) if d == dim else (0, 0, 0) for d in range(x.ndim)]
         return lax.pad(x, jnp.zeros((), x.dtype) if zeros else jnp.asarray(fill, x.dtype), room)
 
-    chunks, rest = [], iter(got)
+    chunks, remaining = [], iter(received_chunks)
     for shift in shifts:
         if not shift.distance:
             chunks.append(_cut(x, shift.begin, shift.end, dim))
             continue
-        chunk = next(rest)
-        if not zeros:  # what is not sent arrives as zeros
+        chunk = next(remaining)
+        if not zeros:  # a permute without a sender results in zeros
             source = lax.axis_index(atoms) + shift.distance
             chunk = jnp.where((source >= 0) & (source < window.parts), chunk, jnp.asarray(fill, x.dtype))
         chunks.append(padded(chunk, shift.low - shift.begin, shift.end - shift.high))
@@ -257,11 +254,11 @@ def laid_out(x: Any, got: Sequence[Any], dim: int, atoms: Atoms, window: Window,
     def offset(part: Any) -> Any:
         return window.start(part) - (part + shifts[0].distance) * size - shifts[0].begin
 
-    # The buffer is padded so that no window that holds anything begins or ends outside of it.
+    # Pad the buffer such that all nonempty windows are inside.
     left = max(0, *(-offset(i) for i in used))
     right = max(0, *(offset(i) + width - buffer.shape[dim] for i in used))
     buffer = padded(buffer, left, right)
-    if alike:
+    if same_offset:
         begin = offset(used[0]) + left
         return _cut(buffer, begin, begin + width, dim)
     begin = jnp.clip(offset(lax.axis_index(atoms)) + left, 0, buffer.shape[dim] - width)
@@ -269,19 +266,18 @@ def laid_out(x: Any, got: Sequence[Any], dim: int, atoms: Atoms, window: Window,
 
 
 def add_windows(x: Any, dim: int, atoms: Atoms, mesh: Mesh, window: Window, size: int) -> Any:
-    """Adds what all windows hold to the elements that they stand for: the transpose of ``fetch_window``.
+    """Adds the elements of all windows to the elements of the array that they cover: the transpose of ``fetch_window``.
 
     Args:
-        x: this device's window. Where it stands outside the array, anything, if that is not sent
-            (``Window.filled_outside``); else zeros.
-        dim: the dimension of windows.
-        atoms: those that it is split over.
-        mesh: their mesh.
-        window: where the windows stand.
-        size: of the parts that are added up.
+        x: this device's window. Elements outside of the array must be zero unless ``Window.filled_outside``.
+        dim: the dimension of the windows.
+        atoms: the atoms that split it.
+        mesh: the mesh.
+        window: the window.
+        size: the number of elements of a part.
 
     Returns:
-        This device's part: ``size`` elements along ``dim``.
+        this device's part of the sums: ``size`` elements along ``dim``.
     """
     part = jax.ShapeDtypeStruct((*x.shape[:dim], size, *x.shape[dim + 1 :]), x.dtype)
     (sums,) = jax.linear_transpose(lambda y: fetch_window(y, dim, atoms, mesh, window), part)(x)
@@ -289,12 +285,12 @@ def add_windows(x: Any, dim: int, atoms: Atoms, mesh: Mesh, window: Window, size
 
 
 def is_number(x: Any) -> bool:
-    """Whether it is one number, known before the program runs."""
+    """Whether a value is a concrete number."""
     return isinstance(x, int | float | complex | np.generic) or (isinstance(x, np.ndarray) and not x.shape)
 
 
 def _is_zero(x: Any) -> bool:
-    """Whether a number is known, and all its bits are zero: -0.0 is not."""
+    """Whether a value is a concrete number whose bits are all zero, which -0.0 is not."""
     return is_number(x) and not any(np.asarray(x).tobytes())
 
 

@@ -1,8 +1,9 @@
-"""Route: sends chunks of shards to their destinations in the least number of rounds.
+"""Sends chunks of shards to their destinations in the smallest number of rounds.
 
-A round is one CollectivePermute: every device sends at most one chunk and receives at most one, all of them padded to
-the longest. Chunks are edges between senders and receivers; rounds are colors, and a bipartite graph needs no more
-than its largest degree (Kőnig). Halo exchanges that are the same for all parts are shifts instead (``comm.halo``).
+A round is one CollectivePermute: every device sends at most one chunk and receives at most one, and all chunks are
+padded to the longest. Chunks are edges of a bipartite graph between senders and receivers, and rounds are the colors of
+an edge coloring, which needs as many colors as the largest degree (Kőnig's theorem). Halo exchanges that are equal for
+all parts use shifts instead (``comm.halo``).
 
     >>> swap = [Chunk(0, 0, 1, 0, 3), Chunk(1, 0, 0, 0, 3), Chunk(0, 0, 0, 3, 1)]
     >>> [[(chunk.source, chunk.receiver) for chunk in round] for round in routed(tuple(swap)).rounds]
@@ -30,7 +31,7 @@ from gshard.core.xla_workarounds import opaque_for_slice, ppermute
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chunk:
-    """Elements ``low`` to ``low + length`` of part ``source`` are wanted at ``at`` in what part ``receiver`` makes."""
+    """Elements ``low`` to ``low + length`` of part ``source`` that go to position ``at`` of ``receiver``'s result."""
 
     source: int
     low: int
@@ -40,7 +41,14 @@ class Chunk:
 
 
 def chunks_of(first: int, last: int, size: int, receiver: int, start: int) -> Iterator[Chunk]:
-    """Elements ``first`` to ``last`` of parts of ``size`` elements, for a part whose own begin at element ``start``."""
+    """The chunks of elements ``first`` to ``last`` for a receiver.
+
+    Args:
+        first, last: the elements of the whole dimension.
+        size: the number of elements of a part.
+        receiver: the receiving part.
+        start: the element at position 0 of its result.
+    """
     while first < last:
         source, low = divmod(first, size)
         length = min(last - first, size - low)
@@ -53,8 +61,8 @@ class Route:
     """All chunks of an exchange.
 
     Attributes:
-        stay: rounds of chunks that do not leave their device.
-        rounds: the others; each round is one CollectivePermute.
+        stay: rounds of chunks that stay on their device.
+        rounds: rounds of the other chunks; each round is one CollectivePermute.
     """
 
     stay: tuple[tuple[Chunk, ...], ...]
@@ -62,19 +70,19 @@ class Route:
 
     @property
     def messages(self) -> tuple[int, ...]:
-        """How many elements each device sends in each round."""
+        """The number of elements that each device sends in each round."""
         return tuple(max(chunk.length for chunk in chunks) for chunks in self.rounds)
 
 
 @tabulated(1024)
 def routed(chunks: tuple[Chunk, ...]) -> Route:
-    """Chunks in rounds."""
+    """Distributes chunks over rounds."""
     stay = colored([p for p in chunks if p.source == p.receiver])
     return Route(stay, colored([p for p in chunks if p.source != p.receiver]))
 
 
 def colored(chunks: Sequence[Chunk]) -> tuple[tuple[Chunk, ...], ...]:
-    """Chunks in rounds, by edge coloring with alternating paths; long chunks first, so that they share their rounds."""
+    """Distributes chunks over rounds by edge coloring with alternating paths. Long chunks come first."""
     at_source: dict[int, dict[int, Chunk]] = {}
     at_receiver: dict[int, dict[int, Chunk]] = {}
     color_of: dict[Chunk, int] = {}
@@ -86,7 +94,7 @@ def colored(chunks: Sequence[Chunk]) -> tuple[tuple[Chunk, ...], ...]:
         out, into = at_source.setdefault(chunk.source, {}), at_receiver.setdefault(chunk.receiver, {})
         color, other = free(out), free(into)
         if color in into:
-            # Along the path of the two colors that begins at the receiver, they change places.
+            # Exchange the two colors along the alternating path that begins at the receiver.
             path, here, wanted, from_taker = [], into, color, True
             while wanted in here:
                 edge = here[wanted]
@@ -108,34 +116,34 @@ def colored(chunks: Sequence[Chunk]) -> tuple[tuple[Chunk, ...], ...]:
 
 @in_context(NO_CONTEXT)
 def carry(x: Any, dim: int, atoms: Atoms, mesh: Mesh, route: Route, room: int) -> Any:
-    """What this device is to have: ``room`` elements along ``dim``, of chunks of every device's ``x``.
+    """Runs a route inside ``shard_map``: ``room`` elements along ``dim``, from the chunks for this device.
 
-    Runs inside ``shard_map``. Where no chunk arrives there are zeros.
+    Elements without a chunk are zero.
     """
     parts, size = mesh.count(atoms), x.shape[dim]
-    alike = _alike(route, parts, room)
-    if alike is not None:
-        found, before = [], 0
-        for i, (p, is_sent) in enumerate(alike):
+    same_for_all = _alike(route, parts, room)
+    if same_for_all is not None:
+        concatenated, before = [], 0
+        for i, (p, is_sent) in enumerate(same_for_all):
             low, high = p.low, p.low + p.length
-            # Most of the own part is taken whole at the ends: a slice of what is joined is fused, slices are copied.
-            if len(alike) > 1 and not is_sent and 2 * p.length >= size:
+            # Use the whole own part at the ends and slice the concatenation: XLA fuses this slice, but copies others.
+            if len(same_for_all) > 1 and not is_sent and 2 * p.length >= size:
                 before, low = (low, 0) if i == 0 else (before, low)
-                high = size if i == len(alike) - 1 else high
+                high = size if i == len(same_for_all) - 1 else high
             chunk = lax.slice_in_dim(x, low, high, axis=dim)
             ends = [(p.source, p.receiver) for p in is_sent]
-            found.append(ppermute(chunk, mesh.atoms, pairs(ends, atoms, mesh)) if ends else chunk)
-        whole = lax.concatenate(found, dim)
+            concatenated.append(ppermute(chunk, mesh.atoms, pairs(ends, atoms, mesh)) if ends else chunk)
+        whole = lax.concatenate(concatenated, dim)
         return whole if whole.shape[dim] == room else lax.slice_in_dim(whole, before, before + room, axis=dim)
     result = jnp.zeros([*x.shape[:dim], room, *x.shape[dim + 1 :]], x.dtype)
     position = lax.broadcasted_iota(jnp.int32, [room if d == dim else 1 for d in range(x.ndim)], dim)
 
     def here(chunks: Iterable[Chunk], who: Callable[[Chunk], int], what: Callable[[Chunk], int]) -> Any:
-        """A number of the chunk that this device sends or takes; any of them if it does not."""
-        known = {who(p): what(p) for p in chunks}
-        if len(set(known.values())) == 1:
-            return next(iter(known.values()))
-        return jnp.asarray(np.array([known.get(i, 0) for i in range(parts)], np.int32))[lax.axis_index(atoms)]
+        """A property of the chunk that this device sends or receives; any value if there is no chunk."""
+        value_of = {who(p): what(p) for p in chunks}
+        if len(set(value_of.values())) == 1:
+            return next(iter(value_of.values()))
+        return jnp.asarray(np.array([value_of.get(i, 0) for i in range(parts)], np.int32))[lax.axis_index(atoms)]
 
     for i, chunks in enumerate((*route.stay, *route.rounds)):
         length = max(p.length for p in chunks)
@@ -143,7 +151,7 @@ def carry(x: Any, dim: int, atoms: Atoms, mesh: Mesh, route: Route, room: int) -
         chunk = _slice(x, dim, begin, length)
         if i >= len(route.stay):
             chunk = ppermute(chunk, mesh.atoms, pairs([(p.source, p.receiver) for p in chunks], atoms, mesh))
-        # The chunk in a frame of the result's size; beyond the longest of either there is nothing to see.
+        # Put the chunk into a frame of the result's size.
         frame = here(chunks, lambda p: p.receiver, functools.partial(_frame, length=length, size=size))
         wide = jnp.pad(chunk, [(room, room) if d == dim else (0, 0) for d in range(x.ndim)])
         framed = _slice(wide, dim, room - frame, room)
@@ -155,8 +163,8 @@ def carry(x: Any, dim: int, atoms: Atoms, mesh: Mesh, route: Route, room: int) -
 
 
 def _alike(route: Route, parts: int, room: int) -> list[tuple[Chunk, tuple[Chunk, ...]]] | None:
-    """Where all parts are put together alike: in order, a chunk of each round, and the round if it is sent."""
-    found, lengths = [], []
+    """If all parts consist of the same chunks: for each in order one chunk, and its round if it is sent; else None."""
+    result, lengths = [], []
     groups: dict[tuple[int, int, int], list[Chunk]] = {}
     for p in itertools.chain(*route.stay, *route.rounds):
         groups.setdefault((p.at, p.low, p.length), []).append(p)
@@ -164,21 +172,21 @@ def _alike(route: Route, parts: int, room: int) -> list[tuple[Chunk, tuple[Chunk
         if not len(chunks) == len({p.source for p in chunks}) == len({p.receiver for p in chunks}) == parts:
             return None
         is_sent = any(p.source != p.receiver for p in chunks)
-        found.append((chunks[0], tuple(chunks) if is_sent else ()))
+        result.append((chunks[0], tuple(chunks) if is_sent else ()))
         lengths += [chunks[0].length] * is_sent
-    if sorted(lengths) != sorted(route.messages):  # what stays goes along with what is sent, and nothing else
+    if sorted(lengths) != sorted(route.messages):  # a round would also contain other chunks
         return None
-    ends = [0, *(p.at + p.length for p, _ in found)]
-    return found if found and [p.at for p, _ in found] == ends[:-1] and ends[-1] == room else None
+    ends = [0, *(p.at + p.length for p, _ in result)]
+    return result if result and [p.at for p, _ in result] == ends[:-1] and ends[-1] == room else None
 
 
 def _slice_start(chunk: Chunk, length: int, size: int) -> int:
-    """Where a chunk of the length of its round begins in a part."""
+    """The first element to slice from a part for a chunk, padded to the length of its round."""
     return min(chunk.low, size - length)
 
 
 def _frame(chunk: Chunk, length: int, size: int) -> int:
-    """Where that arrives."""
+    """The position in the result of the first element of the sent slice."""
     return chunk.at - chunk.low + _slice_start(chunk, length, size)
 
 
@@ -191,21 +199,21 @@ def _slice(x: Any, dim: int, begin: Any, size: int) -> Any:
 
 
 def pairs(parts: Iterable[tuple[int, int]], atoms: Atoms, mesh: Mesh) -> list[tuple[int, int]]:
-    """Sender and receiver of every device: parts are counted over ``atoms``, along all other atoms nothing moves."""
-    sizes, found = mesh.atom_sizes, []
+    """The pairs of devices for pairs of parts. Parts are numbered along ``atoms``; along other atoms nothing moves."""
+    sizes, device_pairs = mesh.atom_sizes, []
     source_of = {receiver: source for source, receiver in parts}
-    for device, at in enumerate(itertools.product(*(range(s) for s in sizes.values()))):
-        place = dict(zip(mesh.atoms, at, strict=True))
+    for device, coordinates in enumerate(itertools.product(*(range(s) for s in sizes.values()))):
+        position = dict(zip(mesh.atoms, coordinates, strict=True))
         part = 0
         for a in atoms:
-            part = part * sizes[a] + place[a]
+            part = part * sizes[a] + position[a]
         if part not in source_of:
             continue
         source = source_of[part]
         for a in reversed(atoms):
-            source, place[a] = divmod(source, sizes[a])
+            source, position[a] = divmod(source, sizes[a])
         sender = 0
         for a in mesh.atoms:
-            sender = sender * sizes[a] + place[a]
-        found.append((sender, device))
-    return found
+            sender = sender * sizes[a] + position[a]
+        device_pairs.append((sender, device))
+    return device_pairs

@@ -1,4 +1,4 @@
-"""Shards: describes one device's shard of an equation to the ``local`` of its rule.
+"""Describes one device's shard of an equation, and provides the communication of ``Rule.local``.
 
 def local(shards, x):                       # inside shard_map, x is this device's part
     return shards.bind(x, shape=shards.out_shape())
@@ -33,15 +33,16 @@ Fetched = dict[tuple[int, Any], tuple[Any, Any]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shards:
-    """One equation, its split and the mesh, seen from one device.
+    """One equation, its split and the mesh, on one device.
 
     Attributes:
-        equation: what is computed.
+        equation: the equation.
         split: the atoms of its factors.
-        mesh: the devices.
-        note: told of every collective: kind, atoms, bytes that each device sends, local operand.
-        unread: results without users.
-        fetched: the windows that equations of this block have fetched already.
+        mesh: the mesh.
+        note: called for every collective with its kind, its atoms, the bytes that each device sends, and the local
+            operand.
+        unread: the numbers of results that nothing reads.
+        fetched: the windows that equations of this block have already fetched.
     """
 
     equation: Equation
@@ -53,17 +54,17 @@ class Shards:
 
     @property
     def rule(self) -> Rule:
-        """The equation's rule."""
+        """The rule of the equation."""
         assert self.equation.rule is not None
         return self.equation.rule
 
     @property
     def params(self) -> dict[str, Any]:
-        """The equation's parameters, which have global shapes."""
+        """The parameters of the equation, with global shapes."""
         return self.equation.params
 
     def bind(self, *arrays: Any, **changes: Any) -> list[Any]:
-        """Runs the equation's own primitive on local arrays, with some parameters changed."""
+        """Runs the primitive of the equation on local arrays, with some changed parameters."""
         out = self.equation.primitive.bind(*arrays, **{**self.params, **changes})
         return list(out) if self.equation.primitive.multiple_results else [out]
 
@@ -84,11 +85,11 @@ class Shards:
         return self.split.get(factor, ())
 
     def size(self, factor: int) -> int:
-        """A factor's size on one device, padding included."""
+        """The size of a factor on one device, including padding."""
         return -(-self.rule.factors[factor].size // self.mesh.count(self.atoms(factor)))
 
     def offset(self, dim: tuple[int, ...]) -> Any:
-        """Where this device's part of a dimension begins, as a global index (an ``int32`` scalar or 0)."""
+        """The global index of the first element of this device's part of a dimension (an ``int32`` scalar or 0)."""
         atoms = tuple(a for f in dim for a in self.atoms(f))
         if not atoms:
             return 0
@@ -96,8 +97,7 @@ class Shards:
         return lax.axis_index(atoms) * size
 
     def fetch(self, x: Any, dim: int, atoms: Atoms, window: Window) -> Any:
-        """The elements that stand in this device's window, side by side; those outside of the array are undefined."""
-
+        """The elements of this device's window. Elements outside of the array are undefined."""
         return self._once((dim, atoms, window), x, lambda: self._laid_out(x, dim, atoms, window, 0))
 
     def _laid_out(self, x: Any, dim: int, atoms: Atoms, window: Window, fill: Any) -> Any:
@@ -108,30 +108,36 @@ class Shards:
         return laid_out(x, self._once(("received", dim, atoms, window), x, sent), dim, atoms, window, fill)
 
     def give_back(self, x: Any, dim: int, atoms: Atoms, window: Window, size: int) -> Any:
-        """This device's part of ``size`` elements: the sums of what all windows hold (``comm.halo.add_windows``)."""
+        """This device's part, of ``size`` elements, of the sums over all windows (``comm.halo.add_windows``)."""
         part = jax.ShapeDtypeStruct((*x.shape[:dim], size, *x.shape[dim + 1 :]), x.dtype)
         self.permutes(part, dim, atoms, window.messages(size))
         return add_windows(x, dim, atoms, self.mesh, window, size)
 
-    def _once(self, what: Any, x: Any, made: Callable[[], Any]) -> Any:
-        """What ``made`` makes of ``x``, or what another equation of this block has made of it in the same way."""
+    def _once(self, name: Any, x: Any, compute: Callable[[], Any]) -> Any:
+        """The result of ``compute`` on ``x``, or the equal result of another equation of this block.
+
+        Args:
+            name: identifies the computation.
+            x: its operand.
+            compute: the computation.
+        """
         if self.fetched is None:
-            return made()
-        key = (id(x), what)
+            return compute()
+        key = (id(x), name)
         if key not in self.fetched:
-            got = made()
-            if not all(traced_together(x, y) for y in jax.tree.leaves(got)):
-                return got
-            self.fetched[key] = (x, got)  # with x, so that no other array gets its id
+            result = compute()
+            if not all(traced_together(x, y) for y in jax.tree.leaves(result)):
+                return result
+            self.fetched[key] = (x, result)  # keeps x alive, so that its id stays unique
         return self.fetched[key][1]
 
     def route(self, x: Any, dim: int, atoms: Atoms, route: Route, room: int) -> Any:
-        """``room`` elements along ``dim``: the chunks that come to this device."""
+        """The chunks of a route for this device: ``room`` elements along ``dim``."""
         self.permutes(x, dim, atoms, route.messages)
         return carry(x, dim, atoms, self.mesh, route, room)
 
     def permutes(self, x: Any, dim: int, atoms: Atoms, messages: Iterable[int]) -> None:
-        """Notes one CollectivePermute of so many elements along ``dim`` each."""
+        """Notes a CollectivePermute for each message, of a number of elements along ``dim``."""
         if self.note is not None and x.size:
             each = x.size // x.shape[dim] * x.dtype.itemsize
             for length in messages:
@@ -143,40 +149,39 @@ class Shards:
             return self.fetch(x, dim, atoms, window)
         if not is_number(fill):
             return self._window(x, dim, atoms, window, fill)
-        # -0.0 and 0.0 are equal, and not the same
+        # The key contains repr(fill), because -0.0 == 0.0.
         return self._once((dim, atoms, window, repr(fill)), x, lambda: self._window(x, dim, atoms, window, fill))
 
     def _window(self, x: Any, dim: int, atoms: Atoms, window: Window, fill: Any) -> Any:
         if window.filled_outside(x.shape[dim]):
             return self._laid_out(x, dim, atoms, window, fill)
-        got = self.fetch(x, dim, atoms, window)
-        position = window.position(lax.axis_index(atoms))
-        at = position + jnp.arange(window.extent, dtype=jnp.int32)
-        inside = (at >= 0) & (at < (window.n - 1) * window.dilation + 1)
+        elements = self.fetch(x, dim, atoms, window)
+        first = window.position(lax.axis_index(atoms))
+        positions = first + jnp.arange(window.extent, dtype=jnp.int32)
+        has_element = (positions >= 0) & (positions < (window.n - 1) * window.dilation + 1)
         if window.dilation > 1:
-            index = jnp.clip(at, 0) // window.dilation - window.start(lax.axis_index(atoms))
-            got = taken(got, index, dim)
-            inside &= at % window.dilation == 0
-        return jnp.where(along(inside, dim, x.ndim), got, jnp.asarray(fill, x.dtype))
+            index = jnp.clip(positions, 0) // window.dilation - window.start(lax.axis_index(atoms))
+            elements = taken(elements, index, dim)
+            has_element &= positions % window.dilation == 0
+        return jnp.where(along(has_element, dim, x.ndim), elements, jnp.asarray(fill, x.dtype))
 
     @in_context(NO_CONTEXT)
     def all_gather(self, x: Any, dim: int, atoms: Atoms) -> Any:
-        """Every part of ``x`` along ``dim``, laid side by side."""
-        if self.note is not None and x.size:
-            self.note("all_gather", atoms, x.size * x.dtype.itemsize * (self.mesh.count(atoms) - 1), x)
-        return (
-            all_gather(x, atoms, dim)
-            if x.size
-            else jnp.zeros((*x.shape[:dim], x.shape[dim] * self.mesh.count(atoms), *x.shape[dim + 1 :]), x.dtype)
-        )
+        """The concatenation of all parts of ``x`` along ``dim``."""
+        count = self.mesh.count(atoms)
+        if not x.size:
+            return jnp.zeros((*x.shape[:dim], x.shape[dim] * count, *x.shape[dim + 1 :]), x.dtype)
+        if self.note is not None:
+            self.note("all_gather", atoms, x.size * x.dtype.itemsize * (count - 1), x)
+        return all_gather(x, atoms, dim)
 
     def masked(self, x: Any, i: int, dims: Container[int] | None = None) -> Any:
-        """Operand ``i``, its padding along split reduce factors filled with what their monoid does not notice.
+        """Operand ``i`` with its padding along split reduce factors filled with the identity of the monoid.
 
         Args:
             x: this device's part.
-            i: which operand.
-            dims: only along these dimensions.
+            i: the number of the operand.
+            dims: the dimensions to fill; None for all.
         """
         for d, factors in enumerate(self.rule.operands[i]):
             for f in factors:
@@ -186,11 +191,11 @@ class Shards:
         return x
 
     def is_first(self, atoms: Atoms) -> Any:
-        """Whether this device holds the first part over these atoms: the one that counts what counts once."""
+        """Whether this device holds the first part over these atoms. It adds values that must be added once."""
         return lax.axis_index(atoms) == 0
 
     def passing(self, monoid: str) -> Atoms:
-        """The atoms over which operands come as parts, to be combined by this monoid after the equation."""
+        """The atoms over which operands are unreduced and pass the equation, for this monoid."""
         ways = enumerate(self.rule.linear)
         return tuple(a for k, (name, _) in ways if name == monoid for a in self.split.get(-1 - k, ()))
 
@@ -200,14 +205,14 @@ class Shards:
 
 
 def mask(x: Any, dim: int, valid: int, atoms: Atoms, fill: Any) -> Any:
-    """Fills the padding of a part: elements of ``dim`` whose global index is ``valid`` or more become ``fill``."""
+    """Fills the padding of a part: elements of ``dim`` with global index ``valid`` or more become ``fill``."""
     local = x.shape[dim]
     index = lax.axis_index(atoms) * local + lax.broadcasted_iota(jnp.int32, x.shape, dim)
     return jnp.where(index < valid, x, jnp.asarray(fill, x.dtype))
 
 
 def along(flags: Any, dim: int, ndim: int) -> Any:
-    """A vector as an array of ``ndim`` dimensions, along ``dim``."""
+    """Reshapes a vector to an array of ``ndim`` dimensions, along ``dim``."""
     return flags.reshape([-1 if d == dim else 1 for d in range(ndim)])
 
 

@@ -1,27 +1,29 @@
 """Sorts along a split dimension with the least communication. All methods are stable.
 
-    together    all parts are gathered and each device keeps its part of the sorted whole
-    crosswise   with other dimensions beside it: an all-to-all makes the sorted dimension whole and cuts the others,
-                and another one takes everything back
-    columns     Leighton's columnsort (IEEE Transactions on Computers, 1985): what each device sends does not grow with
-                the number of devices
+    together    gathers all parts; each device keeps its part of the sorted whole
+    crosswise   for arrays with other dimensions: an all-to-all makes the sorted dimension whole and splits the others,
+                and a second one moves the parts back
+    columns     Leighton's columnsort (IEEE Transactions on Computers, 1985): the bytes that each device sends do not
+    grow
+                with the number of devices
 
 Columnsort of ``parts`` columns, one on each device, of ``rows`` elements each:
 
-1. Every column is sorted, and dealt out like cards: element ``k`` goes to column ``k % parts``.
-2. Every column is sorted, and cut in equal chunks: chunk ``j`` goes to column ``j``.
-3. Every column is sorted. What is still in the wrong place is near the border of two columns.
-4. The ends of neighbouring columns are merged.
+1. Sort each column, and distribute it: element ``k`` goes to column ``k % parts``.
+2. Sort each column, and divide it into equal chunks: chunk ``j`` goes to column ``j``.
+3. Sort each column. Elements at a wrong position are now close to the border of two columns.
+4. Merge the ends of neighbouring columns.
 
-All operands go together, in one message for each exchange.
+Each exchange sends all operands in one message.
 
-Why this sorts. By the 0-1 principle let the elements be zeros and ones. After the first sort each column is zeros, then
-ones; dealt out, every column gets equally many of its zeros, or one more where it comes first. So after the second sort
-column ``c`` begins with ``z[c]`` zeros, where ``z`` never rises and ``z[0] - z[parts - 1] <= parts``. Read across
-columns, row by row (which is where step 2 puts the elements), the first one stands at ``z[c] * parts + c`` for some
-``c`` and the last zero at ``(z[d] - 1) * parts + d`` for some ``d``; if there is a one before a zero at all then
-``d < c``, so the stretch from the first one to the last zero has at most ``parts * (parts - 1)`` elements. With
-columns at least twice as long it is in one column, which step 3 sorts, or in the ends of two, which step 4 sorts.
+Proof. By the 0-1 principle it suffices to sort zeros and ones. After the first sort each column consists of zeros, then
+ones. The distribution gives each column the same number of these zeros, or one more to the first columns. So after the
+second sort column ``c`` begins with ``z[c]`` zeros, where ``z`` never increases and ``z[0] - z[parts - 1] <= parts``.
+Step 2 puts the elements into the order across columns, row by row. In this order the first one is at
+``z[c] * parts + c`` for some ``c``, and the last zero is at ``(z[d] - 1) * parts + d`` for some ``d``. If a one
+precedes a zero then ``d < c``, so the range from the first one to the last zero has at most ``parts * (parts - 1)``
+elements. Since columns are at least twice as long, this range is in one column, which step 3 sorts, or in the ends of
+two columns, which step 4 sorts.
 
     >>> Columns(n=1000, parts=8)
     Columns(n=1000, parts=8)
@@ -59,70 +61,71 @@ class Columns:
 
     @property
     def size(self) -> int:
-        """Elements of a part, padding included."""
+        """The number of elements of a part, including padding."""
         return -(-self.n // self.parts)
 
     @property
     def rows(self) -> int:
-        """Elements of a column: those of a part and as many more as make it divide evenly."""
+        """The number of elements of a column: the size of a part rounded up to a multiple of ``parts``."""
         return -(-self.size // self.parts) * self.parts
 
     @property
     def border(self) -> int:
-        """How far from its column's end an element may be that belongs to the next column."""
+        """The largest distance from the end of its column of an element that belongs to the next column."""
         return self.parts * (self.parts - 1)
 
     @property
     def fit(self) -> bool:
-        """Whether columns are long enough for columnsort to sort."""
+        """Whether columns are long enough for columnsort."""
         return self.parts > 1 and self.rows >= 2 * self.border
 
     @property
     def windows(self) -> tuple[Window, Window, Window]:
-        """What a column needs of the one before it and of the one after it, and what a part needs of all columns."""
+        """The windows that a column needs of the previous and the next column, and that a part needs of all columns."""
         n, parts, rows, border = self.rows * self.parts, self.parts, self.rows, self.border
         before, after = Window(n, -border, rows, parts, border), Window(n, rows, rows, parts, border)
         return before, after, Window(n, 0, self.size, parts, self.size)
 
     @property
     def padded(self) -> bool:
-        """Whether there is anything in columns but elements."""
+        """Whether columns contain padding."""
         return self.rows * self.parts != self.n
 
     @property
     def number_dtype(self) -> Any:
-        """What holds the number of every element and that of padding."""
+        """The dtype for the numbers of elements and of padding."""
         return jnp.uint16 if self.rows * self.parts < 2**16 else jnp.uint32
 
     def bytes(self, each: int, number: int) -> int:
-        """Bytes that a device sends for elements of ``each`` bytes that take along a number of ``number`` bytes."""
+        """Bytes that a device sends for elements of ``each`` bytes with a number of ``number`` bytes each."""
         dealt = self.rows // self.parts * (self.parts - 1)
         before, after, own = (window.bytes(self.rows, 1) for window in self.windows)
         return dealt * each + (dealt + before + after) * (each + number) + own * each
 
 
 def ways(n: int, parts: int, others: int, sizes: Sequence[int], num_keys: int, twins: bool) -> dict[str, int]:
-    """The ways to sort and the bytes that each device sends.
+    """The methods of sorting, with the bytes that each device sends.
 
     Args:
-        n: elements of the sorted dimension, in ``parts`` parts.
-        others: elements of a device's part across the other dimensions.
+        n: number of elements of the sorted dimension.
+        parts: number of its parts.
+        others: number of elements of a device's part across the other dimensions.
         sizes: bytes of one element of each operand.
-        num_keys: how many operands are compared.
-        twins: whether elements that compare equal are the same bits, so that their order cannot be seen.
+        num_keys: number of compared operands.
+        twins: whether elements that compare equal have equal bits, so that their order does not matter.
     """
     size, each = -(-n // parts), sum(sizes)
     across = -(-others // parts) * (parts - 1)
-    found = {"together": (parts - 1) * size * others * each, "crosswise": 2 * across * size * each}
+    bytes_of = {"together": (parts - 1) * size * others * each, "crosswise": 2 * across * size * each}
     columns = Columns(n, parts)
     if columns.fit:
         number = 0 if twins else jnp.dtype(columns.number_dtype).itemsize
-        found["columns"] = others * columns.bytes(each, number)
-    return found
+        bytes_of["columns"] = others * columns.bytes(each, number)
+    return bytes_of
 
 
 def are_twins(dtypes: Sequence[Any], num_keys: int) -> bool:
-    """Whether elements that compare equal are the same bits: no float zeros of two signs, nothing beside the keys."""
+    """Whether elements that compare equal have equal bits: there are no floats, and all operands are keys."""
     exact = all(jnp.issubdtype(d, jnp.integer) or jnp.dtype(d) == jnp.bool_ for d in dtypes)
     return exact and num_keys == len(dtypes)
 
@@ -132,11 +135,11 @@ def sort_split(shards: Shards, operands: Sequence[Any], axis: int, n: int, num_k
 
     Args:
         shards: the equation and the device.
-        operands: arrays of one shape; the first ``num_keys`` are compared, in that order.
+        operands: arrays of one shape. The first ``num_keys`` are compared, in this order.
         axis, n, num_keys, atoms: see above.
 
     Returns:
-        the parts of the sorted arrays. Elements that compare equal keep their order.
+        one device's parts of the sorted arrays. Elements that compare equal keep their order.
     """
     parts = shards.mesh.count(atoms)
     shape = operands[0].shape
@@ -144,14 +147,15 @@ def sort_split(shards: Shards, operands: Sequence[Any], axis: int, n: int, num_k
     flat = [x.reshape(-1, x.shape[-1]) for x in moved]
     dtypes = [x.dtype for x in operands]
     twins = are_twins(dtypes, num_keys)
-    sent = ways(n, parts, flat[0].shape[0], [d.itemsize for d in dtypes], num_keys, twins)
-    way = {"together": _together, "crosswise": _crosswise, "columns": _columns}[min(sent, key=lambda w: sent[w])]
-    done = way(shards, flat, n, num_keys, atoms)
-    return [jnp.moveaxis(x.reshape(moved[0].shape), -1, axis).reshape(shape) for x in done]
+    bytes_of = ways(n, parts, flat[0].shape[0], [d.itemsize for d in dtypes], num_keys, twins)
+    cheapest = min(bytes_of, key=lambda name: bytes_of[name])
+    method = {"together": _together, "crosswise": _crosswise, "columns": _columns}[cheapest]
+    results = method(shards, flat, n, num_keys, atoms)
+    return [jnp.moveaxis(x.reshape(moved[0].shape), -1, axis).reshape(shape) for x in results]
 
 
 def _sort(operands: Sequence[Any], num_keys: int, *, stable: bool = True) -> list[Any]:
-    """Sorted rows; where no two elements that can be told apart compare equal, stability has no effect."""
+    """Sorts rows. Stability matters only if different elements compare equal."""
     return list(lax.sort(tuple(operands), dimension=1, is_stable=stable, num_keys=num_keys))
 
 
@@ -164,11 +168,11 @@ def _together(shards: Shards, operands: list[Any], n: int, num_keys: int, atoms:
 
 
 def _crosswise(shards: Shards, operands: list[Any], n: int, num_keys: int, atoms: Atoms) -> list[Any]:
-    """The other dimensions, as one, are cut instead; those too are padded where they do not divide."""
+    """Splits the other dimensions instead, merged to one and padded to equal parts."""
     others, size = operands[0].shape
     parts = shards.mesh.count(atoms)
     missing = -others % parts
-    # Rows are cut, so that each array goes by itself.
+    # Rows are split, so each array is sent separately.
     there = [_all_to_all(shards, jnp.pad(x, ((0, missing), (0, 0))), atoms, 0, 1)[:, :n] for x in operands]
     back = [_all_to_all(shards, _longer(x, parts * size), atoms, 1, 0) for x in _sort(there, num_keys)]
     return [x[:others] for x in back]
@@ -183,7 +187,7 @@ def _columns(shards: Shards, operands: list[Any], n: int, num_keys: int, atoms: 
     def valid(j: Any) -> Any:
         return jnp.clip(n - j * size, 0, size)
 
-    # Padding comes last: as a key of its own, or, where equal elements are twins, as the greatest of them.
+    # Sort padding last: by an additional key, or, for twins, by filling it with the greatest element.
     index = lax.broadcasted_iota(jnp.int32, operands[0].shape, 1)
     if not columns.padded:
         columned = _sort(operands, num_keys, stable=not twins)
@@ -213,9 +217,10 @@ def _dealt(x: Any, parts: int) -> Any:
 
 
 def _numbered(operands: list[Any], num_keys: int, columns: Columns, part: Any, valid: Any) -> list[Any]:
-    """Behind the keys comes each element's number: its first column and the rank there; padding has the highest.
+    """Inserts the number of each element behind the keys: its first column and its rank there; padding comes last.
 
-    Numbers grow as places in the unsorted array do among equal elements, and who got an element from where is known.
+    Among equal elements, numbers increase with the position in the unsorted array. Each device can compute them,
+    because the origin of each element is known.
     """
     index = lax.broadcasted_iota(jnp.int32, operands[0].shape, 1)
     each = columns.rows // columns.parts
@@ -227,7 +232,7 @@ def _numbered(operands: list[Any], num_keys: int, columns: Columns, part: Any, v
 
 
 def _total(arranged: list[Any], keys: int, columns: Columns, twins: bool) -> list[Any]:
-    """Sorts columns: padding last, then by keys, then by number."""
+    """Sorts columns by keys, then by number, with padding last."""
     if twins or not columns.padded:
         return _sort(arranged, keys, stable=False)
     number = arranged[keys - 1]
@@ -252,9 +257,11 @@ def _merged(shards: Shards, arranged: list[Any], keys: int, columns: Columns, tw
 
 
 def _in_one_message(arrays: Sequence[Any], move: Callable[[Any], Any]) -> list[Any]:
-    """What ``move`` makes of each array, all of them in one: as rows of words, of as many bytes as all are made of.
+    """Moves several arrays in one message, as rows of words whose size divides all element sizes.
 
-    ``move`` only moves elements along the second dimension.
+    Args:
+        arrays: arrays of shape [rows, elements].
+        move: a function that only moves elements along the second dimension.
     """
     sizes = [x.dtype.itemsize for x in arrays]
     if len(arrays) == 1 or any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in arrays):
@@ -268,15 +275,15 @@ def _in_one_message(arrays: Sequence[Any], move: Callable[[Any], Any]) -> list[A
         return words if words.ndim == 2 else jnp.moveaxis(words, 2, 0).reshape(-1, x.shape[1])
 
     moved = move(jnp.concatenate([as_words(x) for x in arrays]))
-    found, at = [], 0
+    results, first_row = [], 0
     for x, size in zip(arrays, sizes, strict=True):
         count = size // word.itemsize
-        words = moved[at : at + count * rows].reshape(count, rows, -1)
-        at += count * rows
+        words = moved[first_row : first_row + count * rows].reshape(count, rows, -1)
+        first_row += count * rows
         words = words[0] if count == 1 else jnp.moveaxis(words, 0, 2)
         back = lax.bitcast_convert_type(words, jnp.uint8 if x.dtype == jnp.bool_ else x.dtype)
-        found.append(back.astype(x.dtype))
-    return found
+        results.append(back.astype(x.dtype))
+    return results
 
 
 def _longer(x: Any, size: int, fill: Any = 0) -> Any:

@@ -1,22 +1,21 @@
-"""Steps: the moves that make up every reshard, with the bytes that each device sends.
+"""Defines the steps of reshards: the resulting sharding, the bytes that each device sends, and how to run each step.
 
-A step changes the sharding of one array in one way and knows three things about itself: the sharding it leads to,
-the bytes that each device sends, and how to do it on local arrays inside ``shard_map``. What is costed is
-therefore what is emitted.
+A step changes the sharding of one array. The same step is priced, and run on local arrays inside ``shard_map``. So the
+cost of a plan is the cost of the emitted program.
 
     all_slice(d, atoms)       replicated -> split: every device keeps its part (nothing is sent)
     all_gather(d, atoms)      split -> replicated over the innermost atoms of a dimension
     all_to_all(d, e, atoms)   the innermost atoms of dimension d move to dimension e
-    all_to_all(atoms)         innermost atoms of some dimensions move to others, free ones between them (``comm.tiles``)
-    permute                   the same cut, other devices: one CollectivePermute
-    permute                   other cuts over the same atoms: several of them (``comm.exchange``)
+    all_to_all(atoms)         innermost atoms of several dimensions move to several others (``comm.tiles``)
+    permute                   the same split over other devices: one CollectivePermute
+    permute                   another split over the same atoms: several CollectivePermutes (``comm.exchange``)
     reduce_scatter(d, atoms)  unreduced -> split
     all_reduce(atoms)         unreduced -> replicated
     to_partial(atoms)         replicated -> unreduced: the first device keeps it, the others hold the monoid's identity
 
-Dimensions that do not divide are padded to equal parts before a move and trimmed after it. Two cuts of an uneven
-dimension line up only if their parts do (``aligned``). A gather of parts that do not is preceded by an exchange with
-neighbours; other steps are not offered then, and the planner goes through the whole dimension instead.
+Uneven dimensions are padded to equal parts before a step and trimmed after it. Two splits of an uneven dimension may
+not be ``aligned``. Then a gather begins with an exchange between neighbours. Other steps are not possible, so a reshard
+gathers the dimension instead.
 """
 
 from __future__ import annotations
@@ -56,12 +55,12 @@ class Step:
     """One move of an array.
 
     Attributes:
-        kind: which one.
-        atoms: the atoms it runs over.
-        before, after: the shardings it leads from and to.
+        kind: the kind of the step.
+        atoms: the atoms over which it runs.
+        before, after: the shardings before and after the step.
         dim: the dimension that is sliced, gathered or scattered, or that atoms leave.
-        to: the dimension that atoms of an all_to_all move to; -1 for one of tiles.
-        monoid: what combines unreduced parts.
+        to: the dimension to which the atoms of an all_to_all move; -1 for an all_to_all of tiles.
+        monoid: the monoid that combines unreduced parts.
     """
 
     kind: str
@@ -74,37 +73,37 @@ class Step:
 
 
 class Times(Protocol):
-    """What steps take, on a machine."""
+    """The times of steps on a machine."""
 
     def seconds(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> float:
-        """One step, with an array of this global shape."""
+        """Seconds of one step, for an array of this global shape."""
         ...
 
     def least(self, held: int, wanted: int) -> float:
-        """What it takes at least to come from ``held`` bytes on each device to ``wanted``."""
+        """Lower bound in seconds for steps from ``held`` bytes on each device to ``wanted`` bytes."""
         ...
 
 
 def is_of_tiles(step: Step) -> bool:
-    """Whether atoms go from several dimensions, or to several, at once."""
+    """Whether a step is an all-to-all of tiles, in which atoms of several dimensions move at once."""
     return step.kind == ALL_TO_ALL and step.to < 0
 
 
 def is_exchange(step: Step, mesh: Mesh) -> bool:
-    """Whether a permutation leads to other cuts, tile by tile."""
+    """Whether a step is an exchange, which leads to a split into other numbers of parts."""
     cuts = zip(step.before.dims, step.after.dims, strict=True)
     return step.kind == PERMUTE and any(mesh.count(have) != mesh.count(wanted) for have, wanted in cuts)
 
 
 def rounds(step: Step, mesh: Mesh) -> int:
-    """How many messages a step takes, one after the other."""
+    """The number of consecutive messages of a step."""
     if is_exchange(step, mesh):
         return rounds_of(step.before.dims, step.after.dims, mesh)
     return int(step.kind not in LOCAL)
 
 
 def aligned(n: int, parts: int, more: int) -> bool:
-    """Whether cutting each of ``parts`` parts of ``n`` elements in ``more`` gives ``parts * more`` parts of ``n``."""
+    """Whether splitting each of ``parts`` parts of ``n`` elements into ``more`` results in ``parts * more`` parts."""
     return parts == 1 or -(-n // parts) == more * -(-n // (parts * more))
 
 
@@ -133,7 +132,7 @@ def bytes_sent(step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) ->
 def step_collectives(
     step: Step, shape: tuple[int, ...], dtype: Any, itemsize: int, mesh: Mesh
 ) -> Iterator[tuple[str, int]]:
-    """The collectives that a step turns out to be for this dtype, and the bytes that each device sends in each."""
+    """The collectives of a step for a dtype, each with the bytes that each device sends."""
     sent, local = bytes_sent(step, shape, itemsize, mesh), step.before.local_shape(mesh, shape)
     if step.kind == ALL_REDUCE and _folds(step.monoid, dtype):
         yield ALL_GATHER, math.prod(local) * itemsize * (mesh.count(step.atoms) - 1)
@@ -150,7 +149,7 @@ def step_collectives(
 
 @in_context(NO_CONTEXT)
 def run(step: Step, x: Any, shape: tuple[int, ...], mesh: Mesh) -> Any:
-    """Does the step to one device's part ``x`` of an array of global ``shape`` (inside ``shard_map``)."""
+    """Runs a step on one device's part ``x`` of an array of global ``shape``, inside ``shard_map``."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) and step.kind != ALL_SLICE:
         return _run_on_key_data(step, x, shape, mesh)
     g, local = mesh.count(step.atoms), step.after.local_shape(mesh, shape)
@@ -186,32 +185,32 @@ def run(step: Step, x: Any, shape: tuple[int, ...], mesh: Mesh) -> Any:
 
 
 def _as_first(x: Any, dim: int, run: Callable[[Any, int], Any]) -> Any:
-    """Runs along a dimension; as the first one if no element is before it, to spare XLA a copy of the array."""
+    """Runs a collective along a dimension; along dimension 0 if the leading sizes are one, which saves XLA a copy."""
     if not dim or any(n != 1 for n in x.shape[:dim]):
         return run(x, dim)
-    found = run(x.reshape(x.shape[dim:]), 0)
-    return found.reshape(*x.shape[:dim], *found.shape)
+    result = run(x.reshape(x.shape[dim:]), 0)
+    return result.reshape(*x.shape[:dim], *result.shape)
 
 
 def _dealt(x: Any, split: int, joined: int, g: int, atoms: Atoms) -> Any:
-    """Parts of one dimension to ``g`` devices, theirs joined along another.
+    """An all-to-all: splits one dimension over ``g`` devices, and joins the received parts along another.
 
-    Where one of the two is nothing but parts (one expert on each device), nothing is interleaved: the parts are
-    exchanged as a dimension of their own in front, which is what compilers do, and transposed. Left to them, the TPU
-    compiler pads a dimension of one and adds it up again: a fifth of an expert's product.
+    If a part has one element along one of the two dimensions (one expert on each device), no interleaving is needed:
+    gshard exchanges the parts as a leading dimension and transposes the result, as compilers do. Otherwise the TPU
+    compiler would pad a dimension of one and sum it again, which takes a fifth of the time of an expert's product.
     """
     if x.shape[joined] != 1 and x.shape[split] != g:
         return all_to_all(x, atoms, split, joined)
     shape = list(x.shape)
     parts = jnp.moveaxis(x.reshape(*shape[:split], g, shape[split] // g, *shape[split + 1 :]), split, 0)
-    found = all_to_all(parts, atoms, 0, 0)
+    received = all_to_all(parts, atoms, 0, 0)
     shape[split], shape[joined] = shape[split] // g, shape[joined] * g
-    return jnp.moveaxis(found, 0, joined).reshape(shape)
+    return jnp.moveaxis(received, 0, joined).reshape(shape)
 
 
 @tabulated(4096)
 def _lined_up(step: Step, n: int, mesh: Mesh) -> tuple[Route | None, int]:
-    """What parts exchange before they are gathered, and how many elements each then has."""
+    """The route that aligns parts before a gather (None if they are aligned), and the size of a part after it."""
     parts, group = mesh.count(step.before.dims[step.dim]), mesh.count(step.atoms)
     have = -(-n // parts)
     if aligned(n, parts // group, group):
@@ -226,23 +225,23 @@ def _lined_up(step: Step, n: int, mesh: Mesh) -> tuple[Route | None, int]:
 
 
 def _run_on_key_data(step: Step, x: Any, shape: tuple[int, ...], mesh: Mesh) -> Any:
-    """PRNG keys are sent as the words they are made of: one more dimension, never split."""
+    """Runs a step on PRNG keys as arrays of words, which have one more dimension that is not split."""
     data = jax.random.key_data(x)
-    longer = [Sharding((*s.dims, ()), s.unreduced) for s in (step.before, step.after)]
-    step = dataclasses.replace(step, before=longer[0], after=longer[1])
+    before, after = (Sharding((*s.dims, ()), s.unreduced) for s in (step.before, step.after))
+    step = dataclasses.replace(step, before=before, after=after)
     moved = run(step, data, (*shape, data.shape[-1]), mesh)
     return jax.random.wrap_key_data(moved, impl=jax.random.key_impl(x))
 
 
 def identity(monoid: str, dtype: Any) -> Any:
-    """The value that a monoid does not notice: 0 for add, -inf for max, ...
+    """The identity of a monoid: 0 for add, -inf for max, ...
 
     >>> identity("max", jnp.int8)
     -128
     """
     dtype = jnp.dtype(dtype)
     if monoid == "add" and jnp.issubdtype(dtype, jnp.inexact):
-        # -0.0 + 0.0 is 0.0: the sign of a zero would be lost
+        # -0.0, because 0.0 + -0.0 is 0.0 and would lose the sign of a zero.
         return complex(-0.0, -0.0) if jnp.issubdtype(dtype, jnp.complexfloating) else -0.0
     if monoid in ("add", "or", "xor", "pick"):
         return False if dtype == jnp.bool_ else 0
@@ -256,14 +255,14 @@ def identity(monoid: str, dtype: Any) -> Any:
         if not has_infinities(dtype):
             return float(jnp.finfo(dtype).min if monoid == "max" else jnp.finfo(dtype).max)
         least = float("-inf") if monoid == "max" else float("inf")
-        # Complex numbers are ordered by their real parts, equal ones by their imaginary parts.
+        # Complex numbers are ordered by their real parts, then by their imaginary parts.
         return complex(least, least) if jnp.issubdtype(dtype, jnp.complexfloating) else least
     info = jnp.iinfo(dtype)
     return int(info.min) if monoid == "max" else int(info.max)
 
 
 def has_infinities(dtype: Any) -> bool:
-    """Whether a dtype of inexact numbers has infinities; some floats of eight bits and fewer have none."""
+    """Whether an inexact dtype has infinities; some floats of eight bits and fewer have none."""
     return bool(np.isinf(np.asarray(np.inf).astype(jnp.dtype(dtype))))
 
 
@@ -272,7 +271,7 @@ _LOGICAL = {"or": lax.pmax, "and": lax.pmin}
 
 
 def all_reduce(x: Any, atoms: Atoms, monoid: str) -> Any:
-    """Combines every device's part; ``mul``, ``xor`` and bitwise monoids gather the parts and fold them."""
+    """Combines the parts of all devices. ``mul``, ``xor`` and bitwise monoids gather the parts and fold them."""
     if monoid == "add" and x.dtype == jnp.bool_:
         raise TypeError("booleans are combined by 'or', 'and' or 'xor'")
     if monoid == "pick":
@@ -288,9 +287,9 @@ def all_reduce(x: Any, atoms: Atoms, monoid: str) -> Any:
 
 
 def _as_bits(x: Any, dim: int | None = None) -> tuple[Any, Callable[[Any], Any]]:
-    """An array as integers of the same bytes, and the way back; dimension ``dim`` stays unchanged.
+    """An array as integers of the same bytes, and the function that converts back; dimension ``dim`` stays unchanged.
 
-    Sums of floats lose the sign of a zero, what is very small and what a NaN says, also where all but one are zero.
+    Sums of floats lose the sign of a zero, subnormal numbers and the payload of NaN, even if all other terms are zero.
     """
     dtype = x.dtype
     if dtype == jnp.bool_:
@@ -300,35 +299,40 @@ def _as_bits(x: Any, dim: int | None = None) -> tuple[Any, Callable[[Any], Any]]
         return bits, lambda bits: lax.complex(back(bits)[..., 0], back(bits)[..., 1])
     width = (jnp.finfo if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo)(dtype).bits
     if width == 16 and x.ndim and dim != x.ndim - 1 and x.shape[-1] % 2 == 0:
-        # Two at a time: not every network adds integers of 16 bits.
+        # Combine two elements: not every network adds integers of 16 bits.
         pairs = lax.bitcast_convert_type(x.reshape(*x.shape[:-1], -1, 2), jnp.uint32)
         return pairs, lambda bits: lax.bitcast_convert_type(bits, dtype).reshape(*bits.shape[:-1], -1)
     if jnp.issubdtype(dtype, jnp.integer) and width >= 8:
         return x, lambda bits: bits
-    same = lax.bitcast_convert_type(x, jnp.dtype(f"uint{width}"))
-    return same.astype(jnp.dtype(f"uint{max(width, 8)}")), lambda bits: lax.bitcast_convert_type(
-        bits.astype(same.dtype), dtype
-    )
+    unsigned = lax.bitcast_convert_type(x, jnp.dtype(f"uint{width}"))
+
+    def to_dtype(bits: Any) -> Any:
+        return lax.bitcast_convert_type(bits.astype(unsigned.dtype), dtype)
+
+    return unsigned.astype(jnp.dtype(f"uint{max(width, 8)}")), to_dtype
 
 
 def _extreme(x: Any, reducer: Any, atoms: Atoms, monoid: str) -> Any:
-    """The largest or smallest of floats, as integers in the same order: of NaN, and of the sign of a zero, collectives
-    of floats know nothing, or what they please. A NaN comes first, as in JAX.
+    """The largest or smallest of floats, computed on integers in the same order.
+
+    Collectives on floats do not define the treatment of NaN and of the sign of a zero. A NaN is the extreme, as in JAX.
     """
     integer = jnp.dtype(f"int{8 * x.dtype.itemsize}")
     info = jnp.iinfo(integer)
     first = jnp.asarray(info.max if monoid == "max" else info.min, integer)
 
-    def turned(bits: Any) -> Any:
+    def ordered(bits: Any) -> Any:
         return jnp.where(bits < 0, bits ^ jnp.asarray(info.max, integer), bits)
 
-    keys = jnp.where(jnp.isnan(x), first, turned(lax.bitcast_convert_type(x, integer)))
-    found = reducer(keys, atoms)
-    return jnp.where(found == first, jnp.asarray(jnp.nan, x.dtype), lax.bitcast_convert_type(turned(found), x.dtype))
+    keys = jnp.where(jnp.isnan(x), first, ordered(lax.bitcast_convert_type(x, integer)))
+    extreme = reducer(keys, atoms)
+    return jnp.where(
+        extreme == first, jnp.asarray(jnp.nan, x.dtype), lax.bitcast_convert_type(ordered(extreme), x.dtype)
+    )
 
 
 def _folds(monoid: str, dtype: Any) -> bool:
-    """Whether no reducing collective knows the monoid, so that the parts are gathered and folded at home."""
+    """Whether no reducing collective supports the monoid, so that parts are gathered and folded on each device."""
     if monoid in ("max", "min"):
         return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.dtype(dtype).itemsize == 1
     return monoid not in _REDUCERS and not (monoid in _LOGICAL and dtype == jnp.bool_)
@@ -359,35 +363,35 @@ def _trim(x: Any, dim: int, size: int) -> Any:
 
 
 def permutation(before: Sharding, after: Sharding, mesh: Mesh) -> list[tuple[int, int]]:
-    """Who sends its part to whom so that a cut moves onto other devices (``targets``), as ``lax.ppermute`` wants it."""
+    """The pairs for ``lax.ppermute`` that move the parts of a split to other devices (``targets``)."""
     return list(enumerate(targets(before, after, mesh).tolist()))
 
 
 def targets(before: Sharding, after: Sharding, mesh: Mesh) -> NDArray[np.intp]:
-    """To which device each sends its part so that a cut moves onto other devices.
+    """The device to which each device sends its part, to move the parts of a split to other devices.
 
-    Both shardings cut every dimension in equally many parts. Devices that already hold what they need keep it;
-    the others are paired in order, each part's holders before with its holders after.
+    Both shardings split each dimension into the same number of parts. Devices that already hold the part that they need
+    keep it. The other holders of each part before and after are paired in order.
     """
-    at = _positions(mesh)
+    positions = _positions(mesh)
 
     def part(sharding: Sharding) -> NDArray[np.intp]:
         ordinal = np.zeros(mesh.size, np.intp)
         for a in (*itertools.chain.from_iterable(sharding.dims), *(a for a, _ in sharding.unreduced)):
-            ordinal = ordinal * mesh.atom_sizes[a] + at[a]
+            ordinal = ordinal * mesh.atom_sizes[a] + positions[a]
         return ordinal
 
-    has, wants = part(before), part(after)
-    moved = np.flatnonzero(has != wants)
-    senders, receivers = (moved[np.argsort(parts[moved], kind="stable")] for parts in (has, wants))
-    assert np.array_equal(has[senders], wants[receivers]), f"{before} and {after} cut in other parts"
-    found = np.arange(mesh.size)
-    found[senders] = receivers
-    return found
+    part_before, part_after = part(before), part(after)
+    moved = np.flatnonzero(part_before != part_after)
+    senders, receivers = (moved[np.argsort(parts[moved], kind="stable")] for parts in (part_before, part_after))
+    assert np.array_equal(part_before[senders], part_after[receivers]), f"{before} and {after} cut in other parts"
+    target_of = np.arange(mesh.size)
+    target_of[senders] = receivers
+    return target_of
 
 
 @tabulated(16)
 def _positions(mesh: Mesh) -> dict[str, NDArray[np.intp]]:
-    """Where each device is along each atom."""
+    """The position of each device along each atom."""
     positions = np.indices([mesh.atom_sizes[a] for a in mesh.atoms]).reshape(len(mesh.atoms), mesh.size)
     return dict(zip(mesh.atoms, positions, strict=True))

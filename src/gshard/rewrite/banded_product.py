@@ -1,13 +1,13 @@
-"""Replaces a product with a banded table by one that exchanges halos. The table follows from positions alone.
+"""Replaces a product with a constant banded table by a product that reads a halo.
 
     y = resize(x, (2 * n, ...), "linear")       a product with a table [n, 2 * n], two numbers in each column
 
-Where the dimension that is summed over is split, ``rules.banded`` fetches a halo instead. To find its zeros, the table
-is computed once, as the program would.
+The table depends on positions only. If the summed dimension is split, ``rules.banded`` reads a halo of the array
+instead of a gathered array. gshard computes the table once, as the program would, to find its zeros.
 
-Results read in one pattern as far as sizes say so: of ``n`` elements and ``m`` results with the greatest common divisor
-``g``, each group of ``m / g`` results reads as the group before does, ``n / g`` elements further on. Where that would
-make the band wider than it is, each result has a beginning of its own.
+The first elements that results read usually form a pattern: for ``n`` elements and ``m`` results with the greatest
+common divisor ``g``, each group of ``m / g`` results reads ``n / g`` elements further on than the previous group. If
+this pattern makes the band wider than necessary, each result has its own first element.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from gshard.rewrite.driver import Split, where_split
 from gshard.rewrite.equation_graph import Others, written
 from gshard.rules.banded import MOST, Band, banded_p
 
-_LARGEST = 1 << 26  # elements of a table that is computed once: what takes a moment;
-_READ = 1 << 20  # of an array that the program closed over, which may be a model's weights, and comes from a device
+_LARGEST = 1 << 26  # largest number of elements of a table to compute
+_READ = 1 << 20  # largest number of elements of a captured array to read: it may be weights on a device
 
 
 @tabulated(1)
-def _found() -> dict[Equation, Band | None]:
-    """Of each product, what was found: planned again, as in a search, its table is not computed again."""
+def _known_bands() -> dict[Equation, Band | None]:
+    """The band of each product that was computed before, so that a search computes each table once."""
     return {}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Product:
-    """A product with a table that follows from positions.
+    """A product of an array with a table that depends on positions only.
 
     Attributes:
         equation: the ``dot_general``.
-        operand: which of its operands is the array.
-        dim: the dimension of the array that is summed over.
-        table: computes it.
+        operand: the number of the operand that is the array.
+        dim: the summed dimension of the array.
+        table: computes the table.
     """
 
     equation: Equation
@@ -60,35 +60,38 @@ class Product:
 
     @property
     def array(self) -> Value:
-        """What is multiplied by the table."""
+        """The array that is multiplied by the table."""
         x = self.equation.inputs[self.operand]
         assert isinstance(x, Value)
         return x
 
     def in_parts(self, parts: int) -> Callable[[Any], Any] | None:
-        """The product as one that exchanges halos; None if that sends no less than a whole part."""
+        """The product as a function that reads halos; None if that sends no less than a whole part."""
         e = self.equation
-        found = _found()
-        band = found[e] if e in found else found.setdefault(e, self._band())
+        bands = _known_bands()
+        if e not in bands:
+            bands[e] = self._band()
+        band = bands[e]
         if band is None or band.sent(parts) >= -(-band.n // parts):
             return None
-        at = len(self.array.shape) - 1 if self.operand == 0 else 0  # where the product has the results
+        result_dim = len(self.array.shape) - 1 if self.operand == 0 else 0  # in the result of the product
 
-        def made(x: Any) -> Any:
-            return jnp.moveaxis(banded_p.bind(x, band=band, dim=self.dim, dtype=e.outputs[0].dtype), self.dim, at)
+        def product(x: Any) -> Any:
+            result = banded_p.bind(x, band=band, dim=self.dim, dtype=e.outputs[0].dtype)
+            return jnp.moveaxis(result, self.dim, result_dim)
 
-        return made
+        return product
 
     def _band(self) -> Band | None:
         (summed,) = self.equation.params["dimension_numbers"][0][1 - self.operand]
-        compute = jax.jit(self.table).lower().compile()  # as one program: each equation by itself takes far longer
+        compute = jax.jit(self.table).lower().compile()  # one program is much faster than single equations
         with jax.ensure_compile_time_eval():  # also while JAX traces
             table = np.asarray(compute())
         return band_of(table if summed else table.T)
 
 
 def _products(program: Program) -> list[Product]:
-    """The products of a program, also inside of loops, whose table follows from positions."""
+    """The products of a program, also inside of loops, whose tables depend on positions only."""
     captured = zip(program.block.inputs, program.captured, strict=False)
     known = _Known({v: x for v, x in captured if _is_here(x)})
     found: list[Product] = []
@@ -98,74 +101,82 @@ def _products(program: Program) -> list[Product]:
 
 @where_split(_products)
 def banded_product(product: Product, split: Split) -> Iterator[Others]:
-    """A product over a split dimension becomes one that exchanges halos."""
+    """Replaces a product over a split dimension by one that reads a halo."""
     e, parts = product.equation, split.parts(product.array, product.dim)
     if parts > 1 and (function := product.in_parts(parts)) is not None:
         yield {e: written(split.writer, function, (product.array,), e.outputs, e)}
 
 
 def band_of(table: np.ndarray) -> Band | None:
-    """The band of a table [results, elements]; None if it is not narrow, or of numbers that are not finite."""
+    """The band of a table [results, elements]; None if it is wide, or if the table has infinite numbers or NaN."""
     m, n = table.shape
-    there = table != 0
-    if not np.isfinite(table).all() or not there.any():
+    nonzero = table != 0
+    if not np.isfinite(table).all() or not nonzero.any():
         return None
-    low = np.where(there.any(1), there.argmax(1), n)
-    high = np.where(there.any(1), n - 1 - there[:, ::-1].argmax(1), -1)
+    low = np.where(nonzero.any(1), nonzero.argmax(1), n)
+    high = np.where(nonzero.any(1), n - 1 - nonzero[:, ::-1].argmax(1), -1)
     g = math.gcd(n, m)
-    ways = [_in_groups(low, high, m // g, n // g), _by_themselves(low, high)]
-    starts, width = min(ways, key=lambda way: way[1])
+    candidates = [_starts_in_groups(low, high, m // g, n // g), _separate_starts(low, high)]
+    starts, width = min(candidates, key=lambda candidate: candidate[1])
     if width > MOST:
         return None
-    at = starts[:, None] + np.arange(width)
-    weights = np.take_along_axis(table, np.clip(at, 0, n - 1), 1)
-    return Band(n, starts, np.where((at >= 0) & (at < n), weights, np.zeros((), table.dtype)))
+    elements = starts[:, None] + np.arange(width)
+    weights = np.take_along_axis(table, np.clip(elements, 0, n - 1), 1)
+    return Band(n, starts, np.where((elements >= 0) & (elements < n), weights, np.zeros((), table.dtype)))
 
 
-def _in_groups(low: np.ndarray, high: np.ndarray, p: int, q: int) -> tuple[np.ndarray, int]:
-    """Where results begin to read that do as those do that are ``p`` before, ``q`` elements further on; how far."""
-    turn = q * np.arange(low.size // p)[:, None]
-    there = (low <= high).reshape(-1, p)
+def _starts_in_groups(low: np.ndarray, high: np.ndarray, p: int, q: int) -> tuple[np.ndarray, int]:
+    """The first element that each result reads, and the width of the band, for a pattern that repeats.
+
+    Args:
+        low, high: the first and the last nonzero element of each result; ``low > high`` for a result without one.
+        p: the number of results of a group.
+        q: the number of elements from one group to the next.
+    """
+    shift = q * np.arange(low.size // p)[:, None]
+    has_elements = (low <= high).reshape(-1, p)
     largest = np.iinfo(np.int64).max
-    first = np.where(there, low.reshape(-1, p) - turn, largest).min(0)
-    last = np.where(there, high.reshape(-1, p) - turn, -largest).max(0)
-    width = int((last - first)[there.any(0)].max()) + 1
-    return (turn + np.where(there.any(0), first, first.min())).reshape(-1), width
+    first = np.where(has_elements, low.reshape(-1, p) - shift, largest).min(0)
+    last = np.where(has_elements, high.reshape(-1, p) - shift, -largest).max(0)
+    width = int((last - first)[has_elements.any(0)].max()) + 1
+    return (shift + np.where(has_elements.any(0), first, first.min())).reshape(-1), width
 
 
-def _by_themselves(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, int]:
-    """The same where each result begins where its numbers do; one without any, where its neighbour does."""
-    there = low <= high
-    nearest = np.maximum.accumulate(np.where(there, np.arange(low.size), -1))
-    starts = low[np.where(nearest < 0, there.argmax(), nearest)]
-    return starts, int((high - low)[there].max()) + 1
+def _separate_starts(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, int]:
+    """The same without a pattern. A result without nonzero elements has the start of its neighbour."""
+    has_elements = low <= high
+    nearest = np.maximum.accumulate(np.where(has_elements, np.arange(low.size), -1))
+    starts = low[np.where(nearest < 0, has_elements.argmax(), nearest)]
+    return starts, int((high - low)[has_elements].max()) + 1
 
 
 class _Known:
-    """What is known of the values of a program before it runs, and how it is made."""
+    """The values of a program that can be computed before it runs, and the equations that compute them."""
 
     def __init__(self, captured: Mapping[Value, Any]):
         self.captured = captured
-        self.makers: dict[Value, Equation] = {}  # of what is known
-        self.same: dict[Value, Value | Constant] = {}  # what a value inside of a body is outside
+        self.producers: dict[Value, Equation] = {}  # of values that can be computed
+        self.same: dict[Value, Value | Constant] = {}  # the value outside for a value inside of a body
         self.order: dict[Equation, int] = {}
 
     def read(self, block: Block, found: list[Product]) -> None:
-        """Notes what is known in a block, and its products."""
+        """Adds the known values of a block, and appends its products to ``found``."""
         for e in block.equations:
-            if (product := self._product(e)) is not None:
+            product = self._product(e)
+            if product is not None:
                 found.append(product)
-            for body, at in zip(e.blocks, REGIONS[e.name].same(e.params) if e.blocks else (), strict=False):
-                self.same.update(zip(body.inputs, (e.inputs[i] for i in at), strict=False))
+            same = REGIONS[e.name].same(e.params) if e.blocks else ()
+            for body, positions in zip(e.blocks, same, strict=False):
+                self.same.update(zip(body.inputs, (e.inputs[i] for i in positions), strict=False))
             for body in e.blocks:
                 self.read(body, found)
             if not e.blocks and is_removable(e) and all(map(self._is_known, e.inputs)):
-                self.makers.update(dict.fromkeys(e.outputs, e))
+                self.producers.update(dict.fromkeys(e.outputs, e))
                 self.order[e] = len(self.order)
 
     def _is_known(self, x: Value | Constant) -> bool:
         x = self._outside(x)
-        return isinstance(x, Constant) or x in self.makers or x in self.captured
+        return isinstance(x, Constant) or x in self.producers or x in self.captured
 
     def _outside(self, x: Value | Constant) -> Value | Constant:
         while isinstance(x, Value) and x in self.same:
@@ -183,30 +194,30 @@ class _Known:
             (dim,) = sums[operand]
             if len(table.shape) == 2 and 0 < math.prod(table.shape) <= _LARGEST and self._is_known(table):
                 if isinstance(x, Value):
-                    return Product(e, operand, dim, functools.partial(self._array, table, self._made(table)))
+                    return Product(e, operand, dim, functools.partial(self._array, table, self._equations_of(table)))
         return None
 
-    def _made(self, x: Value | Constant) -> tuple[Equation, ...]:
-        """The equations that make an array, in order."""
-        found: set[Equation] = set()
-        left = [x]
-        while left:
-            e = self.makers.get(self._outside(left.pop()))  # type: ignore[arg-type]
-            if e is not None and e not in found:
-                found.add(e)
-                left += e.inputs
-        return tuple(sorted(found, key=self.order.__getitem__))
+    def _equations_of(self, x: Value | Constant) -> tuple[Equation, ...]:
+        """The equations that compute an array, in order."""
+        equations: set[Equation] = set()
+        pending = [x]
+        while pending:
+            e = self.producers.get(self._outside(pending.pop()))  # type: ignore[arg-type]
+            if e is not None and e not in equations:
+                equations.add(e)
+                pending += e.inputs
+        return tuple(sorted(equations, key=self.order.__getitem__))
 
-    def _array(self, x: Value | Constant, made: Sequence[Equation]) -> Any:
+    def _array(self, x: Value | Constant, equations: Sequence[Equation]) -> Any:
         env: dict[Any, Any] = dict(self.captured)
-        for e in made:
+        for e in equations:
             env.update((y, value_of(self._outside(y), env)) for y in e.inputs if isinstance(y, Value))
             Interpreter().evaluate([e], env)
         return jnp.asarray(value_of(self._outside(x), env))
 
 
 def _is_here(x: Any) -> bool:
-    """Whether an array's elements can be read, and soon are."""
+    """Whether the elements of an array can be read quickly."""
     if isinstance(x, jax.core.Tracer) or (isinstance(x, jax.Array) and not x.is_fully_addressable):
         return False
     return bool(np.size(x) <= _READ)

@@ -1,16 +1,16 @@
-"""Composes slices, pads and concatenations that follow each other into one equation, so that elements move once.
+"""Composes sequences of slices, pads and concatenations to one equation, so that elements move once.
 
-Rotations (``jnp.roll``), borders (``jnp.pad``, also ``mode="wrap"``), shifts and stencils are cuts that are joined, and
-joins that are cut again. One by one, each result would be spread evenly over the devices: an array that is longer by
-one element has other parts, and nearly all elements would move. So each result is followed to the sources of its
-elements, one dimension after the other:
+Rotations (``jnp.roll``), borders (``jnp.pad``, also ``mode="wrap"``), shifts and stencils concatenate slices, and slice
+concatenations. Executed one by one, each intermediate array would be split evenly over the devices. An array that is
+longer by one element has other parts, so nearly all elements would move. This rewrite follows each result to the
+sources of its elements, one dimension after the other:
 
     pad(x[:-1], (1, 0))                       a number, x[0:7]           pad by 1 and -1
     concatenate([x[-1:], x, x[:1]])[2:]       x[1:8], x[0:1]             concatenate_slices
     concatenate([first, x])[1:]               x[0:8]                     a slice of everything
     pad(a, (0, 3)) + pad(b, (5, 0))           a, b (in derivatives)      concatenate_slices
 
-A value with many segments and other readers is computed anyway, and not followed further.
+It does not follow a value with many segments that other equations read, because that value is computed anyway.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ from gshard.rewrite.equation_graph import Array, Graph, Others
 from gshard.rules.concatenate_slices import concatenate_slices_p
 from gshard.rules.movement import index_of
 
-_MOST, _FEW = 32, 3  # segments that a result is followed to; the same where the result is computed anyway
+_MOST = 32  # largest number of segments of a result
+_FEW = 3  # largest number of segments of a value that is computed anyway
 
 
 @over(*names_where(lambda traits: traits.moves))
 def compose_movement(graph: Graph) -> Others:
-    """Equations that move elements which others moved before become one each."""
+    """Replaces equations that move elements which other equations have moved before."""
     movement = _Movement(graph)
-    tried = ((e, movement.instead_of(e)) for e in graph.equations)
-    return {e: new for e, new in tried if new is not None}
+    replacements = ((e, movement.instead_of(e)) for e in graph.equations)
+    return {e: new for e, new in replacements if new is not None}
 
 
 class _Movement:
@@ -49,8 +50,8 @@ class _Movement:
     def __init__(self, graph: Graph):
         self.graph = graph
         self.producers: dict[Any, Equation] = {}
-        self.numbers: dict[Any, Array] = {}  # scalars, and arrays of copies of one
-        self.result: Value | None = None  # what is being made
+        self.numbers: dict[Any, Array] = {}  # the scalar of each array that consists of copies of a scalar
+        self.result: Value | None = None  # the result that is being replaced
         self.needed: set[Any] = set(graph.outputs)  # values that are computed anyway
         for e in graph.equations:
             if (number := self._number(e)) is not None:
@@ -60,8 +61,8 @@ class _Movement:
             else:
                 self.needed.update(e.inputs)
         self.segments: dict[tuple[Any, int, bool], list[Segment]] = {}
-        self.made: dict[Any, Array] = {}  # values of windows, and those of windows of one equation
-        self.made_now: dict[Any, Array] = {}
+        self.made: dict[Any, Array] = {}  # the new value of each array or window, from earlier equations
+        self.made_now: dict[Any, Array] = {}  # the same, from the equation that is being replaced
 
     def instead_of(self, e: Equation) -> list[Equation] | None:
         """The equations that replace one; None if it stays."""
@@ -74,49 +75,51 @@ class _Movement:
             return None
         if e.name == "split" and not self._comes_from_elsewhere(e.inputs[0]):
             return None
-        found = self._instead_of(e)
-        if found is not None:
+        replacement = self._instead_of(e)
+        if replacement is not None:
             self.made.update((x, v) for x, v in self.made_now.items() if v not in e.outputs)
         self.made_now.clear()
-        return found
+        return replacement
 
     def _instead_of(self, e: Equation) -> list[Equation] | None:
-        found: list[Equation] = []
+        equations: list[Equation] = []
         for v in e.outputs:
             self.result = v
             if traits_of(e.name).adds:
-                if (side_by_side := self._addends(v)) is not None:
-                    self._join(v, *side_by_side, e, found, result=v, added=True)
+                addends = self._addends(v)
+                if addends is not None:
+                    self._join(v, *addends, e, equations, result=v, added=True)
             else:
-                self._make(v, v, e, found)
-            if not found or v not in found[-1].outputs:
+                self._make(v, v, e, equations)
+            if not equations or v not in equations[-1].outputs:
                 return None
-        # What is there already stays: new copies of it would be composed again, without an end.
-        new = {q.outputs[0]: q for q in found}
-        return None if all(self._is_there(v, v, new) for v in e.outputs) else found
+        # Keep equations that would be replaced by equal ones. Otherwise the rewrite would fire again and again.
+        new = {q.outputs[0]: q for q in equations}
+        return None if all(self._exists(v, v, new) for v in e.outputs) else equations
 
-    def _is_there(self, x: Array, y: Array, new: dict[Any, Equation]) -> bool:
-        """Whether an array of this block is what new equations compute as another one."""
+    def _exists(self, x: Array, y: Array, new: dict[Any, Equation]) -> bool:
+        """Whether the equations of the block already compute ``x`` in the way in which new equations compute ``y``."""
         if y not in new:
             return Segment(x, 0, 0).is_like(Segment(y, 0, 0))
         p, q = self.producers.get(x), new[y]
         return (
             p is not None
             and (p.name, len(p.inputs)) == (q.name, len(q.inputs))
-            and (x is y or p.params == q.params)  # of what is replaced they say the same, in other words
-            and all(self._is_there(own, other, new) for own, other in zip(p.inputs, q.inputs, strict=True))
+            and (x is y or p.params == q.params)  # parameters of the replaced equation may be equivalent but different
+            and all(self._exists(p_input, q_input, new) for p_input, q_input in zip(p.inputs, q.inputs, strict=True))
         )
 
     def _is_followed(self, e: Equation) -> bool:
         if traits_of(e.name).adds:
-            makers = [self.producers.get(x) for x in e.inputs]
-            return all(p is not None and (p.name == "pad" or traits_of(p.name).adds) for p in makers)
-        if (index := index_of(e)) is not None and e.primitive is not concatenate_slices_p:
-            return all(span.step == 1 for own in index for spans in own for span in spans)
+            producers = [self.producers.get(x) for x in e.inputs]
+            return all(p is not None and (p.name == "pad" or traits_of(p.name).adds) for p in producers)
+        index = index_of(e)
+        if index is not None and e.primitive is not concatenate_slices_p:
+            return all(span.step == 1 for spans_of_result in index for spans in spans_of_result for span in spans)
         return bool(e.outputs) and e.outputs[0] in self.numbers
 
     def _number(self, e: Equation) -> Array | None:
-        """The number that all results of an equation are copies of, if there is one."""
+        """The scalar that fills the result of an equation; None if there is none."""
         if e.name not in ("broadcast_in_dim", "convert_element_type"):
             return None
         number = self.numbers.get(e.inputs[0], e.inputs[0])
@@ -129,19 +132,22 @@ class _Movement:
     def _comes_from_elsewhere(self, x: Array) -> bool:
         return any(self.along(x, d) != [Segment(x, 0, n)] for d, n in enumerate(x.shape))
 
-    # Where elements come from.
+    # Segments of arrays.
 
     def along(self, x: Array | Window, axis: int) -> list[Segment]:
-        """The segments that make up an array along a dimension; the array itself if nothing is known."""
+        """The segments of an array along a dimension; one segment of the array itself if its sources are unknown."""
         key = (x, axis, x is self.result)
         if key not in self.segments:
             itself = [Segment(x, 0, x.shape[axis])]
-            found = tidy(self._windowed(x, axis) if isinstance(x, Window) else self._made_of(x, axis) or itself)
-            goes = isinstance(x, Window) or x not in self.needed or x is self.result
-            self.segments[key] = found if len(found) <= (_MOST if goes else _FEW) else itself
+            if isinstance(x, Window):
+                segments = tidy(self._segments_of_window(x, axis))
+            else:
+                segments = tidy(self._segments_of(x, axis) or itself)
+            is_not_computed = isinstance(x, Window) or x not in self.needed or x is self.result
+            self.segments[key] = segments if len(segments) <= (_MOST if is_not_computed else _FEW) else itself
         return self.segments[key]
 
-    def _windowed(self, x: Window, axis: int) -> list[Segment]:
+    def _segments_of_window(self, x: Window, axis: int) -> list[Segment]:
         inner = self.along(x.source, axis)
         if x.axis != axis:
             number = x.number
@@ -154,45 +160,48 @@ class _Movement:
             return kept
         return [Segment(x.number, 0, low), *kept, Segment(x.number, 0, high)]
 
-    def _made_of(self, x: Array, axis: int) -> list[Segment] | None:
+    def _segments_of(self, x: Array, axis: int) -> list[Segment] | None:
         e = self.producers.get(x)
         if x in self.numbers:
             return [Segment(self.numbers[x], 0, x.shape[axis])]
         index = None if e is None else index_of(e)
         if e is None or index is None:
             return None
-        own = index[e.outputs.index(x)]  # type: ignore[arg-type]
-        moved = [d for d, spans in enumerate(own) if spans]
+        spans_of = index[e.outputs.index(x)]  # type: ignore[arg-type]
+        moved = [d for d, spans in enumerate(spans_of) if spans]
         if moved == [axis]:
-            return [p for span in own[axis] for p in self._spanned(self._scalar(e.inputs[span.operand]), axis, span)]
-        if any(sum(bool(e.inputs[span.operand].shape) for span in own[d]) != 1 for d in moved):
+            segments: list[Segment] = []
+            for span in spans_of[axis]:
+                segments += self._segments_of_span(self._scalar(e.inputs[span.operand]), axis, span)
+            return segments
+        if any(sum(bool(e.inputs[span.operand].shape) for span in spans_of[d]) != 1 for d in moved):
             return None
         source, number = e.inputs[0], self._scalar(e.inputs[-1])
         if len(moved) > 1 and not number.shape:
-            around = (p for d in moved for p in self.along(source, d) if p.is_number)
-            if not all(p.is_like(Segment(number, 0, 1)) for p in around):
-                return None  # the corners of what is padded along several dimensions differ
+            padding = (p for d in moved for p in self.along(source, d) if p.is_number)
+            if not all(p.is_like(Segment(number, 0, 1)) for p in padding):
+                return None  # the corners of an array that is padded along several dimensions would differ
         window: Array | Window = source
         for d in moved:
-            (at,) = (i for i, span in enumerate(own[d]) if e.inputs[span.operand].shape)
-            span, before, after = own[d][at], own[d][:at], own[d][at + 1 :]
+            (position,) = (i for i, span in enumerate(spans_of[d]) if e.inputs[span.operand].shape)
+            span, before, after = spans_of[d][position], spans_of[d][:position], spans_of[d][position + 1 :]
             low = sum(p.count for p in before) - span.start
             high = sum(p.count for p in after) - (source.shape[d] - span.start - span.count)
             window = Window(window, d, low, high, number if max(low, high) > 0 else None)
         return self.along(window, axis)
 
     def _scalar(self, x: Array) -> Array:
-        """The number that an array consists of copies of; itself if there is none."""
+        """The scalar that fills an array; the array itself if there is none."""
         return self.numbers.get(x, x)
 
-    def _spanned(self, x: Array, axis: int, span: Span) -> list[Segment]:
+    def _segments_of_span(self, x: Array, axis: int, span: Span) -> list[Segment]:
         """The segments of a span of an operand."""
         if not x.shape:
             return [Segment(x, 0, span.count)]
         return cut(self.along(x, axis), span.start, span.start + span.count)
 
     def _addends(self, result: Value) -> tuple[int, list[Segment]] | None:
-        """Along which dimension a sum is of arrays side by side, zeros in the place of the others; the arrays."""
+        """The dimension and the segments of a sum of zero-padded arrays whose nonzero parts do not overlap, if any."""
         for axis in range(len(result.shape)):
             segments = self._side_by_side(result, axis)
             if segments is not None and any(not p.is_number for p in segments) and len(segments) <= _MOST:
@@ -203,22 +212,29 @@ class _Movement:
         e = self.producers.get(x)
         if e is None or not traits_of(e.name).adds:
             return self.along(x, axis)
-        one, other = (self._side_by_side(y, axis) for y in e.inputs)
-        if one is None or other is None:
+        segments_a, segments_b = (self._side_by_side(y, axis) for y in e.inputs)
+        if segments_a is None or segments_b is None:
             return None
-        found = []
-        for start, end in itertools.pairwise((0, *sorted({*ends(one), *ends(other)}))):
-            pair = [*cut(one, start, end), *cut(other, start, end)]
-            there = [p for p in pair if not p.is_number]
-            if len(there) > 1 or any(p.is_number and not is_zero(p.source) for p in pair):
+        joined = []
+        for start, end in itertools.pairwise((0, *sorted({*ends(segments_a), *ends(segments_b)}))):
+            pair = [*cut(segments_a, start, end), *cut(segments_b, start, end)]
+            arrays = [p for p in pair if not p.is_number]
+            if len(arrays) > 1 or any(p.is_number and not is_zero(p.source) for p in pair):
                 return None
-            found += there or pair[:1]
-        return tidy(found)
+            joined += arrays or pair[:1]
+        return tidy(joined)
 
-    # What is made of them.
+    # New equations.
 
     def _make(self, x: Array | Window, result: Value | None, e: Equation, out: list[Equation]) -> Array | None:
-        """An array that consists of segments, as ``result`` or as a new value; None if it cannot be one."""
+        """Appends equations that compute an array from its segments; None if that is not possible.
+
+        Args:
+            x: the array or window.
+            result: the value to compute; None for a new value.
+            e: the equation that is replaced.
+            out: the new equations.
+        """
         if result is None and x in self.needed:
             return x if isinstance(x, Value) else None
         if result is None and (made := self.made.get(x, self.made_now.get(x))) is not None:
@@ -229,14 +245,14 @@ class _Movement:
             if result is None and all(c == (0, 0) for c in config):
                 return source
             return self._moved(x, source, config, number, e, out, result)
-        ways = [(axis, self.along(x, axis)) for axis in range(len(x.shape))]
-        ways = [(axis, segments) for axis, segments in ways if segments[0].source != x]
-        if any(all(p.is_number for p in segments) for _, segments in ways):
+        along = [(axis, self.along(x, axis)) for axis in range(len(x.shape))]
+        along = [(axis, segments) for axis, segments in along if segments[0].source != x]
+        if any(all(p.is_number for p in segments) for _, segments in along):
             return None
-        if not ways:
+        if not along:
             return x if isinstance(x, Value) and result is None else None
-        # A mere cut comes last: what is cut may be joined along another dimension.
-        axis, segments = min(ways, key=lambda way: len(way[1]) == 1 and not way[1][0].is_all_of(way[0]))
+        # Prefer other dimensions to a slice: the sliced array may be a concatenation along another dimension.
+        axis, segments = min(along, key=lambda pair: len(pair[1]) == 1 and not pair[1][0].is_all_of(pair[0]))
         if len(segments) == 1 and segments[0].is_all_of(axis):
             return self._make(segments[0].source, result, e, out)
         return self._join(x, axis, segments, e, out, result=result)
@@ -246,23 +262,24 @@ class _Movement:
         sources = [p.source if p.is_number else self._make(p.source, None, e, out) for p in segments]
         if any(s is None for s in sources):
             return None
-        given = tuple(s for s in sources if isinstance(s, Value | Constant))
-        array = next(s for s in given if s.shape)
+        operands = tuple(s for s in sources if isinstance(s, Value | Constant))
+        array = next(s for s in operands if s.shape)
         if not added and all(p.is_all_of(axis) for p in segments):
-            return self._add(x, lax.concatenate_p, {"dimension": axis}, given, array.dtype, e, out, result)
-        cuts = tuple((p.start, p.end) for p in segments)
-        params = {"dimension": axis, "slices": cuts, "added": added}
-        return self._add(x, concatenate_slices_p, params, given, array.dtype, e, out, result)
+            return self._add(x, lax.concatenate_p, {"dimension": axis}, operands, array.dtype, e, out, result)
+        slices = tuple((p.start, p.end) for p in segments)
+        params = {"dimension": axis, "slices": slices, "added": added}
+        return self._add(x, concatenate_slices_p, params, operands, array.dtype, e, out, result)
 
     def _as_window(self, x: Array | Window) -> tuple[Value, list[tuple[int, int]], Any] | None:
-        """An array as what ``lax.pad`` can make of another one, if it can."""
+        """An array as the result of one ``lax.pad``: its operand, low and high padding, and number; or None."""
         shape, number, source = x.shape, None, x
         config = [(0, 0)] * len(shape)
         while not isinstance(source, Value) or self._comes_from_elsewhere(source):
             before = source
             for axis in range(len(shape)):
                 segments = self.along(source, axis)
-                numbers, arrays = [p for p in segments if p.is_number], [p for p in segments if not p.is_number]
+                numbers = [p for p in segments if p.is_number]
+                arrays = [p for p in segments if not p.is_number]
                 number = number or next(iter(numbers), None)
                 if len(arrays) != 1 or not all(p.is_like(number) for p in numbers if number is not None):
                     return None

@@ -1,4 +1,4 @@
-"""Dead-code elimination after rewrites."""
+"""Eliminates dead code after rewrites."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gshard.rewrite.cse import is_pure
 
 
 def is_removable(e: Equation) -> bool:
-    """Whether an equation can go once its results are dead: it is pure, and no mark of the user's."""
+    """Whether an equation can be removed if its results are dead: it is pure and not a mark of the user."""
     return e.mark is None and is_pure(e)
 
 
@@ -20,9 +20,9 @@ def without_dead_code(
     """The equations of a block without those whose results are dead.
 
     Args:
-        equations: in order.
-        outputs: the block's results.
-        may_go: whether a dead equation can be removed.
+        equations: the equations in order.
+        outputs: the results of the block.
+        may_go: returns whether an equation with dead results can be removed.
     """
     kept: list[Equation] = []
     read: set[Any] = set(outputs)

@@ -1,6 +1,6 @@
-"""Driver of rewrites: runs rows to a fixed point, removes dead code, and records which row fired where.
+"""Runs rewrites to a fixed point, removes dead code, and records which rewrite fired where.
 
-A row of the phase TRACE is a function with a decorator. It returns equations that compute the same results, or None:
+A rewrite of the phase TRACE is a decorated function. It returns equations that compute the same results, or None:
 
     @at("searchsorted")                                    tried at each equation of this name
     def search_of_rev(graph: Graph, e: Equation) -> Sequence[Equation] | None: ...
@@ -8,7 +8,7 @@ A row of the phase TRACE is a function with a decorator. It returns equations th
     @over("pad")                                           tried once for a block that has such an equation
     def sink_pad(graph: Graph) -> Others: ...
 
-A row of the phase SPLIT depends on how values are split. Which equations it may rewrite is found once for a program:
+A rewrite of the phase SPLIT depends on the split of values. Its candidates are determined once for each program:
 
     @where_split(transforms_of)
     def fft_by_dimension(e: Equation, split: Split) -> Others: ...
@@ -25,19 +25,19 @@ from gshard.core.fired import Fired
 from gshard.core.program import Equation, Program, Value
 from gshard.rewrite.equation_graph import Array, Graph, Others, Writer
 
-_MOST = 1000  # rewrites of one block
+_MOST = 1000  # largest number of rewrites of one block
 
 _log = logging.getLogger("gshard")
 
 
 @dataclasses.dataclass(frozen=True)
 class Rewrite:
-    """One row.
+    """One rewrite of the phase TRACE.
 
     Attributes:
-        name: the rewrite's.
-        names: of equations; a block without any of them is skipped.
-        others: for a graph the equations that are replaced, and those in their place. Empty if it does not fire.
+        name: the name of the rewrite.
+        names: primitive names. Blocks without equations of these names are skipped.
+        others: returns the replaced equations of a graph with their replacements; empty if the rewrite does not fire.
     """
 
     name: str
@@ -46,36 +46,39 @@ class Rewrite:
 
 
 def over(*names: str) -> Callable[[Callable[[Graph], Others]], Rewrite]:
-    """Makes a row of a function that looks at a whole block with equations of these names."""
+    """A decorator for a rewrite of whole blocks that contain equations of these names."""
     return lambda function: Rewrite(function.__name__, frozenset(names), function)
 
 
 def at(*names: str) -> Callable[[Callable[[Graph, Equation], Sequence[Equation] | Others | None]], Rewrite]:
-    """Makes a row of a function that looks at one equation of these names after the other; marks are skipped.
+    """A decorator for a rewrite of single equations of these names. Marks are skipped.
 
-    The function gives the equations in the place of that one, or in the places of several.
+    The function returns the equations that replace this one, or a mapping that replaces several equations.
     """
 
-    def made(function: Callable[[Graph, Equation], Sequence[Equation] | Others | None]) -> Rewrite:
+    def decorate(function: Callable[[Graph, Equation], Sequence[Equation] | Others | None]) -> Rewrite:
         def others(graph: Graph) -> Others:
-            found: dict[Equation, Sequence[Equation]] = {}
+            replacements: dict[Equation, Sequence[Equation]] = {}
             for e in graph.equations:
-                if e.name in names and e.mark is None and (new := function(graph, e)) is not None:
-                    found |= new if isinstance(new, Mapping) else {e: new}
-            return found
+                if e.name not in names or e.mark is not None:
+                    continue
+                new = function(graph, e)
+                if new is not None:
+                    replacements |= new if isinstance(new, Mapping) else {e: new}
+            return replacements
 
         return Rewrite(function.__name__, frozenset(names), others)
 
-    return made
+    return decorate
 
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """How the values of a program are split.
+    """The split of the values of a program.
 
     Attributes:
-        parts: for a value and one of its dimensions, in how many parts it is.
-        writer: makes new equations.
+        parts: returns the number of parts of a dimension of a value.
+        writer: creates new equations.
     """
 
     parts: Callable[[Value, int], int]
@@ -88,13 +91,12 @@ class Split:
 
 @dataclasses.dataclass(frozen=True)
 class SplitRewrite:
-    """One row of the phase SPLIT.
+    """One rewrite of the phase SPLIT.
 
     Attributes:
-        name: the rewrite's.
-        candidates: what of a program may be rewritten.
-        others: for one candidate the equations that are replaced, and those in their place, one independent rewrite
-            after the other.
+        name: the name of the rewrite.
+        candidates: returns the parts of a program that may be rewritten.
+        others: returns independent rewrites of a candidate: each the replaced equations with their replacements.
     """
 
     name: str
@@ -105,34 +107,37 @@ class SplitRewrite:
 def where_split(
     candidates: Callable[[Program], Sequence[Any]],
 ) -> Callable[[Callable[[Any, Split], Iterable[Others]]], SplitRewrite]:
-    """Makes a row of the phase SPLIT of a function that looks at one candidate after the other."""
+    """A decorator for a rewrite of the phase SPLIT, whose function rewrites one candidate."""
     return lambda function: SplitRewrite(function.__name__, candidates, function)
 
 
 def run(
     rows: Sequence[Rewrite], equations: Sequence[Equation], outputs: Sequence[Array], writer: Writer
 ) -> tuple[list[Equation], list[Fired]]:
-    """The equations that rows make of others, and what fired.
+    """Runs rewrites on the equations of a block, until none fires.
+
+    A rewrite that fires without end has a bug. gshard stops it, and logs a warning.
 
     Args:
-        rows: in order. All are run again until none fires.
-        equations: of one block, in one context.
-        outputs: the values that are read outside of them.
-        writer: makes new equations.
+        rows: the rewrites in order.
+        equations: the equations of one block, in one context.
+        outputs: the values that are read outside of these equations.
+        writer: creates new equations.
 
-    A row that fires without end is a bug of that row. The driver stops it, and the log has a warning.
+    Returns:
+        the new equations, and the rewrites that fired.
     """
-    found, fired = list(equations), list[Fired]()
-    settled: dict[str, int] = {}  # for a row how many had fired when it last did not
+    current, fired = list(equations), list[Fired]()
+    settled: dict[str, int] = {}  # for each rewrite the number of fired rewrites when it last did not fire
     while any(settled.get(row.name) != len(fired) for row in rows) and len(fired) < _MOST:
         for row in rows:
             while settled.get(row.name) != len(fired) and len(fired) < _MOST:
-                graph = Graph(found, outputs, writer)
-                others = {} if row.names.isdisjoint(e.name for e in found) else row.others(graph)
+                graph = Graph(current, outputs, writer)
+                others = {} if row.names.isdisjoint(e.name for e in current) else row.others(graph)
                 if not others:
                     settled[row.name] = len(fired)
                     break
-                found = graph.replaced(others)
+                current = graph.replaced(others)
                 fired.append(recorded(row.name, others))
     if len(fired) >= _MOST:
         last = fired[-1]
@@ -140,29 +145,32 @@ def run(
             "%s still fires at %s after %d rewrites, so gshard stops here. Results are right. Please report it.",
             last.rewrite, last.line or "an unknown line", _MOST,
         )  # fmt: skip
-    return found, fired
+    return current, fired
 
 
 def run_where_split(
     rows: Mapping[SplitRewrite, Sequence[Any]], split: Split
 ) -> tuple[dict[Equation, Sequence[Equation]], list[Fired]]:
-    """The equations that rows replace, those in their place, and what fired; no equation is rewritten twice.
+    """Runs rewrites that depend on the split of values. Each equation is rewritten at most once.
 
     Args:
-        rows: in order, each with its candidates.
-        split: how values are split.
+        rows: the rewrites in order, each with its candidates.
+        split: the split of the values.
+
+    Returns:
+        the replaced equations with their replacements, and the rewrites that fired.
     """
-    found, fired = dict[Equation, Sequence[Equation]](), list[Fired]()
+    replacements, fired = dict[Equation, Sequence[Equation]](), list[Fired]()
     for row, candidates in rows.items():
         for others in (others for candidate in candidates for others in row.others(candidate, split)):
-            if found.keys().isdisjoint(others):
-                found.update(others)
+            if replacements.keys().isdisjoint(others):
+                replacements.update(others)
                 fired.append(recorded(row.name, others))
-    return found, fired
+    return replacements, fired
 
 
 def recorded(name: str, others: Others) -> Fired:
-    """The record of a rewrite, which is also logged."""
+    """Records and logs a rewrite."""
     first = next(iter(others))
     after = (q.name for new in others.values() for q in new)
     fired = Fired(name, first.line, tuple(e.name for e in others), tuple(after))

@@ -1,4 +1,4 @@
-"""Element source: the origin of an array's elements along one dimension, before any data moves.
+"""Describes the origin of an array's elements along one dimension by segments of other arrays.
 
 Segment(x, 7, 8), Segment(x, 0, 7)               x rotated by one
 Segment(0.0, 0, 2), Segment(Window(y, 1, -1, 0), 0, 8)     two zeros, then y, whose other dimension is cut
@@ -20,13 +20,13 @@ Array = Value | Constant
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Window:
-    """An array that is cut (below zero) or padded along one dimension; its elements, not yet moved.
+    """An array that is padded along one dimension, or cut by negative padding, but not yet computed.
 
     Attributes:
         source: the array.
         axis: the dimension.
-        low, high: as ``lax.pad`` has them.
-        number: what it is padded with; None if it is only cut.
+        low, high: the padding, as in ``lax.pad``.
+        number: the padding value; None if the array is only cut.
     """
 
     source: Array | Window
@@ -41,13 +41,13 @@ class Window:
         return (*whole[: self.axis], whole[self.axis] + self.low + self.high, *whole[self.axis + 1 :])
 
     def of(self, source: Array | Window) -> Window:
-        """The same of another array."""
+        """The same window of another array."""
         return dataclasses.replace(self, source=source)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Segment:
-    """Elements ``start`` to ``end`` of an array along the dimension that is looked at; of a number, copies of it."""
+    """Elements ``start`` to ``end`` of an array along a dimension; if the source is a scalar, copies of the scalar."""
 
     source: Array | Window
     start: int
@@ -62,20 +62,20 @@ class Segment:
         return not self.source.shape
 
     def is_all_of(self, axis: int) -> bool:
-        """Whether nothing of an array is missing."""
+        """Whether the segment is a whole array."""
         return not self.is_number and (self.start, self.end) == (0, self.source.shape[axis])
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Segment) and (self.start, self.end) == (other.start, other.end) and self.is_like(other)
 
     def is_like(self, other: Segment) -> bool:
-        """Whether both are of the same array, or of equal numbers."""
+        """Whether both segments have the same array or equal numbers as source."""
         if isinstance(self.source, Constant) and isinstance(other.source, Constant):
             return _bits(self.source) == _bits(other.source)
         return self.source == other.source
 
     def and_then(self, other: Segment) -> Segment | None:
-        """Two segments as one, if they are."""
+        """The union with a following segment; None if they are not adjacent in one source."""
         if not self.is_like(other) or not (self.is_number or self.end == other.start):
             return None
         return Segment(self.source, self.start, self.end + other.length)
@@ -87,35 +87,36 @@ def _bits(number: Constant) -> tuple[str, bytes]:
 
 def cut(segments: Iterable[Segment], start: int, end: int) -> list[Segment]:
     """The segments of elements ``start`` to ``end``."""
-    found, at = [], 0
+    selected: list[Segment] = []
+    position = 0
     for p in segments:
-        low, high = max(start - at, 0), min(end - at, p.length)
+        low, high = max(start - position, 0), min(end - position, p.length)
         if low < high:
-            found.append(Segment(p.source, p.start + low, p.start + high))
-        at += p.length
-    return found
+            selected.append(Segment(p.source, p.start + low, p.start + high))
+        position += p.length
+    return selected
 
 
 def tidy(segments: Iterable[Segment]) -> list[Segment]:
-    """Segments without empty ones, neighbours that belong together as one."""
-    found: list[Segment] = []
+    """The segments without empty ones, with adjacent segments of one source joined."""
+    result: list[Segment] = []
     for p in segments:
         if not p.length:
             continue
         p = Segment(p.source, 0, p.length) if p.is_number else p
-        together = found[-1].and_then(p) if found else None
-        if together is not None:
-            found[-1] = together
+        union = result[-1].and_then(p) if result else None
+        if union is not None:
+            result[-1] = union
         else:
-            found.append(p)
-    return found
+            result.append(p)
+    return result
 
 
 def ends(segments: Iterable[Segment]) -> Iterable[int]:
-    """Where each of them ends."""
+    """The end position of each segment."""
     return itertools.accumulate(p.length for p in segments)
 
 
 def is_zero(number: Any) -> bool:
-    """Whether a number is written in the program, and all its bits are zero."""
+    """Whether a value is a literal of the program whose bits are all zero."""
     return isinstance(number, Constant) and not any(np.asarray(number.value).tobytes())

@@ -1,7 +1,7 @@
-"""Graph of a block: which equation produces a value, which ones read it, and how new equations are written.
+"""Provides the graph of a block: producers and readers of values, and functions that write new equations.
 
-Rewrites (``rewrite.driver``) look at equations through it. None builds maps of producers and readers of its own, and
-none writes the parameters of JAX's primitives by hand: ``write`` traces a function.
+All rewrites (``rewrite.driver``) use it. They need not build maps of producers and readers, or write the parameters of
+JAX's primitives by hand: ``write`` traces a function.
 """
 
 from __future__ import annotations
@@ -21,35 +21,38 @@ from gshard.rewrite.dce import without_dead_code
 
 Array = Value | Constant
 Others = Mapping[Equation, Sequence[Equation]]
-"""For equations of a block those that replace them."""
+"""The replacements of some equations of a block."""
 
 
 class Writer(Protocol):
     """Adds values and equations to a program (``tracing.builder``)."""
 
     context: Context
-    """That of new equations."""
+    """The context of new equations."""
 
     def fresh(self, shape: tuple[int, ...], dtype: Any, weak: bool = False) -> Value:
         """A new value."""
 
     def equation(self, primitive: Any, params: dict[str, Any], inputs: Any, outputs: Any, source: Any) -> Equation:
-        """An equation with its rule, blamed on a line of the user's."""
+        """An equation with its rule, and the source information with the user's line."""
 
     def made_of(self, jaxpr: Any, consts: Any, arrays: Any, line: Any = None) -> tuple[list[Equation], list[Array]]:
-        """The equations of a jaxpr on some arrays, and its results."""
+        """The equations of a jaxpr on some values, and its results."""
 
 
 class Graph:
     """The equations of a block, or of a segment of one.
 
     Attributes:
-        equations: in order.
+        equations: the equations in order.
         outputs: the values that are read outside of these equations, as keys in order.
+        writer: creates new equations.
     """
 
     def __init__(self, equations: Sequence[Equation], outputs: Sequence[Array], writer: Writer):
-        self.equations, self.outputs, self.writer = tuple(equations), dict.fromkeys(outputs), writer
+        self.equations = tuple(equations)
+        self.outputs = dict.fromkeys(outputs)
+        self.writer = writer
 
     @functools.cached_property
     def _producers(self) -> dict[Array, Equation]:
@@ -64,16 +67,16 @@ class Graph:
         return readers
 
     def producer(self, x: Array, *names: str) -> Equation | None:
-        """The equation that produces an array, if it has one of these names (any, if there are none) and no mark."""
+        """The equation that produces an array, if it is not a mark and has one of these names (any without names)."""
         e = self._producers.get(x)
         return e if e is not None and e.mark is None and (not names or e.name in names) else None
 
     def readers(self, x: Array) -> Sequence[Equation]:
-        """The equations that read an array, once for each operand that it is."""
+        """The equations that read an array, one entry for each operand."""
         return self._readers.get(x, ())
 
     def is_read_once(self, x: Array) -> bool:
-        """Whether one operand of one equation is an array, and nothing outside reads it."""
+        """Whether exactly one operand of one equation is this array, and nothing outside reads it."""
         return len(self.readers(x)) == 1 and x not in self.outputs
 
     def add(
@@ -83,18 +86,18 @@ class Graph:
         """Appends one equation with one result, and returns the result.
 
         Args:
-            out: the list that is appended to.
-            at: the equation whose line of the user's is kept.
+            out: the list of new equations.
+            at: the equation whose source line the new equation gets.
             primitive, params, inputs: of the new equation.
             shape, dtype: of its result.
-            result: the value that it produces; a new one if there is none.
+            result: the value that it produces; None for a new value.
         """
         value = self.writer.fresh(shape, dtype) if result is None else result
         out.append(self.writer.equation(primitive, params, tuple(inputs), (value,), at.source_info))
         return value
 
     def changed(self, e: Equation, inputs: Sequence[Array], **params: Any) -> Equation:
-        """An equation with other operands, and other values for some of its parameters."""
+        """An equation with other operands and some other parameters."""
         return self.writer.equation(e.primitive, {**e.params, **params}, tuple(inputs), e.outputs, e.source_info)
 
     def write(
@@ -104,7 +107,7 @@ class Graph:
         return written(self.writer, function, inputs, outputs, at)
 
     def replaced(self, others: Others) -> list[Equation]:
-        """The equations with others in the place of some, without dead code."""
+        """The equations after a rewrite, without dead code."""
         return without_dead_code([q for e in self.equations for q in others.get(e, (e,))], self.outputs)
 
 
@@ -114,52 +117,54 @@ def written(
     """The equations of a function, traced by JAX.
 
     Args:
-        writer: adds the equations to the program.
-        function: takes arrays, gives a list of arrays or one.
-        inputs: its operands; constants are passed as numbers.
-        outputs: the values that its results become. Each is produced by an equation of its own.
-        at: the equation that is replaced: the new ones are blamed on its line.
+        writer: creates the equations.
+        function: a function of arrays that returns an array or a list of arrays.
+        inputs: its operands; the values of constants are passed directly.
+        outputs: the values that become its results. A separate equation produces each of them.
+        at: the equation that is replaced. The new equations get its source line.
     """
     arrays = [x for x in inputs if isinstance(x, Value)]
 
-    def of_arrays(*given: Any) -> Any:
-        rest = iter(given)
-        return function(*(next(rest) if isinstance(x, Value) else x.value for x in inputs))
+    def of_arrays(*tracers: Any) -> Any:
+        remaining = iter(tracers)
+        return function(*(next(remaining) if isinstance(x, Value) else x.value for x in inputs))
 
-    def traced(f: Callable[..., Any], given: Sequence[Value], names: Sequence[Array]) -> Any:
-        def placed(*arrays: Any) -> Any:
-            with as_if_at(at.source_info):  # inside: JAX begins a trace without named scopes
-                return f(*arrays)
+    def traced(f: Callable[..., Any], types: Sequence[Value], operands: Sequence[Array]) -> Any:
+        def with_source(*tracers: Any) -> Any:
+            with as_if_at(at.source_info):  # JAX begins a trace without named scopes
+                return f(*tracers)
 
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak) for x in given]
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak) for x in types]
         with as_if_at(at.source_info):
-            jaxpr, consts = closed(jax.make_jaxpr(placed)(*shapes))
-        return writer.made_of(jaxpr, consts, names)
+            jaxpr, consts = closed(jax.make_jaxpr(with_source)(*shapes))
+        return writer.made_of(jaxpr, consts, operands)
 
     writer.context = at.context
-    made, results = traced(of_arrays, arrays, arrays)
-    own = {v for q in made for v in q.outputs}
-    names: dict[Any, Any] = {v: dataclasses.replace(v, made=True) for v in own}
-    taken: set[Any] = set()
+    equations, results = traced(of_arrays, arrays, arrays)
+    new_values = {v for q in equations for v in q.outputs}
+    renaming: dict[Any, Any] = {v: dataclasses.replace(v, made=True) for v in new_values}
+    renamed: set[Any] = set()
     for x, v in zip(results, outputs, strict=True):
-        if x in own and x not in taken:
-            taken.add(x)
-            names[x] = v
+        if x in new_values and x not in renamed:
+            renamed.add(x)
+            renaming[x] = v
             continue
-        # Two results may be one after CSE, and a result may be an operand: a copy gives each a value of its own.
+        # After CSE two results may be one value, and a result may be an operand. A copy gives each its own value.
         copies, (copy,) = traced(jax.numpy.copy, [dataclasses.replace(v, shape=x.shape, dtype=x.dtype)], [x])
-        made, names[copy] = [*made, *copies], v
-    return [_renamed(q, names, at.file) for q in made]
+        equations = [*equations, *copies]
+        renaming[copy] = v
+    return [_renamed(q, renaming, at.file) for q in equations]
 
 
 def again(e: Equation, operands: Sequence[Any], **params: Any) -> Any:
-    """The result of an equation on other operands, inside of a function that is written; it keeps its line."""
+    """The result of an equation on other operands, with its source line, inside a function that ``written`` traces."""
     with as_if_at(e.source_info, alone=True):
         (result,) = bind(e.primitive, {**e.params, **params}, operands)
     return result
 
 
 def _renamed(e: Equation, names: Mapping[Any, Any], file: str) -> Equation:
-    inputs, outputs = (tuple(names.get(x, x) for x in arrays) for arrays in (e.inputs, e.outputs))
+    inputs = tuple(names.get(x, x) for x in e.inputs)
+    outputs = tuple(names.get(x, x) for x in e.outputs)
     new = dataclasses.replace(e, inputs=inputs, outputs=outputs, file=file)
     return with_edges(new) if e.blocks else new

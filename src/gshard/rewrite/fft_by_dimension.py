@@ -1,18 +1,19 @@
-"""Replaces a Fourier transform of several dimensions by one of each, so that no device needs all of them at once.
+"""Replaces a Fourier transform of several dimensions by one transform for each dimension.
 
-A transform mixes all elements of the dimensions that it transforms: whole, they are gathered on every device, which
-then transforms all of it. One dimension after the other, each is whole while another one is cut, and between them the
-parts change places (an all-to-all). Those that are whole already come first.
+A transform mixes all elements of its dimensions. A transform of several dimensions would gather the array on every
+device, and each device would transform the whole array. With one dimension after the other, each dimension is whole
+while another one is split, and an all-to-all exchanges the parts in between. Dimensions that are already whole come
+first.
 
-    fft2 of [rows@x, columns]        columns here; all-to-all; rows, cut along columns
+    fft2 of [rows@x, columns]        columns locally; all-to-all; rows, split along columns
 
-A single long dimension is two, ``n = a * b`` (Bailey's method: FFTs in external or hierarchical memory, 1990). Element
-``i * b + j`` of the array goes into ``k + a * m`` of the result with the weight ``w**((i*b + j) * (k + a*m))``, where
-``w`` is the ``n``-th root of one. As ``w**(a*b)`` is one, that is a transform of ``i`` to ``k``, a factor ``w**(j*k)``,
-and a transform of ``j`` to ``m``.
+A long single dimension is treated as two, ``n = a * b`` (D. H. Bailey, FFTs in External or Hierarchical Memory, 1990).
+Element ``i * b + j`` of the array contributes to element ``k + a * m`` of the result with the weight
+``w**((i*b + j) * (k + a*m))``, where ``w`` is the ``n``-th root of unity. Since ``w**(a*b)`` is one, this is a
+transform from ``i`` to ``k``, a factor ``w**(j*k)``, and a transform from ``j`` to ``m``.
 
-Sums are added up in another order than by the transform of all dimensions: results differ as two libraries' do, by some
-units in the last place of the largest of them.
+The order of additions differs from the transform of all dimensions. Results differ by a few units in the last place of
+the largest result, as between two libraries.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from gshard.core.program import Equation, Program, Value
 from gshard.rewrite.driver import Split, where_split
 from gshard.rewrite.equation_graph import Others, written
 
-_LEAST = 4096  # elements of a single dimension that is taken apart
+_LEAST = 4096  # smallest size of a single dimension that is treated as two
 
 
 def _transforms(program: Program) -> list[Equation]:
@@ -38,19 +39,23 @@ def _transforms(program: Program) -> list[Equation]:
 
 @where_split(_transforms)
 def fft_by_dimension(e: Equation, split: Split) -> Iterator[Others]:
-    """A transform of split dimensions becomes transforms of one dimension each."""
-    cuts = ({d: n for d in range(len(v.shape)) if (n := split.parts(v, d)) > 1} for v in (*e.inputs, *e.outputs)
-            if isinstance(v, Value))  # fmt: skip
-    if (function := _one_by_one(e, [*cuts])) is not None:
+    """Replaces a transform of split dimensions by transforms of single dimensions."""
+    parts = [
+        {d: count for d in range(len(v.shape)) if (count := split.parts(v, d)) > 1}
+        for v in (*e.inputs, *e.outputs)
+        if isinstance(v, Value)
+    ]
+    function = _one_by_one(e, parts)
+    if function is not None:
         yield {e: written(split.writer, function, e.inputs, e.outputs, e)}
 
 
 def _one_by_one(e: Equation, parts: Sequence[Mapping[int, int]]) -> Callable[[Any], Any] | None:
-    """A transform as transforms of one dimension each; None if it stays.
+    """A function that transforms one dimension after the other; None if the transform stays.
 
     Args:
-        e: a transform.
-        parts: for its operand and its result, for each dimension that is split, in how many parts.
+        e: the transform.
+        parts: the number of parts of each split dimension, for the operand and for the result.
     """
     (x,), (y,) = e.inputs, e.outputs
     kind, lengths = jax.lax.FftType(int(e.params["fft_type"])), e.params["fft_lengths"]
@@ -61,9 +66,9 @@ def _one_by_one(e: Equation, parts: Sequence[Mapping[int, int]]) -> Callable[[An
         return lambda x: _each(x, kind, lengths, first, *parts)
     count, n = max(cut.get(first, 1) for cut in parts), lengths[0]
     others = [m for cut in parts if first in cut for d, m in enumerate(x.shape[:first]) if d not in cut]
-    a = _two(n, count)
+    a = _first_factor(n, count)
     if kind not in _COMPLEX or n < _LEAST or a is None or any(m % count == 0 for m in others):
-        return None  # short, or a dimension beside it can be cut instead
+        return None  # the dimension is short, or another dimension can be split instead
     return lambda x: _long(x, kind, a, n // a)
 
 
@@ -74,14 +79,23 @@ _COMPLEX = (_FFT, _IFFT)
 def _each(
     x: Any, kind: Any, lengths: tuple[int, ...], first: int, before: Mapping[int, int], after: Mapping[int, int]
 ) -> Any:
-    """The transforms of one dimension each: of real numbers the last dimension comes first, to real numbers last."""
+    """Transforms one dimension after the other.
+
+    The last dimension is first in a transform of real numbers, and last in a transform to real numbers. Otherwise
+    dimensions that are whole before the transform come first; among them, dimensions that are split afterwards.
+    """
     last = x.ndim - 1
     others = list(range(first, last if kind not in _COMPLEX else last + 1))
-    others.sort(key=lambda d: (before.get(d, 1), -after.get(d, 1)))  # what is whole first, what will not be before it
-    order = [last, *others] if kind == _RFFT else [*others, last] if kind == _IRFFT else others
+    others.sort(key=lambda d: (before.get(d, 1), -after.get(d, 1)))
+    if kind == _RFFT:
+        order = [last, *others]
+    elif kind == _IRFFT:
+        order = [*others, last]
+    else:
+        order = others
     for d in order:
-        of_one = kind if d == last else {_RFFT: _FFT, _IRFFT: _IFFT}.get(kind, kind)
-        x = _along(x, of_one, lengths[d - first], d)
+        kind_of_dim = kind if d == last else {_RFFT: _FFT, _IRFFT: _IFFT}.get(kind, kind)
+        x = _along(x, kind_of_dim, lengths[d - first], d)
     return x
 
 
@@ -90,10 +104,10 @@ def _along(x: Any, kind: Any, n: int, d: int) -> Any:
 
 
 def _long(x: Any, kind: Any, a: int, b: int) -> Any:
-    """A transform of the last dimension, of ``a * b`` elements."""
+    """Transforms the last dimension, of ``a * b`` elements, by Bailey's method."""
     x = _along(x.reshape(*x.shape[:-1], a, b), kind, a, x.ndim - 1)
     k, j = (lax.broadcasted_iota(jnp.int32, (a, b), d) for d in (0, 1))
-    turn = k * j  # of n; as an angle it is most exact near 0
+    turn = k * j  # in units of 1 / n turn; the angle is most exact near 0
     turn = jnp.where(turn > a * b // 2, turn - a * b, turn)
     real = jnp.finfo(x.dtype).dtype
     angle = turn.astype(real) * (2 * math.pi / (a * b) * (-1 if kind == _FFT else 1))
@@ -101,7 +115,7 @@ def _long(x: Any, kind: Any, a: int, b: int) -> Any:
     return jnp.swapaxes(x, -1, -2).reshape(*x.shape[:-2], a * b)
 
 
-def _two(n: int, parts: int) -> int | None:
-    """The size of the first of two dimensions that make ``n``, near each other, both in even parts; None if none do."""
+def _first_factor(n: int, parts: int) -> int | None:
+    """The factor ``a`` of ``n = a * b`` with ``a`` close to ``b`` and both divisible by ``parts``; None if none is."""
     sizes = [a for a in range(parts, n // parts + 1, parts) if n % a == 0 and n // a % parts == 0]
     return min(sizes, key=lambda a: abs(math.log(a * a / n)), default=None)

@@ -1,7 +1,7 @@
 """Folds a pad into the reduction over windows that reads it.
 
-The derivative of an average over windows spreads its operand with zeros in between, and adds it up in windows. As an
-array of its own, the padded operand has other parts than the operand, and all of it moves there and back.
+The derivative of an average over windows pads its operand with zeros between the elements, and sums windows of the
+result. As a separate array, the padded operand would have other parts than the operand, so all elements would move.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from gshard.rules.window import MONOIDS
 
 @at(*MONOIDS)
 def fold_pad_into_window(graph: Graph, e: Equation) -> Sequence[Equation] | None:
-    """``reduce_window_sum(pad(x, 0))`` becomes a ``reduce_window_sum`` of ``x`` with more padding."""
+    """Replaces ``reduce_window_sum(pad(x, 0))`` by a ``reduce_window_sum`` of ``x`` with more padding."""
     pad = graph.producer(e.inputs[0], "pad")
     padding = None if pad is None else _padding(e, pad)
     return None if pad is None or padding is None else [graph.changed(e, pad.inputs[:1], **padding)]
 
 
 def _padding(e: Equation, pad: Equation) -> dict[str, Any] | None:
-    """The parameters of a window that includes the pad; None if no window can."""
+    """The parameters of a window reduction that includes the pad; None if there is none."""
     number, config = pad.inputs[1], [tuple(map(int, c)) for c in pad.params["padding_config"]]
     unit = identity(MONOIDS[e.name], e.outputs[0].dtype)
     if not isinstance(number, Constant) or not np.all(np.asarray(number.value) == unit):

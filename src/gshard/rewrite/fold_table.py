@@ -1,8 +1,8 @@
-"""Folds what follows from positions alone into one equation, a table: each device computes its part.
+"""Folds equations whose results depend on positions only into one equation, a table, whose part each device computes.
 
-    concatenate([sin(a), cos(a)]), where a is made of iotas and numbers        table, reading nothing but numbers
+    concatenate([sin(a), cos(a)]), where a depends on iotas and numbers        table, which reads only numbers
 
-Computed one by one, arrays that are concatenated, padded or reversed would be made in equal parts and then moved.
+Separate equations would compute arrays in equal parts, and then move them to concatenate, pad or reverse them.
 """
 
 from __future__ import annotations
@@ -18,48 +18,49 @@ from gshard.rewrite.driver import over
 from gshard.rewrite.equation_graph import Graph, Others
 from gshard.rules.table import Table, table_p
 
-_MOST = 64  # equations of a table
+_MOST = 64  # largest number of equations of a table
 _LARGEST = 2**31  # elements: positions are int32
 _MOVERS = names_where(lambda traits: traits.moves and traits.placed)
 
 
 @over(*_MOVERS)
 def fold_table(graph: Graph) -> Others:
-    """Equations that move elements of tables become tables."""
-    makers: dict[Value, Equation] = {}  # of tables
+    """Replaces equations that move elements of tables by tables."""
+    producers: dict[Value, Equation] = {}  # of tables
     others: dict[Equation, list[Equation]] = {}
     for e in graph.equations:
-        if not _is_table(e, makers):
+        if not _is_table(e, producers):
             continue
-        makers[e.outputs[0]] = e
-        if e.name in _MOVERS and (table := _table(e, makers)) is not None:
+        producers[e.outputs[0]] = e
+        if e.name in _MOVERS and (table := _table(e, producers)) is not None:
             params = {"table": table}
             others[e] = [graph.writer.equation(table_p, params, table.numbers, e.outputs, e.source_info)]
     return others
 
 
-def _is_table(e: Equation, makers: dict[Value, Equation]) -> bool:
+def _is_table(e: Equation, producers: dict[Value, Equation]) -> bool:
+    """Whether the result of an equation depends on positions and numbers only."""
     traits = traits_of(e.name)
     if not (traits.computes or traits.placed) or len(e.outputs) != 1 or not e.outputs[0].shape or not is_removable(e):
         return False
     shape, dtype = e.outputs[0].shape, e.outputs[0].dtype
     if not 0 < math.prod(shape) < _LARGEST or not (jnp.issubdtype(dtype, jnp.number) or dtype == jnp.bool_):
         return False
-    return all(not x.shape or x in makers for x in e.inputs)
+    return all(not x.shape or x in producers for x in e.inputs)
 
 
-def _table(e: Equation, makers: dict[Value, Equation]) -> Table | None:
-    """An equation with all that it is made of; None if that is too much."""
-    found: dict[Equation, None] = {}
+def _table(e: Equation, producers: dict[Value, Equation]) -> Table | None:
+    """The table of an equation and all equations that it depends on; None if there are too many."""
+    equations: dict[Equation, None] = {}
     numbers: dict[Value, None] = {}
 
-    def follow(e: Equation) -> None:
+    def add(e: Equation) -> None:
         for x in e.inputs:
-            if x in makers and makers[x] not in found and len(found) <= _MOST:
-                follow(makers[x])
+            if x in producers and producers[x] not in equations and len(equations) <= _MOST:
+                add(producers[x])
             elif isinstance(x, Value) and not x.shape:
                 numbers[x] = None
-        found[e] = None
+        equations[e] = None
 
-    follow(e)
-    return Table(tuple(found), tuple(numbers), e.outputs[0]) if len(found) <= _MOST else None
+    add(e)
+    return Table(tuple(equations), tuple(numbers), e.outputs[0]) if len(equations) <= _MOST else None

@@ -1,16 +1,16 @@
 """Replaces look-ups with known indices by slices, pads and strides.
 
-``x[jnp.arange(n), labels]``, ``x.at[1:-1].set(y)``, ``x.at[::2].add(y)`` and ``x[jnp.array([2, 0, 1])]`` reach a
-partitioner as gathers and scatters at indices that look like data. Where ``rewrite.constant_indices`` has them, nothing
-has to be looked up:
+JAX converts ``x[jnp.arange(n), labels]``, ``x.at[1:-1].set(y)``, ``x.at[::2].add(y)`` and ``x[jnp.array([2, 0, 1])]``
+to gathers and scatters with indices that look like data. If ``rewrite.constant_indices`` knows the indices, simpler
+operations compute the same:
 
-    a column of indices counts a dimension of them    it is a dimension that operand and indices share (batching)
-    one window at a known place                       a slice; where it is written, padding and a choice
-    every s-th element, in either direction           a slice with a stride, reversed; padding between elements
-    each element several times                        a broadcast; what is added up there, a sum
-    a few runs, a permutation                         slices in a row
+    a column of indices counts one of their dimensions   a batching dimension of operand and indices
+    one window at a known position                       a slice; for an update, a pad and a select
+    every s-th element, in either direction              a slice with a stride, reversed; a pad between elements
+    each element several times                           a broadcast; for an addition, a sum
+    a few runs, a permutation                            concatenated slices
 
-The result has the same bits, but for the order in which floats that meet in one place are added.
+The result has the same bits, except that floats which are added at one position may be added in another order.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from gshard.rewrite.constant_indices import Array, Known, KnownValues
 from gshard.rules.indexing import combination
 
 _KEYS = jax.dtypes.extended
-_RUNS = 32  # slices in a row that stand for a look-up
-_WRITTEN = 0.75  # of a dimension: where what is written spans as much, it is cut as the array is, but for a halo
-_OF_ITSELF = 0.25  # the same where it is computed of windows, which need not be cut out (``rewrite.sink_pad``)
+_RUNS = 32  # largest number of slices that replace a look-up
+_WRITTEN = 0.75  # smallest written fraction of a dimension: then updates and array have the same parts, up to a halo
+_OF_ITSELF = 0.25  # the same for updates computed from windows, which need not be cut out (``rewrite.sink_pad``)
 
 
 def simpler(
     known_values: KnownValues, primitive: Any, params: Mapping[str, Any], inputs: Sequence[Array]
 ) -> tuple[Any, Sequence[Array]] | None:
-    """A closed jaxpr, and its operands, for a look-up at partly known indices."""
+    """The closed jaxpr that replaces a look-up with partly known indices, and its operands; None if it stays."""
     name = primitive.name
     if name == "dynamic_update_slice":
         return _updated(known_values, inputs)
@@ -50,44 +50,44 @@ def simpler(
         return None
     looked_up = _LookUp.of(name, params, inputs)
     operands = [*inputs[:1], *inputs[2:]]
-    made: Callable[..., Any] | None = None
+    function: Callable[..., Any] | None = None
     if (shared := _shared(looked_up, indices)) is not None:
         kept, numbers = shared
         operands = [inputs[0], *kept, *inputs[2:]]
         changed = {**params, "dimension_numbers": numbers, "indices_are_sorted": False}
 
-        def made(x: Any, *others: Any) -> Any:
+        def function(x: Any, *others: Any) -> Any:
             columns, updates = others[: len(kept)], others[len(kept) :]
             return primitive.bind(x, jnp.concatenate(columns, -1), *updates, **changed)
 
     elif indices.whole:
         least = _OF_ITSELF if inputs[-1] in known_values.windows else _WRITTEN
-        made = _one_window(looked_up, indices.values, least) or _along_one(looked_up, indices.values)
-        made = made or _grid(looked_up, indices.values)
-    return None if made is None else _traced(made, operands)
+        function = _one_window(looked_up, indices.values, least) or _along_one(looked_up, indices.values)
+        function = function or _grid(looked_up, indices.values)
+    return None if function is None else _traced(function, operands)
 
 
-def _traced(made: Callable[..., Any], operands: Sequence[Array]) -> tuple[Any, Sequence[Array]]:
+def _traced(function: Callable[..., Any], operands: Sequence[Array]) -> tuple[Any, Sequence[Array]]:
     weak = [isinstance(x, Value) and x.weak for x in operands]
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=w) for x, w in zip(operands, weak, strict=True)]
-    return jax.make_jaxpr(made)(*shapes), operands
+    return jax.make_jaxpr(function)(*shapes), operands
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _LookUp:
-    """A gather, or a scatter, in words that both have.
+    """The parameters of a gather or a scatter, in common terms.
 
     Attributes:
-        name: of the primitive.
-        combine: of a scatter, what it makes of an element and its update.
-        numbers: its dimension numbers.
-        shape: of the operand.
-        sizes: of the window, in each dimension of the operand.
-        dropped: the dimensions of the operand, of size 1 in the window, that result or updates do not have.
-        columns: for each column of the indices, the dimension of the operand in which it moves the window.
-        batching: pairs of dimensions, of operand and indices, that go together.
-        window_dims: the dimensions of the result, or of the updates, that are the window's.
-        rank: of the result or the updates.
+        name: the name of the primitive.
+        combine: combines an element and its update, for a scatter; None for a gather.
+        numbers: the dimension numbers of the primitive.
+        shape: the shape of the operand.
+        sizes: the size of the window in each dimension of the operand.
+        dropped: the dimensions of the operand, of size 1 in the window, that the result or the updates do not have.
+        columns: for each column of the indices the dimension of the operand in which it moves the window.
+        batching: pairs of batching dimensions of operand and indices.
+        window_dims: the dimensions of the result or the updates that belong to the window.
+        rank: the number of dimensions of the result or the updates.
     """
 
     name: str
@@ -103,32 +103,40 @@ class _LookUp:
 
     @staticmethod
     def of(name: str, params: Mapping[str, Any], inputs: Sequence[Array]) -> _LookUp:
+        """The parameters of an equation."""
         numbers, shape = params["dimension_numbers"], inputs[0].shape
-        window, dropped, columns, own, other = (tuple(getattr(numbers, word)) for word in _words(name))
+        window, dropped, columns, of_operand, of_indices = (tuple(getattr(numbers, f)) for f in _fields(name))
         if name == "gather":
-            sizes, rank = tuple(params["slice_sizes"]), len(window) + len(inputs[1].shape) - 1
+            sizes = tuple(params["slice_sizes"])
+            rank = len(window) + len(inputs[1].shape) - 1
         else:
-            left, rank = iter(inputs[2].shape[d] for d in window), len(inputs[2].shape)
-            sizes = tuple(1 if d in (*dropped, *own) else next(left) for d in range(len(shape)))
+            window_sizes = iter(inputs[2].shape[d] for d in window)
+            sizes = tuple(1 if d in (*dropped, *of_operand) else next(window_sizes) for d in range(len(shape)))
+            rank = len(inputs[2].shape)
         combine = combination(name, params)
-        return _LookUp(name, combine, numbers, shape, sizes, dropped, columns, tuple(zip(own, other)), window, rank)
+        batching = tuple(zip(of_operand, of_indices))
+        return _LookUp(name, combine, numbers, shape, sizes, dropped, columns, batching, window, rank)
 
     def replaces(self, count: int) -> bool:
-        """Whether so many elements, written, leave nothing of the array: it still says how the result is split."""
+        """Whether this number of written elements replaces the whole array. Then the scatter stays.
+
+        The array of such a scatter still determines the sharding of the result.
+        """
         return self.name == "scatter" and count == math.prod(self.shape)
 
     def with_batching(self, more: Sequence[tuple[int, int]]) -> Any:
-        """The dimension numbers where more dimensions go together, instead of being looked up in."""
+        """The dimension numbers with additional batching dimensions instead of columns of indices."""
         pairs = sorted((*self.batching, *more))
-        gone = {d for d, _ in more}
-        own, other = tuple(d for d, _ in pairs), tuple(b for _, b in pairs)
-        dropped = tuple(d for d in self.dropped if d not in gone)
-        columns = tuple(d for d in self.columns if d not in gone)
-        return self.numbers._replace(**dict(zip(_words(self.name)[1:], (dropped, columns, own, other), strict=True)))
+        new_dims = {d for d, _ in more}
+        of_operand, of_indices = tuple(d for d, _ in pairs), tuple(b for _, b in pairs)
+        dropped = tuple(d for d in self.dropped if d not in new_dims)
+        columns = tuple(d for d in self.columns if d not in new_dims)
+        values = (dropped, columns, of_operand, of_indices)
+        return self.numbers._replace(**dict(zip(_fields(self.name)[1:], values, strict=True)))
 
 
-def _words(name: str) -> tuple[str, str, str, str, str]:
-    """What the dimension numbers of a gather, and of a scatter, call the same."""
+def _fields(name: str) -> tuple[str, str, str, str, str]:
+    """The fields of the dimension numbers of a gather or a scatter, in a common order."""
     if name == "gather":
         return ("offset_dims", "collapsed_slice_dims", "start_index_map", "operand_batching_dims",
                 "start_indices_batching_dims")  # fmt: skip
@@ -137,10 +145,13 @@ def _words(name: str) -> tuple[str, str, str, str, str]:
 
 
 def _shared(looked_up: _LookUp, indices: Known) -> tuple[list[Array], Any] | None:
-    """The columns of the indices that remain, and the dimension numbers, where others count one of their dimensions."""
+    """The columns of indices that remain if others become batching dimensions, and the new dimension numbers.
+
+    A column becomes a batching dimension if it counts one of the dimensions of the indices. None if there is none.
+    """
     values, shape = indices.values, looked_up.shape
     taken = {b for _, b in looked_up.batching}
-    found: list[tuple[int, int]] = []
+    new_pairs: list[tuple[int, int]] = []
     kept: list[Array] = []
     position = 0
     for segment, width in indices.segments:
@@ -158,14 +169,14 @@ def _shared(looked_up: _LookUp, indices: Known) -> tuple[list[Array], Any] | Non
             kept.append(segment)
         else:
             taken.add(b)
-            found.append((d, b))
+            new_pairs.append((d, b))
         position += width
-    if len(found) > len(kept) == 0:  # one column has to remain
-        found.pop()
+    if len(new_pairs) > len(kept) == 0:  # one column must remain
+        new_pairs.pop()
         kept.append(indices.segments[-1][0])
-    if not found:
+    if not new_pairs:
         return None
-    return kept, looked_up.with_batching(found)
+    return kept, looked_up.with_batching(new_pairs)
 
 
 def _counting(ndim: int, dim: int, n: int) -> np.ndarray:
@@ -173,7 +184,7 @@ def _counting(ndim: int, dim: int, n: int) -> np.ndarray:
 
 
 def _one_window(looked_up: _LookUp, indices: np.ndarray, least: float) -> Callable[..., Any] | None:
-    """A single window at a known place inside of the operand."""
+    """Replaces the look-up of one window at a known position inside of the operand."""
     shape, sizes = looked_up.shape, looked_up.sizes
     if indices.ndim != 1 or looked_up.batching:
         return None
@@ -192,7 +203,7 @@ def _one_window(looked_up: _LookUp, indices: np.ndarray, least: float) -> Callab
 
 
 def _along_one(looked_up: _LookUp, indices: np.ndarray) -> Callable[..., Any] | None:
-    """Places along one dimension, everything of all others."""
+    """Replaces a look-up of positions along one dimension, with all elements of the other dimensions."""
     shape, sizes = looked_up.shape, looked_up.sizes
     if indices.ndim != 2 or len(looked_up.columns) != 1 or looked_up.batching:
         return None
@@ -230,7 +241,7 @@ def _along_one(looked_up: _LookUp, indices: np.ndarray) -> Callable[..., Any] | 
 
 
 def _grid(looked_up: _LookUp, indices: np.ndarray) -> Callable[..., Any] | None:
-    """Every so many elements along several dimensions, everything of all others."""
+    """Replaces an update with constant strides along several dimensions, and all elements of the others."""
     shape, columns = looked_up.shape, looked_up.columns
     if looked_up.combine is None or looked_up.batching or len(columns) < 2 or sorted(columns) != [*looked_up.dropped]:
         return None
@@ -238,25 +249,25 @@ def _grid(looked_up: _LookUp, indices: np.ndarray) -> Callable[..., Any] | None:
         return None
     low, high, steps = [0] * len(shape), [n - 1 for n in shape], [1] * len(shape)
     order = iter(looked_up.window_dims)
-    come_from = [-1 if d in columns else next(order) for d in range(len(shape))]
+    source_dims = [-1 if d in columns else next(order) for d in range(len(shape))]
     batch = [i for i in range(looked_up.rank) if i not in looked_up.window_dims]
     for c, d in enumerate(columns):
         at = indices[..., c].astype(np.int64)
         along = [b for b in range(at.ndim) if at.shape[b] > 1 and (np.diff(at, axis=b) != 0).any()]
         line = np.moveaxis(at, along[0], 0).reshape(at.shape[along[0]], -1)[:, 0] if len(along) == 1 else at[:0]
         step = _step(line) if line.size else None
-        if step is None or step < 0 or line[0] < 0 or line[-1] >= shape[d] or batch[along[0]] in come_from:
+        if step is None or step < 0 or line[0] < 0 or line[-1] >= shape[d] or batch[along[0]] in source_dims:
             return None
         if line[-1] - line[0] + 1 < _WRITTEN * shape[d]:
             return None
-        low[d], high[d], steps[d], come_from[d] = int(line[0]), int(line[-1]), step, batch[along[0]]
+        low[d], high[d], steps[d], source_dims[d] = int(line[0]), int(line[-1]), step, batch[along[0]]
     if looked_up.replaces(math.prod((b - a) // s + 1 for a, b, s in zip(low, high, steps, strict=True))):
         return None
-    return lambda x, updates: _put(looked_up.combine, x, updates.transpose(come_from), low, high, steps)
+    return lambda x, updates: _put(looked_up.combine, x, updates.transpose(source_dims), low, high, steps)
 
 
 def _updated(known_values: KnownValues, inputs: Sequence[Array]) -> tuple[Any, Sequence[Array]] | None:
-    """A large window that is written at a known place."""
+    """Replaces a ``dynamic_update_slice`` of a large window at a known position."""
     (x, updates), starts = inputs[:2], [known_values.of(i) for i in inputs[2:]]
     if any(i is None or not i.whole for i in starts) or not math.prod(updates.shape) or updates.shape == x.shape:
         return None
@@ -272,7 +283,7 @@ def _updated(known_values: KnownValues, inputs: Sequence[Array]) -> tuple[Any, S
 
 
 def _step(at: np.ndarray) -> int | None:
-    """The distance from each place to the next, if there is one."""
+    """The constant distance between consecutive positions; None if it is not constant."""
     if at.size == 1:
         return 1
     steps = np.diff(at)
@@ -280,14 +291,14 @@ def _step(at: np.ndarray) -> int | None:
 
 
 def _taken(at: np.ndarray, n: int, d: int) -> Callable[[Any], Any] | None:
-    """What takes these elements along a dimension of ``n``."""
+    """A function that selects elements along a dimension of size ``n`` without a look-up; None if there is none."""
     step = _step(at)
     if step is not None:
         first, last = int(min(at[0], at[-1])), int(max(at[0], at[-1]))
 
         def strided(x: Any) -> Any:
-            found = lax.slice_in_dim(x, first, last + 1, abs(step), axis=d)
-            return found if step > 0 else lax.rev(found, (d,))
+            selected = lax.slice_in_dim(x, first, last + 1, abs(step), axis=d)
+            return selected if step > 0 else lax.rev(selected, (d,))
 
         return strided
     times = at.size // n
@@ -302,7 +313,7 @@ def _taken(at: np.ndarray, n: int, d: int) -> Callable[[Any], Any] | None:
         return repeated
     cuts = [0, *(np.flatnonzero(np.diff(at) != 1) + 1).tolist(), at.size]
     if len(cuts) > _RUNS + 1 or 2 * at.size < n:
-        return None  # of few elements each device gives what it has of them
+        return None  # for few elements a look-up in the split array is better
     runs = [(int(at[a]), int(at[b - 1]) + 1) for a, b in itertools.pairwise(cuts)]
     return lambda x: lax.concatenate([lax.slice_in_dim(x, a, b, axis=d) for a, b in runs], d)
 
@@ -315,17 +326,17 @@ def _put(
     last: Sequence[int],
     steps: Sequence[int],
 ) -> Any:
-    """An array that is written from ``first`` to ``last`` in each dimension, at every ``steps``-th element."""
+    """Writes updates from ``first`` to ``last`` in each dimension, to every ``steps``-th element."""
     assert combine is not None
     shape, inside = x.shape, None
     padding = [(a, n - 1 - b, s - 1) for a, b, n, s in zip(first, last, shape, steps, strict=True)]
     for d, (a, b, n, s) in enumerate(zip(first, last, shape, steps, strict=True)):
         if (a, b, s) != (0, n - 1, 1):
             at = lax.iota(jnp.int32, n)
-            here = (at >= a) & (at <= b)
-            here = here if s == 1 else here & (lax.rem(at - a, jnp.int32(s)) == 0)
-            here = lax.broadcast_in_dim(here, shape, (d,))
-            inside = here if inside is None else inside & here
+            selected = (at >= a) & (at <= b)
+            selected = selected if s == 1 else selected & (lax.rem(at - a, jnp.int32(s)) == 0)
+            selected = lax.broadcast_in_dim(selected, shape, (d,))
+            inside = selected if inside is None else inside & selected
     spread = lax.pad(updates, jnp.zeros((), updates.dtype), padding)
     written = combine(x, spread)
     return written if inside is None else jnp.where(inside, written, x)

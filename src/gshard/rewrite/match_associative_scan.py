@@ -1,8 +1,8 @@
-"""Finds the equations of a ``lax.associative_scan``, and replaces them by one (``rules.prefixes``).
+"""Finds the equations of a ``lax.associative_scan``, and replaces them by one equation (``rules.prefixes``).
 
-They begin with every second element of some arrays, and the elements beside them. The equations between these slices
-and the next ones combine two elements. JAX traces a scan with that combination; if the block has all of its equations,
-they are a scan.
+The equations of a scan begin with slices of the elements with even positions of some arrays, and of those with odd
+positions. The equations between these slices and the next slices combine two elements. gshard traces a scan with this
+combination. If the block contains all equations of this scan, they are a scan.
 """
 
 from __future__ import annotations
@@ -24,27 +24,28 @@ from gshard.rules.movement import one_array
 from gshard.rules.prefixes import Combination, associative_scan_p
 
 Scan = tuple[Combination, list[Value], int, dict[int, Value]]
-"""The combination, the arrays, their dimension, and for the results that are needed their values."""
+"""The combination, the arrays, their dimension, and the value of each needed result by number."""
 
-_LEAST = 8  # elements: with fewer there are no two levels to compare
+_LEAST = 8  # smallest number of elements: a shorter scan has no two levels to compare
 
 
 @over("slice")
 def match_associative_scan(graph: Graph) -> Others:
-    """The equations of a scan become one ``associative_scan``."""
+    """Replaces the equations of a scan by one ``associative_scan``."""
     begins = (i for i, e in enumerate(graph.equations) if _every_second(e) == 0)
     for begin in begins:
-        found = _scan_from(graph, begin)
-        if found is None:
+        scan = _scan_from(graph, begin)
+        if scan is None:
             continue
-        combination, arrays, axis, results = found
-        made = [results.get(i) or graph.writer.fresh(x.shape, x.dtype) for i, x in enumerate(arrays)]
-        params, first = {"combination": combination, "axis": axis}, graph.equations[begin]
-        scan = graph.writer.equation(associative_scan_p, params, tuple(arrays), tuple(made), first.source_info)
-        own = set(results.values())
-        others: dict[Equation, list[Equation]] = {e: [] for e in graph.equations[begin:] if own & {*e.outputs}}
-        others[first] = [scan, *others.get(first, [first])]
-        # Derivatives need the levels in between. They are computed anyway then, and nothing is gained.
+        combination, arrays, axis, results = scan
+        outputs = [results.get(i) or graph.writer.fresh(x.shape, x.dtype) for i, x in enumerate(arrays)]
+        params = {"combination": combination, "axis": axis}
+        first = graph.equations[begin]
+        new = graph.writer.equation(associative_scan_p, params, tuple(arrays), tuple(outputs), first.source_info)
+        values = set(results.values())
+        others: dict[Equation, list[Equation]] = {e: [] for e in graph.equations[begin:] if values & {*e.outputs}}
+        others[first] = [new, *others.get(first, [first])]
+        # If a derivative reads the levels in between, they are computed anyway, and the rewrite is useless.
         if _levels(graph.replaced(others)) < _levels(graph.equations):
             return others
     return {}
@@ -55,7 +56,7 @@ def _levels(equations: Iterable[Equation]) -> int:
 
 
 def _every_second(e: Equation) -> int | None:
-    """With which element a slice of every second one begins, and None if it is none."""
+    """The first position of a slice of every second element; None for other equations."""
     if e.name != "slice":
         return None
     cuts = zip(one_array(e)[0], e.inputs[0].shape, strict=True)
@@ -67,7 +68,7 @@ def _every_second(e: Equation) -> int | None:
 
 
 def _scan_from(graph: Graph, begin: int) -> Scan | None:
-    """The scan that begins with an equation."""
+    """The scan that begins with an equation, if there is one."""
     equations = graph.equations
     cuts = list(itertools.takewhile(lambda e: _every_second(e) is not None, equations[begin:]))
     first = list(itertools.takewhile(lambda e: _every_second(e) == 0, cuts))
@@ -87,7 +88,7 @@ def _scan_from(graph: Graph, begin: int) -> Scan | None:
     combination = Combination(tuple(body), _results(first), _results(second), results)  # type: ignore[arg-type]
     if not _is_elementwise(combination):
         return None
-    return _found(graph, combination, [x for x in arrays if isinstance(x, Value)], axis)
+    return _matched(graph, combination, [x for x in arrays if isinstance(x, Value)], axis)
 
 
 def _results(equations: Sequence[Equation]) -> tuple[Value, ...]:
@@ -95,7 +96,7 @@ def _results(equations: Sequence[Equation]) -> tuple[Value, ...]:
 
 
 def _is_elementwise(c: Combination) -> bool:
-    """Whether arrays of any shape can be combined so, and are combined to arrays of their types."""
+    """Whether a combination works on arrays of any shape, and returns arrays of the same types."""
     known = {*c.left, *c.right}
     shape = c.left[0].shape
     for e in c.equations:
@@ -109,23 +110,23 @@ def _is_elementwise(c: Combination) -> bool:
     return len(c.results) == len(c.left) and known.issuperset(c.results) and all(alike)
 
 
-def _found(graph: Graph, combination: Combination, arrays: list[Value], axis: int) -> Scan | None:
-    """The scan, if the block has all of its equations."""
-    there = {key: e for e in graph.equations if (key := _key(e, e.inputs)) is not None}
+def _matched(graph: Graph, combination: Combination, arrays: list[Value], axis: int) -> Scan | None:
+    """The scan with a combination, if the block contains all of its equations."""
+    equation_of = {key: e for e in graph.equations if (key := _key(e, e.inputs)) is not None}
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
     for needed in _subsets(len(arrays)):
 
         def scan(*xs: Any, needed: Sequence[int] = needed) -> list[Any]:
-            made = lax.associative_scan(combination, list(xs), axis=axis)
-            return [made[i] for i in needed]
+            prefixes = lax.associative_scan(combination, list(xs), axis=axis)
+            return [prefixes[i] for i in needed]
 
         whole = jax.make_jaxpr(scan)(*shapes)
         expected, results = graph.writer.made_of(jaxpr_without_dead_code(whole.jaxpr), whole.consts, arrays)
         real: dict[Any, Any] = {x: x for x in arrays}
         for e in expected:
-            if all(0 in x.shape for x in e.outputs):  # at the last level; made in other ways, they are the same
+            if all(0 in x.shape for x in e.outputs):  # empty arrays of the last level may be computed differently
                 continue
-            match = there.get(_key(e, [real.get(x, x) for x in e.inputs]))
+            match = equation_of.get(_key(e, [real.get(x, x) for x in e.inputs]))
             if match is None:
                 break
             real.update(zip(e.outputs, match.outputs, strict=True))
@@ -135,14 +136,14 @@ def _found(graph: Graph, combination: Combination, arrays: list[Value], axis: in
 
 
 def _subsets(count: int) -> Iterator[tuple[int, ...]]:
-    """Of the results, those that may be needed: all of them first."""
+    """All nonempty subsets of result numbers, larger subsets first."""
     for size in range(count, 0, -1):
         yield from itertools.combinations(range(count), size)
 
 
 def _key(e: Equation, inputs: Sequence[Array]) -> Any:
-    """What equal equations have in common, whatever is empty."""
-    operands = tuple(x if isinstance(x, Value) else _written(x) for x in inputs if 0 not in x.shape)
+    """A key that is equal for equations that compute the same, ignoring empty operands."""
+    operands = tuple(x if isinstance(x, Value) else _literal_key(x) for x in inputs if 0 not in x.shape)
     key = e.primitive, tuple(e.params.items()), operands
     try:
         hash(key)
@@ -151,7 +152,7 @@ def _key(e: Equation, inputs: Sequence[Array]) -> Any:
     return key
 
 
-def _written(x: Constant) -> Any:
-    """A number by its text (with its sign, if it is zero), an array by its bits."""
+def _literal_key(x: Constant) -> Any:
+    """A constant as a part of a key: a scalar by its text (which distinguishes -0.0), an array by its bits."""
     value = np.asarray(x.value)
     return (value.shape, repr(value.item()) if not value.shape else (str(value.dtype), value.tobytes()))

@@ -1,15 +1,15 @@
-"""Piecewise equations: computes an equation on arrays in pieces (``rewrite.piecewise_layout``).
+"""Computes an equation on arrays in pieces (``rewrite.piecewise_layout``).
 
-Where its rule says that a dimension is parallel, it computes each piece by itself. Where it reduces the dimension, it
-reduces each piece, and the parts are combined by the monoid; outside of its window a frame is filled first with what
-the monoid does not notice, in every operand, since 0 * NaN is NaN.
+If a dimension is parallel in the rule of the equation, each piece is computed separately. If the dimension is reduced,
+each piece is reduced, and the monoid combines the results. Before a reduction, the frame outside of the window is
+filled with the identity of the monoid, in every operand, because 0 * NaN is NaN.
 
     sum([a, b])                sum(a) + sum(b)
     sum(x in 0:1000)           sum(where(i < 1000, x, -0.0))
     [p, q] @ [a, b]            p @ a + q @ b
 
-Places of elements (look-ups, updates, positions of extremes) are counted from where the window begins; what was out of
-range is so, and means the same.
+Positions of elements (look-ups, updates, positions of extremes) are converted to positions in frames. Positions out of
+range stay out of range, with the same effect.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ class Touch:
     """An equation and one of its factors, along which arrays are in pieces.
 
     Attributes:
-        operands, results: for each of them the dimension that the factor is, or None.
+        equation: the equation.
+        factor: the number of the factor.
+        operands, results: for each operand and result the dimension of the factor, or None.
     """
 
     equation: Equation
@@ -66,23 +68,24 @@ class Touch:
 
 
 def touched(e: Equation, factor: int) -> Touch | None:
-    """An equation and its factor; None where the factor is but a part of a dimension, or two of one array."""
+    """The dimensions of a factor; None if the factor is a part of a dimension, or has two dimensions of one array."""
     assert e.rule is not None
 
-    def dim_of(dims: Sequence[Sequence[int]]) -> list[int]:
-        return [d for d, own in enumerate(dims) if factor in own]
+    def dims_of(dims: Sequence[Sequence[int]]) -> list[int]:
+        return [d for d, factors in enumerate(dims) if factor in factors]
 
-    operands, results = map(dim_of, e.rule.operands), map(dim_of, e.rule.results)
-    found = [*operands], [*results]
-    tensors = zip((*found[0], *found[1]), (*e.rule.operands, *e.rule.results), strict=True)
+    operands = [dims_of(dims) for dims in e.rule.operands]
+    results = [dims_of(dims) for dims in e.rule.results]
+    tensors = zip((*operands, *results), (*e.rule.operands, *e.rule.results), strict=True)
     if any(len(dims) > 1 or any(len(tensor[d]) > 1 for d in dims) for dims, tensor in tensors):
         return None
-    one = [tuple(dims[0] if dims else None for dims in side) for side in found]
-    return Touch(e, factor, *one)
+    operand_dims = tuple(dims[0] if dims else None for dims in operands)
+    result_dims = tuple(dims[0] if dims else None for dims in results)
+    return Touch(e, factor, operand_dims, result_dims)
 
 
 def may_be_in_pieces(t: Touch, layout: Layout) -> bool:
-    """Whether an equation can be computed of pieces."""
+    """Whether an equation can be computed from pieces."""
     e, traits = t.equation, traits_of(t.equation.name)
     if e.rule is None or not e.rule.known or not e.rule.is_free or e.mark is not None or e.blocks:
         return False
@@ -95,7 +98,7 @@ def may_be_in_pieces(t: Touch, layout: Layout) -> bool:
             return drops(e.params) or e.inputs[1].shape[-1] == 1
         if t.kind == REDUCE:
             return t.operands[0] is None and all(p.is_whole for p in layout)
-        # Where of windows a part is written, the updates have another factor.
+        # If a part of each window is written, the updates have another factor.
         return t.kind == PARALLEL and t.operands[2] is not None
     if t.kind == COMMUNICATE:
         return e.name in _EXTREMES and e.inputs[0].dtype != jnp.bool_
@@ -104,14 +107,14 @@ def may_be_in_pieces(t: Touch, layout: Layout) -> bool:
         if e.name == "reshape" and e.params.get("dimensions") is not None:
             return False
         if e.name == "dynamic_update_slice" and t.operands[1] is None:
-            return False  # of that dimension a part is written
+            return False  # only a part of this dimension is written
         return not e.rule.passes and (bool(named) or e.rule.local is None)
     plain = e.rule.local is None or traits.same_on_parts
     return t.kind == REDUCE and t.monoid in COMBINE and plain and not e.rule.masks_itself
 
 
 def in_pieces(t: Touch, layout: Layout) -> Callable[[Sequence[Any]], list[Any]]:
-    """The result of an equation whose operands may be lists of pieces."""
+    """A function that computes an equation from operands. An operand may be a list of pieces."""
     e = t.equation
     if e.name == "gather" and _is_looked_up(t):
         return functools.partial(_looked_up, t, layout)
@@ -123,54 +126,58 @@ def in_pieces(t: Touch, layout: Layout) -> Callable[[Sequence[Any]], list[Any]]:
 
 
 def moved(e: Equation, dim: int, source: Source, operands: Sequence[Any]) -> Any:
-    """A piece that is made where elements are moved along a dimension.
+    """A new piece of the result of an equation that moves elements along a dimension.
 
-    Operands are lists of pieces, or numbers.
+    Args:
+        e: the equation.
+        dim: the dimension.
+        source: the source of the piece.
+        operands: for each operand its list of pieces, or a number.
     """
     like = next(parts for parts in operands if isinstance(parts, list))[0]
     piece, part = source.piece, source.part
     if part is None:
         shape = [piece.length if d == dim else n for d, n in enumerate(like.shape)]
-        made = lax.full(shape, operands[source.operand], like.dtype)
+        result = lax.full(shape, operands[source.operand], like.dtype)
     elif source.cut is not None:
-        made = lax.slice_in_dim(operands[source.operand][part], *source.cut, axis=dim)
+        result = lax.slice_in_dim(operands[source.operand][part], *source.cut, axis=dim)
     else:
-        own = Piece(piece.size, piece.start + source.low, piece.end - source.high)
-        own = own if source.low or source.high else Piece(piece.size, 0, piece.size)
-        made = inside(operands[source.operand][part], dim, own, operands[source.number])
-    return with_zero(made) if e.params.get("added") else made
+        unfilled = Piece(piece.size, piece.start + source.low, piece.end - source.high)
+        unfilled = unfilled if source.low or source.high else Piece(piece.size, 0, piece.size)
+        result = inside(operands[source.operand][part], dim, unfilled, operands[source.number])
+    return with_zero(result) if e.params.get("added") else result
 
 
 def brought(x: Any, dim: int, layout: Layout) -> list[Any]:
-    """The pieces of an array like any other."""
-    found = []
+    """The pieces of an ordinary array."""
+    pieces = []
     for piece, start in zip(layout, starts_of(layout), strict=True):
-        own = lax.slice_in_dim(x, start, start + piece.length, axis=dim)
+        part = lax.slice_in_dim(x, start, start + piece.length, axis=dim)
         if not piece.is_whole:
             ends = [(piece.start, piece.size - piece.end, 0) if d == dim else (0, 0, 0) for d in range(x.ndim)]
-            own = lax.pad(own, jnp.zeros((), x.dtype), ends)
-        found.append(own)
-    return found
+            part = lax.pad(part, jnp.zeros((), x.dtype), ends)
+        pieces.append(part)
+    return pieces
 
 
 def joined(parts: Sequence[Any], dim: int, layout: Layout) -> Any:
-    """The array that is in pieces."""
-    own = [lax.slice_in_dim(x, p.start, p.end, axis=dim) for x, p in zip(parts, layout, strict=True)]
-    return lax.concatenate(own, dim)
+    """The ordinary array for an array in pieces."""
+    windows = [lax.slice_in_dim(x, p.start, p.end, axis=dim) for x, p in zip(parts, layout, strict=True)]
+    return lax.concatenate(windows, dim)
 
 
 def inside(x: Any, dim: int, piece: Piece, number: Any) -> Any:
-    """A frame with a number outside of a window."""
+    """A frame filled with a number outside of its window."""
     if piece.is_whole:
         return x
-    at = lax.iota(jnp.int32, piece.size)
-    there = [lax.ge(at, jnp.int32(piece.start))] if piece.start else []
-    there += [lax.lt(at, jnp.int32(piece.end))] if piece.end < piece.size else []
-    flags = lax.broadcast_in_dim(functools.reduce(lax.bitwise_and, there), x.shape, (dim,))
+    position = lax.iota(jnp.int32, piece.size)
+    conditions = [lax.ge(position, jnp.int32(piece.start))] if piece.start else []
+    conditions += [lax.lt(position, jnp.int32(piece.end))] if piece.end < piece.size else []
+    flags = lax.broadcast_in_dim(functools.reduce(lax.bitwise_and, conditions), x.shape, (dim,))
     return lax.select(flags, x, lax.full(x.shape, number, x.dtype))
 
 
-# What is computed.
+# Functions that compute equations in pieces.
 
 
 def _bind(e: Equation, *operands: Any, **changes: Any) -> list[Any]:
@@ -178,22 +185,23 @@ def _bind(e: Equation, *operands: Any, **changes: Any) -> list[Any]:
 
 
 def _each(t: Touch, layout: Layout, operands: Sequence[Any]) -> list[Any]:
-    found = []
+    """Computes each piece separately, and combines the results of a reduction."""
+    results = []
     for k, (piece, start) in enumerate(zip(layout, starts_of(layout), strict=True)):
-        own = [x if d is None else x[k] for d, x in zip(t.operands, operands, strict=True)]
+        parts = [x if d is None else x[k] for d, x in zip(t.operands, operands, strict=True)]
         if t.kind == REDUCE:
-            own = [
+            parts = [
                 x if d is None else inside(x, d, piece, identity(t.monoid, x.dtype))
-                for d, x in zip(t.operands, own, strict=True)
+                for d, x in zip(t.operands, parts, strict=True)
             ]
-        found.append(_one(t, piece, start, own))
+        results.append(_one(t, piece, start, parts))
     if t.kind == REDUCE:
-        return [functools.reduce(COMBINE[t.monoid], parts) for parts in zip(*found, strict=True)]
-    return [list(parts) for parts in zip(*found, strict=True)]
+        return [functools.reduce(COMBINE[t.monoid], parts) for parts in zip(*results, strict=True)]
+    return [list(parts) for parts in zip(*results, strict=True)]
 
 
 def _one(t: Touch, piece: Piece, start: int, operands: Sequence[Any]) -> list[Any]:
-    """What an equation makes of one piece."""
+    """The results of an equation for one piece."""
     e = t.equation
     if e.name == "table":
         at: list[Any] = [None] * len(e.outputs[0].shape)
@@ -203,62 +211,69 @@ def _one(t: Touch, piece: Piece, start: int, operands: Sequence[Any]) -> list[An
     changes: dict[str, Any] = {}
     if shape_in := traits_of(e.name).shape_in:
         changes[shape_in] = tuple(piece.size if d == t.results[0] else n for d, n in enumerate(e.params[shape_in]))
-    if e.name == "gather" and (own := t.operands[0]) is not None:
-        if own not in e.params["dimension_numbers"].operand_batching_dims:
-            sizes = e.params["slice_sizes"]
-            changes["slice_sizes"] = tuple(piece.size if d == own else n for d, n in enumerate(sizes))
+    dim = t.operands[0] if e.name == "gather" else None
+    if dim is not None and dim not in e.params["dimension_numbers"].operand_batching_dims:
+        sizes = e.params["slice_sizes"]
+        changes["slice_sizes"] = tuple(piece.size if d == dim else n for d, n in enumerate(sizes))
     if e.name == "iota" and e.params["dimension"] == t.results[0]:
-        made = lax.broadcasted_iota(jnp.int32, changes["shape"], e.params["dimension"])
-        return [lax.convert_element_type(made + jnp.int32(start - piece.start), e.params["dtype"])]
+        position = lax.broadcasted_iota(jnp.int32, changes["shape"], e.params["dimension"])
+        return [lax.convert_element_type(position + jnp.int32(start - piece.start), e.params["dtype"])]
     return _bind(e, *operands, **changes)
 
 
 def _is_looked_up(t: Touch) -> bool:
-    """Whether single elements along the dimension are looked up at places of the data."""
+    """Whether single elements along the dimension are looked up at positions in the indices."""
     params, dim = t.equation.params, t.operands[0]
     numbers = params["dimension_numbers"]
     return dim is not None and dim in numbers.start_index_map and t.kind == REDUCE and params["slice_sizes"][dim] == 1
 
 
 def _is_written_to(t: Touch) -> bool:
-    """Whether single elements along the dimension are written at places of the data."""
+    """Whether single elements along the dimension are written at positions in the indices."""
     numbers, dim = t.equation.params["dimension_numbers"], t.operands[0]
     return dim in numbers.scatter_dims_to_operand_dims and dim in numbers.inserted_window_dims
 
 
 def _places(e: Equation, column: int, indices: Any, layout: Layout) -> list[tuple[Any, Any]]:
-    """For each piece which of the places are there, and the indices of its frame: behind it if they are not."""
-    at = signed(indices)[..., column]
+    """For each piece whether the piece contains each position, and the indices in its frame (out of range if not)."""
+    position = signed(indices)[..., column]
     clips = e.params["mode"] != _FILL if e.name == "gather" else not drops(e.params)
     if clips:
-        at = jnp.clip(at, 0, sum(p.length for p in layout) - 1)
-    found = []
+        position = jnp.clip(position, 0, sum(p.length for p in layout) - 1)
+    places = []
     for piece, start in zip(layout, starts_of(layout), strict=True):
-        there = (at >= start) & (at < start + piece.length)
-        own = at if piece.start == start else at + (piece.start - start)
-        own = jnp.where(there, own, piece.size)
-        moved = own[..., None] if indices.shape[-1] == 1 else with_column(signed(indices), column, own)
-        found.append((there, moved))
-    return found
+        is_in_piece = (position >= start) & (position < start + piece.length)
+        in_frame = position if piece.start == start else position + (piece.start - start)
+        in_frame = jnp.where(is_in_piece, in_frame, piece.size)
+        if indices.shape[-1] == 1:
+            frame_indices = in_frame[..., None]
+        else:
+            frame_indices = with_column(signed(indices), column, in_frame)
+        places.append((is_in_piece, frame_indices))
+    return places
 
 
 def _looked_up(t: Touch, layout: Layout, operands: Sequence[Any]) -> list[Any]:
-    e, (parts, indices) = t.equation, operands
+    """Computes a look-up of single elements along the dimension."""
+    e = t.equation
+    parts, indices = operands
     numbers, ndim = e.params["dimension_numbers"], len(e.outputs[0].shape)
     column = numbers.start_index_map.index(t.operands[0])
-    found: Any = None
-    for x, (there, at) in zip(parts, _places(e, column, indices, layout), strict=True):
-        (own,) = _bind(e, x, at, indices_are_sorted=False)
-        if found is None:
-            found = own  # what is nowhere is what JAX fills in
+    result: Any = None
+    for x, (is_in_piece, frame_indices) in zip(parts, _places(e, column, indices, layout), strict=True):
+        (of_piece,) = _bind(e, x, frame_indices, indices_are_sorted=False)
+        if result is None:
+            result = of_piece  # JAX fills in elements that are in no piece
         else:
-            flags = over_windows(there, ndim, numbers.offset_dims)
-            found = lax.select(jnp.broadcast_to(flags, own.shape), own, found)
-    return [found]
+            flags = over_windows(is_in_piece, ndim, numbers.offset_dims)
+            result = lax.select(jnp.broadcast_to(flags, of_piece.shape), of_piece, result)
+    return [result]
 
 
 def _written(t: Touch, layout: Layout, operands: Sequence[Any]) -> list[Any]:
-    e, (parts, indices, updates) = t.equation, operands
+    """Computes an update of single elements along the dimension."""
+    e = t.equation
+    parts, indices, updates = operands
     column = e.params["dimension_numbers"].scatter_dims_to_operand_dims.index(t.operands[0])
     changes = {"mode": _FILL, "indices_are_sorted": False, "unique_indices": False}
     places = _places(e, column, indices, layout)
@@ -266,31 +281,34 @@ def _written(t: Touch, layout: Layout, operands: Sequence[Any]) -> list[Any]:
 
 
 def _in_turn(t: Touch, layout: Layout, operands: Sequence[Any]) -> list[Any]:
-    """The updates of one piece after those of another."""
+    """Computes a scatter whose updates are in pieces: applies the updates of one piece after the other."""
     x, indices, updates = operands
     for k in range(len(layout)):
-        own = [parts if d is None else parts[k] for d, parts in zip(t.operands[1:], (indices, updates), strict=True)]
-        (x,) = _bind(t.equation, x, *own, indices_are_sorted=False, unique_indices=False)
+        of_piece = [
+            parts if d is None else parts[k] for d, parts in zip(t.operands[1:], (indices, updates), strict=True)
+        ]
+        (x,) = _bind(t.equation, x, *of_piece, indices_are_sorted=False, unique_indices=False)
     return [x]
 
 
 def _extreme(t: Touch, layout: Layout, operands: Sequence[Any]) -> list[Any]:
-    """Where the first of the largest or smallest elements is; one that is no number is beyond all."""
-    e, dim, (parts,) = t.equation, t.operands[0], operands
+    """Computes the position of the first extreme element. NaN counts as the extreme, as in JAX."""
+    e, dim = t.equation, t.operands[0]
+    (parts,) = operands
     assert dim is not None
-    monoid, beyond = _EXTREMES[e.name]
-    best: Any = None
+    monoid, is_beyond = _EXTREMES[e.name]
+    reduce = lax.reduce_max if monoid == "max" else lax.reduce_min
+    best: Any = None  # position and value
     for x, piece, start in zip(parts, layout, starts_of(layout), strict=True):
-        own = inside(x, dim, piece, identity(monoid, x.dtype))
-        (at,) = _bind(e, own)
-        # All inside may be as small as what is outside.
-        at = lax.clamp(at.dtype.type(piece.start), at, at.dtype.type(piece.end - 1)) + at.dtype.type(
-            start - piece.start
-        )
-        value: Any = (lax.reduce_max if monoid == "max" else lax.reduce_min)(own, (dim,)) if len(layout) > 1 else None
+        filled = inside(x, dim, piece, identity(monoid, x.dtype))
+        (position,) = _bind(e, filled)
+        integer = position.dtype.type
+        # If all elements of the window equal the identity, the position may be outside of the window.
+        position = lax.clamp(integer(piece.start), position, integer(piece.end - 1)) + integer(start - piece.start)
+        value: Any = reduce(filled, (dim,)) if len(layout) > 1 else None
         if best is None:
-            best = at, value
+            best = position, value
             continue
-        more = beyond(value, best[1]) | (lax.ne(value, value) & lax.eq(best[1], best[1]))
-        best = lax.select(more, at, best[0]), lax.select(more, value, best[1])
+        is_better = is_beyond(value, best[1]) | (lax.ne(value, value) & lax.eq(best[1], best[1]))
+        best = lax.select(is_better, position, best[0]), lax.select(is_better, value, best[1])
     return [best[0]]

@@ -1,11 +1,12 @@
-"""Pieces: represents an array along one dimension by arrays side by side; each is a window of a frame.
+"""Represents an array along one dimension by pieces: arrays side by side, each a window of a frame.
 
-An array that is joined with few elements, or loses few, has shards of another size, so nearly all elements move. In
-pieces each array stays where it is: operands of a join as they are, a part in the frame of the array it was cut from.
+If a few elements are added to an array or removed from it, its shards have another size, so nearly all elements would
+move. In pieces each array stays where it is: the operands of a concatenation are pieces, and a slice is a window in the
+frame of the sliced array.
 
     concatenate(first, x)     1 and 256 elements                    [0:1 of 1], [0:256 of 256]
-    logits[:, :1000]          of 1024                               [0:1000 of 1024]
-    pad(that, 0, 24)          the window grows, and is filled       [0:1024 of 1024], an array like any other
+    logits[:, :1000]          of 1024 elements                      [0:1000 of 1024]
+    pad(logits, 0, 24)        the window grows and is filled        [0:1024 of 1024], an ordinary array
 
 Elements of a frame outside of its window are undefined.
 """
@@ -19,13 +20,13 @@ from gshard.core.program import Equation
 from gshard.core.rule import Span
 from gshard.rules.movement import index_of
 
-_TIMES = 1.25  # elements of a frame for one of its window: what lies outside is computed for nothing
-_MOST = 8  # pieces of an array
+_TIMES = 1.25  # largest ratio of the sizes of a frame and its window: elements outside are computed in vain
+_MOST = 8  # largest number of pieces of an array
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Piece:
-    """The elements from ``start`` up to ``end`` of a frame of ``size``."""
+    """The elements from ``start`` to ``end`` of a frame of ``size`` elements."""
 
     size: int
     start: int
@@ -44,30 +45,31 @@ Layout = tuple[Piece, ...]
 
 
 def whole(n: int) -> Layout:
-    """An array like any other, of one piece."""
+    """The layout of an ordinary array: one whole piece."""
     return (Piece(n, 0, n),)
 
 
 def is_whole(layout: Layout) -> bool:
-    """Whether an array is one like any other."""
+    """Whether a layout is the layout of an ordinary array."""
     return len(layout) == 1 and layout[0].is_whole
 
 
 def starts_of(layout: Layout) -> list[int]:
-    """Where in the array each piece begins."""
+    """The position in the array at which each piece begins."""
     return [sum(p.length for p in layout[:k]) for k in range(len(layout))]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Source:
-    """What a piece is made of.
+    """The source of a piece.
 
     Attributes:
-        piece: what it is.
-        operand: the position of the operand that it is made of, or of the number that fills it.
-        part: which piece of that operand; None if it is a number.
-        low, high: how many of its elements, at the ends of its window, are filled with a number, at ``number``.
-        cut: the elements of the operand's frame that are cut out; None where the frame is kept.
+        piece: the piece.
+        operand: the number of the operand that contains its elements, or that is the number that fills it.
+        part: the number of the piece of this operand; None if the operand is a number.
+        low, high: the numbers of elements at the ends of the window that are filled with a number.
+        number: the operand that is this number.
+        cut: the elements of the operand's frame that are cut out; None if the frame is kept.
     """
 
     piece: Piece
@@ -80,74 +82,77 @@ class Source:
 
     @property
     def is_as_it_was(self) -> bool:
-        """Whether nothing has to be computed for it."""
+        """Whether the piece is an unchanged piece of the operand."""
         return self.part is not None and not self.low and not self.high and self.cut is None
 
 
 def spans_along(e: Equation, dim: int) -> list[Sequence[Span]] | None:
-    """The spans of each result of an equation that only moves elements along one dimension; None for any other."""
-    found = list[Sequence[Span]]()
+    """The spans of each result of an equation that only moves elements along ``dim``; None for other equations."""
+    spans_of_results = list[Sequence[Span]]()
     for index in index_of(e) or ():
         if [d for d, spans in enumerate(index) if spans] != [dim] or any(span.step != 1 for span in index[dim]):
             return None
-        found.append(index[dim])
-    return found or None
+        spans_of_results.append(index[dim])
+    return spans_of_results or None
 
 
 def sources_of(spans: Sequence[Span], layouts: Sequence[Layout | None]) -> list[Source] | None:
-    """The pieces of what consists of spans.
+    """The sources of the pieces of a result.
 
     Args:
-        spans: of operands; of one without dimensions, copies.
-        layouts: of the operands; None for numbers.
+        spans: the spans of the result.
+        layouts: the layouts of the operands; None for numbers.
 
     Returns:
-        None if there are too many, or two are of the same array.
+        the sources; None if there are too many, or if two pieces would have the same frame.
     """
-    found: list[Source] = []
+    sources: list[Source] = []
     for span in spans:
-        operand, start, end, layout = span.operand, span.start, span.start + span.count, layouts[span.operand]
+        layout = layouts[span.operand]
+        start, end = span.start, span.start + span.count
         if layout is None:
-            found += [Source(Piece(span.count, 0, span.count), operand, None)] if span.count else []
+            if span.count:
+                sources.append(Source(Piece(span.count, 0, span.count), span.operand, None))
             continue
         for k, (piece, begin) in enumerate(zip(layout, starts_of(layout), strict=True)):
             low, high = max(start - begin, 0), min(end - begin, piece.length)
             if high > low:
-                found.append(Source(Piece(piece.size, piece.start + low, piece.start + high), operand, k))
-    filled = _kept_small(_filled(found))
-    same = [(s.operand, s.part) for s in filled if s.part is not None and s.cut is None]
-    return filled if 0 < len(filled) <= _MOST and len(set(same)) == len(same) else None
+                window = Piece(piece.size, piece.start + low, piece.start + high)
+                sources.append(Source(window, span.operand, k))
+    sources = _cut_from_large_frames(_filled(sources))
+    frames = [(s.operand, s.part) for s in sources if s.part is not None and s.cut is None]
+    return sources if 0 < len(sources) <= _MOST and len(set(frames)) == len(frames) else None
 
 
 def _filled(sources: Sequence[Source]) -> list[Source]:
-    """The pieces with numbers beside them where there is room for them in the frame."""
-    found: list[Source] = []
-    for k, s in enumerate(sources):
-        after = found[-1] if found else None
-        if s.part is None and after is not None and after.part is not None:
-            p, n = after.piece, s.piece.length
-            if p.end + n <= p.size and (not after.low or after.number == s.operand):
+    """The sources, in which adjacent numbers are put into the frames of pieces if there is room."""
+    filled: list[Source] = []
+    for s in sources:
+        last = filled[-1] if filled else None
+        if s.part is None and last is not None and last.part is not None:
+            p, n = last.piece, s.piece.length
+            if p.end + n <= p.size and (not last.low or last.number == s.operand):
                 grown = Piece(p.size, p.start, p.end + n)
-                found[-1] = dataclasses.replace(after, piece=grown, high=after.high + n, number=s.operand)
+                filled[-1] = dataclasses.replace(last, piece=grown, high=last.high + n, number=s.operand)
                 continue
-        if s.part is not None and after is not None and after.part is None and s.piece.start >= after.piece.length:
-            p, n = s.piece, after.piece.length
-            found[-1] = dataclasses.replace(s, piece=Piece(p.size, p.start - n, p.end), low=n, number=after.operand)
+        if s.part is not None and last is not None and last.part is None and s.piece.start >= last.piece.length:
+            p, n = s.piece, last.piece.length
+            filled[-1] = dataclasses.replace(s, piece=Piece(p.size, p.start - n, p.end), low=n, number=last.operand)
             continue
-        found.append(sources[k])
-    return found
+        filled.append(s)
+    return filled
 
 
-def _kept_small(sources: Sequence[Source]) -> list[Source]:
-    """The pieces, cut out where their frames are much larger, with numbers beside them where they were filled."""
-    found: list[Source] = []
+def _cut_from_large_frames(sources: Sequence[Source]) -> list[Source]:
+    """The sources, in which pieces are cut out of frames that are much larger. Their filled ends become numbers."""
+    result: list[Source] = []
     for s in sources:
         p = s.piece
         if p.size <= _TIMES * p.length:
-            found.append(s)
+            result.append(s)
             continue
         start, end = p.start + s.low, p.end - s.high
-        numbers = [Source(Piece(n, 0, n), s.number, None) for n in (s.low, s.high)]
-        own = Source(Piece(end - start, 0, end - start), s.operand, s.part, cut=(start, end))
-        found += [q for q in (numbers[0], own, numbers[1]) if q.piece.length]
-    return found
+        low, high = (Source(Piece(n, 0, n), s.number, None) for n in (s.low, s.high))
+        window = Source(Piece(end - start, 0, end - start), s.operand, s.part, cut=(start, end))
+        result += [q for q in (low, window, high) if q.piece.length]
+    return result

@@ -1,15 +1,15 @@
-"""Piecewise regions: finds the equations to compute in pieces, until the dimension is reduced.
+"""Finds piecewise regions: sets of equations to compute in pieces, up to the reduction of the dimension.
 
-A region begins where arrays are joined, cut or padded along a dimension. It contains the equations that read them, and
-the equations that make the other operands of these. It is closed if the dimension is reduced in the end, or if arrays
-leave as they came. Then nothing of it has to be redistributed:
+A region begins at an equation that joins, cuts or pads arrays along a dimension. It contains the equations that read
+the result, and the equations that compute their other operands. It is closed if the dimension is finally reduced, or if
+results are ordinary arrays again. Then no array must be redistributed:
 
     y = concatenate(cls, x)           cls, x
     e = exp(y @ q)                    exp(cls @ q), exp(x @ q)
     e.sum(), e @ y                    two sums of two terms
 
-What is computed in it of other arrays (positions, numbers, zeros that are written to) is computed in pieces, too; an
-array from elsewhere is cut in pieces, if it is small beside those that stay where they are.
+Other operands (positions, numbers, zeros to write to) are also computed in pieces. An array from outside of the region
+is cut into pieces if it is small compared with the arrays that stay in place.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from gshard.rewrite.piecewise_layout import Layout, Source, is_whole, sources_of
 from gshard.rules.movement import index_of
 
 Split = Callable[[Value, int], int]
-"""In how many parts a dimension of a value is split."""
+"""Returns the number of parts of a dimension of a value."""
 
-_MOST = 512  # arrays in pieces
+_MOST = 512  # largest number of arrays in pieces
 
 
 def may_begin(e: Equation) -> bool:
@@ -40,12 +40,12 @@ class _OpenError(Exception):
 
 
 class _AgainError(Exception):
-    """An array has to be there as a whole, too: the region is to be found again."""
+    """A choice has changed, so the search for the region must start again."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Moves:
-    """What becomes of arrays whose elements are moved along a dimension: for each result the sources of its pieces."""
+    """The treatment of an equation that moves elements: the dimension, and the sources of each result's pieces."""
 
     dim: int
     sources: tuple[tuple[Source, ...], ...]
@@ -56,11 +56,11 @@ class Region:
     """A closed region.
 
     Attributes:
-        dims, layouts: of the arrays in pieces, the dimension and how they are.
-        equations: those that are computed in pieces, and how.
-        brought: the arrays from elsewhere.
-        kept: results that are made as before, too.
-        joined: results that are put together of their pieces.
+        dims, layouts: the dimension and the layout of each array in pieces.
+        equations: the equations to compute in pieces, each with its treatment.
+        brought: the arrays from outside of the region that are cut into pieces.
+        kept: results that are computed also as ordinary arrays.
+        joined: results that are joined from their pieces.
     """
 
     dims: dict[Array, int]
@@ -72,8 +72,8 @@ class Region:
 
 
 def closed_regions(block: Block, split: Split) -> list[Region]:
-    """The closed regions of a block that begin where arrays would be redistributed."""
-    found: list[Region] = []
+    """The closed regions of a block that begin at equations for which arrays would be redistributed."""
+    regions: list[Region] = []
     taken: set[Equation] = set()
     for e in block.equations:
         if not may_begin(e) or e in taken:
@@ -83,10 +83,10 @@ def closed_regions(block: Block, split: Split) -> list[Region]:
                 continue
             region = _region(block, e, dim, split)
             if region is not None and taken.isdisjoint(region.equations):
-                found.append(region)
+                regions.append(region)
                 taken.update(region.equations)
                 break
-    return found
+    return regions
 
 
 def _bytes(x: Array) -> int:
@@ -98,7 +98,7 @@ def _moving(e: Equation, dim: int, split: Split) -> list[Value]:
     if not may_begin(e) or dim >= len(e.outputs[0].shape) or 0 in e.outputs[0].shape:
         return []
     layouts = [whole(x.shape[dim]) if x.shape else None for x in e.inputs]
-    found = []
+    moving = []
     for spans, result in zip(spans_along(e, dim) or (), e.outputs, strict=False):
         sources = sources_of(spans, layouts) or ()
         for s, start in zip(sources, starts_of(tuple(s.piece for s in sources)), strict=True):
@@ -106,18 +106,18 @@ def _moving(e: Equation, dim: int, split: Split) -> list[Value]:
             if s.part is None or s.cut is not None or not isinstance(x, Value) or (parts := split(x, dim)) == 1:
                 continue
             if start != s.piece.start or -(-result.shape[dim] // parts) != -(-x.shape[dim] // parts):
-                found.append(x)
-    return found
+                moving.append(x)
+    return moving
 
 
 def _is_worth_it(region: Region, dim: int, split: Split) -> bool:
-    """Whether more stays where it is than is moved for it: what is brought or joined is cut and padded."""
-    stay = sum(x.bytes for e in region.equations for x in _moving(e, dim, split) if x not in region.dims)
-    return 2 * sum(_bytes(x) for x in region.brought | region.joined) < stay
+    """Whether a region saves more moved bytes than it moves: arrays that are cut into pieces or joined are moved."""
+    saved = sum(x.bytes for e in region.equations for x in _moving(e, dim, split) if x not in region.dims)
+    return 2 * sum(_bytes(x) for x in region.brought | region.joined) < saved
 
 
 def _region(block: Block, first: Equation, dim: int, split: Split) -> Region | None:
-    """The region that begins with an equation; None if it is not closed."""
+    """The region that begins at an equation; None if it is not closed or not useful."""
     choice = _Choice()
     while True:
         try:
@@ -128,7 +128,7 @@ def _region(block: Block, first: Equation, dim: int, split: Split) -> Region | N
         except _AgainError:
             continue
         except _OpenError:
-            # The last array whose readers were taken in may be the one that leads outside.
+            # The array whose readers were added last may be the one that leads outside.
             if not choice.taken:
                 return None
             choice.brought.add(choice.taken.pop())
@@ -136,12 +136,12 @@ def _region(block: Block, first: Equation, dim: int, split: Split) -> Region | N
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Choice:
-    """What is done with arrays that something outside of a region reads.
+    """The treatment of arrays that equations outside of a region read.
 
     Attributes:
-        taken: in order, those with all their readers in the region.
-        brought: those that are made as before, and cut in pieces.
-        kept: those that are made twice.
+        taken: arrays whose readers are all added to the region, in order.
+        brought: arrays that are computed as before and cut into pieces.
+        kept: arrays that are computed twice.
     """
 
     taken: list[Array] = dataclasses.field(default_factory=list)
@@ -150,10 +150,13 @@ class _Choice:
 
 
 class _Search:
-    """What has to be in pieces if one array is."""
+    """Finds all arrays and equations that must be in pieces if one array is."""
 
     def __init__(self, block: Block, choice: _Choice):
-        self.block, self.choice, self.brought, self.kept = block, choice, choice.brought, choice.kept
+        self.block = block
+        self.choice = choice
+        self.brought = choice.brought
+        self.kept = choice.kept
         self.producers: dict[Any, Equation] = {v: e for e in block.equations for v in e.outputs}
         self.readers: dict[Any, list[Equation]] = {}
         for e in block.equations:
@@ -161,12 +164,18 @@ class _Search:
                 self.readers.setdefault(x, []).append(e)
         self.dims: dict[Array, int] = {}
         self.layouts: dict[Array, Layout] = {}
-        self.forced: set[Array] = set()  # all their readers are in the region
+        self.forced: set[Array] = set()  # arrays whose readers must all be in the region
         self.equations: dict[Equation, Touch | Moves] = {}
         self.joined: set[Array] = set()
         self.waiting: list[Array] = []
 
     def run(self, first: Equation, dim: int) -> Region:
+        """The region that begins at an equation.
+
+        Raises:
+            _OpenError: the region is not closed.
+            _AgainError: a choice has changed.
+        """
         self.move(first, dim, begins=True)
         while self.waiting:
             x = self.waiting.pop()
@@ -183,22 +192,22 @@ class _Search:
         for x in self.dims:
             if x not in self.forced and x not in self.brought and x not in self.kept and self.is_read_elsewhere(x):
                 self.keep(x)
-        for e, found in self.equations.items():
-            if isinstance(found, Moves) and found != self.moves(e, found.dim):
-                raise _OpenError  # an operand was found to be in pieces later
+        for e, treatment in self.equations.items():
+            if isinstance(treatment, Moves) and treatment != self.moves(e, treatment.dim):
+                raise _OpenError  # an operand became an array in pieces later
         return Region(self.dims, self.layouts, self.equations, self.brought & self.dims.keys(), self.kept, self.joined)
 
     def is_read_elsewhere(self, x: Array) -> bool:
         return x in self.block.outputs or any(not self.reads_pieces(e, x) for e in self.readers.get(x, ()))
 
     def reads_pieces(self, e: Equation, x: Array) -> bool:
-        found = self.equations.get(e)
-        if isinstance(found, Touch):
-            return all(d is not None for y, d in zip(e.inputs, found.operands, strict=True) if y is x)
-        return found is not None
+        treatment = self.equations.get(e)
+        if isinstance(treatment, Touch):
+            return all(d is not None for y, d in zip(e.inputs, treatment.operands, strict=True) if y is x)
+        return treatment is not None
 
     def add(self, x: Array, dim: int, layout: Layout, *, forced: bool = False) -> None:
-        """Says that an array is in pieces."""
+        """Adds an array in pieces; ``forced`` if all its readers must be in the region."""
         forced = forced or x in self.choice.taken
         if x in self.dims:
             if (self.dims[x], self.layouts[x]) != (dim, layout):
@@ -215,14 +224,14 @@ class _Search:
             raise _OpenError
 
     def bring(self, x: Array) -> None:
-        """Says that an array is made as before, and cut in pieces."""
+        """Decides that an array is computed as before and cut into pieces."""
         if x in self.forced:
             raise _OpenError
         self.brought.add(x)
         raise _AgainError
 
     def keep(self, x: Array) -> None:
-        """Finds a way for an array that is read elsewhere, too."""
+        """Decides on the treatment of an array in pieces that equations outside of the region read."""
         e = self.producers[x]
         if len(e.outputs) == 1 and index_of(e) is None and not any(y in self.dims for y in e.inputs):
             self.kept.add(x)
@@ -231,7 +240,7 @@ class _Search:
         raise _AgainError
 
     def refuse(self, e: Equation) -> None:
-        """An equation that cannot be computed in pieces reads and makes arrays as before."""
+        """Excludes an equation that cannot be computed in pieces: it reads and computes ordinary arrays."""
         if e in self.equations:
             raise _OpenError
         self.joined.update(x for x in e.inputs if x in self.forced)
@@ -240,7 +249,7 @@ class _Search:
                 self.bring(x)
 
     def meet(self, e: Equation) -> None:
-        """What else has to be in pieces where an equation is computed so."""
+        """Adds an equation that reads or computes an array in pieces, and its other arrays."""
         known = [x for x in e.inputs if x in self.forced]
         known += [v for v in e.outputs if v in self.dims and v not in self.brought]
         dims, layouts = {self.dims[x] for x in known}, {self.layouts[x] for x in known}
@@ -265,25 +274,26 @@ class _Search:
         self.equations[e] = t
 
     def touch(self, e: Equation, known: Sequence[Array]) -> Touch | None:
-        """Along which of its factors an equation is in pieces."""
+        """The factor of an equation along which known arrays are in pieces; None if it is not a single factor."""
         if e.rule is None:
             return None
         tensors = zip((*e.inputs, *e.outputs), (*e.rule.operands, *e.rule.results), strict=True)
-        factors = {own[self.dims[x]] for x, own in tensors if x in known}
-        if len(factors) != 1 or len(own := next(iter(factors))) != 1:
+        factors_of_dims = {dims[self.dims[x]] for x, dims in tensors if x in known}
+        if len(factors_of_dims) != 1:
             return None
-        return touched(e, own[0])
+        (factors,) = factors_of_dims
+        return touched(e, factors[0]) if len(factors) == 1 else None
 
     def move(self, e: Equation, dim: int, *, begins: bool = False) -> None:
-        """What becomes of pieces where elements are moved."""
+        """Adds an equation that moves elements along a dimension, and its results."""
         forced = begins or any(x in self.forced for x in e.inputs)
-        found = self.moves(e, dim)
-        layouts = [tuple(s.piece for s in sources) for sources in found.sources] if found else []
-        made = list(zip(e.outputs, layouts, strict=False))
-        if found is None or any(v in self.brought and not is_whole(layout) for v, layout in made):
+        moves = self.moves(e, dim)
+        layouts = [tuple(s.piece for s in sources) for sources in moves.sources] if moves else []
+        results = list(zip(e.outputs, layouts, strict=False))
+        if moves is None or any(v in self.brought and not is_whole(layout) for v, layout in results):
             self.refuse(e)
             return
-        for v, layout in made:
+        for v, layout in results:
             if not forced and v in self.dims and (self.dims[v], self.layouts[v]) != (dim, layout):
                 self.bring(v)
             if is_whole(layout):
@@ -291,11 +301,12 @@ class _Search:
                     self.bring(v)
             elif forced or v in self.dims:
                 self.add(v, dim, layout, forced=forced)
-        self.equations[e] = found
+        self.equations[e] = moves
 
     def moves(self, e: Equation, dim: int) -> Moves | None:
+        """The sources of the pieces of all results of an equation that moves elements; None if there are none."""
         layouts = [self.layouts.get(x, whole(x.shape[dim])) if x.shape else None for x in e.inputs]
-        found = [sources_of(own, layouts) for own in spans_along(e, dim) or ()]
-        if not found or any(own is None for own in found):
+        sources_of_results = [sources_of(spans, layouts) for spans in spans_along(e, dim) or ()]
+        if not sources_of_results or any(sources is None for sources in sources_of_results):
             return None
-        return Moves(dim, tuple(tuple(own or ()) for own in found))
+        return Moves(dim, tuple(tuple(sources or ()) for sources in sources_of_results))

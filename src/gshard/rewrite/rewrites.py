@@ -1,4 +1,4 @@
-"""The rewrites, in the order in which they run. CONTRIBUTING says how to add one."""
+"""Lists the rewrites in the order in which they run. CONTRIBUTING describes how to add one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TRACE = (
     transpose_of_dot,
     search_of_rev,
 )
-"""Rewrites while a program is traced: they do not depend on how values are split."""
+"""Rewrites that run while a program is traced. They do not depend on the split of values."""
 
 SPLIT = (shard_scan, fft_by_dimension, banded_product, piecewise)
-"""Rewrites once marks are propagated: they depend on how values are split. Of two for one equation the first counts."""
+"""Rewrites that run after propagation and depend on the split of values. The first one that applies wins."""

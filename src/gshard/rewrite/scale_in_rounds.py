@@ -1,13 +1,13 @@
-"""Scaling in loops: lets parts of a sum pass a scaling whose result a loop adds to its carry.
+"""Permits parts of a sum to pass a scaling whose result a loop adds to its carry.
 
-Parts of a sum of floats are added up before they are scaled (``rules.elementwise``). In a loop that would send them in
-every round, where they could be added up once, after the loop:
+Usually gshard reduces a sum of floats before it is scaled (``rules.elementwise``). In a loop this would send the parts
+in every iteration, although one reduction after the loop suffices:
 
     lax.scan(lambda total, batch: (total + gradient(batch) / 8, None), zeros, batches)
 
-So there, and only there, a number of the program that makes nothing larger may scale parts. Of parts that are smaller
-than the least normal number then, which devices flush to zero, the total lacks as much: 1e-38 for each round and
-device. Elsewhere such a sum is read once, and costs the same before it is scaled.
+So inside loops a literal of at most one may scale parts. Devices flush scaled parts below the smallest normal number to
+zero, which changes the total by at most 1e-38 for each iteration and device. Outside of loops such a sum is read once,
+and reducing it before the scaling costs the same.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from gshard.language.traits import traits_of
 _LOOPS = ("scan", "while")
 _SAME = ("convert_element_type", "copy", "name")
 
-# Times less, too much that is not zero would become zero.
+# The smallest permitted scale. Smaller ones would flush too many parts to zero.
 _LEAST = 2.0**-32
 
 
 def added_in_rounds(name: str, blocks: Sequence[Block]) -> tuple[Block, ...]:
-    """The bodies of a region, in which parts may be scaled where they are added to what a loop carries."""
+    """The bodies of a region, with rules that permit parts to pass a scaling before they are added to a carry."""
     return tuple(map(_changed, blocks)) if name in _LOOPS else tuple(blocks)
 
 
@@ -42,7 +42,7 @@ def _changed(block: Block) -> Block:
                 readers.setdefault(v, []).append(e)
 
     def is_added(v: Value) -> bool:
-        """Whether all that is done with a value is scaling it, and adding it to what came into the round."""
+        """Whether a value is only scaled and added to a value from the previous iteration."""
         users = readers.get(v, [])
         if v in results or len(users) != 1 or not (traits_of(users[0].name).adds or _scaled(users[0]) is not None):
             return False
@@ -50,10 +50,10 @@ def _changed(block: Block) -> Block:
         return is_added(total) or (total in results and not carried.isdisjoint(users[0].inputs))
 
     def changed(e: Equation) -> Equation:
-        at = _scaled(e)
-        if at is None or e.rule is None or not is_added(e.outputs[0]):
+        operand = _scaled(e)
+        if operand is None or e.rule is None or not is_added(e.outputs[0]):
             return e
-        linear = (*e.rule.linear, ("add", frozenset((at,))))
+        linear = (*e.rule.linear, ("add", frozenset((operand,))))
         return dataclasses.replace(e, rule=dataclasses.replace(e.rule, linear=linear))
 
     equations = tuple(map(changed, block.equations))
@@ -61,12 +61,12 @@ def _changed(block: Block) -> Block:
 
 
 def _scaled(e: Equation) -> int | None:
-    """The operand that a product, or a division, by a number of the program makes smaller, if it is one."""
+    """The number of the operand that a product or a division by a literal scales down; None for other equations."""
     if e.name not in ("mul", "div") or not sums_in_range(e.outputs[0].dtype):
         return None
-    for at, by in ((0, 1), (1, 0)) if e.name == "mul" else ((0, 1),):
-        x, scale = e.inputs[at], e.inputs[by]
-        c = scale.number if isinstance(scale, Constant) else None
-        if c and isinstance(x, Value) and _LEAST <= (c if e.name == "mul" else 1 / c) < 1:
-            return at
+    for scaled, by in ((0, 1), (1, 0)) if e.name == "mul" else ((0, 1),):
+        x, literal = e.inputs[scaled], e.inputs[by]
+        number = literal.number if isinstance(literal, Constant) else None
+        if number and isinstance(x, Value) and _LEAST <= (number if e.name == "mul" else 1 / number) < 1:
+            return scaled
     return None

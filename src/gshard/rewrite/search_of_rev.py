@@ -14,7 +14,7 @@ from gshard.rewrite.equation_graph import Graph
 
 @at("searchsorted")
 def search_of_rev(graph: Graph, e: Equation) -> Sequence[Equation] | None:
-    """``searchsorted(rev(bins), x)`` becomes a search in ``bins`` in the other order."""
+    """Replaces ``searchsorted(rev(bins), x)`` by a search in ``bins`` in the other order."""
     rev = graph.producer(e.inputs[0], "rev")
     if rev is None:
         return None

@@ -1,7 +1,7 @@
-"""Segments: runs of equations that have the same context.
+"""Divides a block into segments: maximal runs of equations with the same context.
 
-What becomes another equation while a program is traced is looked for in each segment by itself. So nothing merges
-equations across the boundary of a context, and all that stands for an equation has its context.
+During tracing gshard rewrites each segment separately. So rewrites do not combine equations of different contexts, and
+new equations have the context of the replaced ones.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ Rewrite = Callable[[Context, Sequence[Equation], Sequence[Any]], Sequence[Equati
 
 
 def in_segments(equations: Sequence[Equation], outputs: Sequence[Any], rewrite: Rewrite) -> list[Equation]:
-    """The equations of a block, each segment rewritten by itself.
+    """Rewrites each segment of a block separately.
 
     Args:
-        equations: of one block.
-        outputs: the block's results.
-        rewrite: takes the context of a segment, its equations, and those of its results that are read outside of it;
-            gives equations that make these results.
+        equations: the equations of the block.
+        outputs: the results of the block.
+        rewrite: takes the context of a segment, its equations, and the results that are read outside of the segment;
+            returns equations that compute these results.
     """
     segments = [(context, list(part)) for context, part in itertools.groupby(equations, lambda e: e.context)]
-    read, found = set(outputs), list[list[Equation]]()
+    read = set(outputs)
+    rewritten = list[list[Equation]]()
     for context, part in reversed(segments):
-        own = outputs if len(segments) == 1 else [v for e in part for v in e.outputs if v in read]
+        results = outputs if len(segments) == 1 else [v for e in part for v in e.outputs if v in read]
         read.update(v for e in part for v in e.inputs)
-        found.append(list(rewrite(context, part, own)))
-    return [e for part in reversed(found) for e in part]
+        rewritten.append(list(rewrite(context, part, results)))
+    return [e for part in reversed(rewritten) for e in part]

@@ -1,7 +1,7 @@
-"""Runs on each device the rounds of a scan whose slices it holds, if rounds are independent.
+"""Runs the iterations of a scan on the devices that hold their slices, if the iterations are independent.
 
-Such scans are ``lax.map`` over a split dimension, its derivative, and every scan that only adds to its carry. Nothing
-moves from round to round, and sums are combined once, at the end. Inside nothing is split.
+Such scans are ``lax.map`` over a split dimension, its derivative, and every scan that only adds to its carry. No data
+moves between iterations, and sums are reduced once, after the scan. Values inside the body are not split.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _stacked(program: Program) -> list[tuple[Equation, Edge]]:
 
 @where_split(_stacked)
 def shard_scan(candidate: tuple[Equation, Edge], split: Split) -> Iterator[Others]:
-    """A scan over a split dimension becomes an operator without a body."""
+    """Replaces a scan over a split dimension by an operator without a body."""
     loop, edge = candidate
     inside = (v for body in loop.blocks for v in body.values())
     if split.parts(edge.outer, 0) > 1 and not any(map(split.is_split, inside)) and (rule := rule_of_rounds(loop)):
@@ -38,9 +38,9 @@ def shard_scan(candidate: tuple[Equation, Edge], split: Split) -> Iterator[Other
 
 
 def rule_of_rounds(e: Equation) -> Rule | None:
-    """The rule of a loop as one operator whose rounds are split; None if its rounds need one another.
+    """The rule of a loop as one operator whose iterations are split; None if an iteration depends on another one.
 
-    Nor has it one where something inside is marked, is a manual region, has an effect, or runs on a device by name.
+    It is also None if the body contains a mark, a manual region, an effect, or a callback that names a device.
     """
     if e.name != "scan" or e.trip_count < 2 or e.params["jaxpr"].effects:
         return None
@@ -64,45 +64,47 @@ def rule_of_rounds(e: Equation) -> Rule | None:
 
     def local(shards: Shards, *arrays: Any) -> list[Any]:
         atoms = shards.atoms(rounds[0])
-        given, carried, stacks = arrays[:consts], list(arrays[consts : consts + carry]), list(arrays[consts + carry :])
+        constants = arrays[:consts]
+        carried = list(arrays[consts : consts + carry])
+        stacks = list(arrays[consts + carry :])
         count = shards.size(rounds[0])
-        even = count * shards.mesh.count(atoms) == e.trip_count  # all devices have as many
+        even = count * shards.mesh.count(atoms) == e.trip_count  # whether all devices have the same number
         if atoms:
             first = shards.is_first(atoms)
             carried = [jnp.where(first, x, jnp.asarray(identity("add", x.dtype), x.dtype)) for x in carried]
-        at = shards.offset(rounds) + jnp.arange(count, dtype=jnp.int32)
+        numbers = shards.offset(rounds) + jnp.arange(count, dtype=jnp.int32)  # of the iterations
         replay = _OnDevice()
 
         def run(carried: Sequence[Any], slices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            out = replay.run(body, [*given, *carried, *slices])
+            out = replay.run(body, [*constants, *carried, *slices])
             return out[:carry], out[carry:]
 
         def skip(carried: Sequence[Any], slices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
             return list(carried), [in_memory_of(v, jnp.zeros(v.shape, v.dtype)) for v in body.outputs[carry:]]
 
-        def step(carried: Sequence[Any], round_: tuple[Any, Sequence[Any]]) -> tuple[list[Any], list[Any]]:
-            number, slices = round_
+        def step(carried: Sequence[Any], iteration: tuple[Any, Sequence[Any]]) -> tuple[list[Any], list[Any]]:
+            number, slices = iteration
             if even:
                 return run(carried, slices)
             return lax.cond(number < e.trip_count, run, skip, list(carried), list(slices))
 
-        end, made = lax.scan(
-            step, carried, (at, stacks), length=count, reverse=e.params["reverse"], unroll=e.params["unroll"]
+        final_carry, stacked = lax.scan(
+            step, carried, (numbers, stacks), length=count, reverse=e.params["reverse"], unroll=e.params["unroll"]
         )
-        return [*end, *made]
+        return [*final_carry, *stacked]
 
     return make.rule(operands, results, local=local, flops=e.trip_count * _flops(body), masks_itself=True)
 
 
 class _OnDevice(Interpreter):
-    """Computes in the memory of the device: what is in that of the host is fetched by the equation that needs it."""
+    """Computes in device memory: each equation fetches its operands that are in host memory."""
 
     def equation(self, e: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
         """Runs one equation without a body."""
         if changes_memory(e):
             return [in_memory_of(e.outputs[0], inputs[0])]
-        there = inputs if is_handed_on(e, {}) else [transferred(x, False) for x in inputs]
-        return [in_memory_of(v, x) for v, x in zip(e.outputs, super().equation(e, there), strict=True)]
+        operands = inputs if is_handed_on(e, {}) else [transferred(x, False) for x in inputs]
+        return [in_memory_of(v, x) for v, x in zip(e.outputs, super().equation(e, operands), strict=True)]
 
 
 def _flops(block: Block) -> int:
@@ -111,7 +113,7 @@ def _flops(block: Block) -> int:
 
 
 def _is_only_added_to(body: Block, start: Value, end: Value | Constant) -> bool:
-    """Whether a round does nothing with what it carries but add something, or take something away."""
+    """Whether an iteration only adds to a carried value or subtracts from it."""
     producer = next((q for q in body.equations if end in q.outputs), None)
     users = [q for q in body.equations for x in q.inputs if x is start or x is end]
     if producer is None or users != [producer] or sum(x is start or x is end for x in body.outputs) != 1:

@@ -1,14 +1,14 @@
 """Sinks elementwise operators on slices below the pad of their result, so that the slices need not move.
 
-A stencil, or an update of the inside of an array, cuts windows, computes with them and pads the result. Each window
-would be spread evenly over the devices, so that nearly all of its elements move, and those of the result move back.
-Elementwise operators give the same in the frame of the result, where a mask keeps what lies inside:
+A stencil, or an update of the inside of an array, slices windows, computes with them and pads the result. Each window
+would be split evenly over the devices, so nearly all of its elements would move, and those of the result would move
+back. Elementwise operators compute the same in the frame of the result, where a mask keeps the elements inside:
 
     pad(x[2:] + x[:-2], 1)               where(inside, pad(x, (-1, 1)) + pad(x, (1, -1)), 0)     two halos
     pad(sin(x[1:-1]), 1)                 where(inside, sin(x), 0)                                nothing is sent
     pad(2 * x[::2], interior=1)          where(inside, 2 * x, 0)                                 nothing is sent
 
-Elements outside are computed for nothing, so windows have to be a good part of their frame.
+Elements outside of the mask are computed in vain, so windows must cover a large part of their frame.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from gshard.rewrite.driver import over
 from gshard.rewrite.equation_graph import Array, Graph, Others, again
 from gshard.rules.movement import one_array
 
-_TIMES = 4  # elements that are computed for one that is kept
-_NEARLY = 1.25  # where it is hardly more than one
-_NODES = 64  # arrays that are followed
+_TIMES = 4  # largest ratio of computed and needed elements
+_NEARLY = 1.25  # largest ratio that counts as nearly one
+_NODES = 64  # largest number of arrays in frames
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Frame:
-    """Where an array's elements stand in a larger one: element ``k`` at ``offset + step * k``."""
+    """The position of an array in a larger one: element ``k`` is at ``offset + step * k`` in each dimension."""
 
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
@@ -48,15 +48,15 @@ class _Frame:
         return x.shape == self.shape and not any(self.offsets) and all(s == 1 for s in self.steps)
 
     def padding(self, x: Array) -> tuple[tuple[int, int, int], ...]:
-        """As ``lax.pad`` has it."""
+        """The padding configuration of the ``lax.pad`` that puts an array into the frame."""
         ends = [o + s * (m - 1) + 1 for o, s, m in zip(self.offsets, self.steps, x.shape, strict=True)]
-        found = zip(self.offsets, self.shape, ends, self.steps, strict=True)
-        return tuple((o, n - end, s - 1) for o, n, end, s in found)
+        dims = zip(self.offsets, self.shape, ends, self.steps, strict=True)
+        return tuple((o, n - end, s - 1) for o, n, end, s in dims)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Node:
-    """An array in a frame: an equation on arrays in frames, or (without one) an array that is put there."""
+    """An array in a frame: the result of an equation on arrays in frames, or, without an equation, a padded array."""
 
     frame: _Frame
     array: Array
@@ -66,30 +66,30 @@ class _Node:
 
 @over("pad")
 def sink_pad(graph: Graph) -> Others:
-    """Pads of what is computed of slices become computations on pads."""
+    """Replaces pads of computations on slices by computations on pads."""
     frames = _Frames(graph)
-    tried = ((e, frames.instead_of(e)) for e in graph.equations)
-    return {e: new for e, new in tried if new is not None}
+    replacements = ((e, frames.instead_of(e)) for e in graph.equations)
+    return {e: new for e, new in replacements if new is not None}
 
 
 class _Frames:
-    """The equations of a block, and which of them can be computed in a frame."""
+    """Finds the equations of a block that can be computed in a frame."""
 
     def __init__(self, graph: Graph):
         self.graph = graph
         self.needed: set[Any] = set(graph.outputs)  # values that are computed anyway
-        self.summed: set[Any] = set()  # values that may be in parts of sums
+        self.summed: set[Any] = set()  # values that may be unreduced sums
         for e in graph.equations:
             if not traits_of(e.name).computes and e.name not in ("slice", "pad"):
                 self.needed.update(e.inputs)
             if e.mark is None and (_sums(e) or (e.rule and e.rule.linear and not self.summed.isdisjoint(e.inputs))):
                 self.summed.update(e.outputs)
-        # A padded array that is moved on is not computed at all (``rewrite.compose_movement``).
+        # ``rewrite.compose_movement`` removes padded arrays whose elements move again.
         self.moved = {x for e in graph.equations if self._moves(e) for x in e.inputs}
 
     @functools.cached_property
     def known(self) -> KnownValues:
-        """The values that follow from positions along one dimension."""
+        """The known values of arrays along one dimension."""
         known_values = KnownValues(most=2**31)
         for e in self.graph.equations:
             if len(e.outputs) == 1 and len(e.outputs[0].shape) <= 1:
@@ -111,8 +111,8 @@ class _Frames:
             return None
         u, result = e.inputs[0], e.outputs[0]
         config = [tuple(map(int, c)) for c in e.params["padding_config"]]
-        maker = self.producer(u)
-        if 0 in u.shape or maker is None or not self.may_start(maker, result) or any(min(c) < 0 for c in config):
+        producer = self.producer(u)
+        if 0 in u.shape or producer is None or not self.may_start(producer, result) or any(min(c) < 0 for c in config):
             return None
         frame = _Frame(result.shape, tuple(low for low, _, _ in config), tuple(i + 1 for _, _, i in config))
         nodes: dict[Any, _Node] = {}
@@ -120,10 +120,10 @@ class _Frames:
         times = math.prod(result.shape) / math.prod(u.shape)
         if top.equation is None or not _is_worth_it(nodes.values(), times):
             return None
-        # Of sums that are still to be finished a part is less than all.
+        # A slice of an unreduced sum is cheaper to reduce than the whole.
         if times > _NEARLY and any(not x.equation and x.array in self.summed for x in nodes.values()):
             return None
-        # Every second element, and the one beside each: both are on the same device as they are.
+        # For slices with a stride, elements next to each other are already on the same device.
         in_step = [s > 1 and s * m == n for n, m, s in zip(frame.shape, u.shape, frame.steps, strict=True)]
         if any(not x.equation and x.array.shape and any(o for o, s in zip(x.frame.offsets, in_step, strict=True) if s)
                for x in nodes.values()):  # fmt: skip
@@ -139,16 +139,17 @@ class _Frames:
 
         return self.graph.write(sunk, (e.inputs[1], *leaves), (result,), e)
 
-    def may_start(self, maker: Equation, result: Value) -> bool:
-        """Whether an equation may make an array that is padded to ``result``."""
-        return traits_of(maker.name).computes or (maker.name == "broadcast_in_dim" and result not in self.moved)
+    def may_start(self, producer: Equation, result: Value) -> bool:
+        """Whether the rewrite applies to a pad to ``result`` of the result of this equation."""
+        return traits_of(producer.name).computes or (producer.name == "broadcast_in_dim" and result not in self.moved)
 
-    # What an array is in a frame.
+    # Arrays in frames.
 
     def node(self, x: Array, frame: _Frame, nodes: dict[Any, _Node]) -> _Node:
+        """The node of an array in a frame; ``nodes`` contains all nodes so far."""
         key = x, frame
         if key not in nodes:
-            nodes[key] = _Node(frame, x)  # those under way count, too
+            nodes[key] = _Node(frame, x)  # counts towards ``_NODES`` while its operands are added
             nodes[key] = self._node(x, frame, nodes)
         return nodes[key]
 
@@ -173,7 +174,7 @@ class _Frames:
         return _Node(frame, x, e, tuple(self.node(y, frame, nodes) for y in e.inputs))
 
     def is_chosen_inside(self, frame: _Frame, u: Array, result: Value) -> bool:
-        """Whether all that is read of a padding is what it holds of ``u``: it is chosen from at known places."""
+        """Whether the only reader of a pad is a select that chooses elements of ``u`` only, at known positions."""
         readers = self.graph.readers(result)
         if len(readers) != 1 or readers[0].name != "select_n" or readers[0].inputs.index(result) != 2:
             return False
@@ -186,14 +187,15 @@ class _Frames:
         return True
 
     def places(self, x: Array) -> dict[int, Any]:
-        """Where flags at known places may be true: bool [n] for some dimensions."""
+        """For some dimensions the positions at which flags may be true: bool [n]."""
         e = self.producer(x)
         if len(x.shape) == 1:
             line = self.known.of(x)
             return {} if line is None or not line.whole else {0: line.values}
         if e is not None and e.name == "broadcast_in_dim":
-            dims, own = e.params["broadcast_dimensions"], self.places(e.inputs[0])
-            return {dims[d]: line for d, line in own.items() if len(line) == x.shape[dims[d]]}
+            dims = e.params["broadcast_dimensions"]
+            places = self.places(e.inputs[0])
+            return {dims[d]: line for d, line in places.items() if len(line) == x.shape[dims[d]]}
         if e is None or e.name != "and":
             return {}
         a, b = map(self.places, e.inputs)
@@ -201,7 +203,7 @@ class _Frames:
 
 
 def _computed(node: _Node, arrays: Mapping[Array, Any], known: dict[Any, Any]) -> Any:
-    """The array of a node in its frame, inside of a function that is written."""
+    """Computes the array of a node in its frame, inside a function that ``Graph.write`` traces."""
     key = node.array, node.frame
     if key not in known:
         known[key] = _in_frame(node, arrays, known)
@@ -221,7 +223,7 @@ def _in_frame(node: _Node, arrays: Mapping[Array, Any], known: dict[Any, Any]) -
 
 
 def _inside(frame: _Frame, shape: tuple[int, ...]) -> Any:
-    """Which elements of a frame are those of an array of a shape."""
+    """A mask of the elements of a frame that belong to an array of a shape."""
     masks = []
     for d, (n, o, s, m) in enumerate(zip(frame.shape, frame.offsets, frame.steps, shape, strict=True)):
         if (n, o, s) != (m, 0, 1):
@@ -230,40 +232,42 @@ def _inside(frame: _Frame, shape: tuple[int, ...]) -> Any:
 
 
 def _along(n: int, offset: int, step: int, count: int) -> Any:
-    """Which of ``n`` elements are among ``count`` from an offset on, a step apart: bool [n]."""
-    place, last, found = lax.iota(np.int32, n), offset + step * (count - 1), []
+    """A mask, bool [n], of ``count`` positions from an offset on with a step."""
+    position = lax.iota(np.int32, n)
+    last = offset + step * (count - 1)
+    conditions = []
     if offset > 0:
-        found.append(place >= np.int32(offset))
+        conditions.append(position >= np.int32(offset))
     if last < n - 1:
-        found.append(place <= np.int32(last))
+        conditions.append(position <= np.int32(last))
     if step > 1:
-        found.append(lax.rem(place - np.int32(offset % step), np.int32(step)) == np.int32(0))
-    return functools.reduce(lax.bitwise_and, found)
+        conditions.append(lax.rem(position - np.int32(offset % step), np.int32(step)) == np.int32(0))
+    return functools.reduce(lax.bitwise_and, conditions)
 
 
 def _is_worth_it(nodes: Iterable[_Node], times: float) -> bool:
-    """Whether more is saved than computed for nothing: less has to move than the one array that is padded."""
+    """Whether computing in the frame saves more than it wastes: less data moves than with the pad."""
     computed = [node.equation.name for node in nodes if node.equation is not None]
-    put = [node for node in nodes if node.equation is None and node.array.shape]
-    if len(computed) == 1 and not put:
-        return True  # a number
+    padded = [node for node in nodes if node.equation is None and node.array.shape]
+    if len(computed) == 1 and not padded:
+        return True  # a broadcast scalar
     if times > _TIMES:
         return False
-    far = sum(not _is_near(node) for node in put)
-    return far <= (1 if len({node.array for node in put}) > 1 else 0)
+    moved = sum(not _is_near(node) for node in padded)
+    return moved <= (1 if len({node.array for node in padded}) > 1 else 0)
 
 
 def _is_near(node: _Node) -> bool:
-    """Whether an array is in its frame already, but for few elements at its ends."""
-    near = zip(node.frame.offsets, node.frame.shape, node.array.shape, node.frame.steps, strict=True)
-    return all(s == 1 and 8 * max(abs(o), abs(n - m - o)) <= max(n, 16) and m >= n for o, n, m, s in near)
+    """Whether an array fills its frame except few elements at the ends."""
+    dims = zip(node.frame.offsets, node.frame.shape, node.array.shape, node.frame.steps, strict=True)
+    return all(s == 1 and 8 * max(abs(o), abs(n - m - o)) <= max(n, 16) and m >= n for o, n, m, s in dims)
 
 
 def _sums(e: Equation) -> bool:
-    """Whether parts of sums may come out."""
+    """Whether the results of an equation may be unreduced."""
     return bool(e.blocks) or (e.rule is not None and any(f.kind == REDUCE for f in e.rule.factors))
 
 
 def _is_key(x: Array) -> bool:
-    """Whether it holds random keys, which have no zero."""
+    """Whether an array contains random keys, which have no zero."""
     return bool(jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended))

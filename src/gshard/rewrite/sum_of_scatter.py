@@ -1,7 +1,8 @@
 """Replaces a sum over a dimension that was scattered into zeros by a sum of the updates.
 
-The gradient of a look-up in each row is zeros with one update in each row. Where rows are normalised (the cross entropy
-of labels), it is summed over the row, which is the sum of the row's updates and does not need the row.
+The gradient of a look-up in each row consists of zeros with one update in each row. If rows are normalised (the cross
+entropy of labels), this gradient is summed over each row. The sum equals the sum of the updates of the row, and does
+not need the row.
 
     zeros(8, n).at[arange(8), labels].add(u).sum(1)        where(0 <= labels < n, u, 0)
 """
@@ -23,7 +24,7 @@ from gshard.rewrite.equation_graph import Graph
 
 @at("reduce_sum")
 def sum_of_scatter(graph: Graph, e: Equation) -> Sequence[Equation] | None:
-    """``reduce_sum(scatter-add(zeros, places, updates))``, perhaps negated, becomes ``reduce_sum(updates)``."""
+    """Replaces ``reduce_sum(scatter-add(zeros, places, updates))``, perhaps negated, by ``reduce_sum(updates)``."""
     scatter, negated = graph.producer(e.inputs[0], "scatter-add", "neg"), False
     while scatter is not None and scatter.name == "neg":
         scatter, negated = graph.producer(scatter.inputs[0], "scatter-add", "neg"), not negated
@@ -41,7 +42,7 @@ def sum_of_scatter(graph: Graph, e: Equation) -> Sequence[Equation] | None:
 
 
 def _axes_of_updates(graph: Graph, e: Equation, scatter: Equation) -> tuple[int, ...] | None:
-    """The dimensions of updates over which to sum them; None if the sum needs more than the updates."""
+    """The dimensions over which to sum the updates; None if the sum depends on more than the updates."""
     numbers, zeros = scatter.params["dimension_numbers"], graph.producer(scatter.inputs[0], "broadcast_in_dim")
     number = None if zeros is None else zeros.inputs[0]
     if not isinstance(number, Constant) or number.number != 0.0 or np.signbit(number.number):
@@ -56,10 +57,11 @@ def _axes_of_updates(graph: Graph, e: Equation, scatter: Equation) -> tuple[int,
 
 
 def _valid(places: Any, updates: Any, size: int, mode: Any) -> Any:
-    """The updates, with zeros for those whose place is out of range, and for -0.0, which became 0.0 in zeros."""
-    zeros, there = jnp.zeros_like(updates), updates != np.zeros((), updates.dtype)
+    """The updates, with zeros instead of updates out of range and instead of -0.0 (0.0 + -0.0 is 0.0)."""
+    zeros = jnp.zeros_like(updates)
+    is_added = updates != np.zeros((), updates.dtype)
     if mode != lax.GatherScatterMode.CLIP:
         place = lax.squeeze(places, (updates.ndim,))
         last = np.asarray(min(size - 1, np.iinfo(places.dtype).max), places.dtype)
-        there = ((place >= np.zeros((), places.dtype)) & (place <= last)) & there
-    return lax.select(there, updates, zeros)
+        is_added = ((place >= np.zeros((), places.dtype)) & (place <= last)) & is_added
+    return lax.select(is_added, updates, zeros)

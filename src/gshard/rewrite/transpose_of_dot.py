@@ -1,8 +1,8 @@
 """Folds a transpose of a product into the product, by swapping its operands.
 
-JAX's derivative of a product by its second operand is a product and a transpose. XLA gives a result of a loop the
-layout in which the product produces it, and copies it where another one is needed: the gradients of stacked layers,
-which every step reads, came in a layout that made the optimizer slower.
+JAX's derivative of a product by its second operand is a transpose of a product. XLA gives the result of a loop the
+layout of the product, and copies it for readers that need another layout. Without this rewrite, the gradients of
+stacked layers have a layout that makes the optimizer slower.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gshard.rewrite.equation_graph import Graph, Others
 
 @at("transpose")
 def transpose_of_dot(graph: Graph, e: Equation) -> Others | None:
-    """``transpose(dot_general(a, b))`` becomes ``dot_general(b, a)``, if nothing else reads the product."""
+    """Replaces ``transpose(dot_general(a, b))`` by ``dot_general(b, a)``, if nothing else reads the product."""
     dot = graph.producer(e.inputs[0], "dot_general")
     if dot is None or not graph.is_read_once(e.inputs[0]) or (params := _swapped(dot, e)) is None:
         return None
@@ -27,7 +27,7 @@ def transpose_of_dot(graph: Graph, e: Equation) -> Others | None:
 
 
 def _swapped(dot: Equation, transpose: Equation) -> dict[str, Any] | None:
-    """The parameters of the product of the operands in the other order, if the transpose undoes just that."""
+    """The parameters of the product with swapped operands, if the transpose exactly undoes the swap; otherwise None."""
     summed, batch = dot.params["dimension_numbers"]
     lhs, rhs = (len(x.shape) - len(own) for x, own in zip(dot.inputs, summed, strict=True))
     shared = len(batch[0])
@@ -41,5 +41,5 @@ def _swapped(dot: Equation, transpose: Equation) -> dict[str, Any] | None:
 
 
 def _is_per_operand(precision: Any) -> bool:
-    """Whether a precision is the default, or of the same kind for both operands."""
+    """Whether a precision is the default, or is given for each operand."""
     return precision is None or isinstance(precision, tuple | lax.Precision)

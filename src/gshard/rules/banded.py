@@ -1,16 +1,16 @@
-"""Banded: a product with a table that is nearly all zeros, which reads only where the others are.
+"""Multiplies an array by a banded table, a matrix whose rows have few nonzero numbers in neighboring columns.
 
-Whoever makes an image larger multiplies its rows by a table in which two numbers of each row are not zero. Where the
-image's rows are split, a device needs what its own results read, a halo, and not the whole image:
+Resizing an image, for example, multiplies its rows by a table with two nonzero numbers in each row. If the rows of the
+image are split, a device needs only the elements that its own results read, a halo, and not the whole image:
 
     y[j] = sum over k of weights[j, k] * x[starts[j] + k]       1/4 x[3] + 3/4 x[4], 3/4 x[4] + 1/4 x[5], ...
 
-``rewrite.banded_product`` finds such products. Results that are read in one pattern (``p`` of them for every ``q``
-elements) are sums of slices with stride ``q``, laid side by side; others are looked up.
+``rewrite.banded_product`` finds such products. If the results follow one pattern (``p`` results for every ``q``
+elements), the rule sums slices with stride ``q`` and interleaves them; otherwise it looks the elements up.
 
-The product multiplies every element by a number, be it zero, and zero times infinity is NaN. So elements that are not
-finite are counted, on all devices together: where there are more of them than a result reads it is NaN, as it is in the
-product. What it reads it multiplies as the product does, be it by zero. Integers need no such count.
+The original product multiplies every element by a number, possibly zero, and zero times infinity is NaN. The rule
+therefore counts the elements that are not finite on all devices: a result is NaN if there are more of them than the
+result reads. It multiplies the elements that it reads as the product does, also by zero. Integers need no count.
 """
 
 from __future__ import annotations
