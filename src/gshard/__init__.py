@@ -23,6 +23,7 @@ Besides::
     Mesh, Sharding              the devices, and how an array is cut over them
     Machine, Cost               what a program takes on given devices; CollectiveMatmul: which products run so
     manual, auto_to_manual ...  parts of a program that you partition yourself
+    attention                   dot-product attention, split by batch, heads or sequence (ring attention)
     kernel                      a fast function (Pallas, cuDNN, ...) that is partitioned as a plain one
     rule                        register a rule of an operator (RuleMaker, Call, Shards, Rule)
     testing                     check a rule; limits and baselines of what a jitted function sends, for your tests
@@ -32,6 +33,7 @@ Besides::
 import typing as _typing
 
 from gshard import testing as testing
+from gshard.api.attention import attention as attention
 from gshard.api.by_path import shard_by_path as shard_by_path
 from gshard.api.dimensions import dimensions as dimensions
 from gshard.api.explained import explain as explain
@@ -130,6 +132,7 @@ __all__ = [
     "TraceError",
     "UnevenArray",
     "UnknownMachineWarning",
+    "attention",
     "auto_to_manual",
     "compile",
     "dimensions",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Container, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,12 @@ from gshard.core.xla_workarounds import all_gather, taken
 Fetched = dict[tuple[int, Any], tuple[Any, Any]]
 
 
+class Note(Protocol):
+    """Records a collective that an equation runs."""
+
+    def __call__(self, kind: str, atoms: Atoms, sent: int, x: Any, times: int = 1) -> None: ...
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shards:
     """One equation, its split and the mesh, on one device.
@@ -39,8 +45,8 @@ class Shards:
         equation: the equation.
         split: the atoms of its factors.
         mesh: the mesh.
-        note: called for every collective with its kind, its atoms, the bytes that each device sends, and the local
-            operand.
+        note: called for every collective with its kind, its atoms, the bytes that each device sends, the local operand,
+            and how many times it runs, if more than once.
         unread: the numbers of results that nothing reads.
         fetched: the windows that equations of this block have already fetched.
     """
@@ -48,7 +54,7 @@ class Shards:
     equation: Equation
     split: Split
     mesh: Mesh
-    note: Callable[[str, Atoms, int, Any], None] | None = None
+    note: Note | None = None
     unread: frozenset[int] = frozenset()
     fetched: Fetched | None = None
 

@@ -8,7 +8,7 @@ makes no choices here. Every collective is emitted by a step of ``comm.steps`` a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 from gshard.comm.collective_matmul import Note, collective_matmul
 from gshard.comm.reshard import plan_reshard
 from gshard.comm.shards import Fetched, Shards
+from gshard.comm.shards import Note as NoteOfEquation
 from gshard.comm.steps import ALL_GATHER, LOCAL, PERMUTE, is_exchange, run, step_collectives
 from gshard.comm.steps import permutation as moves_of
 from gshard.core.context import NO_CONTEXT
@@ -257,12 +258,12 @@ class _Emitter:
                 )
         return results
 
-    def _noting(self, e: Equation) -> Callable[[str, tuple[str, ...], int, Any], None]:
+    def _noting(self, e: Equation) -> NoteOfEquation:
         """Records the messages of an equation that communicates in its own way."""
 
-        def note(kind: str, atoms: tuple[str, ...], sent: int, x: Any) -> None:
+        def note(kind: str, atoms: tuple[str, ...], sent: int, x: Any, times: int = 1) -> None:
             shape = f"{short_dtype(x.dtype)}[{','.join(map(str, x.shape))}]"
-            self._note(kind, atoms, sent, self.trip_count, shape, f"inside {e.name}", e)
+            self._note(kind, atoms, sent, self.trip_count * times, shape, f"inside {e.name}", e)
 
         return note
 

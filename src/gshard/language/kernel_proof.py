@@ -155,7 +155,7 @@ def _equation(eqn: Any, rule: Rule) -> Equation:
     return Equation(eqn.primitive, dict(eqn.params), inputs, outputs, rule, eqn.source_info)
 
 
-def _refused(kind: str, atoms: Atoms, sent: int, x: Any) -> None:
+def _refused(kind: str, atoms: Atoms, sent: int, x: Any, times: int = 1) -> None:
     raise _NotProven  # it communicates
 
 

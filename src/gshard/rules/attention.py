@@ -1,0 +1,227 @@
+"""Attention (``gshard.attention``): queries, keys and values, by batch, by heads and by positions.
+
+    b t h g d, b s h d, b s h e -> b t h g e, b t h g        (d and e are whole)
+
+Batches, key heads and the query heads of each are parallel, so heads can be split after an all-to-all that joins the
+sequence (Jacobs et al., "DeepSpeed-Ulysses"). For positions, there are two cases:
+
+- As many keys as queries: both are one factor. Keys and values rotate, and each device merges its results for the parts
+  that pass it (Liu et al., "Ring attention"; ``rules.attention_ring``).
+- Otherwise queries and keys are two factors. Devices with parts of the keys (a cache) merge their results by the
+  log-sum-exps of their scores ("flash-decoding").
+
+Each device computes positions, segments and masks for its own parts. The gradient has the same factors: parts of its
+sums over queries, keys and query heads are added up where gshard needs them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from gshard.comm.collectives import sent_bytes
+from gshard.comm.shards import Shards, mask
+from gshard.comm.steps import ALL_REDUCE, all_reduce
+from gshard.core.mesh import Mesh
+from gshard.core.program import itemsize
+from gshard.core.rule import REDUCE, Rule, RuleMaker
+from gshard.core.split import Split
+from gshard.language.attention_primitive import AttentionParams, wide_dtype
+from gshard.language.registry import Call, rule
+from gshard.rules.attention_ring import Sequences, gradient_on_ring, on_ring, ring_bytes
+
+_BY_QUERY = ("q", "lse", "delta", "dout")  # arrays whose padding must not add to the sums for keys
+
+
+@rule("gshard_attention")
+def attention(call: Call) -> Rule:
+    """All dimensions but features can be split. Positions are one factor if there are as many keys as queries.
+
+    >>> call = Call("", {"params": AttentionParams(1.0)}, ((2, 8, 3, 2, 5), (2, 8, 3, 5), (2, 8, 3, 4)),
+    ...             ((2, 8, 3, 2, 4), (2, 8, 3, 2)), ("f4",) * 3)
+    >>> print(attention(call))
+    a b c d e, a b c e, a b c f -> a b c d f, a b c d; communicate b; replicate e f
+    """
+    params: AttentionParams = call.params["params"]
+    names, make = params.names, RuleMaker()
+    dims = _Dims(make, params, dict(zip(names, call.in_shapes, strict=True)), gradient=False)
+
+    def local(shards: Shards, *parts: Any) -> list[Any]:
+        arrays = dict(zip(names, parts, strict=True))
+        if dims.together and (atoms := shards.atoms(dims.t[0])):
+            return on_ring(shards, dims.sequences(shards), atoms, arrays)
+        atoms = shards.atoms(dims.s[0])
+        if not atoms and not shards.atoms(dims.t[0]):
+            return shards.bind(*parts)
+        params_of_part, arrays = dims.own(shards, arrays)
+        if not atoms:
+            return shards.bind(*arrays.values(), params=params_of_part)
+        wide = dataclasses.replace(params_of_part, wide=True)
+        out, lse = shards.bind(*arrays.values(), params=wide)
+        return _merged(shards, atoms, out, lse)
+
+    def sends(mesh: Mesh, split: Split) -> int:
+        if dims.together:
+            return ring_bytes(dims.sequences_of(mesh, split), dims.local_shapes(mesh, split), call.in_dtypes, False)
+        parts = mesh.count(split.get(dims.s[0], ()))
+        (out, lse), size = (dims.local_results(mesh, split), itemsize(wide_dtype(call.in_dtypes[0])))
+        each = math.prod(lse) * size, (math.prod(out) + math.prod(lse)) * size
+        return sum(sent_bytes(ALL_REDUCE, n, parts) for n in each)
+
+    flops = dims.pairs * 2 * (dims.features + dims.out_features)
+    return make.rule(
+        [dims.of[name] for name in names], [dims.out, dims.lse], local=local, sends=sends, flops=flops, products=flops,
+    )  # fmt: skip
+
+
+@rule("gshard_attention_gradient")
+def attention_gradient(call: Call) -> Rule:
+    """The gradient sums over queries for keys and values, and over keys for queries.
+
+    >>> shapes = ((2, 7, 3, 2, 5), (2, 8, 3, 5), (2, 8, 3, 4), (2, 7, 3, 2), (2, 7, 3, 2), (2, 7, 3, 2, 4))
+    >>> call = Call("", {"params": AttentionParams(1.0)}, shapes, shapes[:3], ("f4",) * 6)
+    >>> print(attention_gradient(call))  # doctest: +NORMALIZE_WHITESPACE
+    a b c d e, a f c e, a f c g, a b c d, a b c d, a b c d g -> a b c d e, a f c e, a f c g;
+    add over b=7; add over d=2; add over f=8; replicate e g
+    """
+    params: AttentionParams = call.params["params"]
+    names, make = params.gradient_names, RuleMaker()
+    dims = _Dims(make, params, dict(zip(names, call.in_shapes, strict=True)), gradient=True)
+
+    def local(shards: Shards, *parts: Any) -> list[Any]:
+        arrays = dict(zip(names, parts, strict=True))
+        if dims.together and (atoms := shards.atoms(dims.t[0])):
+            return gradient_on_ring(shards, dims.sequences(shards), atoms, arrays)
+        if not shards.atoms(dims.s[0]) and not shards.atoms(dims.t[0]) and not shards.reduced_atoms():
+            return shards.bind(*parts)
+        params_of_part, arrays = dims.own(shards, arrays)
+        return shards.bind(*arrays.values(), params=params_of_part)
+
+    def sends(mesh: Mesh, split: Split) -> int:
+        return ring_bytes(dims.sequences_of(mesh, split), dims.local_shapes(mesh, split), call.in_dtypes, True)
+
+    flops = dims.pairs * 2 * (3 * dims.features + 2 * dims.out_features)
+    return make.rule(
+        [dims.of[name] for name in names], [dims.of[name] for name in "qkv"], local=local,
+        sends=sends if dims.together else None, flops=flops, products=flops, masks_itself=True,
+    )  # fmt: skip
+
+
+class _Dims:
+    """The factors of the arrays of attention, by name."""
+
+    def __init__(
+        self, make: RuleMaker, params: AttentionParams, shapes: Mapping[str, Sequence[int]], *, gradient: bool
+    ) -> None:
+        *batch, queries, heads, group, features = shapes["q"]
+        keys, out_features = shapes["k"][-3], shapes["v"][-1]
+        self._params, self._shapes, self._make = params, shapes, make
+        self.features, self.out_features = features, out_features
+        self.together = queries == keys and queries > 1
+        summed = (REDUCE, "add") if gradient else ()
+        self._batch = [make.factor(n) for n in batch]
+        self.t = make.communicate(queries) if self.together else make.factor(queries, *summed)
+        head, groups = make.factor(heads), make.factor(group, *summed)
+        d = make.replicate(features)
+        self.s = self.t if self.together else make.factor(keys, *summed) if gradient else make.communicate(keys)
+        e = make.replicate(out_features)
+        self.lse = [*self._batch, self.t, head, groups]
+        self.out = [*self.lse, e]
+        columns = make.replicate(keys) if self.together and params.mask else self.s
+        full = {
+            "q": [*self.lse, d], "k": [*self._batch, self.s, head, d], "v": [*self._batch, self.s, head, e],
+            "q_positions": [*self._batch, self.t], "k_positions": [*self._batch, self.s],
+            "q_segments": [*self._batch, self.t], "k_segments": [*self._batch, self.s],
+            "mask": [*self._batch, head, groups, self.t, columns],
+            "lse": self.lse, "delta": self.lse, "dout": self.out,
+        }  # fmt: skip
+        self.of = {
+            name: [dim if make.factors[dim[0]].size == n else () for dim, n in zip(full[name], shape, strict=True)]
+            for name, shape in shapes.items()
+        }
+        self.queries, self.keys = queries, keys
+        self.pairs = math.prod(batch) * heads * group * queries * self._seen_keys()
+
+    def _seen_keys(self) -> int:
+        """The keys that a query sees on average."""
+        params, keys = self._params, self.keys
+        if params.positions or not params.by_position or not self.together:
+            return keys
+        before, after = params.window
+        behind = keys // 2 if before is None else min(before, keys // 2)
+        ahead = 0 if params.causal else keys // 2 if after is None else min(after, keys // 2)
+        return max(1, min(keys, behind + ahead + 1))
+
+    def sequences(self, shards: Shards) -> Sequences:
+        """The positions that devices hold."""
+        return self.sequences_of(shards.mesh, shards.split)
+
+    def sequences_of(self, mesh: Mesh, split: Split) -> Sequences:
+        """The positions that devices hold under a split."""
+        return Sequences(self._params, self.queries, mesh.count(split.get(self.t[0], ())))
+
+    def local_shapes(self, mesh: Mesh, split: Split) -> dict[str, tuple[int, ...]]:
+        """The shapes of the parts of operands."""
+        return {name: self._local(dims, self._shapes[name], mesh, split) for name, dims in self.of.items()}
+
+    def local_results(self, mesh: Mesh, split: Split) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The shapes of the parts of the result and the log-sum-exp."""
+        lse = self._shapes["q"][:-1]
+        out = (*lse, self.out_features)
+        return self._local(self.out, out, mesh, split), self._local(self.lse, lse, mesh, split)
+
+    def _local(self, dims: Any, shape: Sequence[int], mesh: Mesh, split: Split) -> tuple[int, ...]:
+        return tuple(
+            -(-n // mesh.count(split.get(dim[0], ()))) if dim else n for n, dim in zip(shape, dims, strict=True)
+        )
+
+    def own(self, shards: Shards, arrays: Mapping[str, Any]) -> tuple[AttentionParams, dict[str, Any]]:
+        """Parameters and operands of one device: padding counts nowhere, positions are those of the whole arrays."""
+        params, arrays = self._params, dict(arrays)
+        for name in arrays:
+            arrays[name] = self._without_padding(shards, name, arrays[name])
+        counts = {"q": (self.t, self.queries), "k": (self.s, self.keys)}
+        at = {x: shards.offset(dim) + jnp.arange(arrays[x].shape[len(self._batch)]) for x, (dim, _) in counts.items()}
+        lead = (1,) * len(self._batch)
+        if params.by_position and not params.positions:
+            params = dataclasses.replace(params, positions=True)
+            arrays |= {f"{x}_positions": at[x].reshape(*lead, -1) for x in counts}
+        padded = self.keys % shards.mesh.count(shards.atoms(self.s[0]))
+        if padded:
+            real = {x: (at[x] < n).reshape(*lead, -1) for x, (_, n) in counts.items()}
+            if not params.segments:
+                params = dataclasses.replace(params, segments=True)
+                arrays |= {"q_segments": jnp.ones_like(real["q"], jnp.int32), "k_segments": real["k"].astype(jnp.int32)}
+            else:
+                none = jnp.iinfo(arrays["k_segments"].dtype).min
+                arrays["k_segments"] = jnp.where(real["k"], arrays["k_segments"], none)
+        names = params.gradient_names if "dout" in arrays else params.names
+        return params, {name: arrays[name] for name in names}
+
+    def _without_padding(self, shards: Shards, name: str, x: Any) -> Any:
+        """Keys and values without padding that is not finite; arrays by query also without any that would be added."""
+        if name in ("k", "v") or (name in _BY_QUERY and "dout" in self.of):
+            for d, (dim, n) in enumerate(zip(self.of[name], self._shapes[name], strict=True)):
+                atoms = shards.atoms(dim[0]) if dim else ()
+                if n % shards.mesh.count(atoms):
+                    x = mask(x, d, n, atoms, jnp.zeros((), x.dtype))
+        return x
+
+
+def _merged(shards: Shards, atoms: Any, out: Any, lse: Any) -> list[Any]:
+    """The results of devices with parts of the keys, merged on all of them."""
+    for x, more in ((lse, 0), (lse, out.size)):
+        if shards.note is not None:
+            size = (x.size + more) * x.dtype.itemsize
+            shards.note(ALL_REDUCE, atoms, sent_bytes(ALL_REDUCE, size, shards.mesh.count(atoms)), x)
+    most = all_reduce(lse, atoms, "max")
+    most = jnp.where(most == -jnp.inf, 0, most)
+    weight = jnp.exp(lse - most)[..., None]
+    sums = all_reduce(jnp.concatenate([out * weight, weight], axis=-1), atoms, "add")
+    sums, total = sums[..., :-1], sums[..., -1]
+    result = sums / jnp.where(total == 0, 1, total)[..., None]
+    return [result.astype(shards.equation.outputs[0].dtype), most + jnp.log(total)]
