@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas
 
+from gshard.api.attention import attention
 from gshard.api.kernel_function import kernel as gshard_kernel
 from gshard.core.program import Program
 from gshard.core.xla_workarounds import AS_WRITTEN
@@ -614,6 +615,29 @@ def partial_windows() -> Iterator[Row]:
     yield row("scatter-sub, rows", lambda x, i, u: x.at[i].subtract(u), N, starts[:, 0], whole(7, 10))
 
 
+def attention_rows() -> Iterator[Row]:
+    """Attention and its gradient: as many keys as queries (a ring) and others (merged), masks, uneven sizes."""
+    q, k, v = normal(2, 10, 4, 3), normal(2, 10, 2, 3, seed=1), normal(2, 10, 2, 5, seed=2)
+    more = normal(2, 9, 2, 3, seed=1), normal(2, 9, 2, 5, seed=2)
+    segments = np.arange(10) // 4
+    ways: dict[str, tuple[tuple[Any, Any], dict[str, Any]]] = {
+        "": ((k, v), {}),
+        ", causal": ((k, v), {"is_causal": True}),
+        ", window": ((k, v), {"local_window_size": (3, 1)}),
+        ", segments": ((k, v), {"query_segments": segments, "key_segments": segments}),
+        ", mask": (
+            (k, v),
+            {"mask": np.tri(10, 10, 2, dtype=bool), "query_positions": 9 - np.arange(10), "is_causal": True},
+        ),
+        ", keys": (more, {"is_causal": True, "key_value_seq_lengths": np.array([4, 9])}),
+    }
+    for name, ((k, v), options) in ways.items():
+        run = lambda q, k, v, options=options: attention(q, k, v, **options)  # noqa: E731
+        yield row(f"gshard_attention{name}", run, q, k, v, tolerance=1e-5)
+        back = lambda q, k, v, ct, run=run: jax.vjp(run, q, k, v)[1](ct)  # noqa: E731
+        yield row(f"gshard_attention_gradient{name}", back, q, k, v, normal(2, 10, 4, 5, seed=3), tolerance=1e-4)
+
+
 def grouped() -> Iterator[Row]:
     """Rows that belong to groups, some of them empty, the last rows to none; and what is kept whole or taken apart."""
     numbers = lax.RaggedDotDimensionNumbers
@@ -636,6 +660,7 @@ def grouped() -> Iterator[Row]:
     yield row("ragged_dot_general, ragged batch", which, x, normal(3, 6, 4), batch_sizes, tolerance=SUM)
     product = gshard_kernel(lambda x, w: x @ w, like=lambda x, w: x @ w)
     yield row("gshard_kernel, product", product, normal(7, 6), normal(6, 5), tolerance=1e-5)
+    yield from attention_rows()
     yield row("pallas_call, mapped", jax.vmap(kernel), normal(7, 5, 4), normal(7, 4))
     yield row("pallas_call, mapped twice", jax.vmap(jax.vmap(kernel, (0, None)), 1), normal(6, 3, 5, 4), normal(4, 3))
     key = np.arange(4, dtype=np.uint32)

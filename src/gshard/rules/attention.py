@@ -51,12 +51,12 @@ def attention(call: Call) -> Rule:
     dims = _Dims(make, params, dict(zip(names, call.in_shapes, strict=True)), gradient=False)
 
     def local(shards: Shards, *parts: Any) -> list[Any]:
-        arrays = dict(zip(names, parts, strict=True))
+        arrays = dims.without_padding(shards, dict(zip(names, parts, strict=True)))
         if dims.together and (atoms := shards.atoms(dims.t[0])):
             return on_ring(shards, dims.sequences(shards), atoms, arrays)
         atoms = shards.atoms(dims.s[0])
         if not atoms and not shards.atoms(dims.t[0]):
-            return shards.bind(*parts)
+            return shards.bind(*arrays.values())
         params_of_part, arrays = dims.own(shards, arrays)
         if not atoms:
             return shards.bind(*arrays.values(), params=params_of_part)
@@ -93,11 +93,11 @@ def attention_gradient(call: Call) -> Rule:
     dims = _Dims(make, params, dict(zip(names, call.in_shapes, strict=True)), gradient=True)
 
     def local(shards: Shards, *parts: Any) -> list[Any]:
-        arrays = dict(zip(names, parts, strict=True))
+        arrays = dims.without_padding(shards, dict(zip(names, parts, strict=True)))
         if dims.together and (atoms := shards.atoms(dims.t[0])):
             return gradient_on_ring(shards, dims.sequences(shards), atoms, arrays)
-        if not shards.atoms(dims.s[0]) and not shards.atoms(dims.t[0]) and not shards.reduced_atoms():
-            return shards.bind(*parts)
+        if not shards.atoms(dims.s[0]) and not shards.atoms(dims.t[0]):
+            return shards.bind(*arrays.values())
         params_of_part, arrays = dims.own(shards, arrays)
         return shards.bind(*arrays.values(), params=params_of_part)
 
@@ -182,8 +182,6 @@ class _Dims:
     def own(self, shards: Shards, arrays: Mapping[str, Any]) -> tuple[AttentionParams, dict[str, Any]]:
         """Parameters and operands of one device: padding counts nowhere, positions are those of the whole arrays."""
         params, arrays = self._params, dict(arrays)
-        for name in arrays:
-            arrays[name] = self._without_padding(shards, name, arrays[name])
         counts = {"q": (self.t, self.queries), "k": (self.s, self.keys)}
         at = {x: shards.offset(dim) + jnp.arange(arrays[x].shape[len(self._batch)]) for x, (dim, _) in counts.items()}
         lead = (1,) * len(self._batch)
@@ -202,13 +200,16 @@ class _Dims:
         names = params.gradient_names if "dout" in arrays else params.names
         return params, {name: arrays[name] for name in names}
 
-    def _without_padding(self, shards: Shards, name: str, x: Any) -> Any:
-        """Keys and values without padding that is not finite; arrays by query also without any that would be added."""
-        if name in ("k", "v") or (name in _BY_QUERY and "dout" in self.of):
-            for d, (dim, n) in enumerate(zip(self.of[name], self._shapes[name], strict=True)):
-                atoms = shards.atoms(dim[0]) if dim else ()
-                if n % shards.mesh.count(atoms):
-                    x = mask(x, d, n, atoms, jnp.zeros((), x.dtype))
+    def without_padding(self, shards: Shards, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        """Arrays whose padding is zero where it would be added, or multiplied by zero."""
+        summed = ("k", "v", *(_BY_QUERY if "dout" in arrays else ()))
+        return {name: self._filled(shards, name, x) if name in summed else x for name, x in arrays.items()}
+
+    def _filled(self, shards: Shards, name: str, x: Any) -> Any:
+        for d, (dim, n) in enumerate(zip(self.of[name], self._shapes[name], strict=True)):
+            atoms = shards.atoms(dim[0]) if dim else ()
+            if n % shards.mesh.count(atoms):
+                x = mask(x, d, n, atoms, jnp.zeros((), x.dtype))
         return x
 
 

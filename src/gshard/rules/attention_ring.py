@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from gshard.comm.rotation import Rotation
-from gshard.comm.shards import Shards, mask
+from gshard.comm.shards import Shards
 from gshard.core.mesh import Atoms
 from gshard.core.program import itemsize
 from gshard.language.attention_blocks import merged
@@ -30,7 +30,6 @@ OPERATIONS = 1_000  # operations of a product that take as long as sending a byt
 
 _Arrays = Mapping[str, Any]
 _BY_KEY = ("k", "v", "k_positions", "k_segments")
-_SUMS = ("q", "lse", "delta", "dout")  # arrays by query that the gradient reads
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -116,14 +115,14 @@ def _exchanged(shapes: Mapping[str, tuple[int, ...]], size: Mapping[str, int], g
 
 
 def on_ring(shards: Shards, sequences: Sequences, atoms: Atoms, arrays: _Arrays) -> list[Any]:
-    """One device's part of the result and of the log-sum-exp."""
+    """One device's part of the result and of the log-sum-exp. Padding of keys and values is finite."""
     ring = _Ring(shards, sequences, Rotation(shards, atoms), arrays)
     out, lse = ring.forward()
     return [out.astype(shards.equation.outputs[0].dtype), lse]
 
 
 def gradient_on_ring(shards: Shards, sequences: Sequences, atoms: Atoms, arrays: _Arrays) -> list[Any]:
-    """One device's parts of the gradients of queries, keys and values."""
+    """One device's parts of the gradients of queries, keys and values. Padding of operands is zero."""
     ring = _Ring(shards, sequences, Rotation(shards, atoms), arrays)
     return [x.astype(v.dtype) for x, v in zip(ring.backward(), shards.equation.outputs, strict=True)]
 
@@ -136,17 +135,12 @@ class _Ring:
         self._dim = arrays["q"].ndim - 4
         self._params: AttentionParams = shards.params["params"]
         gradient = "dout" in arrays
-        self._arrays = {name: self._without_padding(name, x, gradient) for name, x in arrays.items()}
+        self._arrays = dict(arrays)
         shapes = {name: tuple(x.shape) for name, x in arrays.items()}
         size = {name: x.size * x.dtype.itemsize for name, x in arrays.items()}
         self._zigzags = sequences.zigzags(shapes["q"], _exchanged(shapes, size, gradient))
         if self._zigzags:
             self._arrays = {name: rotation.zigzag(x, self._dim) for name, x in self._arrays.items()}
-
-    def _without_padding(self, name: str, x: Any, gradient: bool) -> Any:
-        if self._sequences.padded and (name in ("k", "v") or (gradient and name in _SUMS)):
-            return mask(x, self._dim, self._sequences.count, self._rotation.atoms, jnp.zeros((), x.dtype))
-        return x
 
     def forward(self) -> tuple[Any, Any]:
         """The result and the log-sum-exp, in the dtype of scores."""
