@@ -17,7 +17,7 @@ from typing import NamedTuple
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.planning_tables import tabulated
 from gshard.core.program import Equation, Value, itemsize
-from gshard.core.rule import PARALLEL, Rule
+from gshard.core.rule import PARALLEL, REDUCE, Dims, Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, is_valid, passable, project
 
@@ -186,6 +186,22 @@ def _with_moved_axes(rule: Rule, split: Split, arrays: Arrays, mesh: Mesh) -> It
             for (f, have), padding in zip(free, padded, strict=True):
                 if padding <= most and is_valid(rule, moved := {**split, f: have}, mesh):
                     yield moved
+            if most and (shared := _shared(rule, split, atoms, dims, mesh)):
+                yield shared
+
+
+def _shared(rule: Rule, split: Split, atoms: Atoms, dims: Dims, mesh: Mesh) -> Split | None:
+    """The split with atoms dealt out to several factors of an operand, which no single one can take evenly.
+
+    None if they cannot together either.
+
+    So 8 devices split 4 key heads with 4 query heads each into 4 times 2 parts.
+    """
+    shared = dict(split)
+    for f in (f for dim in dims for f in dim if rule.factors[f].kind in (PARALLEL, REDUCE)):
+        while atoms and rule.factors[f].size % mesh.count(have := (*shared.get(f, ()), atoms[0])) == 0:
+            shared[f], atoms = have, atoms[1:]
+    return shared if not atoms and is_valid(rule, shared, mesh) else None
 
 
 def _padding(n: int, parts: int) -> float:

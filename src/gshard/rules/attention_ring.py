@@ -67,20 +67,21 @@ class Sequences:
         ahead = 0 if params.causal else every if after is None else min(every, -(-after // self.size))
         return (behind, ahead) if behind + ahead < every else (every, 0)
 
-    def zigzags(self, q: Sequence[int], sent: int) -> bool:
+    def zigzags(self, q: Sequence[int], sent: int, *, gradient: bool) -> bool:
         """Whether devices exchange halves of their parts first.
 
         Args:
             q: the shape of one device's part of the queries.
             sent: the bytes that the exchange sends.
+            gradient: whether they compute the gradient.
         """
         params = self.params
         if not params.causal or params.positions or params.segments or params.mask or params.window != (None, None):
             return False
         if self.padded or self.size % 2 or self.parts < 2:
             return False
-        # The busiest device computes all pairs of its queries, instead of half of them.
-        saved = 2 * math.prod(q) * self.size * (self.parts - 1)
+        # Half of the pairs of queries and keys are left out: two products of each, or five for the gradient.
+        saved = (5 if gradient else 2) * math.prod(q) * self.size * (self.parts - 1)
         return saved > OPERATIONS * sent
 
 
@@ -101,7 +102,7 @@ def ring_bytes(
     moving, steps = sum(size.get(name, 0) for name in _BY_KEY), sum(sequences.reach)
     total = moving * steps + (size["k"] + size["v"]) * steps * gradient
     exchanged = _exchanged(shapes, size, gradient)
-    return total + exchanged if sequences.zigzags(shapes["q"], exchanged) else total
+    return total + exchanged if sequences.zigzags(shapes["q"], exchanged, gradient=gradient) else total
 
 
 def _exchanged(shapes: Mapping[str, tuple[int, ...]], size: Mapping[str, int], gradient: bool) -> int:
@@ -138,7 +139,7 @@ class _Ring:
         self._arrays = dict(arrays)
         shapes = {name: tuple(x.shape) for name, x in arrays.items()}
         size = {name: x.size * x.dtype.itemsize for name, x in arrays.items()}
-        self._zigzags = sequences.zigzags(shapes["q"], _exchanged(shapes, size, gradient))
+        self._zigzags = sequences.zigzags(shapes["q"], _exchanged(shapes, size, gradient), gradient=gradient)
         if self._zigzags:
             self._arrays = {name: rotation.zigzag(x, self._dim) for name, x in self._arrays.items()}
 
@@ -232,43 +233,38 @@ class _Ring:
         low, high = jnp.split(x, 2, axis=self._dim)
         return low, high
 
-    def _pairs(self, arrays: _Arrays, steps: Any) -> tuple[Any, list[_Arrays]]:
-        """Whether the keys come from an earlier device, and the two pairs of halves of which queries see all keys.
+    def _pairs(self, arrays: _Arrays, steps: Any, names: Sequence[str]) -> tuple[Any, list[Any]]:
+        """Whether the keys come from an earlier device, and the results of two pairs of halves, one after the other.
 
         Queries in the upper half see the keys in the lower half. Beyond that, the lower halves see each other if the
         keys are of an earlier device, and the upper halves if they are of a later one.
         """
-        halves = {name: self._split_halves(x) for name, x in arrays.items()}
         earlier = self._rotation.behind(steps) < self._rotation.behind(0)
-        by_key = set(self._moving)
-        first = {name: low if name in by_key else high for name, (low, high) in halves.items()}
-        second = {name: jnp.where(earlier, low, high) for name, (low, high) in halves.items()}
-        return earlier, [first, second]
-
-    @property
-    def _unmasked(self) -> AttentionParams:
-        return dataclasses.replace(self._params, causal=False, wide=True)
+        operands = []
+        for name in names:
+            low, high = self._split_halves(arrays[name])
+            first = low if name in _BY_KEY else high
+            operands.append(jnp.stack([first, jnp.where(earlier, low, high)]))
+        params = dataclasses.replace(self._params, causal=False, wide=True)
+        return earlier, self._shards.bind(*operands, params=params)
 
     def _halves(self, state: Any, arrays: _Arrays, steps: Any) -> tuple[Any, Any]:
-        earlier, (first, second) = self._pairs(arrays, steps)
+        earlier, (outs, lses) = self._pairs(arrays, steps, self._params.names)
         (out_low, out_high), (lse_low, lse_high) = map(self._split_halves, state)
-        names = self._params.names
-        attend = [self._shards.bind(*(some[n] for n in names), params=self._unmasked) for some in (first, second)]
-        out_high, lse_high = merged((out_high, lse_high), tuple(attend[0]))
+        out_high, lse_high = merged((out_high, lse_high), (outs[0], lses[0]))
         chosen = jnp.where(earlier, out_low, out_high), jnp.where(earlier, lse_low, lse_high)
-        out, lse = merged(chosen, tuple(attend[1]))
-        outs = jnp.where(earlier, out, out_low), jnp.where(earlier, out_high, out)
-        lses = jnp.where(earlier, lse, lse_low), jnp.where(earlier, lse_high, lse)
-        return jnp.concatenate(outs, axis=self._dim), jnp.concatenate(lses, axis=self._dim)
+        out, lse = merged(chosen, (outs[1], lses[1]))
+        both_outs = jnp.where(earlier, out, out_low), jnp.where(earlier, out_high, out)
+        both_lses = jnp.where(earlier, lse, lse_low), jnp.where(earlier, lse_high, lse)
+        return jnp.concatenate(both_outs, axis=self._dim), jnp.concatenate(both_lses, axis=self._dim)
 
     def _gradient_of_halves(self, arrays: _Arrays, steps: Any) -> list[Any]:
-        earlier, pairs = self._pairs(arrays, steps)
-        names = self._params.gradient_names
-        first, second = (self._shards.bind(*(some[n] for n in names), params=self._unmasked) for some in pairs)
-        made = []
-        for i, (x, y) in enumerate(zip(first, second, strict=True)):
-            none = jnp.zeros((), y.dtype)
-            low, high = jnp.where(earlier, y, none), jnp.where(earlier, none, y)
-            low, high = (low, high + x) if i == 0 else (low + x, high)
-            made.append(jnp.concatenate([low, high], axis=self._dim))
-        return made
+        earlier, (dq, dk, dv) = self._pairs(arrays, steps, self._params.gradient_names)
+
+        def joined(always: Any, chosen: Any, *, upper: bool) -> Any:
+            none = jnp.zeros((), chosen.dtype)
+            low, high = jnp.where(earlier, chosen, none), jnp.where(earlier, none, chosen)
+            halves = (low, high + always) if upper else (low + always, high)
+            return jnp.concatenate(halves, axis=self._dim)
+
+        return [joined(*dq, upper=True), joined(*dk, upper=False), joined(*dv, upper=False)]

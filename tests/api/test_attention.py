@@ -1,0 +1,227 @@
+"""``gshard.attention``: split in every way, it computes what it computes on one device, and sends what it should."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gshard
+
+SEGMENTS = np.arange(30) // 7
+SEQUENCE, HEADS, BATCH = {1: "d"}, {2: "d"}, {0: "d"}
+
+# The positions of queries and keys, the mark of the queries, and options.
+CASES: dict[str, tuple[int, int, Any, dict[str, Any]]] = {
+    "ring": (32, 32, SEQUENCE, {}),
+    "ring, causal": (32, 32, SEQUENCE, {"is_causal": True}),
+    "ring, window": (32, 32, SEQUENCE, {"local_window_size": (5, 3)}),
+    "ring, causal window": (32, 32, SEQUENCE, {"local_window_size": 3, "is_causal": True}),
+    "ring, wide window": (32, 32, SEQUENCE, {"local_window_size": (None, 2)}),
+    "ring, lengths": (32, 32, SEQUENCE, {"key_value_seq_lengths": np.array([20, 32])}),
+    "ring, padded": (30, 30, SEQUENCE, {"is_causal": True}),
+    "ring, segments": (
+        30, 30, SEQUENCE, {"query_segments": SEGMENTS, "key_segments": SEGMENTS},
+    ),
+    "ring, mask": (30, 30, SEQUENCE, {"mask": np.random.default_rng(1).random((30, 30)) > 0.3}),
+    "ring, positions": (
+        32, 32, SEQUENCE,
+        {"query_positions": np.arange(32)[::-1], "key_positions": np.arange(32)[::-1], "is_causal": True},
+    ),
+    "heads": (32, 32, HEADS, {"is_causal": True}),
+    "batch": (32, 20, BATCH, {"query_positions": np.arange(32) + 3, "is_causal": True}),
+    "queries": (32, 20, SEQUENCE, {"is_causal": True}),
+}  # fmt: skip
+
+
+def arrays(queries: int, keys: int, dtype: Any = np.float32, heads: int = 4, key_heads: int = 2) -> list[Any]:
+    rng = np.random.default_rng(7)
+    shapes = (2, queries, heads, 4), (2, keys, key_heads, 4), (2, keys, key_heads, 5), (2, queries, heads, 5)
+    return [rng.normal(size=shape).astype(dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_split_attention_is_attention(name: str) -> None:
+    """Three calls, with arguments on the host, as JAX returned them, and split."""
+    queries, keys, mark, options = CASES[name]
+    q, k, v, weights = arrays(queries, keys)
+
+    def loss(attention: Any, q: Any, k: Any, v: Any) -> Any:
+        return jnp.sum(attention(q, k, v, **options) * weights)
+
+    def marked(q: Any, k: Any, v: Any, **options: Any) -> Any:
+        return gshard.attention(gshard.split(q, mark), k, v, **options)
+
+    def plain(q: Any, k: Any, v: Any, **options: Any) -> Any:
+        return gshard.attention(q, k, v, implementation="plain", **options)
+
+    want = jax.value_and_grad(lambda *a: loss(plain, *a), (0, 1, 2))(q, k, v)
+    devices = 2 if mark in (HEADS, BATCH) else 4
+    step = gshard.jit(jax.value_and_grad(lambda *a: loss(marked, *a), (0, 1, 2)), mesh={"d": devices})
+    placed: tuple[Any, ...] = (q, k, v)
+    for _ in range(3):
+        value, gradient = step(*placed)
+        np.testing.assert_allclose(value, want[0], rtol=2e-5)
+        for x, y in zip(gradient, want[1], strict=True):
+            np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5)
+        placed = tuple(x * 0 + y for x, y in zip(gradient, (q, k, v), strict=True))
+
+
+def explained(q: Any, k: Any, mark: Any, **options: Any) -> Any:
+    """The explanation of attention with its gradient on 8 devices; only shapes and dtypes count."""
+    gradient = options.pop("gradient", True)
+
+    def loss(q: Any, k: Any, v: Any) -> Any:
+        q, k, v = (gshard.split(x, mark) for x in (q, k, v))
+        return jnp.sum(gshard.attention(q, k, v, **options))
+
+    q, k = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (q, k))
+    function = jax.grad(loss, (0, 1, 2)) if gradient else loss
+    return gshard.explain(function, q, k, k, mesh=gshard.Mesh.abstract(d=8))
+
+
+def test_a_ring_sends_the_keys_and_values_once_around() -> None:
+    """And their gradients once back; no device holds more than its part of the sequence."""
+    part = 2 * 512 * 2 * 64 * 2  # keys and values: bfloat16[1, 512, 2, 64]
+    found = explained((1, 4096, 2, 64), (1, 4096, 2, 64), SEQUENCE, gradient=False)
+    assert found.bytes_by_kind["collective_permute"] == 7 * part
+    found = explained((1, 4096, 2, 64), (1, 4096, 2, 64), SEQUENCE)
+    assert found.bytes_by_kind["collective_permute"] == 7 * part + 7 * part + 7 * part
+
+
+def test_a_window_needs_the_parts_within_its_reach() -> None:
+    part = 2 * 512 * 2 * 64 * 2
+    found = explained((1, 4096, 2, 64), (1, 4096, 2, 64), SEQUENCE, gradient=False, local_window_size=(600, 100))
+    assert found.bytes_by_kind["collective_permute"] == 3 * part
+
+
+def test_heads_are_split_instead_where_that_sends_less() -> None:
+    """All-to-alls join the sequence and split the heads; 4 key heads and 4 query heads each become 4 times 2 parts."""
+    array = 512 * 16 * 64 * 2  # one device's part of the queries, and of the keys of 16 heads
+    found = explained((1, 4096, 16, 64), (1, 4096, 16, 64), SEQUENCE)
+    assert found.bytes_by_kind == {"all_to_all": 6 * array * 7 // 8}
+    found = explained((1, 4096, 16, 64), (1, 4096, 4, 64), SEQUENCE)
+    assert set(found.bytes_by_kind) == {"all_to_all", "all_gather", "reduce_scatter"}
+    around = 3 * 7 * 2 * (array // 4)  # keys, values and their gradients on a ring
+    assert found.total_bytes < 0.55 * around
+
+
+def test_causal_attention_balances_a_long_sequence() -> None:
+    """Devices exchange halves of their parts, so that all have as many pairs of a query and a key to compute."""
+    length = 12288
+    rng = np.random.default_rng(3)
+    q, k, v, weights = (rng.normal(size=(1, length, 1, 2)).astype(np.float32) for _ in range(4))
+
+    def loss(q: Any, k: Any, v: Any) -> Any:
+        q, k, v = (gshard.split(x, SEQUENCE) for x in (q, k, v))
+        return jnp.sum(gshard.attention(q, k, v, is_causal=True) * weights)
+
+    gradient = jax.value_and_grad(loss, (0, 1, 2))
+    found = gshard.explain(gradient, q, k, v, mesh={"d": 8})
+    part, row = length // 8 * 2 * 4, length // 8 * 4
+    exchanged = (4 * part + row) + (7 * part + 2 * row)
+    assert found.bytes_by_kind["collective_permute"] == 6 * 7 * part + exchanged
+    want = gradient(q, k, v)
+    for x, y in zip(jax.tree.leaves(gshard.jit(gradient, mesh={"d": 8})(q, k, v)), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-3, atol=2e-4)
+
+
+def test_decoding_merges_the_parts_of_a_cache() -> None:
+    """A query of one position, keys and values split by position: no cache moves, only results are merged."""
+    q, k, v, _ = arrays(1, 30)
+    lengths = np.array([17, 29])
+
+    def decode(q: Any, k: Any, v: Any) -> Any:
+        k, v = gshard.split(k, SEQUENCE), gshard.split(v, SEQUENCE)
+        return gshard.attention(q, k, v, key_value_seq_lengths=lengths)
+
+    found = gshard.explain(decode, q, k, v, mesh={"d": 4})
+    assert set(found.bytes_by_kind) <= {"all_reduce"}
+    want = gshard.attention(q, k, v, key_value_seq_lengths=lengths, implementation="plain")
+    step = gshard.jit(decode, mesh={"d": 4})
+    for place in (np.asarray, jnp.asarray, np.asarray):
+        np.testing.assert_allclose(step(place(q), place(k), v), want, rtol=1e-5, atol=1e-6)
+
+
+def test_attention_outside_of_gshard_is_that_of_jax() -> None:
+    q, k, v, weights = arrays(12, 12)
+    v = v[..., :4]
+    options: dict[str, Any] = {"is_causal": True, "scale": 0.3}
+    want = jax.nn.dot_product_attention(q, k, v, **options)
+    ways = (gshard.attention, jax.jit(gshard.attention, static_argnames=("is_causal", "scale")))
+    for attention in ways:
+        np.testing.assert_allclose(attention(q, k, v, **options), want, rtol=1e-5, atol=1e-6)
+    over_rows = jax.vmap(lambda q, k, v: gshard.attention(q, k, v, **options))
+    np.testing.assert_allclose(over_rows(q, k, v), want, rtol=1e-5, atol=1e-6)
+    of_queries = jax.vmap(jax.grad(lambda q: jnp.sum(gshard.attention(q, k[0], v[0], **options) ** 2)))(q)
+    bias = jnp.zeros((1, 1, 12, 12))
+    plain = jax.vmap(jax.grad(lambda q: jnp.sum(gshard.attention(q, k[0], v[0], bias[0], **options) ** 2)))(q)
+    np.testing.assert_allclose(of_queries, plain, rtol=1e-4, atol=1e-6)
+
+
+def test_a_bias_has_a_gradient() -> None:
+    q, k, v, weights = arrays(8, 8)
+    bias = np.random.default_rng(2).normal(size=(4, 8, 8)).astype(np.float32)
+
+    def loss(bias: Any) -> Any:
+        return jnp.sum(gshard.attention(gshard.split(q, HEADS), k, v, bias) * weights)
+
+    jitted = gshard.jit(jax.grad(loss), mesh={"d": 2})
+    for _ in range(3):
+        np.testing.assert_allclose(jitted(bias), jax.grad(loss)(bias), rtol=1e-4, atol=1e-6)
+
+
+def test_bfloat16_is_summed_in_float32() -> None:
+    q, k, v, _ = arrays(64, 64)
+    low = [x.astype(jnp.bfloat16) for x in (q, k, v)]
+    f = gshard.jit(lambda q, k, v: gshard.attention(gshard.split(q, SEQUENCE), k, v), mesh={"d": 4})
+    want = gshard.attention(*(x.astype(np.float32) for x in low), implementation="plain")
+    for _ in range(3):
+        out = f(*low)
+        assert out.dtype == jnp.bfloat16
+        np.testing.assert_allclose(out.astype(np.float32), want, rtol=1e-2, atol=1e-2)
+
+
+def test_derivatives_of_higher_order() -> None:
+    q, k, v, _ = arrays(4, 4)
+
+    def loss(q: Any, implementation: Any) -> Any:
+        return jnp.sum(gshard.attention(q, k, v, implementation=implementation) ** 2)
+
+    second = jax.grad(lambda q: jnp.sum(jax.grad(loss)(q, "plain") ** 2))(q)
+    assert np.isfinite(second).all()
+    with pytest.raises(gshard.ArgumentError, match='implementation="plain"'):
+        jax.grad(lambda q: jnp.sum(jax.grad(loss)(q, "auto") ** 2))(q)
+
+
+Q, K = np.ones((2, 8, 4, 3), np.float32), np.ones((2, 8, 2, 3), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "message"),
+    [
+        ((Q, K, K.astype(np.float16)), {}, "different dtypes"),
+        ((Q, K[:1], K), {}, "different batch dimensions"),
+        ((Q, K[..., :2], K), {}, "different numbers of features"),
+        ((Q[:, :, :3], K, K), {}, "3 query heads cannot share 2 key heads"),
+        ((Q[0, 0], K, K), {}, "fewer than three dimensions"),
+        ((Q.astype(int), K, K), {}, "query has no floating-point dtype"),
+        ((Q, K, K), {"implementation": "cudnn"}, "gshard.kernel"),
+        ((Q, K, K), {"implementation": "block"}, "Did you mean 'blocks'"),
+        ((Q, K, K), {"mask": np.ones((3, 8, 8), bool)}, "mask does not broadcast"),
+        ((Q, K, K), {"mask": np.ones((8, 8))}, "mask has no booleans"),
+        ((Q, K, K), {"bias": np.ones((5, 8, 8))}, "bias does not broadcast"),
+        ((Q, K, K), {"query_segments": np.zeros(8, int)}, "query_segments are given without key_segments"),
+        ((Q, K, K), {"query_positions": np.zeros(8, int)}, "nothing compares them"),
+        ((Q, K, K), {"query_positions": np.zeros(7, int), "is_causal": True}, "query_positions are not integers"),
+        ((Q, K, K), {"key_value_seq_lengths": np.zeros(3, int)}, "key_value_seq_lengths are not integers"),
+        ((Q, K, K), {"local_window_size": -1}, "local_window_size has -1"),
+    ],
+)
+def test_mistakes(args: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(gshard.ArgumentError, match=message) as caught:
+        gshard.attention(*args, **options)
+    assert "test_attention.py" in str(caught.value)
