@@ -85,26 +85,26 @@ def explained(q: Any, k: Any, mark: Any, **options: Any) -> Any:
 
 def test_a_ring_sends_the_keys_and_values_once_around() -> None:
     """And their gradients once back; no device holds more than its part of the sequence."""
-    part = 2 * 512 * 2 * 64 * 2  # keys and values: bfloat16[1, 512, 2, 64]
-    found = explained((1, 4096, 2, 64), (1, 4096, 2, 64), SEQUENCE, gradient=False)
+    part = 2 * 512 * 64 * 2  # keys and values: bfloat16[1, 512, 1, 64]
+    found = explained((1, 4096, 1, 64), (1, 4096, 1, 64), SEQUENCE, gradient=False)
     assert found.bytes_by_kind["collective_permute"] == 7 * part
-    found = explained((1, 4096, 2, 64), (1, 4096, 2, 64), SEQUENCE)
+    found = explained((1, 4096, 1, 64), (1, 4096, 1, 64), SEQUENCE)
     assert found.bytes_by_kind["collective_permute"] == 7 * part + 7 * part + 7 * part
 
 
 def test_a_window_needs_the_parts_within_its_reach() -> None:
-    part = 2 * 512 * 2 * 64 * 2
-    found = explained((1, 4096, 2, 64), (1, 4096, 2, 64), SEQUENCE, gradient=False, local_window_size=(600, 100))
+    part = 2 * 512 * 64 * 2
+    found = explained((1, 4096, 1, 64), (1, 4096, 1, 64), SEQUENCE, gradient=False, local_window_size=(600, 100))
     assert found.bytes_by_kind["collective_permute"] == 3 * part
 
 
 def test_heads_are_split_instead_where_that_sends_less() -> None:
-    """All-to-alls join the sequence and split the heads; 4 key heads and 4 query heads each become 4 times 2 parts."""
+    """All-to-alls join the sequence and split the heads; 4 key heads take 4 groups of devices, each a ring of 2."""
     array = 512 * 16 * 64 * 2  # one device's part of the queries, and of the keys of 16 heads
     found = explained((1, 4096, 16, 64), (1, 4096, 16, 64), SEQUENCE)
     assert found.bytes_by_kind == {"all_to_all": 6 * array * 7 // 8}
     found = explained((1, 4096, 16, 64), (1, 4096, 4, 64), SEQUENCE)
-    assert set(found.bytes_by_kind) == {"all_to_all", "all_gather", "reduce_scatter"}
+    assert set(found.bytes_by_kind) <= {"all_to_all", "collective_permute"}
     around = 3 * 7 * 2 * (array // 4)  # keys, values and their gradients on a ring
     assert found.total_bytes < 0.55 * around
 

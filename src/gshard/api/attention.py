@@ -82,7 +82,7 @@ def attention(
     >>> import gshard
     >>> def f(q, k, v):
     ...     return attention(gshard.split(q, 1, "context"), k, v, is_causal=True)
-    >>> q, k = jnp.ones((2, 64, 6, 8)), jnp.ones((2, 64, 3, 8))
+    >>> q, k = jnp.ones((2, 64, 6, 8)), jnp.ones((2, 64, 1, 8))
     >>> explanation = gshard.explain(f, q, k, k, mesh=gshard.Mesh.abstract(context=4))
     >>> sorted(explanation.bytes_by_kind)
     ['collective_permute']

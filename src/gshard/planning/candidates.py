@@ -17,7 +17,7 @@ from typing import NamedTuple
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.planning_tables import tabulated
 from gshard.core.program import Equation, Value, itemsize
-from gshard.core.rule import PARALLEL, REDUCE, Dims, Rule
+from gshard.core.rule import PARALLEL, REDUCE, REPLICATE, Dims, Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, is_valid, passable, project
 
@@ -177,7 +177,7 @@ def _with_moved_axes(rule: Rule, split: Split, arrays: Arrays, mesh: Mesh) -> It
     for x, dims in zip(arrays, rule.operands, strict=False):
         if x is None:
             continue
-        for atoms in x.sharding.dims:
+        for own, atoms in zip(dims, x.sharding.dims, strict=False):
             if not atoms or used & set(atoms):
                 continue
             free = [(f, (*split.get(f, ()), *atoms)) for dim in dims for f in dim if rule.factors[f].kind == PARALLEL]
@@ -186,21 +186,32 @@ def _with_moved_axes(rule: Rule, split: Split, arrays: Arrays, mesh: Mesh) -> It
             for (f, have), padding in zip(free, padded, strict=True):
                 if padding <= most and is_valid(rule, moved := {**split, f: have}, mesh):
                     yield moved
-            if most and (shared := _shared(rule, split, atoms, dims, mesh)):
+            if most and (shared := _shared(rule, split, own, atoms, dims, mesh)):
                 yield shared
 
 
-def _shared(rule: Rule, split: Split, atoms: Atoms, dims: Dims, mesh: Mesh) -> Split | None:
-    """The split with atoms dealt out to several factors of an operand, which no single one can take evenly.
+def _shared(rule: Rule, split: Split, own: tuple[int, ...], atoms: Atoms, dims: Dims, mesh: Mesh) -> Split | None:
+    """The split with the atoms of a dimension dealt out to several factors; None if that is not possible.
 
-    None if they cannot together either.
+    So 8 devices split 4 key heads with 4 query heads each into 4 times 2 parts. Atoms that no other factor takes evenly
+    stay: of 256 parts of a sequence, 64 become parts of 64 heads, and 4 remain.
 
-    So 8 devices split 4 key heads with 4 query heads each into 4 times 2 parts.
+    Args:
+        rule: the rule of the equation.
+        split: the split so far.
+        own: the factors of a dimension of an operand.
+        atoms: the atoms that split it. The minor ones move first.
+        dims: the dimensions of the operand.
+        mesh: the mesh.
     """
     shared = dict(split)
-    for f in (f for dim in dims for f in dim if rule.factors[f].kind in (PARALLEL, REDUCE)):
-        while atoms and rule.factors[f].size % mesh.count(have := (*shared.get(f, ()), atoms[0])) == 0:
-            shared[f], atoms = have, atoms[1:]
+    for f in (f for dim in dims if dim != own for f in dim if rule.factors[f].kind in (PARALLEL, REDUCE)):
+        have, size = shared.get(f, ()), rule.factors[f].size
+        most = next((k for k in range(len(atoms), 0, -1) if size % mesh.count((*have, *atoms[-k:])) == 0), 0)
+        if most:
+            shared[f], atoms = (*have, *atoms[-most:]), atoms[:-most]
+    if atoms and len(own) == 1 and len(shared) > len(split) and rule.factors[own[0]].kind != REPLICATE:
+        shared[own[0]], atoms = (*shared.get(own[0], ()), *atoms), ()
     return shared if not atoms and is_valid(rule, shared, mesh) else None
 
 
