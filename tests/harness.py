@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas
 
-from gshard.api.attention import attention
+from gshard.api.attention_function import attention
 from gshard.api.kernel_function import kernel as gshard_kernel
 from gshard.core.program import Program
 from gshard.core.xla_workarounds import AS_WRITTEN

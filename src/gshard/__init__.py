@@ -33,7 +33,7 @@ Besides::
 import typing as _typing
 
 from gshard import testing as testing
-from gshard.api.attention import attention as attention
+from gshard.api.attention_function import attention as attention
 from gshard.api.by_path import shard_by_path as shard_by_path
 from gshard.api.dimensions import dimensions as dimensions
 from gshard.api.explained import explain as explain

@@ -224,4 +224,4 @@ Q, K = np.ones((2, 8, 4, 3), np.float32), np.ones((2, 8, 2, 3), np.float32)
 def test_mistakes(args: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(gshard.ArgumentError, match=message) as caught:
         gshard.attention(*args, **options)
-    assert "test_attention.py" in str(caught.value)
+    assert "test_attention_function.py" in str(caught.value)
