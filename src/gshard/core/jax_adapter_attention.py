@@ -10,15 +10,19 @@ of keys as of queries.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import math
 from typing import Any
 
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.tpu import flash_attention as _flash
 
-_LANES = _flash.MIN_BLOCK_SIZE  # positions: blocks are multiples of it
+_LANES = 128  # positions: blocks are multiples of it
 _LARGEST = 512  # positions: the largest block whose arrays fit the vector memory beside each other
-_UNSEEN = _flash.DEFAULT_MASK_VALUE / 2  # a log-sum-exp below it is that of a query that sees no key
+
+
+def _kernels() -> Any:
+    """JAX's module, imported when a program for TPU is lowered: Pallas takes half a second to import."""
+    return importlib.import_module("jax.experimental.pallas.ops.tpu.flash_attention")
 
 
 def tpu_refusal(q: Any, k: Any, v: Any) -> str:
@@ -39,13 +43,14 @@ def tpu_attention(q: Any, k: Any, v: Any, segments: Any, causal: bool, scale: fl
     """The result, in the dtype of the queries, and the log-sum-exp in float32."""
     q_block, k_block = _block(q.shape[-4]), _block(k.shape[-3])
     heads = _Heads(q.shape[:-4], *q.shape[-3:-1])
-    out, total, most = _flash._flash_attention_impl(
+    kernels = _kernels()
+    out, total, most = kernels._flash_attention_impl(
         heads.of_queries(q), heads.of_keys(k), heads.of_keys(v), None, heads.segment_ids(segments), True, causal, scale,
         1, q_block, k_block, k_block, False,
     )  # fmt: skip
     out, lse = heads.as_queries(out), heads.as_queries(most + jnp.log(total))
     if segments is not None:
-        sees = lse > _UNSEEN
+        sees = lse > kernels.DEFAULT_MASK_VALUE / 2  # the score of a key that a query does not see is less
         out, lse = jnp.where(sees[..., None], out, 0), jnp.where(sees, lse, -jnp.inf)
     return out, lse
 
@@ -56,16 +61,17 @@ def tpu_attention_gradient(
     """The gradients of queries, keys and values, in the dtypes of these."""
     q_block, k_block = _block(q.shape[-4]), _block(k.shape[-3])
     heads = _Heads(q.shape[:-4], *q.shape[-3:-1])
+    kernels = _kernels()
     most = heads.of_queries(jnp.where(lse == -jnp.inf, 0, lse).astype(jnp.float32))
     operands = (
         heads.of_queries(q), heads.of_keys(k), heads.of_keys(v), None, heads.segment_ids(segments),
         jnp.ones_like(most), most, heads.of_queries(dout), heads.of_queries(delta.astype(jnp.float32)),
     )  # fmt: skip
-    static: dict[str, Any] = {"sm_scale": scale, "causal": causal, "mask_value": _flash.DEFAULT_MASK_VALUE}
-    dk, dv = _flash._flash_attention_bwd_dkv(
+    static: dict[str, Any] = {"sm_scale": scale, "causal": causal, "mask_value": kernels.DEFAULT_MASK_VALUE}
+    dk, dv = kernels._flash_attention_bwd_dkv(
         *operands, block_q_major=q_block, block_q=q_block, block_k_major=k_block, block_k=k_block, **static
     )
-    dq, _ = _flash._flash_attention_bwd_dq(
+    dq, _ = kernels._flash_attention_bwd_dq(
         *operands, block_q_major=q_block, block_k_major=k_block, block_k=k_block, debug=False, **static
     )
     return heads.as_queries(dq), heads.as_keys(dk), heads.as_keys(dv)
@@ -118,4 +124,4 @@ class _Heads:
             return None
         count = math.prod(self.batch)
         whole = (jnp.broadcast_to(x, (*self.batch, x.shape[-1])).reshape(count, -1) for x in segments)
-        return _flash.SegmentIds(*whole)
+        return _kernels().SegmentIds(*whole)
