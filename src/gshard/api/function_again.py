@@ -2,14 +2,14 @@
 
 The arguments of the compiled program are not those of the function: a framework takes modules apart, and ``jax.jit``
 leaves out what nothing reads. Both are matched by their names. Arrays are kept as shapes, so that an explanation keeps
-no array of the user's in memory.
+no array of the user's in memory. ``equinox.filter_jit`` takes arrays and no shapes, so functions of frameworks are given
+the user's arrays as long as these exist.
 """
 
 from __future__ import annotations
 
-import functools
 import time
-import types
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -38,11 +38,11 @@ def with_bound_arguments(f: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
     Others are returned as they are given.
     """
-    if isinstance(f, functools.partial):
+    if all(hasattr(f, name) for name in ("func", "args", "keywords")):  # also Equinox's own
         inner, given = with_bound_arguments(f.func, (*f.args, *args), {**f.keywords, **kwargs})
         return (inner, given) if is_from_jax_jit(inner) else (f, (args, dict(kwargs)))
-    if isinstance(f, types.MethodType) and is_from_jax_jit(f.__func__):
-        return f.__func__, ((f.__self__, *args), dict(kwargs))
+    if hasattr(f, "__self__") and is_from_jax_jit(function := getattr(f, "__func__", None)):
+        return function, ((f.__self__, *args), dict(kwargs))
     return f, (args, dict(kwargs))
 
 
@@ -60,10 +60,17 @@ def compiled_again(
     shapes = [_shape_of(leaf) for leaf in leaves]
     numbers = _numbers(found, f, given, shapes)
     is_of_framework = is_from_framework(f)
+    alive = [weakref.ref(leaf) if is_of_framework and isinstance(leaf, jax.Array) else None for leaf in leaves]
+    del leaves, given
 
     def arguments(specs: Specs) -> Arguments:
         changed = {numbers[i]: spec for i, spec in specs.items()}
         made = [_with_spec(shape, changed[i]) if i in changed else shape for i, shape in enumerate(shapes)]
+        arrays = [None if reference is None else reference() for reference in alive]
+        made = [
+            leaf if x is None else x if i not in changed else jax.device_put(x, leaf.sharding)
+            for i, (x, leaf) in enumerate(zip(arrays, made, strict=True))
+        ]
         args, kwargs = jax.tree.unflatten(tree, made)
         return args, kwargs
 

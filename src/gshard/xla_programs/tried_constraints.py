@@ -87,6 +87,8 @@ class TriedConstraints:
         rows: list[str] = []
         if self.helping:
             title = f"Sharding constraints inside that help, compiled with {of} in {self.seconds:.0f} s; {limit}"
+        elif not self.candidates:
+            title = "No sharding constraint inside to try"
         else:
             title = f"Compiled with {of} sharding constraints inside in {self.seconds:.0f} s: none helps; {limit}"
         for one in self.helping[:_ROWS]:
