@@ -2,8 +2,8 @@
 
 The arguments of the compiled program are not those of the function: a framework takes modules apart, and ``jax.jit``
 leaves out what nothing reads. Both are matched by their names. Arrays are kept as shapes, so that an explanation keeps
-no array of the user's in memory. ``equinox.filter_jit`` takes arrays and no shapes, so functions of frameworks are given
-the user's arrays as long as these exist.
+no array of the user's in memory. ``equinox.filter_jit`` takes arrays and no shapes, so functions of frameworks get the
+user's arrays as long as these exist.
 """
 
 from __future__ import annotations
@@ -90,12 +90,16 @@ def _shape_of(leaf: Any) -> Any:
         return leaf
     is_placed = getattr(leaf, "committed", True)
     sharding = leaf.sharding if is_placed else None
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=leaf.weak_type)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=_is_weak(leaf))
+
+
+def _is_weak(leaf: Any) -> bool:
+    return bool(getattr(leaf, "weak_type", False))  # keys have no such type
 
 
 def _with_spec(leaf: Any, spec: Any) -> Any:
     sharding = in_memory(NamedSharding(leaf.sharding.mesh, spec), leaf.sharding.memory_kind)
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=leaf.weak_type)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=_is_weak(leaf))
 
 
 def _numbers(found: CompiledExplanation, f: Any, given: Arguments, shapes: list[Any]) -> list[int | None]:

@@ -176,9 +176,12 @@ def _all_specs(
     nothing: list[Axes] = [()] * len(shape)
     first = next((d for d, axes in enumerate(as_given) if axes), None)
     bases = [as_given] if first is None else [_with(nothing, first, as_given[first]), as_given]  # the batch, mostly
-    yield from (_spec(_with(nothing, 0, axes)) for axes in given.groups)
-    yield from map(_spec, bases)
     order = sorted(range(len(shape)), key=lambda d: -shape[d])
+    for axes in given.groups:
+        batch = _with(nothing, 0, axes)
+        others = [(axis, d) for axis in sizes for d in order if axis not in axes and d]
+        yield from (_spec(dims) for dims in (batch, *(_with(batch, d, (axis,)) for axis, d in others[:1])))
+    yield from map(_spec, bases)
     for dims in (*bases, nothing):
         for axis in sizes:
             for d in order:
