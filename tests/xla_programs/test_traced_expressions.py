@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from tests.xla_programs.advised_steps import mesh_of_devices
 
 from gshard.xla_programs.traced_expressions import (
     Constraint,
@@ -16,6 +15,7 @@ from gshard.xla_programs.traced_expressions import (
     constrained,
     expressions_of,
 )
+from xla_programs.advised_steps import mesh_of_devices
 
 P = PartitionSpec
 W, X = jax.ShapeDtypeStruct((8, 8), jnp.float32), jax.ShapeDtypeStruct((16, 8), jnp.float32)

@@ -6,7 +6,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
-from tests.xla_programs.advised_steps import (
+
+import gshard
+from gshard.__main__ import main
+from gshard.xla_programs import constraint_candidates
+from gshard.xla_programs.tried_constraints import MORE_PEAK, TriedConstraints, improves
+from gshard.xla_programs.tried_shardings import Figures
+from xla_programs.advised_steps import (
     arguments_of_fsdp,
     arguments_of_left_over_constraint,
     arguments_of_lost_batch,
@@ -16,11 +22,6 @@ from tests.xla_programs.advised_steps import (
     step_of_lost_batch,
     with_left_over_constraint,
 )
-
-import gshard
-from gshard.xla_programs import constraint_candidates
-from gshard.xla_programs.tried_constraints import MORE_PEAK, TriedConstraints, improves
-from gshard.xla_programs.tried_shardings import Figures
 
 P = PartitionSpec
 MACHINE = "h100:1x8"
@@ -91,7 +92,8 @@ def test_a_left_over_constraint_is_removed() -> None:
     assert tried.before.sent > 0
 
 
-@pytest.mark.parametrize("machine", [None, pytest.param(MACHINE, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("machine", [None, MACHINE])
 def test_activations_of_fsdp_stay_where_they_are(machine: str | None) -> None:
     """With the batch split again, XLA gathers the weights and no activations, in a loop and on an abstract mesh."""
     mesh = AbstractMesh((2, 4), ("data", "model"))
@@ -152,3 +154,39 @@ def test_what_helps() -> None:
     untimed = Figures(100, 100, 0.0, 3, 100)
     assert improves(Figures(90, 100, 0.0, 3, 100), untimed)
     assert not improves(Figures(90, 100, 0.0, 3, 120), untimed), "more is computed"
+
+
+LEFT_OVER = """
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
+
+mesh = AbstractMesh((8,), ("data",))
+
+
+def f(w, x):
+    h = jnp.tanh(x @ w)
+    h = jax.lax.with_sharding_constraint(h, NamedSharding(mesh, P()))
+    return (h * 2).sum(axis=1)
+
+
+def target():
+    w, x = (
+        jax.ShapeDtypeStruct(shape, "float32", sharding=NamedSharding(mesh, P(*spec)))
+        for shape, spec in (((256, 128), ()), ((512, 256), ("data",)))
+    )
+    return functools.partial(jax.jit(f), w), x
+"""
+
+
+def test_the_command_line_tries_them(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also of a partial function, whose bound array is on an abstract mesh."""
+    (tmp_path / "step.py").write_text(LEFT_OVER)
+    target, page = f"{tmp_path / 'step.py'}:target", tmp_path / "page.html"
+    assert main(["explain", target, "--machine", "h100:1x8", "--seconds", "60", "--html", str(page)]) == 0
+    printed = capsys.readouterr().out
+    assert "Sharding constraints inside that help, compiled with all" in printed
+    assert "step.py:13: remove the constraint P()" in printed
+    assert "step.py:13: remove the constraint P()" in page.read_text("utf-8")
