@@ -42,6 +42,8 @@ from gshard.planning.saved_plan import SavedPlan
 from gshard.xla.calibrate import calibrate
 from gshard.xla_programs.compiled_explanation import CompiledExplanation
 from gshard.xla_programs.compiled_report import NO_MACHINE
+from gshard.xla_programs.tried_constraints import TriedConstraints
+from gshard.xla_programs.tried_shardings import TriedShardings
 
 FAILED = 3  # exit status
 _OF_PLANS = ("why", "marks", "patch", "html", "export", "export_as", "save")  # options of search that are about a plan
@@ -129,10 +131,14 @@ def _tell_compiled(
     data = found.data()
     print(found.format(collectives=8) if options.html else found)
     print(f"\n{NO_MACHINE if found.machine is None else found.cost()}")
-    if found.compiled_with is not None and took <= options.seconds:
-        print(f"\n{found.try_shardings(options.seconds)}")
-    elif found.compiled_with is not None:
-        print(f"\nCompiling takes {took:.0f} s: --seconds {10 * took:.0f} tries other shardings of arguments.")
+    tried: list[TriedShardings | TriedConstraints] = []
+    if found.again is not None and took <= options.seconds:
+        tried = [found.try_shardings(options.seconds / 2), found.try_constraints(options.seconds / 2, progress=None)]
+        print("", *tried, sep="\n")
+        data = found.data(tried=tried)
+    elif found.again is not None:
+        more = "tries other shardings of arguments, and sharding constraints inside"
+        print(f"\nCompiling takes {took:.0f} s: --seconds {10 * took:.0f} {more}.")
     _write_data(options, data, None if before is None else difference(before, data))
     if options.trace:
         print(f"wrote {found.trace(options.trace)}: open it in ui.perfetto.dev")

@@ -98,7 +98,7 @@ def _parser(runs: Mapping[str, Run]) -> argparse.ArgumentParser:
         type=float,
         default=SECONDS,
         help="how long to try marks that would lower what is sent, or for XLA's partitioner other shardings of "
-        "arguments (default: 10)",
+        "arguments and sharding constraints inside, half of the time each (default: 10)",
     )
     command.add_argument("--fail-above", metavar="50MiB", help="fail if each device sends more bytes in one call")
     command.add_argument(

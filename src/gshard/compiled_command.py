@@ -24,6 +24,7 @@ from gshard.api.compiled_programs import (
     partitions_of,
 )
 from gshard.api.explained import Planned, explain, explain_lowered
+from gshard.api.function_again import with_bound_arguments
 from gshard.api.jitted import Jitted
 from gshard.core.errors import ArgumentError
 from gshard.core.mesh import Mesh
@@ -69,22 +70,23 @@ def of_function(f: Any, arguments: tuple[Any, ...], options: argparse.Namespace)
     """
     if isinstance(f, STAGES):
         return _of_stage(f, options)
+    f, (arguments, named) = with_bound_arguments(f, arguments, {})
     if isinstance(f, Jitted) or not is_from_jax_jit(f) or options.partitioner == GSHARD:
         return None
     asks_for_plan = any(getattr(options, name) for name in ("mesh", *_PLANS))
     if options.partitioner is None and asks_for_plan:
         return None
-    if (mesh := mesh_of_arguments(arguments)) is not None:
+    if (mesh := mesh_of_arguments((arguments, named))) is not None:
         play_devices(mesh.size)  # XLA compiles for devices that exist
-    with clear_call_errors(explain, f, arguments, {}):
-        lowered = lowered_by_jax(f, arguments, {})
+    with clear_call_errors(explain, f, arguments, named):
+        lowered = lowered_by_jax(f, arguments, named)
     if options.partitioner is None and partitions_of(lowered) == 1:
         return None
     _refuse(
         options, ("mesh", *_PLANS, "why"), "is for what gshard partitions, and XLA partitions this",
         f"Leave it out, or give --partitioner {GSHARD}.",
     )  # fmt: skip
-    return explain_lowered(lowered, f, arguments, {}, options.machine)
+    return explain_lowered(lowered, f, arguments, named, options.machine)
 
 
 def _of_stage(f: Any, options: argparse.Namespace) -> CompiledExplanation | None:
@@ -104,7 +106,7 @@ def _of_stage(f: Any, options: argparse.Namespace) -> CompiledExplanation | None
     return explain(f, machine=options.machine, partitioner="xla") if by_gshard else explain(f, machine=options.machine)
 
 
-def mesh_of_arguments(arguments: tuple[Any, ...]) -> Mesh | None:
+def mesh_of_arguments(arguments: Any) -> Mesh | None:
     """The mesh of the first argument that is placed on one, abstract ones included; None without."""
     shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(arguments))
     found = next((s.mesh for s in shardings if isinstance(s, NamedSharding) and s.mesh.size > 1), None)

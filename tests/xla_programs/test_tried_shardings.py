@@ -92,8 +92,9 @@ def test_an_explanation_keeps_no_array_alive(mesh: Mesh) -> None:
         jax.device_put(jnp.ones(s.shape), s.sharding) for s in (given(mesh, (64, 256)), given(mesh, (64, 256), "data"))
     )
     found = gshard.explain(jax.jit(step), table, x)
-    assert len(found.leaves) == 2
-    assert not any(isinstance(leaf, jax.Array) for leaf in found.leaves)
+    assert found.again is not None
+    assert len(found.again.leaves) == 2
+    assert not any(isinstance(leaf, jax.Array) for leaf in found.again.leaves)
     assert found.try_shardings(seconds=0.001).tried == 1
 
 

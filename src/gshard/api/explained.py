@@ -7,6 +7,7 @@ arguments are placed on several devices is compiled and read, as XLA's partition
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, overload
 
@@ -22,11 +23,11 @@ from gshard.api.compiled_programs import (
     is_compiled,
     is_from_jax_jit,
     lowered_by_jax,
-    on_first_devices,
     partitions_of,
     stage_inside,
 )
 from gshard.api.framework_jit import is_from_framework, lowered_instead_of_jit, names_of_arrays
+from gshard.api.function_again import compiled_again, with_bound_arguments
 from gshard.api.jit import jit
 from gshard.api.jitted import Jitted
 from gshard.api.lowered import Compiled, Lowered
@@ -46,7 +47,6 @@ from gshard.planning.saved_plan import SavedPlan
 from gshard.remat.rematerialise import bytes_of
 from gshard.tracing.by_jax import name_of
 from gshard.xla_programs.compiled_explanation import CompiledExplanation
-from gshard.xla_programs.tried_shardings import Specs, with_specs
 
 Planned = Traced | Lowered | Compiled  # the stages of a function from gshard.jit
 
@@ -143,7 +143,7 @@ def explain(
             user_line(),
             hint='Give "gshard", or "xla" for the partitioner of jax.jit (Shardy).',
         )
-    f = stage_inside(f)
+    f, (args, kwargs) = with_bound_arguments(stage_inside(f), args, kwargs)
     if isinstance(f, Planned):
         return _of_stage(f, args, kwargs, {"mesh": mesh, **ours}, machine, partitioner)
     compiled = _as_compiled(f, args, kwargs, mesh, machine, partitioner, ours)
@@ -289,29 +289,17 @@ def explain_lowered(
     kwargs: Mapping[str, Any],
     machine: str | Machine | None = None,
 ) -> CompiledExplanation:
-    """Explains what XLA compiles of a function; the explanation can compile it with other shardings.
+    """Explains what XLA compiles of a function; the explanation can compile it again with other shardings.
 
     Args:
         lowered: the function for its arguments.
         f, args, kwargs: the function from ``jax.jit``, or of a framework, and its arguments.
         machine: as for ``explain``.
     """
-    found = explain_compiled(lowered, None, machine, names_of_arrays(f, args, kwargs))
-    if is_from_framework(f):
-        return found  # it passes arrays to XLA in an order of its own
-    leaves, tree = jax.tree.flatten(on_first_devices((args, dict(kwargs))))
-    if len(leaves) != len(found.program.arguments) or not all(hasattr(leaf, "sharding") for leaf in leaves):
-        return found
-    leaves = with_specs(leaves, {})  # shapes, so that the explanation keeps no array of the user's in memory
-
-    def compiled_with(specs: Specs) -> CompiledExplanation | None:
-        given, named = jax.tree.unflatten(tree, with_specs(leaves, specs))
-        try:
-            return explain_compiled(f.lower(*given, **named))
-        except (jax.errors.JaxRuntimeError, ValueError):
-            return None  # XLA does not compile it, or jax.jit was given shardings of its own
-
-    return dataclasses.replace(found, leaves=tuple(leaves), compiled_with=compiled_with)
+    names = names_of_arrays(f, args, kwargs)
+    found = explain_compiled(lowered, None, machine, names)
+    read = functools.partial(explain_compiled, names=names)
+    return dataclasses.replace(found, again=compiled_again(found, f, (args, dict(kwargs)), read))
 
 
 def refuse_options(asker: str, f: Jitted, finite: bool, **own: Any) -> None:

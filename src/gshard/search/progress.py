@@ -26,6 +26,7 @@ class Progress:
         since: when the search began (``time.monotonic``).
         doing: the present step.
         best: the best plan so far, as text.
+        name: what the lines begin with.
     """
 
     write: Callable[[str], object] | None
@@ -33,6 +34,7 @@ class Progress:
     since: float = dataclasses.field(default_factory=lambda: time.monotonic())
     doing: str = ""
     best: str = ""
+    name: str = "gshard.search"
     _last: float = -float("inf")  # the time of the last line
 
     @staticmethod
@@ -68,7 +70,7 @@ class Progress:
             return
         best = f"; {self.best}" if self._last < self.since and self.best and self.best != text else ""
         self._last = now
-        self.write(f"gshard.search {now - self.since:5.1f} s: {text}{best}")
+        self.write(f"{self.name} {now - self.since:5.1f} s: {text}{best}")
 
 
 def _on_stderr(line: str) -> None:

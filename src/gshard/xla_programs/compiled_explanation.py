@@ -13,10 +13,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import jax
 
 from gshard.core.errors import ArgumentError
 from gshard.core.mesh import Mesh
@@ -24,6 +27,8 @@ from gshard.core.program import format_bytes
 from gshard.device.machine import Machine
 from gshard.explanation.difference import Comparable, Difference, data_of, difference
 from gshard.explanation.report.page import framed, page
+from gshard.search.progress import Progress
+from gshard.xla_programs.compiled_again import CompiledAgain
 from gshard.xla_programs.compiled_cost import CompiledCost, compiled_cost
 from gshard.xla_programs.compiled_program import CompiledArgument, CompiledProgram
 from gshard.xla_programs.compiled_report import CompiledReport
@@ -36,10 +41,14 @@ from gshard.xla_programs.compiled_text import (
     whole_lines,
 )
 from gshard.xla_programs.compiled_verdict import CompiledVerdict
+from gshard.xla_programs.constraint_candidates import candidates_of
 from gshard.xla_programs.moved_parts import Part, parts_of
-from gshard.xla_programs.tried_shardings import SECONDS, Specs, TriedShardings, try_shardings
+from gshard.xla_programs.traced_expressions import expressions_of
+from gshard.xla_programs.tried_constraints import TriedConstraints, try_constraints
+from gshard.xla_programs.tried_shardings import SECONDS, TriedShardings, try_shardings
 from gshard.xla_programs.whole_arrays import Regathered, regathered, whole_arguments
 
+Tried = TriedShardings | TriedConstraints
 _OF_PROGRAM = ("parts", "arguments", "whole", "regathered", "bytes_by_kind", "times_by_kind")
 
 
@@ -50,17 +59,13 @@ class CompiledExplanation:
     Attributes:
         program: what was read.
         machine: what its times are modelled on where none is named; None if the devices are not known.
-        leaves: the arguments, each with a sharding;
-        compiled_with: and what compiles the function with other shardings of some of them, by number; None for a
-            program that was compiled elsewhere.
+        again: what compiles the function again, with other shardings or constraints; None for a program that was
+            compiled elsewhere.
     """
 
     program: CompiledProgram
     machine: Machine | None = None
-    leaves: tuple[Any, ...] = dataclasses.field(default=(), repr=False, compare=False)
-    compiled_with: Callable[[Specs], CompiledExplanation | None] | None = dataclasses.field(
-        default=None, repr=False, compare=False
-    )
+    again: CompiledAgain[CompiledExplanation] | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def name(self) -> str:
@@ -185,29 +190,71 @@ class CompiledExplanation:
         Raises:
             ArgumentError: this is a program that was compiled elsewhere: there is no function to compile again.
         """
-        if self.compiled_with is None:
+        again = self._again("other shardings")
+        return try_shardings(self, again.leaves, lambda specs: self._priced(again.compiled(specs)), seconds)
+
+    def try_constraints(
+        self, seconds: float = SECONDS, progress: bool | Callable[[str], object] | None = False
+    ) -> TriedConstraints:
+        """Compiles the function with sharding constraints on values inside, and tells which lower time or bytes.
+
+        For the values that collectives move, and for the constraints that the function has, a few shardings are tried.
+        Each is applied where the expression is evaluated while the function is traced again, as if you had written
+        ``jax.lax.with_sharding_constraint`` there, so it also holds for the gradient. A constraint helps if it lowers
+        the modelled time, or the bytes sent at no more time, and raises the peak of memory by 5 % at most. Without a
+        machine it helps if it lowers the bytes sent, and at most 2 % more is computed.
+
+        Args:
+            seconds: how long to go on, about: each constraint is one compilation. Planning with gshard, whose shardings
+                are among those that are tried, takes a quarter of it at most.
+            progress: False for none, True for a line on stderr for each constraint, None for such lines after two
+                seconds, or a function that takes each line.
+
+        Returns:
+            the constraints that help, the best first, each with what to write at which line and what the program then
+            takes; and what those that help together take, compiled together. Print it.
+
+        Raises:
+            ArgumentError: this is a program that was compiled elsewhere: there is no function to compile again.
+        """
+        again, began = self._again("sharding constraints"), time.monotonic()
+        mesh = self.mesh.user_jax_mesh
+        expressions, left_out = expressions_of(lambda: again.lower({})) if seconds > 0 else ((), 0)
+        planned = again.planned(seconds / 4) if seconds > 0 else {}
+        is_auto = [kind == jax.sharding.AxisType.Auto for kind in mesh.axis_types]
+        axes = zip(mesh.axis_names, mesh.axis_sizes, is_auto, strict=True)
+        sizes = {str(name): size for name, size, is_open in axes if is_open and size > 1}
+        candidates = candidates_of(self.collectives, expressions, again.leaves, sizes, planned)
+        left = max(seconds - (time.monotonic() - began), 1e-3) if seconds > 0 else 0.0
+        shown = dataclasses.replace(Progress.of(progress), name="gshard.explain")
+        assert isinstance(mesh, jax.sharding.Mesh), "it was compiled for devices"
+        return try_constraints(self, candidates, left_out, lambda: self._priced(again.compiled({})), mesh, left, shown)
+
+    def _again(self, what: str) -> CompiledAgain[CompiledExplanation]:
+        if self.again is None:
             raise ArgumentError(
-                "a program that was compiled elsewhere cannot be compiled with other shardings.",
+                f"a program that was compiled elsewhere cannot be compiled with {what}.",
                 hint="Give gshard.explain the function from jax.jit and its arguments.",
             )
+        return self.again
 
-        def compiled(specs: Specs) -> CompiledExplanation | None:
-            made = None if self.compiled_with is None else self.compiled_with(specs)
-            return made if made is None or self.machine is None else made.on(self.machine)
+    def _priced(self, other: CompiledExplanation | None) -> CompiledExplanation | None:
+        """Another explanation with times on the same machine."""
+        return other if other is None or self.machine is None else other.on(self.machine)
 
-        return try_shardings(self, self.leaves, compiled, seconds)
-
-    def data(self, machine: Machine | str | None = None) -> dict[str, Any]:
+    def data(self, machine: Machine | str | None = None, tried: Sequence[Tried] = ()) -> dict[str, Any]:
         """Everything the HTML report shows, as JSON can hold it, in the format of ``Explanation.data``.
 
         Args:
             machine: as for ``cost``; without one, and without devices that gshard has a model of, all times are 0, and
                 ``machine`` of the data is None.
+            tried: what ``try_shardings`` and ``try_constraints`` found, to be shown with the rest.
 
         Raises:
             MachineError: no such machine, or not as many devices as the program runs on.
         """
-        return (self if machine is None else self.on(machine))._report().data()
+        data = (self if machine is None else self.on(machine))._report().data()
+        return {**data, "notes": [*data["notes"], *(one.lines for one in tried)]}
 
     def _report(self) -> CompiledReport:
         is_timed = self.machine is not None
@@ -223,6 +270,7 @@ class CompiledExplanation:
         path: str | Path,
         machine: Machine | str | None = None,
         against: Comparable | Mapping[str, Any] | None = None,
+        tried: Sequence[Tried] = (),
     ) -> Path:
         """Writes the report as one HTML file that needs no network.
 
@@ -230,11 +278,12 @@ class CompiledExplanation:
             path: where to.
             machine: as for ``data``.
             against: shows the difference to this one, line by line; as for ``difference``.
+            tried: as for ``data``.
 
         Returns:
             the path.
         """
-        path, data = Path(path), self.data(machine)
+        path, data = Path(path), self.data(machine, tried)
         if against is not None:
             data["difference"] = difference(data_of(against, machine), data).data()
         path.write_text(page(data), "utf-8")

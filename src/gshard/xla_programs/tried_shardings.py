@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gshard.core.program import format_bytes
-from gshard.xla_programs.compiled_cost import CompiledCost
+from gshard.core.program import format_bytes, format_flops
+from gshard.device.machine import Machine
+from gshard.xla_programs.compiled_cost import CompiledCost, compiled_cost
 from gshard.xla_programs.compiled_program import CompiledProgram
 from gshard.xla_programs.moved_parts import Part
 
@@ -41,7 +41,7 @@ class Explained(Protocol):
     @property
     def peak(self) -> int: ...
     @property
-    def machine(self) -> object | None: ...
+    def machine(self) -> Machine | None: ...
     def cost(self) -> CompiledCost: ...
 
 
@@ -53,16 +53,24 @@ class Figures:
         sent: bytes that each device sends in one call.
         peak: bytes that it holds at most.
         seconds: of a call, as modelled; 0 without a machine.
+        messages: collectives that run in one call.
+        flops: operations that each device performs.
     """
 
     sent: int
     peak: int
     seconds: float
+    messages: int
+    flops: int
 
     @staticmethod
     def of(found: Explained) -> Figures:
         """Those of a compiled program."""
-        return Figures(found.total_bytes, found.peak, 0.0 if found.machine is None else found.cost().seconds)
+        is_timed = found.machine is not None
+        # Operations depend on no machine.
+        cost = found.cost() if is_timed else compiled_cost(found.program, Machine.read("cpu", found.program.mesh.size))
+        messages = sum(sent.collective.executions for sent in found.program.sent)
+        return Figures(found.total_bytes, found.peak, cost.seconds if is_timed else 0.0, messages, cost.flops)
 
     def helps(self, before: Figures) -> bool:
         """Whether something is lower than before, and nothing higher."""
@@ -73,6 +81,19 @@ class Figures:
     def rank(self) -> tuple[float, int, int]:
         """Orders figures, the better first: by time, where it is known, then by bytes and memory."""
         return self.seconds, self.sent, self.peak
+
+    def change_to(self, after: Figures) -> str:
+        """What another program takes instead, as text."""
+        pairs = [
+            ("sent", format_bytes(self.sent), format_bytes(after.sent)),
+            ("messages", f"{self.messages:,}", f"{after.messages:,}"),
+            ("peak", format_bytes(self.peak), format_bytes(after.peak)),
+        ]
+        if self.seconds:
+            pairs.append(("a call", f"{self.seconds * 1e3:.4g} ms", f"{after.seconds * 1e3:.4g} ms"))
+        else:
+            pairs.append(("computed", format_flops(self.flops), format_flops(after.flops)))
+        return ", ".join(f"{what} {then} -> {now}" if then != now else f"{what} {then}" for what, then, now in pairs)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -115,31 +136,27 @@ class TriedShardings:
     changes: int
     refused: int = 0
 
-    def __str__(self) -> str:
+    @property
+    def lines(self) -> tuple[str, list[str]]:
+        """The result as a title and lines below it."""
         of = f"{self.tried} of {self.changes}" if self.tried < self.changes else f"all {self.changes}"
         more = "; with more seconds, more are tried" if self.tried < self.changes else ""
         more += f"; jax.jit or XLA refused {self.refused} of them" if self.refused else ""
         if not self.helping:
-            return f"Compiled with {of} other shardings of arguments: none lowers bytes, memory or time alone{more}."
-        lines = [f"Other shardings of arguments that help, compiled with {of}{more}:"]
+            return f"Compiled with {of} other shardings of arguments: none lowers bytes, memory or time alone{more}", []
+        rows = []
         for change in self.helping[:_ROWS]:
             assert change.figures is not None, "it helps"
-            lines.append(f"  {change}: {_change(self.before, change.figures)}")
+            rows.append(f"{change}: {self.before.change_to(change.figures)}")
         changes, after = self.together
         if len(changes) > 1:
             names = ", ".join(change.name for change in changes)
-            lines.append(f"  together ({names}): {_change(self.before, after)}")
-        return "\n".join(lines)
+            rows.append(f"together ({names}): {self.before.change_to(after)}")
+        return f"Other shardings of arguments that help, compiled with {of}{more}", rows
 
-
-def _change(before: Figures, after: Figures) -> str:
-    pairs = [
-        ("sent", format_bytes(before.sent), format_bytes(after.sent)),
-        ("peak", format_bytes(before.peak), format_bytes(after.peak)),
-    ]
-    if before.seconds:
-        pairs.append(("a call", f"{before.seconds * 1e3:.4g} ms", f"{after.seconds * 1e3:.4g} ms"))
-    return ", ".join(f"{what} {then} -> {now}" if then != now else f"{what} {then}" for what, then, now in pairs)
+    def __str__(self) -> str:
+        title, rows = self.lines
+        return "\n".join([f"{title}{':' if rows else '.'}", *(f"  {row}" for row in rows)])
 
 
 def spec_text(spec: PartitionSpec) -> str:
@@ -161,7 +178,7 @@ def try_shardings(
 
     Args:
         found: the program as it is.
-        leaves: its arguments, each with a sharding, in order.
+        leaves: its arguments in order, each with a sharding; None for one that is not known.
         compiled: compiles it with other shardings of some of them; None if XLA fails.
         seconds: how long to go on. No program is begun that would end later, if it takes as long as the longest before;
             one is compiled in any case.
@@ -227,7 +244,7 @@ def _changes(found: Explained, leaves: Sequence[Any]) -> Iterator[TriedSharding]
 
 def _specs(leaf: Any) -> Iterator[PartitionSpec]:
     """Other shardings of an array: each dimension over each axis, which then splits no other dimension."""
-    sharding = leaf.sharding
+    sharding = getattr(leaf, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return
     now = [*sharding.spec, *(None for _ in range(len(leaf.shape) - len(sharding.spec)))]
@@ -248,12 +265,3 @@ def _specs(leaf: Any) -> Iterator[PartitionSpec]:
 
 def _axes(entry: Any) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-
-
-def with_specs(leaves: Sequence[Any], specs: Specs) -> list[Any]:
-    """The same arguments as shapes, some with another sharding on their mesh."""
-    made = []
-    for i, leaf in enumerate(leaves):
-        sharding = NamedSharding(leaf.sharding.mesh, specs[i]) if i in specs else getattr(leaf, "sharding", None)
-        made.append(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding))
-    return made

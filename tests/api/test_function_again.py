@@ -1,0 +1,136 @@
+"""Functions that are compiled once more: of frameworks, partial ones and methods too."""
+
+import functools
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import gshard
+
+eqx = pytest.importorskip("equinox")
+nnx = pytest.importorskip("flax.nnx")
+P = PartitionSpec
+MESH = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("data", "model"))
+
+
+def put(*shape: int, spec: tuple[str, ...] = ()) -> jax.Array:
+    return jax.device_put(jnp.ones(shape), NamedSharding(MESH, P(*spec)))
+
+
+def whole(x: jax.Array) -> jax.Array:
+    """A constraint that was left over."""
+    return jax.lax.with_sharding_constraint(x, NamedSharding(MESH, P()))
+
+
+class Net(eqx.Module):  # type: ignore[misc]
+    up: jax.Array
+    down: jax.Array
+    activation: Callable[..., Any]  # a leaf that is no array
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return whole(self.activation(x @ self.up)) @ self.down
+
+    @eqx.filter_jit
+    def step(self, x: jax.Array) -> Any:
+        return step_of(self, x)
+
+
+def step_of(net: Any, x: jax.Array) -> Any:
+    gradient = eqx.filter_grad(lambda net: (net(x) ** 2).mean())(net)
+    return eqx.apply_updates(net, jax.tree.map(lambda g: -g, gradient))
+
+
+class Model(nnx.Module):  # type: ignore[misc]
+    def __init__(self) -> None:
+        self.up, self.down = nnx.Param(put(64, 512)), nnx.Param(put(512, 64))
+        self.count = nnx.Variable(put())
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return whole(jax.nn.gelu(x @ self.up[...])) @ self.down[...]
+
+    @nnx.jit
+    def step(self, x: jax.Array) -> None:
+        step_of_model(self, x)
+
+
+def step_of_model(model: Any, x: jax.Array) -> None:
+    gradient = nnx.grad(lambda model: (model(x) ** 2).mean())(model)
+    model.up[...] -= gradient["up"][...]
+    model.down[...] -= gradient["down"][...]
+    model.count[...] += 1
+
+
+class Plain:
+    @functools.partial(jax.jit, static_argnums=0)
+    def step(self, params: Any, x: jax.Array) -> Any:
+        def loss(params: Any) -> Any:
+            return ((whole(jax.nn.gelu(x @ params["up"])) @ params["down"]) ** 2).mean()
+
+        return jax.tree.map(lambda w, g: w - g, params, jax.grad(loss)(params))
+
+
+NET, MODEL, PLAIN = Net(put(64, 512), put(512, 64), jax.nn.gelu), Model(), Plain()
+PARAMS = {"up": put(64, 512), "down": put(512, 64)}
+X = put(128, 64, spec=("data",))
+STEPS: dict[str, tuple[Any, tuple[Any, ...], str]] = {
+    "equinox": (eqx.filter_jit(step_of), (NET, X), "net.up"),
+    "equinox method": (NET.step, (X,), "self.up"),
+    "equinox partial": (functools.partial(eqx.filter_jit(step_of), NET), (X,), "net.up"),
+    "nnx": (nnx.jit(step_of_model), (MODEL, X), "model.up"),
+    "nnx method": (MODEL.step, (X,), "self.up"),
+    "nnx partial": (functools.partial(nnx.jit(step_of_model), MODEL), (X,), "model.up"),
+    "method": (PLAIN.step, (PARAMS, X), "params.up"),
+    "partial": (functools.partial(Plain.step, PLAIN, PARAMS), (X,), "params.up"),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_shardings_of_its_arguments_are_tried(name: str) -> None:
+    f, arguments, weight = STEPS[name]
+    found = gshard.explain(f, *arguments)
+    assert isinstance(found, gshard.CompiledExplanation)
+    tried = found.try_shardings(seconds=1e-3)
+    assert (tried.tried, tried.refused) == (1, 0)
+    again = found.again
+    assert again is not None
+    number = next(i for i, a in enumerate(found.program.arguments) if a.short.text == weight)
+    assert again.leaves[number].shape == (64, 512)
+    changed = again.compiled({number: P(None, "model")})
+    assert changed is not None
+    assert changed.program.arguments[number].sharding == "P(None, model)"
+    assert [a.name for a in changed.program.arguments] == [a.name for a in found.program.arguments]
+    assert changed.peak < found.peak
+
+
+@pytest.mark.parametrize("name", ["equinox method", "nnx", "partial"])
+def test_a_constraint_inside_is_removed(name: str) -> None:
+    f, arguments, _ = STEPS[name]
+    found = gshard.explain(f, *arguments, machine="h100:1x8")
+    tried = found.try_constraints(seconds=1e-3)
+    assert (tried.tried, tried.refused) == (1, 0)
+    every = found.try_constraints(seconds=20)
+    assert any(one.text.endswith("remove the constraint P()") for one in every.helping)
+
+
+def test_arrays_of_a_framework_are_not_kept_either() -> None:
+    net = Net(put(64, 512), put(512, 64), jax.nn.gelu)
+    found = gshard.explain(eqx.filter_jit(step_of), net, X)
+    reference = weakref.ref(net.up)
+    assert found.try_shardings(seconds=1e-3).refused == 0
+    del net
+    gc.collect()
+    assert reference() is None
+    tried = found.try_shardings(seconds=1e-3)
+    assert tried.refused == tried.tried == 1, "equinox takes no shapes"
+
+
+def test_a_plain_partial_is_partitioned_by_gshard() -> None:
+    found = gshard.explain(functools.partial(lambda a, b: a @ b, put(8, 8)), put(8, 8), mesh=8)
+    assert isinstance(found, gshard.Explanation)
