@@ -74,6 +74,12 @@ def user_place(source_info: Any) -> tuple[str, int] | None:
     return None if frame is None else (frame.file_name, frame.start_line)
 
 
+def user_places(source_info: Any) -> list[tuple[str, int]]:
+    """Files and lines of all calls that led to an equation, except those inside of JAX and gshard; innermost first."""
+    frames = () if source_info is None else _source_info_util.user_frames(source_info.traceback)
+    return [(frame.file_name, frame.start_line) for frame in frames]
+
+
 def in_scopes_of(source_info: Any, call: Any) -> Any:
     """The source information of an equation in the body of a call, with the named scopes of the call in front.
 
