@@ -2,8 +2,9 @@
 
 A plan has a sharding for every value; propagation finds most of them once a few values are marked. A greedy search
 finds these few. In each round it takes the values whose sharding differs from the plan, with those of the same name in
-equal layers together; it tries the largest, and keeps the marks that lower the price most. Then it removes marks that
-are no longer needed. Marks that statements of the user's source can make come first. If marks do not reach the price of the plan, use the plan itself (``gshard.jit(plan=...)``).
+equal layers together; it tries the largest, and keeps the marks that lower the price most. Values that a statement of
+the user's source can mark come first. Then it removes marks that are no longer needed. If marks do not reach the price
+of the plan, use the plan itself (``gshard.jit(plan=...)``).
 
 A time budget limits the search. The program without further marks is priced in any case, and the search returns the
 marks that it found until the time is over.

@@ -29,7 +29,7 @@ class SourceFile:
         self.before: dict[int, str] = {}
         self.edits: dict[
             int, list[tuple[int, int, str]]
-        ] = {}  # by line: its bytes from, to, and what takes their place
+        ] = {}  # by line: from which byte to which, and what is there instead
         self.written: list[str] = []
         is_spec = self._imports("jax.sharding", "PartitionSpec", "P")
         self.spec = "jax.P" if self._binds("P") and not is_spec else "P"
@@ -112,7 +112,7 @@ class SourceFile:
         """
         node = self._function(line)
         if node is None:
-            return "the function is not defined by a def statement in a file"
+            return f"no def statement is at line {line} of its file, where the function was when it was loaded"
         if [n.name for n in ast.walk(self.tree) if isinstance(n, ast.FunctionDef)].count(node.name) > 1:
             return f"the file has several functions called {node.name}"
         names = ("jax.jit", "jit") if by == "jax.jit" else ("jax.jit", "jit", "gshard.jit")
@@ -135,7 +135,12 @@ class SourceFile:
         there = [name for name in given if name in keywords or name is None]
         if there and (by == "jax.jit" or None in there):
             return f"line {place.lineno} has {there[0] or '**keywords'} already"
-        missing = {name: self._spelled(value) for name, value in keywords.items() if name not in given}
+        donates = "donate_argnums" in given
+        missing = {
+            name: self._spelled(value)
+            for name, value in keywords.items()
+            if name not in given and not (donates and name == "donate_argnames")
+        }
         if by == "gshard.jit" and ast.unparse(jit) != by:
             self._edit(jit.lineno, jit.col_offset, jit.end_col_offset or 0, by)
             self.written.append(f"{by}(")
