@@ -74,7 +74,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str, str]] = {
     "no mesh": (lambda: gshard.jit(product)(X, X), gshard.MeshError, "no mesh was given", "Give mesh=8"),
     "marks for a mesh that the outer one replaces": (
         lambda: gshard.jit(lambda x: on_rows(x) * 2, mesh=MESH)(X), gshard.ShardingError,
-        "the mesh has no axis 'rows'", "has mesh (rows=8), and runs on the mesh of the gshard.jit around it (data=4 model=2)",
+        "the mesh has no axis 'rows'",
+        "has mesh (rows=8), and runs on the mesh of the gshard.jit around it (data=4 model=2)",
     ),
     "an array that leaked from another function": (
         lambda: [gshard.jit(storing, mesh=8)(X), gshard.jit(lambda x: x + STORED[-1], mesh=8)(X)],
