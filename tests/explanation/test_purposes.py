@@ -41,10 +41,9 @@ def step(params: Any, x: Any) -> Any:
     return jax.tree.map(lambda w, g: w - 0.1 * g, params, jax.grad(loss)(params))
 
 
-def purposes(rows: int, function: Any = step, **mesh: int) -> dict[tuple[str, str], str]:
-    explained = gshard.explain(
-        function, [BLOCK] * 2, array((rows, 512, 1024), "float32"), mesh=gshard.Mesh.abstract(**mesh)
-    )
+def purposes(rows: int, **mesh: int) -> dict[tuple[str, str], str]:
+    x, on = array((rows, 512, 1024), "float32"), gshard.Mesh.abstract(**mesh)
+    explained = gshard.explain(step, [BLOCK] * 2, x, mesh=on)
     assert sum(row.bytes for row in explained.purposes) == explained.total_bytes
     assert sum(row.times for row in explained.purposes) == sum(row.times for row in explained.collectives)
     assert str(explained.purposes).count("\n") == len(explained.purposes) - 1
@@ -69,7 +68,7 @@ def test_large_batches_gather_weights_instead() -> None:
 @pytest.mark.parametrize(
     ("mark", "kind", "purpose"),
     [
-        (lambda p: p, "all_reduce", "sums gradients of weights (data parallelism)"),
+        (lambda p: p, "all_reduce", "sums gradients over the batch (data parallelism)"),
         (lambda p: gshard.split(p, 0, "data"), "all_gather", "gathers weights for products (FSDP, ZeRO-3)"),
     ],
 )

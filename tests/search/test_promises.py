@@ -229,7 +229,7 @@ def test_each_step_of_a_search_is_a_line() -> None:
     lines: list[str] = []
     gshard.search(small, shape(64, 64), shape(64, 64), mesh=EIGHT, machine=H100, progress=lines.append)
     said = "\n".join(lines)
-    told = ("as it is marked, on mesh (data=8)", "the problem of mesh", "choices", "best so far: searched")
+    told = ("as it is marked, on mesh (data=8)", "the problem of mesh", "choices", "best so far: data parallel")
     for text in (*told, "the preset 'data parallel'"):
         assert text in said, said
     assert all(line.startswith("gshard.search ") for line in lines)
