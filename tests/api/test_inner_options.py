@@ -82,3 +82,21 @@ def test_results_are_those_of_jax_in_each_call(container: str) -> None:
     for spec in (None, jax.P("devices"), jax.P(None, "devices"), jax.P()):
         placed = x if spec is None else jax.device_put(x, jax.NamedSharding(mesh, spec))
         np.testing.assert_allclose(np.asarray(outer(placed)), np.asarray(expected), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("inner", [{"data": 4, "model": 2}, {"data": 2, "model": 4}, 8])
+def test_the_mesh_of_an_inner_one_is_listed_unless_it_is_the_same(inner: Any) -> None:
+    """The same mesh is used; another one is replaced by the mesh of the outer ``gshard.jit``, and strict refuses it."""
+    f = gshard.jit(lambda x: gshard.split(jnp.sin(x), 0, 2), mesh=inner)
+    mesh = {"data": 4, "model": 2}
+    explained = gshard.explain(gshard.jit(lambda x: f(x) * 2, mesh=mesh), jnp.ones((8, 8)))
+    listed = [line for line in map(str, explained.dropped) if "mesh of an inner gshard.jit" in line]
+    is_other = inner != mesh
+    assert len(listed) == is_other
+    if is_other:
+        assert "test_inner_options.py" in listed[0]
+        with pytest.raises(PlanError, match="mesh of an inner"):
+            gshard.jit(lambda x: f(x) * 2, mesh=mesh, strict=True)(jnp.ones((8, 8)))
+    np.testing.assert_allclose(
+        gshard.jit(lambda x: f(x) * 2, mesh=mesh)(jnp.ones((8, 8))), 2 * np.sin(np.ones((8, 8))), rtol=1e-6
+    )

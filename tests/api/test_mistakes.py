@@ -26,6 +26,19 @@ def left_over_from_pmap(x: Any) -> Any:
     return jax.lax.pmean(2 * x, "devices")
 
 
+STORED: list[Any] = []
+
+
+def storing(x: Any) -> Any:
+    STORED.append(2 * x)
+    return x
+
+
+@gshard.jit(mesh={"rows": 8})
+def on_rows(x: Any) -> Any:
+    return gshard.split(jnp.tanh(x), 0, "rows")
+
+
 MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str, str]] = {
     "pmean left over from pmap": (
         lambda: gshard.jit(left_over_from_pmap, mesh=8)(X), NameError,
@@ -59,6 +72,32 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str, str]] = {
         "is called with a jax.ShapeDtypeStruct", "A call takes arrays",
     ),
     "no mesh": (lambda: gshard.jit(product)(X, X), gshard.MeshError, "no mesh was given", "Give mesh=8"),
+    "marks for a mesh that the outer one replaces": (
+        lambda: gshard.jit(lambda x: on_rows(x) * 2, mesh=MESH)(X), gshard.ShardingError,
+        "the mesh has no axis 'rows'",
+        "has mesh (rows=8), and runs on the mesh of the gshard.jit around it (data=4 model=2)",
+    ),
+    "an array that leaked from another function": (
+        lambda: [gshard.jit(storing, mesh=8)(X), gshard.jit(lambda x: x + STORED[-1], mesh=8)(X)],
+        jax.errors.UnexpectedTracerError, "reads an array that another function computed at test_mistakes.py",
+        "Return this array from that function, and pass it as an argument",
+    ),
+    "an array in a formatted text": (
+        lambda: gshard.jit(lambda x: [f"{x.sum():.3f}", x][1], mesh=8)(X), TypeError,
+        "formats an array as text, and only shapes are known", "jax.debug.print",
+    ),
+    "pmap around it": (
+        lambda: jax.pmap(gshard.jit(lambda x: 2 * x, mesh=8))(X), gshard.TraceError,
+        "is called inside jax.pmap, which is a jax.shard_map", "Leave out jax.pmap",
+    ),
+    "a machine with another number of devices": (
+        lambda: gshard.jit(product, mesh=8, machine="h100:4x8"), gshard.MachineError,
+        "h100:4x8 has 32 devices, and the mesh has 8", "Write h100:1x8",
+    ),
+    "a cost on a machine with another number of devices": (
+        lambda: gshard.explain(product, X, X, mesh=8).cost("h100:4x8"), gshard.MachineError, "has 32 devices",
+        "Write h100:1x8",
+    ),
     "a leaf that is no array": (
         lambda: gshard.jit(lambda p: p["x"], mesh=8)({"x": X, "kind": "relu"}), TypeError,
         "passed to the function at path p['kind']", "static_leaves=True): then leaves that are no arrays are static",

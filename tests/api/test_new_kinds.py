@@ -65,3 +65,17 @@ def test_many_arguments_and_static_ones(caplog: pytest.LogCaptureFixture) -> Non
     assert "xs[3] is float32[8,8], and was float32[16,8]; and 2 more arguments" in shapes
     assert static.endswith("a static argument has another value than before")
     assert setting.endswith("a setting of JAX or a rule has changed")
+
+
+def test_shapes_that_change_with_each_call_get_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    f = gshard.jit(step, mesh=8)
+    with caplog.at_level(logging.WARNING, "gshard"):
+        for rows in range(1, 15):
+            f.lower(np.ones((rows, 8), np.float32))
+        assert not caplog.records
+        for rows in range(15, 25):
+            f.lower(np.ones((rows, 8), np.float32))
+    (told,) = (r.getMessage() for r in caplog.records)
+    assert told.startswith("step is planned and compiled for 16 different kinds of arguments, at test_new_kinds.py:")
+    assert "x is float32[16,8], and was float32[15,8]" in told
+    assert "Pad arrays to a few sizes" in told

@@ -218,5 +218,7 @@ def test_explain_says_the_mesh_of_a_sharding_on_another_one(auto: jax.sharding.M
 
 def test_jax_pmap_around_is_named() -> None:
     step = gshard.jit(lambda x: x + 1, mesh=8)
-    with pytest.raises(gshard.TraceError, match=r"Leave out jax\.pmap, which is a jax\.shard_map"):
+    with pytest.raises(
+        gshard.TraceError, match=r"inside jax\.pmap, which is a jax\.shard_map[\s\S]*Leave out jax\.pmap"
+    ):
         jax.pmap(step)(jnp.ones((8, 3)))

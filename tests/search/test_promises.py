@@ -96,7 +96,8 @@ def test_a_budget_is_of_all_that_a_search_does(monkeypatch: pytest.MonkeyPatch) 
     clock = CountedCalls()
     monkeypatch.setattr(time, "monotonic", clock.now)
     planning, least = clock.seconds_of(lambda: searched(1e-6))
-    assert [other.name for other in least.best.others] == ["as it is marked"], "without it there is nothing to return"
+    expected = ["as it is marked", "data parallel", "data parallel, state split (ZeRO, FSDP)"]
+    assert [other.name for other in least.best.others] == expected, "never worse than these"
     assert least.best.searched is None
     assert least.gap is None
     assert least.plan.shardings
@@ -105,7 +106,7 @@ def test_a_budget_is_of_all_that_a_search_does(monkeypatch: pytest.MonkeyPatch) 
     assert "not tried, or cut: the problem of mesh (data=8)" in str(least)
     with pytest.raises(gshard.ArgumentError, match="ended before the problem was solved"):
         least.why("qkv")
-    budget = 2 * planning
+    budget = 1.2 * planning
     taken, found = clock.seconds_of(lambda: searched(budget))
     assert taken < budget + max(0.1 * budget, planning)
     assert any("the preset 'state split'" in step for step in found.left_out)
@@ -228,7 +229,7 @@ def test_each_step_of_a_search_is_a_line() -> None:
     lines: list[str] = []
     gshard.search(small, shape(64, 64), shape(64, 64), mesh=EIGHT, machine=H100, progress=lines.append)
     said = "\n".join(lines)
-    told = ("as it is marked, on mesh (data=8)", "the problem of mesh", "choices", "best so far: searched")
+    told = ("as it is marked, on mesh (data=8)", "the problem of mesh", "choices", "best so far: data parallel")
     for text in (*told, "the preset 'data parallel'"):
         assert text in said, said
     assert all(line.startswith("gshard.search ") for line in lines)
@@ -251,7 +252,7 @@ found = stopped_by(signal.SIGTERM, "the preset 'state split'")
 print(found.stopped == signal.SIGTERM, found.best.searched is not None, signal.getsignal(signal.SIGTERM) is own)
 print([line for line in str(found).splitlines() if "ended the search" in line][0].split(" after ")[0])
 found = stopped_by(signal.SIGINT, "solving for mesh")
-print(found.stopped == signal.SIGINT, [other.name for other in found.best.others], found.gap)
+print(found.stopped == signal.SIGINT, [other.name for other in found.best.others][:3], found.gap)
 try:
     stopped_by(signal.SIGINT, "tracing")
 except KeyboardInterrupt:
@@ -267,7 +268,8 @@ def test_signals_end_a_search_with_the_best_plan_so_far(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", SIGNALS], capture_output=True, text=True, cwd=TESTS, check=False)
     assert done.stdout.splitlines() == [
         "own handler", "True True True", "SIGTERM ended the search",
-        "True ['as it is marked'] None", "nothing was found yet", "last",
+        "True ['as it is marked', 'data parallel', 'data parallel, state split (ZeRO, FSDP)'] None",
+        "nothing was found yet", "last",
     ], done.stderr  # fmt: skip
     assert done.returncode == -signal.SIGTERM, "as without a search"
 

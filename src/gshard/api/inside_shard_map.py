@@ -49,11 +49,13 @@ def target_inside(target: Target, jaxpr: Any, name: str) -> Target:
     sizes = {str(n): s for n, s in around.shape.items()}
     automatic = {n: s for n, s in sizes.items() if n not in around.manual_axes and s > 1}
     own = {n: s for n, s in target.mesh.axes if s > 1}
+    outside = "jax.shard_map"
     if not automatic:
         why = "all axes of its mesh are manual: arrays are one device's parts."
         hint = "Leave axes automatic (axis_names={...}), or partition outside: gshard.jit of what holds the shard_map."
         if PMAP_AXIS in around.manual_axes:
-            hint = "Leave out jax.pmap, which is a jax.shard_map: gshard.jit takes whole arrays and splits them itself."
+            outside = "jax.pmap, which is a jax.shard_map"
+            hint = "Leave out jax.pmap: gshard.jit takes whole arrays and splits them itself."
     elif any(n in around.explicit_axes for n in automatic):
         why = "its other axes are of type Explicit."
         hint = "Make them of type Auto, or call gshard.jit outside, of the function that holds the jax.shard_map."
@@ -74,7 +76,7 @@ def target_inside(target: Target, jaxpr: Any, name: str) -> Target:
         )
     manual = ", ".join(map(str, around.manual_axes))
     got = f"manual axes: {manual}; automatic: {_text(automatic)}; mesh of {name}: {target.mesh}"
-    raise TraceError(f"{name} is called inside jax.shard_map, and {why}", user_line(), got, hint)
+    raise TraceError(f"{name} is called inside {outside}, and {why}", user_line(), got, hint)
 
 
 def run_inside(arrays: Sequence[Any], jaxpr: Any, target: Target, planned: Callable[..., SpmdProgram]) -> list[Any]:

@@ -57,7 +57,7 @@ from gshard.core.uneven import UnevenArray
 from gshard.device.machine import Machine
 from gshard.language.registry import cleared_with_rules
 from gshard.remat.rematerialise import MemoryLimitError
-from gshard.tracing.by_jax import closed_of, name_of
+from gshard.tracing.by_jax import closed_of, leaked, name_of
 from gshard.tracing.trace import program_of
 
 _PLANS = 4  # new kinds of calls for which a function keeps what planning computed on its way
@@ -82,6 +82,7 @@ class Jitted(OneObject, Generic[P, R]):
         self._made, self._traced = _CACHES.of(f, (parameters.told, options.key))
         self._tables = Tables(_PLANS)
         self._seen_last: Signature | None = None
+        self._kinds = 1  # of arguments that it was planned for
         emptied_by_jax(self._tables)
         numbers, names = parameters.static_numbers, parameters.static_names
         # Weakly, so that a function is freed as soon as nothing needs it, and not when garbage is next collected.
@@ -177,7 +178,7 @@ class Jitted(OneObject, Generic[P, R]):
         """Forgets all programs."""
         for cache in (self._made, self._traced, self._tables):
             cache.cache_clear()
-        self._seen_last = None
+        self._seen_last, self._kinds = None, 1
         self._fast.clear()
         forget_traces(self._f)
 
@@ -248,7 +249,11 @@ class Jitted(OneObject, Generic[P, R]):
         leaves = [*constants, *(x.whole() if isinstance(x, UnevenArray) else x for x in leaves)]
         if not is_staging():
             refuse_references(leaves, name_of(self._f))
-        return jax.tree.unflatten(out_tree, call(jaxpr, target, leaves))
+        try:
+            results = call(jaxpr, target, leaves)
+        except jax.errors.UnexpectedTracerError as error:
+            raise leaked(error, name_of(self._f), user_line()) from None
+        return jax.tree.unflatten(out_tree, results)
 
     def _closed(self, signature: Signature, marked: bool = False) -> tuple[Any, Any]:
         """The function's jaxpr for a kind of arguments; ``marked`` with its ``in_shardings`` on the arguments."""
@@ -283,7 +288,8 @@ class Jitted(OneObject, Generic[P, R]):
         program = self._traced.get((signature.traced, "program"), lambda: self._program(signature))
         f = self._parameters.with_statics(signature.statics)
         if self._seen_last is not None:
-            log_new_kind(name_of(self._f), lambda: signature.names(f), signature, self._seen_last)
+            self._kinds += 1
+            log_new_kind(name_of(self._f), lambda: signature.names(f), signature, self._seen_last, self._kinds)
         given = marks_of_in_shardings(self._options.in_shardings, f, *signature.arguments())
         kept = target.takes_arguments_as_marks
         marks = marks_of_arguments(program, [x.array_type for x in signature.every], target.mesh, given, kept)

@@ -3,6 +3,7 @@
     step is planned again: x is float32[17,8], and was float32[16,8]
 
 These records are warnings while ``jax_log_compiles`` is on, as those of phases (``core.phases``), and INFO otherwise.
+A function that is planned again and again, as for shapes that change with each call, logs one warning in any case.
 """
 
 from __future__ import annotations
@@ -11,20 +12,30 @@ import logging
 from collections.abc import Callable, Sequence
 
 from gshard.api.signature import Leaf, Signature
+from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_dispatch import logs_compilations
 
 _log = logging.getLogger("gshard")
 _SHOWN = 4  # arguments
+_MANY = 16  # kinds of arguments of one function: more than a program has on purpose
 
 
-def log_new_kind(name: str, names: Callable[[], Sequence[str]], now: Signature, last: Signature) -> None:
+def log_new_kind(name: str, names: Callable[[], Sequence[str]], now: Signature, last: Signature, kinds: int) -> None:
     """Logs why a function is planned again.
 
     Args:
         name: the name of the function.
         names: ``names()``: its flat arguments.
         now, last: the signatures of this call and of the last one of another kind.
+        kinds: how many kinds there are with this one.
     """
+    if kinds == _MANY:
+        _log.warning(
+            "%s is planned and compiled for %d different kinds of arguments, at %s: %s. Pad arrays to a few sizes, and "
+            "pass numbers that change as arrays, not as static arguments.",
+            name, kinds, user_line(), _difference(names(), now, last),
+        )  # fmt: skip
+        return
     level = logging.WARNING if logs_compilations() else logging.INFO
     if _log.isEnabledFor(level):
         _log.log(level, "%s is planned again: %s", name, _difference(names(), now, last))

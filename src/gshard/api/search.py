@@ -106,9 +106,10 @@ def search(
         machine: what the devices are, such as ``"h100:4x8"``; by default what the mesh's devices are.
         memory_limit: bytes that a device may hold, or text such as ``"14GiB"``; by default the machine's memory.
         budget_seconds: how long the whole search may take, tracing, all meshes, presets and prices included. It takes
-            longer by no more than one planning of the program, without which there is nothing to return. With None the
-            size of the program says how many steps there are, and every computer finds the same unless they take more
-            than 300 seconds, where the search ends. ``float("inf")`` is the same without an end.
+            longer by no more than one planning of the program and, if no mark splits it, of data parallelism and of a
+            split state (FSDP), so that what is found is never worse than these. With None the size of the program says
+            how many steps there are, and every computer finds the same unless they take more than 300 seconds, where
+            the search ends. ``float("inf")`` is the same without an end.
         static_argnums, static_argnames, donate_argnums, donate_argnames: as for ``jit``; donate a training state.
         on_better: called with each plan that is the best so far.
         progress: None prints lines on stderr once the search has taken two seconds; True prints all, False none; or a
@@ -262,6 +263,7 @@ class _Run:
             one = self._begun(mesh, problems.part(1 / 2) if i + 1 < meshes else problems)
             if not i:
                 one.price_marked()  # so that there is something to return
+                one.price_expected()
             one.solve(1.0 if meshes <= _FINISHED else _EFFORT, 1 / (meshes - i))
             one.budget = budget
         for one in sorted(self.begun, key=lambda one: one.rank)[:_FINISHED]:

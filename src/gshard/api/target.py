@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import jax
 
+from gshard.core.dropped import MESH
 from gshard.core.layout import Layout
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
@@ -101,6 +102,8 @@ class Target:
             "memory_limit": self.memory_limit, "machine": self.machine,
             "compiler_options": self.compiler_options, "plan": self.recorded,
             "search": self.search, "layout": self.layout, "finite": self.finite,
+            # Axes, not devices: the devices are those of the outer function, in any order, or of an abstract mesh.
+            MESH: None if self.around is not None else " ".join(f"{name}={size}" for name, size in self.mesh.axes),
         }  # fmt: skip
         return {
             name: value for name, value in given.items() if value is not None and value is not False and value != ()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Hashable
 
+MESH = "mesh"  # the option of an inner ``gshard.jit`` whose value is the axes of its mesh, as text
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Dropped:

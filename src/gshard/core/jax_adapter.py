@@ -63,15 +63,31 @@ def user_line(source_info: Any = None) -> str:
     """
     info = source_info if source_info is not None else _source_info_util.current()
     frame = _user_frame(info.traceback)
-    if frame is None:
-        return ""
+    if frame is None:  # JAX's traceback of a call inside of jax.pmap begins at the mapped function
+        return "" if source_info is not None else _line_of_stack()
     return f"{frame.file_name.rsplit('/', 1)[-1]}:{frame.start_line} ({frame.function_name})"
+
+
+def _line_of_stack() -> str:
+    """The innermost frame of the Python stack outside of JAX, gshard and the frameworks."""
+    excluded = (_PACKAGE, os.path.dirname(os.path.abspath(jax.__file__)))
+    for frame, line in traceback.walk_stack(None):
+        name = frame.f_code.co_filename
+        if os.path.isfile(name) and not name.startswith(excluded) and not is_of_library(name):
+            return f"{os.path.basename(name)}:{line} ({frame.f_code.co_qualname})"
+    return ""
 
 
 def user_place(source_info: Any) -> tuple[str, int] | None:
     """The user's file and line of an equation; None if JAX kept no line."""
     frame = None if source_info is None else _user_frame(source_info.traceback)
     return None if frame is None else (frame.file_name, frame.start_line)
+
+
+def user_places(source_info: Any) -> list[tuple[str, int]]:
+    """Files and lines of all calls that led to an equation, except those inside of JAX and gshard; innermost first."""
+    frames = () if source_info is None else _source_info_util.user_frames(source_info.traceback)
+    return [(frame.file_name, frame.start_line) for frame in frames]
 
 
 def in_scopes_of(source_info: Any, call: Any) -> Any:

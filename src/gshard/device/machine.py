@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from gshard.core.errors import GShardError
+from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames
 from gshard.device.machine_kinds import COMPILERS, DIRECT, KINDS, LINE, RING, SWITCH, Compiler, Kind
 
@@ -132,6 +133,7 @@ class Machine:
             meant = f"Did you mean {near[0]!r}? " if near else ""
             raise MachineError(
                 f"no machine is called {text!r}.",
+                user_line(),
                 got=f"machines: {', '.join(KINDS)}",
                 hint=f"{meant}Write v3:32x32 (chips), h100:4x8 (nodes and GPUs), cpu:8, or a file of gshard calibrate.",
             )
@@ -229,5 +231,6 @@ def _hint(name: str, kind: Kind, devices: int | None) -> str:
 
 def _fitted(machine: Machine, devices: int | None, hint: str) -> Machine:
     if devices is not None and machine.size != devices:
-        raise MachineError(f"{machine.name} has {machine.size} devices, and the mesh has {devices}.", hint=hint)
+        what = f"{machine.name} has {machine.size} devices, and the mesh has {devices}."
+        raise MachineError(what, user_line(), hint=hint)
     return machine

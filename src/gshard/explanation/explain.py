@@ -34,15 +34,11 @@ from gshard.explanation.host_memory import HostMemory, host_memory
 from gshard.explanation.merged_collectives import merged, rows_of
 from gshard.explanation.moved_instead import moved_instead
 from gshard.explanation.peer_lines import against_xla
+from gshard.explanation.purposes import Purposes, purposes_of
 from gshard.explanation.report.data import report_data
 from gshard.explanation.report.page import framed, page
 from gshard.explanation.row_text import collective_lines, lines_of_parts, tensor_lines
-from gshard.explanation.rows import (
-    CollectiveRow,
-    TensorRow,
-    row_called,
-    text_of_rings,
-)
+from gshard.explanation.rows import CollectiveRow, TensorRow, row_called, text_of_rings
 from gshard.explanation.timeline import timeline
 from gshard.explanation.trials import SECONDS, Trials, trials
 from gshard.explanation.unsplit_work import unsplit_work
@@ -251,6 +247,18 @@ class Explanation:
     def total_bytes(self) -> int:
         """Bytes that each device sends in one call."""
         return sum(row.bytes for row in self.collectives)
+
+    @property
+    def purposes(self) -> Purposes:
+        """What the collectives are for, in the terms of data, fully sharded and tensor parallelism; prints as lines.
+
+        >>> import gshard, jax.numpy as jnp
+        >>> f = lambda x, w: gshard.split(x, 1, 8) @ w
+        >>> found = gshard.explain(f, jnp.ones((64, 512)), jnp.ones((512, 32)), mesh=gshard.Mesh.abstract(devices=8))
+        >>> [(row.kind, row.purpose) for row in found.purposes]
+        [('all_reduce', 'sums partial results of products whose summed dimension is split')]
+        """
+        return purposes_of(self.plan, self.spmd.collectives, self.names)
 
     def format(self, tensors: int = 12, collectives: int = 30) -> str:
         """The report as text with at most so many rows of each kind; with 0 ``tensors`` of the collectives only."""

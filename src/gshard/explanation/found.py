@@ -33,8 +33,9 @@ from gshard.planning.saved_plan import SavedPlan
 from gshard.search.alternatives import SearchChoice, alternatives, tries
 from gshard.search.as_marks import Marks, marks_of
 from gshard.search.find import Best, best_plan
+from gshard.search.jit_keywords import jit_keywords
 from gshard.search.layouts import LayoutResult, Namable, layout_of
-from gshard.search.patch import patch_of
+from gshard.search.patch import Patch, patch_of
 from gshard.search.pipeline import as_run, plans_of
 from gshard.search.planned import Planned
 from gshard.search.priced import PricedPlan, Pricing
@@ -138,7 +139,10 @@ class SearchResult:
     def _marks(self, budget_seconds: float | None, progress: bool | Callable[[str], object] | None) -> Marks:
         progress = self.progress if progress is None else progress
         budget = TimeBudget.of(self.budget_seconds if budget_seconds is None else budget_seconds, progress)
-        return marks_of(self.best.chosen, self.best.limit, lambda marked: self._priced("marks", marked), budget)
+        can_write = Patch(self.plan.program).can_mark
+        return marks_of(
+            self.best.chosen, self.best.limit, lambda marked: self._priced("marks", marked), budget, can_write
+        )
 
     @functools.cached_property
     def layout(self) -> LayoutResult:
@@ -157,8 +161,10 @@ class SearchResult:
     def patch(
         self, *, budget_seconds: float | None = None, progress: bool | Callable[[str], object] | None = None
     ) -> str:
-        """The marks as a change of the source files, for ``git apply``.
+        """The marks as a change of the source files, for ``git apply``, which then run the plan.
 
+        Marks are written after statements, and for arguments in front of the function's first statement. Where its file
+        jits the function, ``gshard.jit`` takes the place of ``jax.jit``, with the mesh, the machine and the limit.
         In front of it, in lines that begin with ``#``, are the time of a call with the marks beside that of the plan,
         and the marks that cannot be written. If ``marks`` are known and all was tried, they are not sought again.
 
@@ -176,9 +182,10 @@ class SearchResult:
             known = self.__dict__["marks"] = self._marks(seconds, progress)
         paths, defined = ((), None) if self.function is None else (self.function.paths, self.function.defined)
         notes = [f"modelled on {self.cost.machine.name}: {known.nearness}", *known.cut]
-        if not known.is_near:
+        if known.is_worse:
             notes.append("gshard.jit(f, mesh=found.mesh, plan=found.plan) runs the plan itself")
-        return patch_of(known.marks, self.plan.program, paths, defined, self.plan.mesh, notes)
+        keywords = jit_keywords(self.mesh, known.priced, self.best.limit, paths, self.donated) if known.marks else None
+        return patch_of(known.marks, self.plan.program, paths, defined, self.plan.mesh, notes, keywords)
 
     def without(self, i: int) -> PricedPlan:
         """The plan that follows from all of ``marks`` but one, and what it costs.

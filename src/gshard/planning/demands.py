@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+from gshard.core.dropped import MESH
 from gshard.core.errors import ShardingError
 from gshard.core.manual_axes import manual_axes
 from gshard.core.mark import Demand, Mark, resolve
@@ -23,7 +24,18 @@ def _demand_of(e: Equation, mesh: Mesh, program: Program) -> Demand:
     assert e.mark is not None
     barred = manual.at(e)
     if not barred:
-        return resolve(e.mark, mesh, value.shape, e.line)
+        try:
+            return resolve(e.mark, mesh, value.shape, e.line)
+        except ShardingError as reason:
+            meshes = [(d.line, d.option[1]) for d in program.dropped if d.option is not None and d.option[0] == MESH]
+            if not meshes:
+                raise
+            line, axes = meshes[0]
+            hint = (
+                f"The gshard.jit that is called at {line} has mesh ({axes}), and runs on the mesh of the gshard.jit "
+                f"around it ({mesh}). Give both the same mesh, or name axes of the outer one."
+            )
+            raise ShardingError(reason.what, reason.where, reason.got, f"{reason.hint} {hint}".strip()) from None
     # A mark with axis names refers to the whole mesh; one with a number of parts refers to the automatic axes.
     mark_mesh = mesh if e.mark.axes else manual.mesh_without(barred)
     try:

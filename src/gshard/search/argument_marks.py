@@ -1,13 +1,14 @@
 """Writes marks on arguments as statements, one for each parameter.
 
 An array gets a mark of its own, ``x = gshard.shard(x, P("data"))``. Arrays of a pytree get patterns of their paths, so
-that equal layers need one pattern: ``state = gshard.shard_by_path(state, {"0/blocks/*/up/kernel": P("data")})``.
+that equal layers need one pattern, and a weight and its moments in Adam too:
+``state = gshard.shard_by_path(state, {"**/blocks/*/up/kernel": P("data")})``.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from gshard.core.mesh import Mesh
 from gshard.core.paths import is_below
@@ -17,6 +18,7 @@ from gshard.naming.short_names import equal_layers
 from gshard.planning.added_marks import spec_of_cut
 
 _WIDE = 100  # columns; a longer statement is written on several lines
+_END = 2  # the last words of patterns that become one: a layer and its weight
 
 
 def argument_marks(
@@ -69,8 +71,32 @@ def _patterns(specs: Mapping[str, str], values: Mapping[str, Value]) -> dict[str
     ends = {path.rpartition("/")[2] for path in values}
     common_end = f"/{next(iter(ends))}" if len(ends) == 1 and len(values) > 1 else ""  # a pattern is for all below it
     shorter = {pattern.removesuffix(common_end): spec for pattern, spec in patterns.items()}
-    for candidate in (shorter, patterns, dict(specs)):
+    for candidate in (_folded(shorter, specs, values), shorter, patterns, dict(specs)):
         first_match = {path: next((p for p in candidate if is_below(p, path)), None) for path in values}
         if all((None if p is None else candidate[p]) == specs.get(path) for path, p in first_match.items()):
             return candidate
     return None
+
+
+def _folded(patterns: Mapping[str, str], specs: Mapping[str, str], paths: Iterable[str]) -> dict[str, str]:
+    """Patterns with the same spec and the same end as one, such as those of a weight and of its moments in Adam.
+
+    Args:
+        patterns: the spec of each pattern.
+        specs: the spec of each path, of those that have one.
+        paths: all paths.
+    """
+    by_end: dict[tuple[tuple[str, ...], str], list[tuple[str, ...]]] = {}
+    for pattern, spec in patterns.items():
+        words = tuple(pattern.split("/"))
+        by_end.setdefault((words[-_END:], spec), []).append(words)
+    folded: dict[str, str] = {}
+    for (_, spec), alike in by_end.items():
+        shortest = min(map(len, alike))
+        size = next((n for n in range(shortest, 0, -1) if len({words[-n:] for words in alike}) == 1), 0)
+        end = f"**/{'/'.join(alike[0][-size:])}"
+        if len(alike) > 1 and size and all(specs.get(path) == spec for path in paths if is_below(end, path)):
+            folded[end] = spec
+        else:
+            folded.update({"/".join(words): spec for words in alike})
+    return folded

@@ -2,8 +2,9 @@
 
 A plan has a sharding for every value; propagation finds most of them once a few values are marked. A greedy search
 finds these few. In each round it takes the values whose sharding differs from the plan, with those of the same name in
-equal layers together; it tries the largest, and keeps the marks that lower the price most. Then it removes marks that
-are no longer needed. If marks do not reach the price of the plan, use the plan itself (``gshard.jit(plan=...)``).
+equal layers together; it tries the largest, and keeps the marks that lower the price most. Values that a statement of
+the user's source can mark come first. Then it removes marks that are no longer needed. If marks do not reach the price
+of the plan, use the plan itself (``gshard.jit(plan=...)``).
 
 A time budget limits the search. The program without further marks is priced in any case, and the search returns the
 marks that it found until the time is over.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from gshard.core.errors import GShardError
 from gshard.core.jax_adapter import is_transposed
@@ -29,6 +30,7 @@ from gshard.search.time_budget import TimeBudget
 
 _LARGEST, _FIRST = 3, 2  # candidates of each round
 _NEAR = 5e-4  # of the plan's time: a smaller difference counts as none
+_MORE_MEMORY = 1.01  # ratio of two peaks of memory: a smaller one counts as the same
 _MORE = "further marks"
 
 
@@ -60,7 +62,7 @@ class FoundMark:
 
 @dataclasses.dataclass(frozen=True)
 class Marks:
-    """Marks that make a program nearly as fast as a plan.
+    """Marks that make a program nearly as fast as a plan, in about its memory.
 
     Attributes:
         marks: the marks, in the order in which they were found.
@@ -96,12 +98,21 @@ class Marks:
         return abs(self.seconds / self.goal.cost.seconds - 1) < _NEAR
 
     @property
+    def is_worse(self) -> bool:
+        """Whether a call takes longer than the plan with them, or more memory, to the digits that are shown."""
+        slower = self.seconds / self.goal.cost.seconds - 1 >= _NEAR
+        return slower or self.priced.cost.peak > self.goal.cost.peak * _MORE_MEMORY
+
+    @property
     def nearness(self) -> str:
         """The time of a call with all of them, that of the plan, and how far one is from the other."""
         over = 100 * (self.seconds / self.goal.cost.seconds - 1)
         near = "as the plan" if self.is_near else f"{abs(over):.2g} % {'above' if over > 0 else 'below'} the plan"
         how = "with them" if self.marks else "without a further mark"
-        return f"{self._text(self.priced)} {how}, {near} ({self._text(self.goal)})"
+        peaks = (self.priced.cost.peak, self.goal.cost.peak)
+        memory = f"; peak {' instead of '.join(map(format_bytes, peaks))}"
+        differs = max(peaks) > min(peaks) * _MORE_MEMORY
+        return f"{self._text(self.priced)} {how}, {near} ({self._text(self.goal)}){memory if differs else ''}"
 
     @property
     def cut(self) -> list[str]:
@@ -135,6 +146,7 @@ def marks_of(
     limit: float,
     price: Callable[[Program], PricedPlan],
     budget: TimeBudget,
+    can_write: Callable[[Collection[Value]], bool] = lambda _: True,
     *,
     tolerance: float = 0.01,
     most: int = 12,
@@ -146,7 +158,8 @@ def marks_of(
         limit: bytes that a device may hold; marks with which a call needs more count as none.
         price: plans and prices the program with other marks.
         budget: the time that is left; the program without further marks is priced in any case.
-        tolerance: the relative distance from the goal at which the search ends.
+        can_write: whether statements of the user's source can mark values; others are marked only if these do not help.
+        tolerance: the relative distance from the goal, in time and in memory, at which the search ends.
         most: the largest number of marks.
     """
     program, mesh = goal.plan.program, goal.plan.mesh
@@ -166,17 +179,23 @@ def marks_of(
         return budget.is_over
 
     def is_near(priced: PricedPlan) -> bool:
-        return priced.cost.seconds <= near and (priced.cost.peak <= limit or goal.cost.peak > limit)
+        fits = priced.cost.peak <= limit or goal.cost.peak > limit
+        return priced.cost.seconds <= near and priced.cost.peak <= goal.cost.peak * (1 + tolerance) and fits
 
     without = tried([], "the program without further marks", always=True)
     assert without is not None
     current, savings = without, []
     while not is_near(current) and len(chosen) < most and not is_over():
-        results = [
-            (priced, candidate)
-            for candidate in _candidates(goal.plan, current.plan, chosen)
-            if not is_over() and (priced := tried([*chosen, candidate], f"{candidate.text} {candidate.at}")) is not None
-        ]
+        results: list[tuple[PricedPlan, _Candidate]] = []
+        for candidates in _candidates(goal.plan, current.plan, chosen, can_write):
+            results += [
+                (priced, candidate)
+                for candidate in candidates
+                if not is_over()
+                and (priced := tried([*chosen, candidate], f"{candidate.text} {candidate.at}")) is not None
+            ]
+            if any(priced.rank(limit) < current.rank(limit) for priced, _ in results):
+                break
         if not results:
             break
         best, candidate = min(results, key=lambda result: result[0].rank(limit))
@@ -202,26 +221,37 @@ def marks_of(
     return Marks(tuple(marks), current, without, goal, limit, budget.spent, tuple(budget.left_out))
 
 
-def _candidates(plan: Plan, current_plan: Plan, chosen: Sequence[_Candidate]) -> list[_Candidate]:
-    """Values whose sharding differs from the plan: all arguments; of equal names, the largest and the first."""
+def _candidates(
+    plan: Plan, current_plan: Plan, chosen: Sequence[_Candidate], can_write: Callable[[Collection[Value]], bool]
+) -> tuple[list[_Candidate], list[_Candidate]]:
+    """Values whose sharding differs from the plan: all arguments; of equal names, the largest and the first.
+
+    Returns:
+        candidates that statements can mark, and others.
+    """
     marked = {v for c in chosen for v in c.shardings}
-    first = len(plan.program.captured)
-    arguments: dict[Value, Sharding] = {}
+    arguments = {*plan.program.block.inputs[len(plan.program.captured) :]}
     groups: dict[tuple[str, Sharding], dict[Value, Sharding]] = {}
     for v, name in _named(plan.program).items():
         target = Sharding(plan.shardings[v].dims)
-        nameable = text_of_mark(target, plan.mesh) is not None
-        if v not in marked and nameable and v.shape and Sharding(current_plan.shardings[v].dims) != target:
+        if v not in marked and v.shape and text_of_mark(target, plan.mesh) is not None:
             groups.setdefault((name, target), {})[v] = target
-            if v in plan.program.block.inputs[first:]:
-                arguments[v] = target
+    differ = {v for of in groups.values() for v, s in of.items() if Sharding(current_plan.shardings[v].dims) != s}
+    together = {v: s for of in groups.values() for v, s in of.items() if v in arguments and v in differ}
     by_name = [
-        _Candidate(name, text_of_mark(target, plan.mesh) or "", values) for (name, target), values in groups.items()
+        _Candidate(name, text_of_mark(target, plan.mesh) or "", values)
+        for (name, target), values in groups.items()
+        if not differ.isdisjoint(values)
     ]
-    largest = sorted(by_name, key=lambda c: -c.bytes)[:_LARGEST]
-    together = [_Candidate("arguments", "in_shardings=found.in_shardings", arguments)]
-    together = together if len(arguments) > 1 and not chosen else []
-    return [*together, *dict.fromkeys([*largest, *by_name[:_FIRST]])]
+    writable = [c for c in by_name if can_write(c.shardings)]
+    first = [_Candidate("arguments", "in_shardings=found.in_shardings", together)]
+    first = first if len(together) > 1 and not chosen else []
+    return [*first, *_some(writable)], _some([c for c in by_name if c not in writable])
+
+
+def _some(candidates: Sequence[_Candidate]) -> list[_Candidate]:
+    largest = sorted(candidates, key=lambda c: -c.bytes)[:_LARGEST]
+    return list(dict.fromkeys([*largest, *candidates[:_FIRST]]))
 
 
 def _named(program: Program) -> Mapping[Value, str]:

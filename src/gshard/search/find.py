@@ -7,7 +7,9 @@ memory of copies. If the plan needs more memory than the device has, products be
 returns the best plan that fits.
 
 A time budget limits all of this. The steps with the most benefit for their time come first: the marked program, so that
-there is a plan to return; then the problem; then the presets, in the order of their planning time.
+there is a plan to return; the presets that people expect, planned by bytes, which is quick; then the problem; then all
+presets by time, in the order of their planning time. Data parallelism and a split state are planned by bytes however
+short the time is, if no mark splits the program.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from gshard.search.in_model import in_model
 from gshard.search.loads import with_loads
 from gshard.search.pipeline import plans_of
 from gshard.search.planned import Planned
-from gshard.search.presets import AS_IT_IS, marked_presets
+from gshard.search.presets import AS_IT_IS, Preset, expected_presets, marked_presets
 from gshard.search.priced import PricedPlan, Pricing
 from gshard.search.seconds import on_machine, seconds_on
 from gshard.search.time_budget import EFFORT, EQUATIONS, TimeBudget
@@ -45,6 +47,7 @@ from gshard.solver.solve import Solution, solve
 
 _ROUNDS = 7  # solutions, each after the second with another limit of memory
 _USUAL = 4  # the first presets, which are priced for every program
+_ALWAYS = 2  # expected presets that are priced however short the time is: data parallelism and a split state
 _SOLVING = 0.6  # the largest share of the time that is left for one solution: its plan and the presets are priced later
 _ROUNDED = 1e-9  # relative difference of times that counts as rounding
 _NEAR = 1.02  # ratio of limits of memory: between nearer ones no further limit is tried
@@ -164,6 +167,25 @@ class MeshSearch:
             plans = plans_of(self.program, self.timed, self.machine, boundary=boundary)
             self.presets.append(self.pricing.add(AS_IT_IS, *plans))
 
+    def price_expected(self) -> None:
+        """Prices the presets that people expect, by bytes: data parallelism, a split state, tensor parallelism."""
+        boundary = self.pricing.boundary(self.program)
+        unsplit = not any(sharding.atoms for sharding in self.presets[0].plan.shardings.values())
+        for i, preset in enumerate(expected_presets(self.program, self.timed, boundary)):
+            always = unsplit and i < _ALWAYS
+            if always or not self.budget.is_over:
+                self._price_preset(preset, None, always=always)
+
+    def _price_preset(self, preset: Preset, machine: Machine | None, *, always: bool = False) -> None:
+        """Prices a preset that is planned for a machine, or by bytes; of two plans of one preset the better is kept."""
+        name = f"the preset '{preset.name}'{'' if machine is not None else ', planned by bytes'}"
+        with self.budget.step(name, always=always), contextlib.suppress(GShardError):
+            plans = preset.planned(self.timed, machine, self.pricing.boundary(self.program))
+            priced = self.pricing.add(preset.name, *plans)
+            alike = [known for known in self.presets if known.name == preset.name]
+            others = [known for known in self.presets if known.name != preset.name]
+            self.presets = [*others, min([*alike, priced], key=lambda plan: plan.rank(self.limit))]
+
     def solve(self, effort: float = 1.0, share: float = 1.0) -> None:
         """Builds the problem and solves it: without a limit of memory, and with it if the solution exceeds it.
 
@@ -226,6 +248,7 @@ class MeshSearch:
             return
         if not self.presets:
             self.price_marked()
+            self.price_expected()
         boundary = self.pricing.boundary(self.program)
         preset_count = max(_USUAL, EQUATIONS // (1 + sum(1 for _ in self.program.block.walk()))) - 1
         candidates = list(itertools.islice(marked_presets(self.program, self.timed, boundary), preset_count))
@@ -234,9 +257,7 @@ class MeshSearch:
             if self.budget.is_over:
                 self.budget.left_out.append(f"the preset '{preset.name}'")
                 continue
-            with self.budget.step(f"the preset '{preset.name}'"), contextlib.suppress(GShardError):
-                plans = preset.planned(self.timed, self.machine, boundary)
-                self.presets.append(self.pricing.add(preset.name, *plans))
+            self._price_preset(preset, self.machine)
 
     def price_solution(self) -> PricedPlan | None:
         """Prices the first solution that is not priced yet; None if there is none."""
@@ -337,6 +358,7 @@ def best_plan(
         program, mesh, machine, donated=donated, memory_limit=memory_limit, on_better=on_better, budget=budget
     )
     search.price_marked()
+    search.price_expected()
     search.solve()
     search.finish()
     return search.best()

@@ -2,21 +2,23 @@
 
 A mark on what a statement assigns (``h = x @ w``) becomes a statement after it (``h = gshard.shard(h, P("x"))``), one
 on what is returned is put around it. Marks of arguments are statements in front of the function's first
-(``search.argument_marks``). Other marks (of parts of expressions) are told in front of the diff, where ``git apply``
-and ``patch`` pass over them.
+(``search.argument_marks``). Where the function is jitted, ``gshard.jit`` takes the place of ``jax.jit``, under which
+marks have no effect. Other marks (of parts of expressions) are listed in front of the diff, where ``git apply`` and
+``patch`` pass over them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import ast
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from gshard.core.jax_adapter import is_transposed, user_place
 from gshard.core.mesh import Mesh
-from gshard.core.program import Equation, Program, Value
+from gshard.core.program import Program, Value
 from gshard.search.argument_marks import argument_marks
 from gshard.search.as_marks import FoundMark
 from gshard.search.source_file import SourceFile
+from gshard.search.statement_results import StatementResults
 
 
 def patch_of(
@@ -26,6 +28,7 @@ def patch_of(
     defined: tuple[str, int] | None = None,
     mesh: Mesh | None = None,
     notes: Sequence[str] = (),
+    keywords: Mapping[str, str] | None = None,
 ) -> str:
     """The diff; in front of it, in lines that begin with ``#``, notes and the marks that it leaves out.
 
@@ -36,6 +39,7 @@ def patch_of(
         defined: file and first line of the function's definition.
         mesh: the devices.
         notes: what to say of the marks.
+        keywords: of ``gshard.jit``, by name, as source text; marks have no effect under ``jax.jit``.
     """
     patch = Patch(program)
     left: list[str] = []
@@ -45,10 +49,9 @@ def patch_of(
     left += patch.begin(defined, statements)
     for mark in marks:
         others = [v for v in mark.shardings if v not in of_arguments or v in unsaid]
-        done = [v not in of_arguments and patch.mark(v, mark.text) for v in others]
-        if not all(done):
+        if others and not patch.mark(others, mark.text):
             left.append(f"{mark.text} {mark.at}: not written, do it by hand")
-    return patch.text([*notes, *left])
+    return patch.text([*notes, *left, *(patch.run_by_gshard(defined, keywords) if keywords else [])])
 
 
 class Patch:
@@ -60,29 +63,34 @@ class Patch:
 
     def __init__(self, program: Program):
         self._name = program.name
-        self._producers = {v: e for e in program.block.walk() for v in e.outputs}
-        self._at: dict[tuple[str, int], list[tuple[int, Equation]]] = {}
-        for i, e in enumerate(program.block.walk()):
-            place = user_place(e.source_info)
-            if place is not None and not is_transposed(e.source_info):
-                self._at.setdefault(place, []).append((i, e))
+        self._inputs = {*program.block.inputs}
+        self._results = StatementResults(program)
         self._files: dict[str, SourceFile] = {}
 
-    def mark(self, v: Value, text: str) -> bool:
-        """Writes a mark on a value, whose source text has ``x`` in its place; False where that cannot be said."""
-        e = self._producers.get(v)
-        place = None if e is None else user_place(e.source_info)
-        if place is None or not Path(place[0]).is_file():
-            return False
-        path, line = place
-        file = self._file(path)
-        statement = file.statement(line)
-        if statement is None:
-            return False
-        lines = range(statement.lineno, (statement.end_lineno or statement.lineno) + 1)
-        made = [pair for n in lines for pair in self._at.get((path, n), ())]
-        # What a statement assigns or returns is what its last equation makes.
-        return bool(made) and max(made, key=lambda pair: pair[0])[1] is e and file.mark(statement, text)
+    def can_mark(self, values: Collection[Value]) -> bool:
+        """Whether statements can mark exactly these values; marks on arguments are in front of a function's first."""
+        return self._statements([v for v in values if v not in self._inputs]) is not None
+
+    def mark(self, values: Collection[Value], text: str) -> bool:
+        """Writes a mark on values, whose source text has ``x`` in their place; False where statements cannot."""
+        statements = self._statements(values)
+        for file, statement in statements or ():
+            file.mark(statement, text)
+        return statements is not None
+
+    def _statements(self, values: Collection[Value]) -> list[tuple[SourceFile, ast.stmt]] | None:
+        """The statements whose results are exactly these values; None if there are none."""
+        computed: dict[tuple[str, ast.stmt], set[Value]] = {}
+        for v in values:
+            place = self._results.place(v)
+            file = None if place is None else self._file(place[0])
+            statement = None if file is None or place is None else file.statement(place[1])
+            if file is None or statement is None or not file.can_mark(statement):
+                return None
+            computed.setdefault((file.path, statement), set()).add(v)
+        if not all(self._results.are_results(of, path, at) for (path, at), of in computed.items()):
+            return None
+        return [(self._files[path], statement) for path, statement in computed]
 
     def begin(self, defined: tuple[str, int] | None, statements: Mapping[str, str]) -> list[str]:
         """Puts statements for parameters in front of a function's first; else these, as lines of text.
@@ -93,7 +101,8 @@ class Patch:
         """
         if not statements:
             return []
-        if defined is not None and Path(defined[0]).is_file() and self._file(defined[0]).begin(defined[1], statements):
+        file = None if defined is None else self._file(defined[0])
+        if file is not None and defined is not None and file.begin(defined[1], statements):
             return []
         of = f"the function {self._name} is in no file, or not in this form: write in front of its first statement"
         return [of, *(f"  {line}" for text in statements.values() for line in text.splitlines())]
@@ -105,13 +114,28 @@ class Patch:
             defined: file and first line of the function.
             keywords: by name, as source text.
         """
-        reason = f"the function {self._name} is in no file"
-        if defined is not None and Path(defined[0]).is_file():
-            reason = self._file(defined[0]).jit(defined[1], keywords)
-        if not reason:
+        if not (reason := self._jitted(defined, keywords, "jax.jit")):
             return []
         rows = [f"  {line}" for name, value in keywords.items() for line in f"{name}={value},".splitlines()]
         return [f"{reason}: give jax.jit", *rows]
+
+    def run_by_gshard(self, defined: tuple[str, int] | None, keywords: Mapping[str, str]) -> list[str]:
+        """Puts ``gshard.jit`` in the place of ``jax.jit``; else how to call it, as a line of text.
+
+        Args:
+            defined: file and first line of the function.
+            keywords: by name, as source text; those that are there already are kept.
+        """
+        if not (reason := self._jitted(defined, keywords, "gshard.jit")):
+            return []
+        given = ", ".join(f"{name}={value}" for name, value in keywords.items())
+        return [f"{reason}: run it by gshard.jit({self._name}, {given})"]
+
+    def _jitted(self, defined: tuple[str, int] | None, keywords: Mapping[str, str], by: str) -> str:
+        file = None if defined is None else self._file(defined[0])
+        if file is None or defined is None:
+            return f"the function {self._name} is in no file"
+        return file.jit(defined[1], keywords, by=by)
 
     def text(self, notes: Sequence[str]) -> str:
         """The diff of all files, behind notes in lines that begin with ``#``."""
@@ -119,7 +143,7 @@ class Patch:
             "\n".join([*(f"# {n}" for n in notes), *(line for f in self._files.values() for line in f.diff())]) + "\n"
         )
 
-    def _file(self, path: str) -> SourceFile:
-        if path not in self._files:
+    def _file(self, path: str) -> SourceFile | None:
+        if path not in self._files and Path(path).is_file():
             self._files[path] = SourceFile(path)
-        return self._files[path]
+        return self._files.get(path)

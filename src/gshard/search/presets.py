@@ -27,6 +27,7 @@ from gshard.search.pipeline import plans_of
 from gshard.search.planned import Planned
 
 AS_IT_IS = "as it is marked"
+DATA_PARALLEL, SPLIT_STATE = "data parallel", "data parallel, state split (ZeRO, FSDP)"
 _OUTSIDE, _INSIDE = 2, 1  # the number of largest dimensions of arguments, and of all values, that have presets
 
 
@@ -82,8 +83,8 @@ def marked_presets(program: Program, mesh: Mesh, boundary: Boundary = AS_MARKED)
     split_state = {i: _along(v, _largest(v, mesh), mesh.atoms, mesh) for i in state for v in (program.block.inputs[i],)}
     earlier_marks: list[dict[int, Mark]] = []
     for name, possible_marks in (
-        ("data parallel", {**replicated, **by_batch}),
-        ("data parallel, state split (ZeRO, FSDP)", {**split_state, **by_batch}),
+        (DATA_PARALLEL, {**replicated, **by_batch}),
+        (SPLIT_STATE, {**split_state, **by_batch}),
         ("state split", split_state),
         *_by_dimension(program, mesh, data),
     ):
@@ -92,6 +93,20 @@ def marked_presets(program: Program, mesh: Mesh, boundary: Boundary = AS_MARKED)
         earlier_marks.append(marks)
         if marked is not None:
             yield Preset(name, marked, own_marks)
+
+
+def expected_presets(program: Program, mesh: Mesh, boundary: Boundary = AS_MARKED) -> Iterator[Preset]:
+    """The presets that people try first: data parallelism, a split state (FSDP), tensor parallelism beside the batch.
+
+    Arguments as of ``marked_presets``. On a mesh of one axis tensor parallelism is over all devices.
+    """
+    is_tensor = "over all devices" if len(mesh.axes) == 1 else "batch over the rest"
+    for preset in marked_presets(program, mesh, boundary):
+        if preset.name in (DATA_PARALLEL, SPLIT_STATE):
+            yield preset
+        elif preset.name.endswith(is_tensor):
+            yield preset
+            return
 
 
 def presets(

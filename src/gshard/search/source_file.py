@@ -10,7 +10,7 @@ import ast
 import difflib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 _WIDE = 100  # columns of a line
@@ -26,9 +26,10 @@ class SourceFile:
         self.lines = self.text.splitlines()
         self.tree = ast.parse(self.text)
         self.after: dict[int, str] = {}
-        self.instead: dict[int, str] = {}
         self.before: dict[int, str] = {}
-        self.inserted: dict[int, tuple[int, str]] = {}  # by line, at which byte of it
+        self.edits: dict[
+            int, list[tuple[int, int, str]]
+        ] = {}  # by line: from which byte to which, and what is there instead
         self.written: list[str] = []
         is_spec = self._imports("jax.sharding", "PartitionSpec", "P")
         self.spec = "jax.P" if self._binds("P") and not is_spec else "P"
@@ -62,55 +63,89 @@ class SourceFile:
         self.before[begin] = "\n".join(indent + part for text in texts for part in text.splitlines())
         return True
 
-    def mark(self, statement: ast.stmt, text: str) -> bool:
-        """Puts a mark after or around a statement; False where that cannot be said."""
-        indent = " " * statement.col_offset
-        if isinstance(statement, ast.Return):
-            value, line = statement.value, statement.lineno
-            if value is None or line != statement.end_lineno or line in self.inserted:
-                return False
-            source = ast.get_source_segment(self.text, value)
-            self.instead[line] = f"{indent}return {self._spelled(text).replace('(x', f'({source}', 1)}"
-            return True
-        targets: list[ast.expr] = getattr(statement, "targets", None) or [statement.target]  # type: ignore[attr-defined]
-        if len(targets) != 1 or not isinstance(targets[0], ast.Name) or not statement.end_lineno:
+    def can_mark(self, statement: ast.stmt) -> bool:
+        """Whether a mark can stand after or around a statement: it has one result, and lines of its own."""
+        value, end = getattr(statement, "value", None), statement.end_lineno or statement.lineno
+        before = self.lines[statement.lineno - 1].encode()[: statement.col_offset]
+        after = self.lines[end - 1].encode()[statement.end_col_offset :].decode().strip()
+        later = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+        several = (ast.Tuple, ast.List, ast.Set, ast.Dict)
+        if value is None or isinstance(value, several) or any(isinstance(node, later) for node in ast.walk(value)):
             return False
-        name = targets[0].id
-        self.after[statement.end_lineno] = f"{indent}{name} = {self._spelled(text).replace('(x', f'({name}', 1)}"
-        return True
+        if before.strip() or (after and not after.startswith("#")):
+            return False
+        if isinstance(statement, ast.Return):
+            return value.lineno not in self.edits
+        return self._target(statement) is not None and end not in self.after
 
-    def jit(self, line: int, keywords: Mapping[str, str]) -> str:
-        """Adds keywords where the function that is defined at a line is jitted by ``jax.jit``.
+    def mark(self, statement: ast.stmt, text: str) -> None:
+        """Puts a mark after or around a statement that ``can_mark``."""
+        before, after = self._spelled(text).split("(x", 1)
+        if isinstance(statement, ast.Return):
+            value = statement.value
+            assert value is not None
+            self._edit(value.lineno, value.col_offset, value.col_offset, f"{before}(")
+            self._edit(value.end_lineno or 0, value.end_col_offset or 0, value.end_col_offset or 0, after)
+            return
+        name = self._target(statement)
+        self.after[statement.end_lineno or 0] = f"{' ' * statement.col_offset}{name} = {before}({name}{after}"
+
+    def _target(self, statement: ast.stmt) -> str | None:
+        """The one name that a statement assigns to."""
+        targets = getattr(statement, "targets", None) or [getattr(statement, "target", None)]
+        return targets[0].id if len(targets) == 1 and isinstance(targets[0], ast.Name) else None
+
+    def _edit(self, line: int, begin: int, end: int, text: str) -> None:
+        self.edits.setdefault(line, []).append((begin, end, text))
+
+    def jit(self, line: int, keywords: Mapping[str, str], *, by: str = "jax.jit") -> str:
+        """Adds keywords where the function that is defined at a line is jitted, those that are not there yet.
+
+        Args:
+            line: the first line of the definition.
+            keywords: by name, as source text.
+            by: ``"jax.jit"``, which must have none of the keywords; or ``"gshard.jit"``, which takes the place of
+                ``jax.jit`` and keeps keywords that it has.
 
         Returns:
             nothing; or why that cannot be said.
         """
         node = self._function(line)
         if node is None:
-            return "the function is not defined by a def statement in a file"
+            return f"no def statement is at line {line} of its file, where the function was when it was loaded"
         if [n.name for n in ast.walk(self.tree) if isinstance(n, ast.FunctionDef)].count(node.name) > 1:
             return f"the file has several functions called {node.name}"
-        places = [d for d in node.decorator_list if self._is_jit(d) or self._is_call_of_jit(d)]
+        names = ("jax.jit", "jit") if by == "jax.jit" else ("jax.jit", "jit", "gshard.jit")
+        places = [(d, jit) for d in node.decorator_list if (jit := self._jit_in(d, names)) is not None]
         places += [
-            call
+            (call, call.func)
             for call in ast.walk(self.tree)
             if isinstance(call, ast.Call)
-            and self._is_jit(call.func)
+            and self._is_jit(call.func, names)
             and call.args
             and isinstance(call.args[0], ast.Name)
             and call.args[0].id == node.name
         ]
         if len(places) != 1:
             return f"{node.name} is jitted at {len(places)} places of its file" if places else (
-                f"{node.name} is not jitted by jax.jit in its file"
+                f"{node.name} is not jitted by {by} in its file"
             )  # fmt: skip
-        place = places[0]
-        given = (
-            [k.arg for k in place.keywords if k.arg in keywords or k.arg is None] if isinstance(place, ast.Call) else []
-        )
-        if given:
-            return f"line {place.lineno} has {given[0] or '**keywords'} already"
-        self._insert(place, {name: self._spelled(value) for name, value in keywords.items()})
+        place, jit = places[0]
+        given = [k.arg for k in place.keywords] if isinstance(place, ast.Call) else []
+        there = [name for name in given if name in keywords or name is None]
+        if there and (by == "jax.jit" or None in there):
+            return f"line {place.lineno} has {there[0] or '**keywords'} already"
+        donates = "donate_argnums" in given
+        missing = {
+            name: self._spelled(value)
+            for name, value in keywords.items()
+            if name not in given and not (donates and name == "donate_argnames")
+        }
+        if by == "gshard.jit" and ast.unparse(jit) != by:
+            self._edit(jit.lineno, jit.col_offset, jit.end_col_offset or 0, by)
+            self.written.append(f"{by}(")
+        if missing:
+            self._insert(place, missing)
         return ""
 
     def _insert(self, place: ast.expr, keywords: Mapping[str, str]) -> None:
@@ -129,7 +164,7 @@ class SourceFile:
             text = f",{row}" if row.startswith("\n") else f", {row}"
         else:
             column, text = column - 1, row
-        self.inserted[line] = column, text
+        self._edit(line, column, column, text)
 
     def _function(self, line: int) -> ast.FunctionDef | None:
         """The function that is defined, or whose first decorator is, at a line."""
@@ -139,30 +174,29 @@ class SourceFile:
                     return node
         return None
 
-    def _is_jit(self, node: ast.expr) -> bool:
-        return ast.unparse(node) == "jax.jit" or (ast.unparse(node) == "jit" and self._imports("jax", "jit", "jit"))
+    def _is_jit(self, node: ast.expr, names: Sequence[str]) -> bool:
+        text = ast.unparse(node)
+        return text in names and (text != "jit" or self._imports("jax", "jit", "jit"))
 
-    def _is_call_of_jit(self, node: ast.expr) -> bool:
-        """``jax.jit(...)`` or ``functools.partial(jax.jit, ...)`` as a decorator."""
-        if not isinstance(node, ast.Call):
-            return False
-        is_partial = ast.unparse(node.func) in ("functools.partial", "partial")
-        return self._is_jit(node.func) or (is_partial and bool(node.args) and self._is_jit(node.args[0]))
+    def _jit_in(self, node: ast.expr, names: Sequence[str]) -> ast.expr | None:
+        """What jits in a decorator: ``jax.jit``, ``jax.jit(...)`` or ``functools.partial(jax.jit, ...)``."""
+        if isinstance(node, ast.Call):
+            is_partial = ast.unparse(node.func) in ("functools.partial", "partial") and bool(node.args)
+            node = node.args[0] if is_partial else node.func
+        return node if self._is_jit(node, names) else None
 
     def diff(self) -> Iterator[str]:
         """The change as lines of a unified diff."""
-        changed = [*self.after, *self.instead, *self.before, *self.inserted]
+        changed = [*self.after, *self.before, *self.edits]
         needed = [f"import {name}" for name in ("gshard", "jax") if self._lacks(name)]
         needed += [_SPEC] * (self.lacks_spec and any(re.search(r"\bP[(.]", text) for text in self.written))
         new: list[str] = []
         place = self._place_of_imports(min(changed, default=0)) if needed else 0
         for number, line in enumerate(self.lines, 1):
             new += self.before[number].splitlines() if number in self.before else []
-            if number in self.inserted:
-                column, text = self.inserted[number]
-                start, end = line.encode()[:column].decode(), line.encode()[column:].decode()
-                line = start + text + end
-            new += self.instead.get(number, line).split("\n")
+            for begin, end, text in sorted(self.edits.get(number, ()), reverse=True):
+                line = line.encode()[:begin].decode() + text + line.encode()[end:].decode()
+            new += line.split("\n")
             new += [self.after[number]] if number in self.after else []
             new += needed if number == place else []
         new = [*needed, *new] if not place else new

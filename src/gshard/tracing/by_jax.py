@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import traceback
 from collections.abc import Callable
@@ -21,7 +22,9 @@ def closed_of(f: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, An
     """
     try:
         jaxpr, shapes = jax.make_jaxpr(f, return_shape=True)(*args, **kwargs)
-    except (jax.errors.NonConcreteBooleanIndexError, TypeError, ValueError, NameError) as error:
+    except (
+        jax.errors.NonConcreteBooleanIndexError, jax.errors.UnexpectedTracerError, TypeError, ValueError, NameError,
+    ) as error:  # fmt: skip
         translated = _translated(f, error)
         if translated is error:
             raise
@@ -44,6 +47,16 @@ def _translated(f: Callable[..., Any], error: Exception) -> Exception:
         )
     if isinstance(error, NameError):
         return _unbound_axis(error, name, line)
+    if isinstance(error, jax.errors.UnexpectedTracerError):
+        return leaked(error, name, line)
+    if re.match(r"unsupported format string passed to \w*Tracer\.__format__", text):
+        return TraceError.like(
+            error,
+            f"{name} formats an array as text, and only shapes are known while it is traced.",
+            line,
+            text,
+            'Write jax.debug.print("{x:.3f}", x=x), which prints values when the function runs.',
+        )
     is_shape = text.startswith("Shapes must be 1D sequences of concrete values")
     if not is_shape and type(error) in (TypeError, ValueError) and line is not None and _comes_from_jax(error):
         hint = "print(x.shape, x.dtype) in front of this line shows what the arrays are while the function is traced."
@@ -63,6 +76,20 @@ def _translated(f: Callable[..., Any], error: Exception) -> Exception:
         "Use jax.numpy instead of numpy on arrays (jnp.sin for np.sin), and static_argnums for plain values."
         if uses_numpy
         else "Use jnp.where or jax.lax.cond instead of branching on array values, and static_argnums for plain values.",
+    )
+
+
+def leaked(error: jax.errors.UnexpectedTracerError, name: str, line: str | None) -> TraceError:
+    """The error for an array that a function computed while it was traced, and that another function reads."""
+    made = re.search(r"created on line (\S+?)(?::\d+)? \((.*?)\)", str(error))
+    where = f" at {os.path.basename(made[1])} ({made[2]})" if made else ""
+    return TraceError.like(
+        error,
+        f"{name} reads an array that another function computed{where} and stored while it was traced.",
+        line,
+        str(error).splitlines()[0],
+        "Return this array from that function, and pass it as an argument. Inside `with jax.checking_leaks():` JAX "
+        "raises the error where the array is stored.",
     )
 
 
