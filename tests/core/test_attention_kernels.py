@@ -14,7 +14,7 @@ from gshard.core.jax_adapter_attention import tpu_attention, tpu_attention_gradi
 from gshard.language.attention_blocks import Blocks, Mask
 
 
-@pytest.mark.parametrize(("causal", "segmented"), [(True, False), (False, True)])
+@pytest.mark.parametrize(("causal", "segmented"), [(True, False), pytest.param(False, True, marks=pytest.mark.slow)])
 def test_kernels_compute_attention(causal: bool, segmented: bool, rng: np.random.Generator) -> None:
     shapes = {"q": (1, 128, 1, 2, 8), "k": (1, 256, 1, 8), "v": (1, 256, 1, 8), "dout": (1, 128, 1, 2, 8)}
     q, k, v, dout = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes.values())

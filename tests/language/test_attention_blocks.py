@@ -14,6 +14,10 @@ from gshard.language.attention_blocks import WHOLE, Blocks, Mask, all_scores, me
 QUERIES, KEYS = 1100, 1300  # neither is a multiple of a block
 
 
+FAST = ("causal", "window", "positions")
+SLOW = ("all", "before", "after", "segments", "mask")
+
+
 def masks(rng: np.random.Generator) -> dict[str, Mask]:
     segments = [jnp.asarray(rng.integers(0, 3, (1, n)), jnp.int32) for n in (QUERIES, KEYS)]
     positions = [jnp.asarray(rng.integers(0, 900, (1, n)), jnp.int32) for n in (QUERIES, KEYS)]
@@ -29,7 +33,10 @@ def masks(rng: np.random.Generator) -> dict[str, Mask]:
     }
 
 
-@pytest.mark.parametrize("name", masks(np.random.default_rng(0)))
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in masks(np.random.default_rng(0))],
+)
 def test_blocks_compute_the_whole(name: str, rng: np.random.Generator) -> None:
     assert QUERIES * KEYS > WHOLE
     mask = masks(rng)[name]
