@@ -229,3 +229,30 @@ def test_mistakes(args: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(gshard.ArgumentError, match=message) as caught:
         gshard.attention(*args, **options)
     assert "test_attention_function.py" in str(caught.value)
+
+
+def test_layers_in_a_loop_with_recomputation() -> None:
+    """Attention in ``scan`` and ``checkpoint``, batch and sequence split over two axes, beside jax.jit on one device."""
+    rng = np.random.default_rng(5)
+    weights = {"qkv": rng.normal(size=(3, 16, 3, 4, 8)) * 0.1, "out": rng.normal(size=(3, 4, 8, 16)) * 0.1}
+    weights = {name: w.astype(np.float32) for name, w in weights.items()}
+    x = rng.normal(size=(4, 64, 16)).astype(np.float32)
+
+    def loss(attention: Any, weights: Any, x: Any) -> Any:
+        @jax.checkpoint
+        def layer(x: Any, w: Any) -> Any:
+            q, k, v = jnp.moveaxis(jnp.einsum("btm,mcnh->btcnh", x, w["qkv"]), 2, 0)
+            return x + jnp.einsum("btnh,nhm->btm", attention(q, k, v, is_causal=True), w["out"]), None
+
+        return jnp.mean(jax.lax.scan(layer, x, weights)[0] ** 2)
+
+    def marked(weights: Any, x: Any) -> Any:
+        return loss(gshard.attention, weights, gshard.split(x, {0: "data", 1: "context"}))
+
+    want = jax.value_and_grad(lambda w, x: loss(jax.nn.dot_product_attention, w, x))(weights, x)
+    step = gshard.jit(jax.value_and_grad(marked), mesh={"data": 2, "context": 4})
+    placed = weights
+    for _ in range(3):
+        found = step(placed, x)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6), found, want)
+        placed = jax.tree.map(lambda w, g: w + 0 * g, weights, found[1])

@@ -85,7 +85,7 @@ def test_highs_finds_nothing_better(seed):
 def test_larger_problems_are_solved_with_a_small_gap():
     for seed in range(3):
         problem = layered(seed, layers=30, width=6, states=6, room=1.0)
-        found = solve(problem, budget_seconds=1.0)
+        found = solve(problem, effort=0.1)
         assert found.fits
         assert 0 < found.bound <= found.value
         assert found.gap < 0.05
