@@ -232,7 +232,7 @@ def test_mistakes(args: Any, options: dict[str, Any], message: str) -> None:
 
 
 def test_layers_in_a_loop_with_recomputation() -> None:
-    """Attention in ``scan`` and ``checkpoint``, batch and sequence split over two axes, beside jax.jit on one device."""
+    """Attention in ``scan`` and ``checkpoint``, batch and sequence split, beside ``jax.grad`` on one device."""
     rng = np.random.default_rng(5)
     weights = {"qkv": rng.normal(size=(3, 16, 3, 4, 8)) * 0.1, "out": rng.normal(size=(3, 4, 8, 16)) * 0.1}
     weights = {name: w.astype(np.float32) for name, w in weights.items()}

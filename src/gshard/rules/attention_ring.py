@@ -3,8 +3,9 @@
 Each device keeps its queries and merges the results for the keys that pass it. Backward, the gradients of keys and
 values travel with them. A window needs the parts within its reach only.
 
-With a causal mask, half of the pairs of a query and a key count, most of them on the last device. If it pays, devices
-first exchange halves of their parts, so that each has one from both ends of the sequence (``comm.rotation.zigzag``;
+With a causal mask, queries see parts before their own as a whole and later parts not at all, so each step but the first
+is attention without a mask. Half of the pairs of a query and a key count, most of them on the last device. If it pays,
+devices first exchange halves of their parts, so that each has one from both ends of the sequence (``comm.rotation.zigzag``;
 Dubey et al., "The Llama 3 herd of models", section 3.3.2). Of the four pairs of halves of a device's queries and the
 passing keys, queries then see all keys of two pairs, and none of the two others.
 """
@@ -57,6 +58,12 @@ class Sequences:
         return self.count % self.parts != 0
 
     @property
+    def triangular(self) -> bool:
+        """Whether queries see all keys of earlier parts, and of their own part those up to themselves."""
+        params = self.params
+        return params.causal and not params.positions and params.window == (None, None)
+
+    @property
     def reach(self) -> tuple[int, int]:
         """The numbers of parts before and after its own that a device needs."""
         every, params = self.parts - 1, self.params
@@ -75,8 +82,7 @@ class Sequences:
             sent: the bytes that the exchange sends.
             gradient: whether they compute the gradient.
         """
-        params = self.params
-        if not params.causal or params.positions or params.segments or params.mask or params.window != (None, None):
+        if not self.triangular or self.params.segments or self.params.mask:
             return False
         if self.padded or self.size % 2 or self.parts < 2:
             return False
@@ -151,7 +157,11 @@ class _Ring:
             arrays = {**self._arrays, **dict(zip(self._moving, passing, strict=True))}
             if self._zigzags:
                 return self._halves(state, arrays, steps), []
-            return merged(state, self._attend(arrays, steps)), []
+            made = merged(state, self._attend(arrays, steps))
+            if self._sequences.triangular:
+                seen = self._are_earlier(steps)
+                made = jnp.where(seen, made[0], state[0]), jnp.where(seen, made[1], state[1])
+            return made, []
 
         for sign, steps in zip((1, -1), self._sequences.reach, strict=True):
             state, _ = self._rotation.run(self._passing, state, steps, use, sign=sign)
@@ -173,6 +183,9 @@ class _Ring:
                 more, *sums = self._gradient_of_halves(arrays, steps)
             else:
                 more, *sums = self._differentiate(arrays, steps)
+                if self._sequences.triangular:
+                    seen = self._are_earlier(steps)
+                    more, *sums = (jnp.where(seen, x, jnp.zeros((), x.dtype)) for x in (more, *sums))
             return dq + more, [x.astype(dtype) for x, dtype in zip(sums, dtypes, strict=True)]
 
         for sign, steps in zip((1, -1), self._sequences.reach, strict=True):
@@ -206,16 +219,19 @@ class _Ring:
 
     def _of_part(self, arrays: _Arrays, steps: Any) -> tuple[AttentionParams, _Arrays]:
         params, arrays = dataclasses.replace(self._params, wide=True), dict(arrays)
-        own = type(steps) is int and steps == 0
-        if self._zigzags or (own and not self._sequences.padded and not params.mask):
-            return params, arrays  # a device's own positions are in order
+        own, triangular = type(steps) is int and steps == 0, self._sequences.triangular
+        if not own and triangular:
+            params = dataclasses.replace(params, causal=False)
+        in_order = triangular or (own and not self._sequences.padded)
+        if in_order and not params.mask:
+            return params, arrays  # of a device's own positions, or of parts that are seen as a whole or not at all
         lead, size, count = (1,) * self._dim, self._sequences.size, self._sequences.count
         first = {"q": self._rotation.behind(0) * size, "k": self._rotation.behind(steps) * size}
         at = {x: (start + jnp.arange(size)).reshape(*lead, size) for x, start in first.items()}
-        if params.by_position and not params.positions:
+        if params.by_position and not params.positions and not triangular:
             params = dataclasses.replace(params, positions=True)
             arrays |= {f"{x}_positions": positions for x, positions in at.items()}
-        if self._sequences.padded:
+        if self._sequences.padded and not triangular:
             real = at["k"] < count
             if params.segments:
                 none = jnp.iinfo(arrays["k_segments"].dtype).min
@@ -229,6 +245,10 @@ class _Ring:
             arrays["mask"] = lax.dynamic_slice_in_dim(columns, first["k"], size, axis=-1)
         return params, arrays
 
+    def _are_earlier(self, steps: Any) -> Any:
+        """Whether the keys of the device some steps behind come before this device's queries."""
+        return self._rotation.behind(steps) < self._rotation.behind(0)
+
     def _split_halves(self, x: Any) -> tuple[Any, Any]:
         low, high = jnp.split(x, 2, axis=self._dim)
         return low, high
@@ -239,7 +259,7 @@ class _Ring:
         Queries in the upper half see the keys in the lower half. Beyond that, the lower halves see each other if the
         keys are of an earlier device, and the upper halves if they are of a later one.
         """
-        earlier = self._rotation.behind(steps) < self._rotation.behind(0)
+        earlier = self._are_earlier(steps)
         operands = []
         for name in names:
             low, high = self._split_halves(arrays[name])
