@@ -5,9 +5,9 @@ values travel with them. A window needs the parts within its reach only.
 
 With a causal mask, queries see parts before their own as a whole and later parts not at all, so each step but the first
 is attention without a mask. Half of the pairs of a query and a key count, most of them on the last device. If it pays,
-devices first exchange halves of their parts, so that each has one from both ends of the sequence (``comm.rotation.zigzag``;
-Dubey et al., "The Llama 3 herd of models", section 3.3.2). Of the four pairs of halves of a device's queries and the
-passing keys, queries then see all keys of two pairs, and none of the two others.
+devices first exchange halves of their parts, so that each has one from both ends of the sequence
+(``comm.rotation.zigzag``; Dubey et al., "The Llama 3 herd of models", section 3.3.2). Of the four pairs of halves of a
+device's queries and the passing keys, queries then see all keys of two pairs, and none of the two others.
 """
 
 from __future__ import annotations
