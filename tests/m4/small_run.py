@@ -1,6 +1,6 @@
 """A small training run as a process of its own, to be killed: ``python small_run.py FOLDER STEPS [OPTION=VALUE ...]``.
 
-Prints each step it has taken. SIGTERM saves and ends it with 143, as with ``gshard-m4 train``.
+Prints each step it has taken. SIGTERM saves and ends it with 143, SIGINT with 130, as with ``gshard-m4 train``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gshard_m4 import train
 from gshard_m4.config import Run, TrainConfig
 from gshard_m4.processes import Alone, Group
 from gshard_m4.progress import Progress
-from gshard_m4.stopping import STOPPED, asked_to_stop
+from gshard_m4.stopping import asked_to_stop
 from gshard_m4.together import Processes, Together
 
 B, L, V = 8, 6, 12
@@ -51,7 +51,8 @@ def main() -> int:
     folder, steps, *changes = sys.argv[1:]
     given = dict(change.split("=") for change in changes)
     defaults = dataclasses.asdict(TrainConfig()) | dataclasses.asdict(Processes()) | {"coordinator": ""}
-    settings = {name: type(defaults[name])(value) for name, value in given.items() if name in defaults}
+    kinds = {name: int if default is None else type(default) for name, default in defaults.items()}
+    settings = {name: kinds[name](value) for name, value in given.items() if name in kinds}
     processes = Processes(**{n: v for n, v in settings.items() if hasattr(Processes(), n)})
     chosen = {n: v for n, v in settings.items() if hasattr(TrainConfig(), n)}
     options = TrainConfig(**({"steps": int(steps), "save_every": 2, "evaluate_every": 5} | chosen))
@@ -88,7 +89,7 @@ def main() -> int:
         if processes.several:
             os._exit(2)
         return 2
-    return STOPPED if found.stopped else 0
+    return asked.exit_code if found.stopped else 0
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from gshard_m4 import checkpoint, commands, demo_command, evaluate_command, line
 from gshard_m4.command_line import main
 from gshard_m4.config import Run
 from gshard_m4.decode import DecodeConfig
+from gshard_m4.stopping import asked_to_stop
 from gshard_m4.translate import Example, Text, Translator, load
 
 ENGLISH = ["save", "the", "file", "open", "a", "new", "window", "close", "now"]
@@ -421,14 +422,35 @@ def test_steps_that_are_not_finite_end_a_run_with_a_code_of_their_own(
     assert len(list(Run(tmp_path / "r").skipped.iterdir())) == 2, "their batches are kept"
 
 
-def test_a_second_sigterm_ends_training_at_once() -> None:
+@pytest.mark.parametrize(
+    ("sent", "told", "code"),
+    [
+        ([signal.SIGTERM, signal.SIGTERM], "143\n", -signal.SIGTERM),
+        ([signal.SIGINT, signal.SIGINT], "130\n", -signal.SIGINT),
+        ([signal.SIGINT, signal.SIGTERM, signal.SIGTERM], "130\n130\n", -signal.SIGTERM),
+    ],
+)
+def test_a_second_signal_of_a_kind_ends_training_at_once(sent: list[int], told: str, code: int) -> None:
     """Without waiting for the step to end, which the first one does."""
-    code = (
-        "import os, signal, time\nfrom gshard_m4.stopping import asked_to_stop\nwith asked_to_stop() as asked:\n"
-        "    for _ in range(2):\n        os.kill(os.getpid(), signal.SIGTERM)\n        print(asked(), flush=True)\n"
+    program = (
+        "import os, signal\nfrom gshard_m4.stopping import asked_to_stop\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\nwith asked_to_stop() as asked:\n"
+        f"    for number in {[int(number) for number in sent]}:\n        os.kill(os.getpid(), number)\n"
+        "        assert asked()\n        print(asked.exit_code, flush=True)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "True\n")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (code, told)
+    assert done.stderr.count("ends the process at once") == len(sent) - 1
+
+
+def test_what_a_shell_script_starts_in_the_background_ignores_ctrl_c() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with asked_to_stop() as asked:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert not asked()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_experts_that_do_not_divide_among_the_devices_of_a_search_are_told(
@@ -451,19 +473,30 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert told.startswith(f"gshard-m4 {version('gshard-m4')} (gshard {version('gshard')}, jax {jax.__version__}, ")
 
 
-@pytest.mark.slow  # tests/m4/test_resume.py has the same below the command line
-def test_sigterm_saves_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
+def test_a_request_to_stop_saves_and_prints_the_line_that_goes_on(
+    number: signal.Signals, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     class Interrupting(Toy):
         def batch(self, step: int) -> dict[str, np.ndarray]:
             if step == 2:
-                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), number)
             return super().batch(step)
 
     assert threading.current_thread() is threading.main_thread()
     monkeypatch.setattr(commands, "open_text", lambda folder: Interrupting())
-    assert main(["train", "--run", "r", "--devices", "1", "--steps", "50", *SMALL]) == 143
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it may be ignored
+    try:
+        assert main(["train", "--run", "r", "--devices", "1", "--steps", "50", *SMALL]) == code
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert [p.name for p in Run(tmp_path / "r").checkpoints.iterdir()] == ["00000003"]
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert "stopped as asked after step 3; go on with: gshard-m4 " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,17 @@ def test_a_resumed_run_computes_the_same_numbers(
     assert bytes_of(second.state) == bytes_of(whole[0].state)
 
 
+@pytest.mark.parametrize(
+    ("options", "saved"),
+    [({"save_minutes": 1e-9}, [2, 3, 4, 5, 6]), ({}, [6]), ({"save_every": 0, "save_minutes": 1e-9}, [6])],
+)
+def test_without_a_number_of_steps_the_minutes_decide_when_to_save(
+    options: dict, saved: list[int], tmp_path: Path
+) -> None:
+    run_of(tmp_path, dataclasses.replace(OPTIONS, keep=5, **options))
+    assert checkpoint.steps(Run(tmp_path).checkpoints) == saved
+
+
 def test_another_model_is_refused_by_the_name_of_the_setting(tmp_path: Path) -> None:
     meta = {"model": dataclasses.asdict(MODEL)}
     checkpoint.save(Run(tmp_path).checkpoints, 1, train.initial_state(MODEL, 0), meta)
@@ -185,7 +196,9 @@ def test_presets_and_what_differs_from_them() -> None:
         ModelChoice("demo", experts=1).transformer(9, 9)
 
 
-@pytest.mark.parametrize("wrong", [{"steps": 0}, {"learning_rate": 0.0}, {"label_smoothing": 1.0}, {"save_every": -1}])
+@pytest.mark.parametrize(
+    "wrong", [{"steps": 0}, {"learning_rate": 0.0}, {"label_smoothing": 1.0}, {"save_every": -1}, {"save_minutes": 0.0}]
+)
 def test_impossible_settings_are_refused(wrong: dict) -> None:
     with pytest.raises(OptionError, match=next(iter(wrong))):
         TrainConfig(**wrong)

@@ -26,7 +26,7 @@ from gshard_m4.planned import describe_model, plan_summary
 from gshard_m4.prepare import PrepareConfig, open_text, prepare
 from gshard_m4.processes import Alone, Group
 from gshard_m4.serve.config import ServeConfig
-from gshard_m4.stopping import STOPPED, asked_to_stop
+from gshard_m4.stopping import asked_to_stop
 from gshard_m4.text import DATA, PreparedText
 from gshard_m4.together import Processes, Together
 from gshard_m4.train import train
@@ -90,7 +90,7 @@ class Train:
         return 1 if self.plan else self.devices // self.together.processes
 
     def __call__(self) -> int:
-        """Trains; SIGTERM saves and ends with exit code 143."""
+        """Trains; SIGTERM and Ctrl-C save, and end with exit code 143 and 130."""
         if self.plan:
             return self._plan()
         if self.together.several:
@@ -121,7 +121,6 @@ class Train:
         return text.of_languages(self.languages) if self.languages else text
 
     def _train(self, group: Group) -> int:
-        # SIGTERM after jax.distributed, whose handler would swallow it.
         with group, asked_to_stop() as asked:
             check_devices(self.devices)
             text = self._text()
@@ -148,7 +147,7 @@ class Train:
                 group=group,
             )
         if not group.first:
-            return STOPPED if result.stopped else 0
+            return asked.exit_code if result.stopped else 0
         runs.remember_corpus(run, self.data)
         speed = f"{result.tokens_per_second:,.0f} target tokens/s, {result.seconds_per_step:.3f} s a step"
         print(f"{speed}; saved: {self.run}")
@@ -156,7 +155,7 @@ class Train:
             again = [word for word in sys.argv[1:] if word != "--resume"]
             line = shlex.join(["gshard-m4", *again, "--resume"])
             print(f"stopped as asked after step {result.steps}; go on with: {line}")
-            return STOPPED
+            return asked.exit_code
         return 0
 
 

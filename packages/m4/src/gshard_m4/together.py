@@ -160,9 +160,10 @@ class Together:
                 hint="Give all of them the same options, versions and corpus, and one folder for the run.",
             )
 
-    def any(self, asked: bool) -> bool:
+    def any(self, *values: bool) -> tuple[bool, ...]:
         """One small all-gather."""
-        return bool(np.any(multihost_utils.process_allgather(np.array([asked]))))
+        of_all_PV = np.asarray(multihost_utils.process_allgather(np.array(values)))
+        return tuple(bool(any_of_them) for any_of_them in of_all_PV.reshape(-1, len(values)).any(0))
 
     def batch(self, draw: Draw, step: int) -> Batch:
         """This process's rows; what other rows its devices may need is drawn when they do."""

@@ -138,6 +138,7 @@ class _Loop:
         seconds: list[float] = []
         tokens: list[float] = []
         stopped = False
+        saved_at = time.perf_counter()
         events = run.events if options.tensorboard else None
         with (
             MetricsLog(run.metrics, first, events) if group.first else group.nothing() as log,
@@ -166,7 +167,7 @@ class _Loop:
                     self._skipped(taken, values, step, bar)
 
                 done = step + 1
-                stopped = group.any(stop())
+                stopped, save_due = group.any(stop(), self._save_due(done, saved_at))
                 last = stopped or done == options.steps
                 score = None
                 if self.held_out and (last or (options.evaluate_every and done % options.evaluate_every == 0)):
@@ -179,9 +180,10 @@ class _Loop:
                     log.write(step, record)
                 bar.update(done, record)
                 improved = score is not None and score < best
-                if last or improved or (options.save_every and done % options.save_every == 0):
+                if last or improved or save_due:
                     group.at(step, "checkpoint")
                     saver.save(done, state, self.described, score)
+                    saved_at = time.perf_counter()
                 best = min(best, math.inf if score is None else score)
                 if stopped:
                     break
@@ -197,6 +199,13 @@ class _Loop:
             stopped=stopped,
             steps=done,
         )
+
+    def _save_due(self, done: int, saved_at: float) -> bool:
+        """Whether this process would save now: the number of steps decides, or the minutes since the last save."""
+        options = self.options
+        if options.save_every is None:
+            return time.perf_counter() - saved_at >= 60 * options.save_minutes
+        return options.save_every > 0 and done % options.save_every == 0
 
     def _measure(self, done: int, state: State) -> float:
         self.measured[done] = held_out_cross_entropy(self.evaluate, state["params"], self.held_out)
