@@ -5,7 +5,7 @@ JAX starts, the quieting of libraries, and the way errors are told. A mistake of
 with exit code 2; ``--debug`` shows where it came from.
 
     0 done    2 usage, configuration or data    4 loss not finite    5 checkpoint damaged, and no sound one
-    130 interrupted (training has saved)    141 the reader of the output went away    143 stopped by SIGTERM after saving
+    130 interrupted; training saves first    141 the reader of the output went away    143 SIGTERM; the same
     201 another process of the run is gone    202 a process of the run was stuck
 """
 

@@ -163,7 +163,7 @@ class Together:
     def any(self, *values: bool) -> tuple[bool, ...]:
         """One small all-gather."""
         of_all_PV = np.asarray(multihost_utils.process_allgather(np.array(values)))
-        return tuple(bool(any_of_them) for any_of_them in of_all_PV.reshape(-1, len(values)).any(0))
+        return tuple(bool(np.any(of_all_P)) for of_all_P in of_all_PV.reshape(-1, len(values)).T)
 
     def batch(self, draw: Draw, step: int) -> Batch:
         """This process's rows; what other rows its devices may need is drawn when they do."""
