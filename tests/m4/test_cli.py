@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import ClassVar
@@ -65,7 +65,10 @@ class Toy:
     def has(self, part: str) -> bool:
         return True
 
-    def examples(self, count: int, part: str = "test", each: int | None = None) -> list[Example]:
+    def near_twins(self, english: Sequence[str]) -> list[bool]:
+        return [sentence.startswith("save") for sentence in english]
+
+    def examples(self, count: int | None = None, part: str = "test", each: int | None = None) -> list[Example]:
         rows = [
             [ENGLISH[i - 3] for i in row if i > 2] for row in self.batch(10**6 + (1 if part == "test" else 3))["target"]
         ]
@@ -314,6 +317,9 @@ def test_evaluation_writes_scores_that_can_be_compared(
     assert ["2", "medium"] in rows, "a language of five sentences has no line of its own"
     assert "languages with fewer than 50 sentences are scored together, by class" in told
     assert "copying scores chrF++" in told
+    assert told.count("of 10 sentences are longer than the 7 tokens that the model reads") == 2
+    assert "of 10 sentences have a near twin in training" not in told[known:new]
+    assert "of 10 sentences have a near twin in training" in told[new:]
     assert "placeholders: no sentence has any; 0 invented" in told
     assert "nw:2" in told
     files = {"results.json", "scores.csv", "classes.csv", "translations.tsv"}

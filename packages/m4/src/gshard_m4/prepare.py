@@ -77,7 +77,7 @@ def prepare(config: PrepareConfig, say: Callable[[str], None] = print) -> Prepar
     for file in config.files:
         parallel.read(file)  # what cannot be read is said before anything is downloaded
     fingerprint = config.fingerprint
-    if known is not None and known["fingerprint"] == config.former_fingerprint:
+    if known is not None and known["fingerprint"] in config.former_fingerprints:
         return Prepared({**known, "folder": str(output)}, was_there=True)  # its runs need its vocabularies
     same = known if known is not None and known["fingerprint"] == fingerprint else None
     if same and not any(source["problem"] for source in same["sources"]):

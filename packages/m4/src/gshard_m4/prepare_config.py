@@ -18,8 +18,11 @@ from gshard_m4.corpus.source import Licences, Source, Tier, chosen, of_tier
 from gshard_m4.errors import CorpusError
 from gshard_m4.language_names import code_of
 
-FORMAT = 4
+FORMAT = 5
 """Raised when the same settings give another corpus than before."""
+
+WITH_TWINS = 4
+"""The last format whose test had near twins of training sentences."""
 
 _WITHOUT_KNOWN = 3  # the last format that had no test of known English
 
@@ -155,12 +158,13 @@ class PrepareConfig:
         return self._hash({**self.settings, "format": FORMAT})
 
     @property
-    def former_fingerprint(self) -> str | None:
-        """What an earlier version, which had no test of known English, calls the corpus of the same settings."""
-        if self.known is not None:
-            return None
-        settings = {name: value for name, value in self.settings.items() if name != "known"}
-        return self._hash({**settings, "format": _WITHOUT_KNOWN})
+    def former_fingerprints(self) -> list[str]:
+        """What earlier versions call the corpus of the same settings."""
+        found = [self._hash({**self.settings, "format": WITH_TWINS})]
+        if self.known is None:
+            settings = {name: value for name, value in self.settings.items() if name != "known"}
+            found.append(self._hash({**settings, "format": _WITHOUT_KNOWN}))
+        return found
 
     def _hash(self, said: dict[str, Any]) -> str:
         said["sources"] = [(s.title, s.packages) for s in self.chosen_sources]

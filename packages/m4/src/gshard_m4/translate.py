@@ -70,8 +70,11 @@ class Text(Protocol):
     def has(self, part: str) -> bool:
         """Whether the corpus has pairs of a part."""
 
-    def examples(self, count: int, part: str = "test", each: int | None = None) -> Sequence[Example]:
-        """Sentences of a held-out part, always the same ones, of as many languages as there are."""
+    def examples(self, count: int | None = None, part: str = "test", each: int | None = None) -> Sequence[Example]:
+        """Sentences of a held-out part, of any length, always the same ones, of as many languages as there are."""
+
+    def near_twins(self, english: Sequence[str]) -> Sequence[bool]:
+        """For each English sentence, whether training has a near twin of it."""
 
     def target_counts(self) -> np.ndarray:
         """How often each target id occurs in the training data, int64 [target_vocabulary]."""

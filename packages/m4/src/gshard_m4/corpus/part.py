@@ -18,6 +18,7 @@ from typing import Any
 
 from gshard_m4.corpus import hold_out
 from gshard_m4.corpus.known_english import KNOWN_DEV, KNOWN_TEST, choose
+from gshard_m4.corpus.near_twins import NearTwins
 from gshard_m4.errors import CorpusError
 
 OUT_OF_DOMAIN = "out_of_domain"
@@ -94,7 +95,11 @@ def write_parts(
                 got=f"{sum(found['pairs'].values()):,} pairs with {len(all_keys):,} different English sentences",
                 hint="Give more text, or hold out a larger share with --dev and --test.",
             )
-    return {**found, "english": len(all_keys), "out_of_domain": secret.total()}
+    twins = 0
+    if not split.quota:  # which holds out no sentence that has one
+        trained = NearTwins(key for key in all_keys if part_of.get(key, hold_out.TRAIN) == hold_out.TRAIN)
+        twins = sum(trained.has(key) for key, part in part_of.items() if part == hold_out.TEST)
+    return {**found, "english": len(all_keys), "near_twins": twins, "out_of_domain": secret.total()}
 
 
 def _write(
