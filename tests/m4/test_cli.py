@@ -473,6 +473,32 @@ def test_experts_that_do_not_divide_among_the_devices_of_a_search_are_told(
         assert said.startswith(told) if told else not said
 
 
+def test_compiled_programs_are_kept_for_the_next_process(tmp_path: Path) -> None:
+    (tmp_path / "nothing.txt").write_text("")
+    program = (
+        "import sys\nfrom gshard_m4 import command_line\ncommand_line.main(sys.argv[1:])\n"
+        "import jax\nprint(jax.config.jax_compilation_cache_dir)\njax.jit(lambda x: x * 2 + 1)(3.0)\n"
+    )
+
+    def folder(*arguments: str, **environment: str) -> str:
+        """Where a command keeps programs; what it does does not matter, and it does nothing."""
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("GSHARD_M4")}
+        command = [sys.executable, "-c", program, "translate", "nothing.txt", "--run", "nowhere", *arguments]
+        done = subprocess.run(
+            command, env=kept | environment | {"HOME": str(tmp_path)}, cwd=tmp_path, capture_output=True, text=True
+        )
+        assert "there is no checkpoint" in done.stderr, done.stderr
+        return done.stdout.strip()
+
+    assert folder().startswith(f"{tmp_path}/.cache/m4/xla/")
+    assert folder("--no-compilation-cache") == "None"
+    assert folder(GSHARD_M4_COMPILATION_CACHE="off") == "None"
+    assert folder(GSHARD_M4_COMPILATION_CACHE=str(tmp_path / "other")).startswith(f"{tmp_path}/other/")
+    assert folder(JAX_COMPILATION_CACHE_DIR=str(tmp_path / "jax")) == f"{tmp_path}/jax"
+    (tmp_path / "file").write_text("")
+    assert folder(GSHARD_M4_COMPILATION_CACHE=str(tmp_path / "file")) == "None", "a command works without it"
+
+
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     told = capsys.readouterr().out

@@ -25,13 +25,15 @@ import tyro
 
 from gshard import GShardError
 from gshard_m4.commands import COMMANDS
+from gshard_m4.compiled import OFF, keep_compiled
 from gshard_m4.errors import DamagedError, NotFiniteError
 
 EXIT_CODES = {NotFiniteError: 4, DamagedError: 5}
 
 DESCRIPTION = """Massively multilingual translation into English with a Mixture-of-Experts Transformer that gshard
 partitions. Start with: gshard-m4 demo. Add --debug to any command to see where an error comes from. gshard-m4 --version
-says which version this is, of gshard, JAX and Python, too."""
+says which version this is, of gshard, JAX and Python, too. Compiled programs are kept in ~/.cache/m4/xla;
+--no-compilation-cache with any command keeps and reads none."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    debug = "--debug" in given
+    debug, off = "--debug" in given, OFF in given
     if given == ["--version"]:
         libraries = f"gshard {version('gshard')}, jax {jax.__version__}, Python {platform.python_version()}"
         print(f"gshard-m4 {version('gshard-m4')} ({libraries})")
@@ -52,9 +54,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         try:
             command: Any = tyro.extras.subcommand_cli_from_dict(
-                COMMANDS, args=[word for word in given if word != "--debug"], prog="gshard-m4", description=DESCRIPTION
+                COMMANDS,
+                args=[w for w in given if w not in ("--debug", OFF)],
+                prog="gshard-m4",
+                description=DESCRIPTION,
             )
             prepare_process(getattr(command, "virtual_devices", command.devices), debug)
+            keep_compiled(off or getattr(getattr(command, "together", None), "several", False))
             return int(command())
         finally:
             sys.stdout.flush()  # here, where it is known what to do if nobody reads it

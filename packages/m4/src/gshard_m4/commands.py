@@ -254,8 +254,9 @@ class Serve:
             raise CommandError("serving needs a package that is not installed.", got=str(error), hint=hint) from error
         with server.listen(self.listen) as bound:
             check_devices(self.devices)
-            run, text = _opened(self.run, self.data)
-            translator = load(run, text, self.search, self.step, batch=self.batch, devices=self.devices)
+            with server.starting(bound):
+                run, text = _opened(self.run, self.data)
+                translator = load(run, text, self.search, self.step, batch=self.batch, devices=self.devices)
             tell_uneven_experts(translator.model.experts, self.devices)
             ended_by: int = server.serve(translator, self.listen, bound, identify=text.identify)
         return 128 + ended_by if ended_by else 1

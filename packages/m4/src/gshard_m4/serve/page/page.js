@@ -96,6 +96,9 @@ async function start() {
   for (const [name, code] of named) nameOf.set(code, name);
   named.sort(([a], [b]) => a.localeCompare(b, "en"));
   from.append(...named.map(([name, code]) => new Option(name, code)));
+  at("kept").textContent = known.remembers
+    ? "The server keeps recent sentences and translations in memory, for your address alone, and sends them nowhere else."
+    : "The text is neither kept nor sent anywhere else.";
   showLeft();
 }
 
