@@ -25,7 +25,7 @@ import tyro
 
 from gshard import GShardError
 from gshard_m4.commands import COMMANDS
-from gshard_m4.compiled import OFF, keep_compiled
+from gshard_m4.compilation_cache import OFF, keep_compiled
 from gshard_m4.errors import DamagedError, NotFiniteError
 
 EXIT_CODES = {NotFiniteError: 4, DamagedError: 5}
@@ -34,6 +34,9 @@ DESCRIPTION = """Massively multilingual translation into English with a Mixture-
 partitions. Start with: gshard-m4 demo. Add --debug to any command to see where an error comes from. gshard-m4 --version
 says which version this is, of gshard, JAX and Python, too. Compiled programs are kept in ~/.cache/m4/xla;
 --no-compilation-cache with any command keeps and reads none."""
+
+
+_OF_ALL = ("--debug", OFF)  # options that every command takes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             command: Any = tyro.extras.subcommand_cli_from_dict(
                 COMMANDS,
-                args=[w for w in given if w not in ("--debug", OFF)],
+                args=[word for word in given if word not in _OF_ALL],
                 prog="gshard-m4",
                 description=DESCRIPTION,
             )
