@@ -200,7 +200,7 @@ def make_app(
         metrics.tokens.inc(sum(of.tokens for of in done))
         return JSONResponse(_answer(asked, done, asked.language or identify(asked.lines)))
 
-    described = document(options, translator.options.n_best)
+    described = document(options, translator.options.n_best, list(translator.languages))
 
     async def openapi(request: Request) -> Response:
         return JSONResponse(described)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -20,12 +21,13 @@ _ERRORS = {
 }
 
 
-def document(options: ServeConfig, alternatives: int) -> dict[str, Any]:
+def document(options: ServeConfig, alternatives: int, languages: Sequence[str]) -> dict[str, Any]:
     """The document, with the limits of a server.
 
     Args:
         options: its limits.
         alternatives: the most translations of a sentence that can be asked for.
+        languages: codes of the languages of the model.
     """
     answers = {
         "200": _json("The translations, a line for each line.", {"$ref": "#/components/schemas/Answer"}),
@@ -50,19 +52,19 @@ def document(options: ServeConfig, alternatives: int) -> dict[str, Any]:
             "/metrics": {"get": _get("metrics", _text("Counters in the text format of Prometheus."))},
             "/openapi.json": {"get": _get("openapi", _json("This document.", {"type": "object"}))},
         },
-        "components": {"schemas": {"Asked": _asked(options, alternatives), "Answer": _ANSWER, "Error": _ERROR}},
+        "components": {"schemas": {"Asked": _asked(options, alternatives, languages), "Answer": _ANSWER, "Error": _ERROR}},
     }  # fmt: skip
 
 
-def _asked(options: ServeConfig, alternatives: int) -> dict[str, Any]:
+def _asked(options: ServeConfig, alternatives: int, languages: Sequence[str]) -> dict[str, Any]:
     fields = {
         "text": {
             "type": "string", "maxLength": options.characters,
             "description": "Each line is translated by itself. No NUL character.",
         },
         "from": {
-            "type": ["string", "null"], "maxLength": 40,
-            "description": "The language by its code in /languages; the model tells languages apart without it.",
+            "enum": [*languages, None],
+            "description": "The language; the model tells languages apart without it.",
         },
         "alternatives": {"type": "integer", "minimum": 1, "maximum": alternatives, "default": 1},
     }  # fmt: skip
