@@ -59,11 +59,6 @@ def main() -> int:
     logging.getLogger("absl").setLevel(logging.CRITICAL + 1)
     jax.config.update("jax_compilation_cache_dir", str(Path(folder).parent / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-    group: Group = Alone()
-    if processes.several:
-        processes.initialize()
-        group = Together(processes, Run(Path(folder)).checkpoints)
-    model = dataclasses.replace(MODEL, partitions=len(jax.devices()))
 
     def failing_batch(step: int, process: int = 0, count: int = 1) -> dict[str, np.ndarray]:
         if step == int(given.get("raise_at", -1)):
@@ -79,6 +74,11 @@ def main() -> int:
 
     print("begun", flush=True)
     try:
+        group: Group = Alone()
+        if processes.several:
+            processes.initialize()
+            group = Together(processes, Run(Path(folder)).checkpoints)
+        model = dataclasses.replace(MODEL, partitions=len(jax.devices()))
         with group, asked_to_stop() as asked:
             found = train.train(
                 model, options, Run(Path(folder)), failing_batch, [batch(10**6)], resume=True, stop=asked,

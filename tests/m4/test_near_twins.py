@@ -80,3 +80,4 @@ def test_text_of_one_pattern_is_prepared_and_its_near_twins_are_told(tmp_path: P
     test = [example.english for example in text.examples()]
     assert text.near_twins(test) == [True] * pairs["test"]
     assert text.near_twins(["Something that is nowhere at all"]) == [False]
+    assert text.spelt_in_bytes(text.source_ids("日本語")) > 0.5 > text.spelt_in_bytes(text.source_ids(english[0]))

@@ -27,8 +27,8 @@ import numpy as np
 PLACEHOLDERS, LONGEST = 8, 24
 """The most placeholders of a sentence, and tokens of one of them, that the search copies."""
 
-CHARACTERS = "%{}$<>&[]@\\_~"
-"""Characters that placeholders, tags and accelerators are known by."""
+CHARACTERS = "%{}$<>&[]@\\_~()"
+"""Characters that placeholders, tags and accelerators are known by, with those of a part of ``%(name)s``."""
 
 EOS = 1
 

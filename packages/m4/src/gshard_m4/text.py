@@ -80,7 +80,7 @@ class PreparedText:
     @property
     def fingerprint(self) -> str:
         """Hash of both vocabularies, the names of languages included."""
-        said = json.dumps([self.source.sha256, self.target.sha256, self._names])
+        said = json.dumps([self.source.sha256, self.target.sha256, self.tag_names])
         return hashlib.sha256(said.encode()).hexdigest()
 
     @property
@@ -89,9 +89,9 @@ class PreparedText:
         return hashlib.sha256(json.dumps([self.manifest, self.only], sort_keys=True).encode()).hexdigest()[:16]
 
     @property
-    def _names(self) -> list[str]:
-        """The languages in the order of their tags."""
-        return sorted(self.manifest["languages"])
+    def tag_names(self) -> list[str]:
+        """The languages in the order of their tags; those of another corpus if its vocabularies were kept."""
+        return list(self.manifest.get("tags") or sorted(self.manifest["languages"]))
 
     @property
     def languages(self) -> dict[str, int]:
@@ -102,11 +102,11 @@ class PreparedText:
     @property
     def source_vocabulary(self) -> int:
         """Number of source ids: the pieces, and after them a tag for each language."""
-        return self.source.size + len(self._names)
+        return self.source.size + len(self.tag_names)
 
     def tag(self, language: str) -> int:
         """The source id that names a language, in front of a sentence."""
-        return self.source.size + self._names.index(language)
+        return self.source.size + self.tag_names.index(language)
 
     @property
     def target_vocabulary(self) -> int:
@@ -262,6 +262,10 @@ class PreparedText:
     @functools.cached_property
     def _identifier(self) -> Identifier:
         return learn(self._encoded("train"), self.source_vocabulary)
+
+    def spelt_in_bytes(self, ids: Sequence[int]) -> float:
+        """The share of source ids that are single bytes: of letters that the training text hardly has."""
+        return sum(map(self.source.processor.is_byte, ids)) / max(len(ids), 1)
 
     def target_pieces(self) -> list[str]:
         """The text of each target id, ``▁`` for a blank."""

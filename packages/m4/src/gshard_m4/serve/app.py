@@ -1,8 +1,8 @@
 """The application: what is asked and what is answered.
 
     POST /translate  {"text": "...", "from": "de", "alternatives": 3}   "from" and "alternatives" may be left out
-                  -> {"text": "...", "language": "de", "lines": [{"source", "text", "cut", "lost", "invented",
-                      "alternatives": [{"text", "score"}]}]}
+                  -> {"text": "...", "language": "de", "lines": [{"source", "text", "cut", "unfamiliar", "lost",
+                      "invented", "alternatives": [{"text", "score"}]}]}
     GET  /languages  the languages of the model, with their names and numbers of training pairs
     GET  /health     200 while translations can be asked for, else 503
     GET  /metrics    counters in the text format of Prometheus
@@ -198,7 +198,8 @@ def make_app(
         except Exception:  # the log has it already
             raise HTTPException(500, "The translation failed; the log of the server says why.") from None
         metrics.tokens.inc(sum(of.tokens for of in done))
-        return JSONResponse(_answer(asked, done, asked.language or identify(asked.lines)))
+        language = asked.language or (None if any(of.unfamiliar for of in done) else identify(asked.lines))
+        return JSONResponse(_answer(asked, done, language))
 
     described = document(options, translator.options.n_best, list(translator.languages))
 
@@ -247,6 +248,7 @@ def _answer(asked: Asked, done: list[Translated], language: str | None) -> dict[
             "source": source,
             "text": of.text,
             "cut": of.cut,
+            "unfamiliar": of.unfamiliar,
             "lost": list(of.lost),
             "invented": list(of.invented),
             "alternatives": [{"text": h.text, "score": round(h.score, 6)} for h in of.hypotheses[: asked.alternatives]],

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, Protocol
 
-from gshard_m4.stream import Found, Search
+from gshard_m4.stream import Found, Search, Sentence
 from gshard_m4.translate import Prepared, Translated
 
 log = logging.getLogger("gshard_m4.serve")
@@ -58,7 +58,7 @@ class _Job:
     """A sentence, and the requests of its client that want it."""
 
     key: _Key
-    prepared: Prepared
+    prepared: Prepared | None = None  # made when it is first looked at, so that nothing is done for who leaves before
     wanted: list[asyncio.Future[Translated]] = dataclasses.field(default_factory=list)
 
     @property
@@ -156,7 +156,7 @@ class Batcher:
             return result
         job = self._asked.get(key)
         if job is None:
-            job = self._asked[key] = _Job(key, self._engine.prepare(key.sentence, key.language))
+            job = self._asked[key] = _Job(key)
             self._waiting.setdefault(key.client, deque()).append(job)
         job.wanted.append(result)
         return result
@@ -187,11 +187,14 @@ class Batcher:
         let_in: list[_Job] = []
         room: dict[int, int] = {}
 
+        def searched(job: _Job) -> Sentence | None:
+            if job.prepared is None:
+                job.prepared = self._engine.prepare(job.key.sentence, job.key.language)
+            return job.prepared.searched
+
         def has_room(job: _Job) -> bool:
-            searched = job.prepared.searched
-            if searched is None:
-                return True
-            return room.setdefault(searched.width, search.room(searched.width)) > 0
+            sentence = searched(job)
+            return sentence is None or room.setdefault(sentence.width, search.room(sentence.width)) > 0
 
         turns = deque(self._waiting)
         while turns:
@@ -200,8 +203,8 @@ class Batcher:
             job = next(filter(has_room, queue), None)
             if job is None:
                 continue
-            if job.prepared.searched is not None:
-                room[job.prepared.searched.width] -= 1
+            if sentence := searched(job):
+                room[sentence.width] -= 1
             let_in.append(job)
             queue.remove(job)
             if queue:
@@ -248,6 +251,7 @@ class Batcher:
         """In the thread: what has come to its end. What one sentence makes fail is that sentence's failure."""
         ended: list[tuple[_Job, Translated | Exception]] = []
         for job in let_in:
+            assert job.prepared is not None
             if job.prepared.searched is None:
                 ended.append((job, self._engine.finish(job.prepared)))
             else:

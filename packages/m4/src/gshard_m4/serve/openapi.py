@@ -52,7 +52,9 @@ def document(options: ServeConfig, alternatives: int, languages: Sequence[str]) 
             "/metrics": {"get": _get("metrics", _text("Counters in the text format of Prometheus."))},
             "/openapi.json": {"get": _get("openapi", _json("This document.", {"type": "object"}))},
         },
-        "components": {"schemas": {"Asked": _asked(options, alternatives, languages), "Answer": _ANSWER, "Error": _ERROR}},
+        "components": {
+            "schemas": {"Asked": _asked(options, alternatives, languages), "Answer": _ANSWER, "Error": _ERROR}
+        },
     }  # fmt: skip
 
 
@@ -101,6 +103,7 @@ _LINE = _object(
         "source": {"type": "string"},
         "text": {"type": "string"},
         "cut": {"type": "boolean", "description": "Only the beginning of the line was translated."},
+        "unfamiliar": {"type": "boolean", "description": "In letters that the model was not trained on."},
         "lost": _STRINGS | {"description": "Placeholders and tags of the line that the translation does not have."},
         "invented": _STRINGS | {"description": "Those that the translation has and the line does not."},
         "alternatives": {

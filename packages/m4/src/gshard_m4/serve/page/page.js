@@ -27,6 +27,7 @@ function show(answer) {
     paragraph.textContent = line.text;
     const notes = [];
     if (line.cut) notes.push("only the beginning of this line was read");
+    if (line.unfamiliar) notes.push("the model was not trained on these letters: do not trust this");
     if (line.lost.length) notes.push(`lacks ${line.lost.join(" ")}`);
     if (line.invented.length) notes.push(`adds ${line.invented.join(" ")}`);
     if (notes.length) {
