@@ -184,6 +184,8 @@ def test_a_character_of_the_source_s_own_is_not_barred(spelt: Spelt) -> None:
     for parenthesis in "()":
         at = CHARACTERS.index(parenthesis)
         assert table.barred_BC[:, at].tolist() == [False, True, True], "no end of a %(count)d without its beginning"
+    assert table.barred_BC[:, -1].all(), "nor where the source has a parenthesis of its own"
+    assert not copier.table([("close(now)s %s", ("%s",))], 20)[0].barred_BC[0, -1]
 
 
 def test_the_end_of_a_placeholder_without_its_beginning_is_told() -> None:
