@@ -77,7 +77,7 @@ def training_pairs(batches: Batches, each: int, seed: int = 0) -> Sentences:
 
 def held_out(text: PreparedText, parts: Sequence[str]) -> Sentences:
     """All sentences of held-out parts that fit the model."""
-    examples = [example for part in parts for example in text.examples(1 << 40, part)]
+    examples = [example for part in parts for example in text.examples(None, part)]
     names = tuple(sorted(text.languages))
     order = np.random.default_rng(0).permutation(len(examples))
     examples = [examples[i] for i in order]
@@ -90,7 +90,8 @@ def held_out(text: PreparedText, parts: Sequence[str]) -> Sentences:
         at.append(np.concatenate([[0], np.cumsum([len(own) for own in ids])]).astype(np.int64))
         sides.append(np.array([i for own in ids for i in own], np.int64))
     language = np.array([names.index(e.language) for e in examples], np.int64)
-    return Sentences(Encoded(names, language, *sides, *at))
+    data = Encoded(names, language, *sides, *at)
+    return Sentences(data.only(np.flatnonzero(data.lengths <= text.length)))
 
 
 def times_drawn(batches: Batches, steps: int) -> np.ndarray:

@@ -142,7 +142,9 @@ def versus_dense(job: Job, held: HeldOut, there: Sequence[str]) -> str:
     rows = [
         f"## {held.name[0].upper()}{held.name[1:]}\n",
         f"Here {held.about}. All sentences of a class are scored as one text, ± half of the 95 % interval; differences "
-        "are to the dense model on the same sentences, with the probability that chance makes one as large.\n",
+        "are to the dense model on the same sentences. p is the probability that chance makes one as large, two-sided, "
+        "with all pairs of an English sentence drawn together, and not corrected for the number of comparisons: one of "
+        "twenty is below 0.05 by chance.\n",
         "| model | languages | pairs of each | sentences | BLEU | chrF++ | ΔBLEU (p) | ΔchrF++ (p) |",
         "|---|---|---|---|---|---|---|---|",
     ]
@@ -150,7 +152,7 @@ def versus_dense(job: Job, held: HeldOut, there: Sequence[str]) -> str:
         for row in table(job.evaluation(name, held) / "classes.csv"):
             cells = [f"{row[key]:.1f} ± {row[f'{key}_95']:.1f}" for key in ("bleu", "chrf")]
             deltas = [
-                "" if row[f"delta_{key}"] is None else f"{row[f'delta_{key}']:+.2f} ({row[f'p_{key}']:.3f})"
+                "" if row[f"delta_{key}"] is None else with_chance(row[f"delta_{key}"], row[f"p_{key}"])
                 for key in ("bleu", "chrf")
             ]
             rows.append(
@@ -160,6 +162,11 @@ def versus_dense(job: Job, held: HeldOut, there: Sequence[str]) -> str:
     found = Results.load(job.evaluation(there[0], held))
     beside = "; ".join(f"{name}: BLEU {bleu:.1f}, chrF++ {chrf:.1f}" for name, (bleu, chrf) in found.beside.items())
     return "\n".join(rows) + f"\n\nTranslators that know nothing score, {beside}. `{found.signature}`\n"
+
+
+def with_chance(difference: float, p: float | None) -> str:
+    """A difference and its p; a dash where too few sentences differ in English for a p."""
+    return f"{difference:+.2f} ({'–' if p is None else f'{p:.3f}'})"
 
 
 def table(path: Path) -> list[dict]:
@@ -211,8 +218,8 @@ def by_language(job: Job, held: HeldOut, there: Sequence[str]) -> str:
     ]
     for together in zip(*tables.values(), strict=True):
         cells = [
-            f"{row['chrf++']:.1f} ± {row['chrf++_95']:.1f} | {row['delta_bleu']:+.2f} ({row['p_bleu']:.3f}) "
-            f"| {row['delta_chrf++']:+.2f} ({row['p_chrf++']:.3f})"
+            f"{row['chrf++']:.1f} ± {row['chrf++_95']:.1f} | {with_chance(row['delta_bleu'], row['p_bleu'])} "
+            f"| {with_chance(row['delta_chrf++'], row['p_chrf++'])}"
             for row in together
         ]
         first = together[0]
@@ -229,7 +236,7 @@ def versus_one_language(job: Job, there: Sequence[str]) -> str:
                 rows.append(
                     f"| {row['language']} | {row['pairs']:,.0f} | {held.name} | {name} | {row['sentences']:.0f} "
                     f"| {row['chrf++']:.1f} ± {row['chrf++_95']:.1f} | {row['chrf++'] - row['delta_chrf++']:.1f} "
-                    f"| {row['delta_chrf++']:+.2f} (p = {row['p_chrf++']:.3f}) |"
+                    f"| {with_chance(row['delta_chrf++'], row['p_chrf++'])} |"
                 )
     if not rows:
         return ""
@@ -237,7 +244,7 @@ def versus_one_language(job: Job, there: Sequence[str]) -> str:
         "## Against one language alone\n",
         f"Each model of one language took {job.size.alone_steps:,} steps (`{job.size.alone}`). To it, known English is "
         "as new as any: what the others gain there is what they carry over from other languages.\n",
-        "| language | pairs | test | model | sentences | chrF++, 95 % | alone | ΔchrF++ |",
+        "| language | pairs | test | model | sentences | chrF++, 95 % | alone | ΔchrF++ (p) |",
         "|---|---|---|---|---|---|---|---|",
     ]
     return "\n".join([*head, *rows, ""])

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from statistics import NormalDist
 from typing import NamedTuple
 
+from gshard_m4.significance import holm
+
 SURE = 0.05
 FOUND = 0.8  # of the tests of so many sentences should find a difference that is there
 LEAST = 3  # tokens of a sentence: `gshard-m4 prepare` keeps no pair with fewer than two English words, and it ends
@@ -28,31 +30,21 @@ class Loss(NamedTuple):
 
 
 def chance(strength: float) -> float:
-    """The p of sacrebleu's paired bootstrap for a difference of so many of its own standard deviations.
-
-    It is the share of samples whose difference, without its sign, is above the mean of such by more than the
-    difference that was measured; differences of samples are normal.
+    """The two-sided p of a difference of so many of its own standard deviations, where differences are normal.
 
     >>> round(chance(0.0), 3), round(chance(1.0), 3), round(chance(3.0), 4)
-    (0.425, 0.122, 0.0013)
+    (1.0, 0.317, 0.0027)
     """
-    mean = math.sqrt(2 / math.pi) * math.exp(-(strength**2) / 2) + strength * (1 - 2 * NORMAL.cdf(-strength))
-    return NORMAL.cdf(-mean) + NORMAL.cdf(-2 * strength - mean)
+    return 2 * NORMAL.cdf(-abs(strength))
 
 
 def strength(p: float) -> float:
-    """How many of its standard deviations a difference has whose p is this; 0 for one that is nothing but chance.
+    """How many of its standard deviations a difference has whose p is this.
 
-    >>> round(strength(chance(1.3)), 6), strength(0.6)
+    >>> round(strength(chance(1.3)), 6), strength(1.0)
     (1.3, 0.0)
     """
-    low, high = 0.0, 10.0
-    if p >= chance(low):
-        return 0.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if chance(middle) > p else (low, middle)
-    return low
+    return abs(NORMAL.inv_cdf(min(max(p, 1e-9), 1.0) / 2))
 
 
 def needed(sentences: float, has: float, asked: float) -> str:
@@ -78,8 +70,14 @@ class Difference(NamedTuple):
 
 def difference(row: Mapping[str, float | str | None], measure: str) -> Difference:
     """A model's to the dense one, as a row of the page has it."""
-    size, p = (round(float(row[f"{name}_{measure}"] or 0), digits) for name, digits in (("delta", 2), ("p", 3)))
+    size, p = round(float(row[f"delta_{measure}"] or 0), 2), chance_of(row, measure)
     return Difference(size, abs(size) / strength(p) if strength(p) else math.inf, float(row["sentences"] or 0))
+
+
+def chance_of(row: Mapping[str, float | str | None], measure: str) -> float:
+    """The p of a difference, as the page has it; 1 where there is none."""
+    p = row[f"p_{measure}"]
+    return 1.0 if p is None else round(float(p), 3)
 
 
 def shown(
@@ -107,10 +105,10 @@ def shown(
             if "all" not in rows or rows["all"]["delta_bleu"] is None:  # no sentences, or the dense model itself
                 continue
             for measure, told in MEASURES.items():
-                what, p = f"{test} | {name} | {told}", round(float(rows["all"][f"p_{measure}"] or 0), 3)
+                what, p = f"{test} | {name} | {told}", chance_of(rows["all"], measure)
                 every = difference(rows["all"], measure)
                 more = needed(every.sentences, every.size / every.deviation, strength(SURE))
-                better.append((f"| {what} | {every.size:+.2f} | {p:.3f} | {every.sentences:,.0f} | {more} |", p < SURE))
+                better.append((f"| {what} | {every.size:+.2f} | {p:.3f} |", p, f" {every.sentences:,.0f} | {more} |"))
                 if {"low", "high"} <= rows.keys():
                     a, b = (difference(rows[resource], measure) for resource in ("low", "high"))
                     has = (a.size - b.size) / math.hypot(a.deviation, b.deviation)
@@ -118,7 +116,10 @@ def shown(
                     more = needed(count, has, NORMAL.inv_cdf(1 - SURE))
                     row = f"| {what} | {a.size:+.2f} | {b.size:+.2f} | {p:.2f} | {count:,.0f} | {more} |"
                     low.append((row, p < SURE, a.size > b.size))
-    parts = [HEAD, *(row for row, _ in better), "", _told_of_all([sure for _, sure in better])]
+    corrected = [float(p or 0) for p in holm([p for _, p, _ in better])]
+    rows_of_all = [f"{begin} {p:.3f} |{end}" for (begin, _, end), p in zip(better, corrected, strict=True)]
+    tests = [row.split(" | ")[0].removeprefix("| ") for row in rows_of_all]
+    parts = [HEAD, *rows_of_all, "", _told_of_all(tests, [p < SURE for p in corrected])]
     if low:
         parts += [LOW, *(row for row, _, _ in low), "", _told_of_low([(sure, above) for _, sure, above in low])]
     return "\n".join([*parts, _why(losses, tokens, pairs, temperature)])
@@ -126,12 +127,13 @@ def shown(
 
 HEAD = f"""## What is shown, and what is not
 
-*More experts are better than none.* All sentences of a test; the last column is how many would be needed for a
-difference of this size to be found (p < {SURE}) by {FOUND:.0%} of such tests; `gshard-m4 prepare` holds out more with
-`--known` and `--test`.
+*More experts are better than none.* All sentences of a test. p is two-sided; the next column is p corrected for the
+number of rows (Holm). The last column is how many sentences would be needed for a difference of this size to be found
+(p < {SURE}, before the correction) by {FOUND:.0%} of such tests; `gshard-m4 prepare` holds out more with `--known` and
+`--test`.
 
-| test | model | measure | above dense | p | sentences | needed |
-|---|---|---|---|---|---|---|"""
+| test | model | measure | above dense | p | p, corrected | sentences | needed |
+|---|---|---|---|---|---|---|---|"""
 
 LOW = """*Low-resource languages gain most.* What the class of low resource gains against what that of high resource
 gains; p is the probability that chance puts it as far above, and there is a dash where it is below.
@@ -140,8 +142,11 @@ gains; p is the probability that chance puts it as far above, and there is a das
 |---|---|---|---|---|---|---|---|"""
 
 
-def _told_of_all(sure: Sequence[bool]) -> str:
-    return f"That is shown by {sum(sure)} of these {len(sure)} differences.\n"
+def _told_of_all(tests: Sequence[str], sure: Sequence[bool]) -> str:
+    """For each test, how many of its differences are beyond chance after the correction."""
+    counts = {test: [one for name, one in zip(tests, sure, strict=True) if name == test] for test in tests}
+    told = (f"{sum(of)} of {len(of)} differences on {test}" for test, of in counts.items())
+    return f"After the correction that is shown by {' and '.join(told)}.\n"
 
 
 def _told_of_low(found: Sequence[tuple[bool, bool]]) -> str:

@@ -20,6 +20,7 @@ _FLAGS = {
 _given = os.environ.get("XLA_FLAGS", "")
 os.environ["XLA_FLAGS"] = " ".join([_given, *(f"{k}={v}" for k, v in _FLAGS.items() if k not in _given)]).strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["GSHARD_M4_COMPILATION_CACHE"] = "off"  # nothing of the user's is read or written
 # Most of the time of a test goes into compiling programs that run once. LLVM does not optimise them, but where every
 # bit counts (``pytest.mark.optimised``), in `make test-full` and in `make test-newest`.
 _UNOPTIMISED = os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1") == "1"

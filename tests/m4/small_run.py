@@ -1,6 +1,6 @@
 """A small training run as a process of its own, to be killed: ``python small_run.py FOLDER STEPS [OPTION=VALUE ...]``.
 
-Prints each step it has taken. SIGTERM saves and ends it with 143, as with ``gshard-m4 train``.
+Prints each step it has taken. SIGTERM saves and ends it with 143, SIGINT with 130, as with ``gshard-m4 train``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gshard_m4 import train
 from gshard_m4.config import Run, TrainConfig
 from gshard_m4.processes import Alone, Group
 from gshard_m4.progress import Progress
-from gshard_m4.stopping import STOPPED, asked_to_stop
+from gshard_m4.stopping import asked_to_stop
 from gshard_m4.together import Processes, Together
 
 B, L, V = 8, 6, 12
@@ -51,18 +51,14 @@ def main() -> int:
     folder, steps, *changes = sys.argv[1:]
     given = dict(change.split("=") for change in changes)
     defaults = dataclasses.asdict(TrainConfig()) | dataclasses.asdict(Processes()) | {"coordinator": ""}
-    settings = {name: type(defaults[name])(value) for name, value in given.items() if name in defaults}
+    kinds = {name: int if default is None else type(default) for name, default in defaults.items()}
+    settings = {name: kinds[name](value) for name, value in given.items() if name in kinds}
     processes = Processes(**{n: v for n, v in settings.items() if hasattr(Processes(), n)})
     chosen = {n: v for n, v in settings.items() if hasattr(TrainConfig(), n)}
     options = TrainConfig(**({"steps": int(steps), "save_every": 2, "evaluate_every": 5} | chosen))
     logging.getLogger("absl").setLevel(logging.CRITICAL + 1)
     jax.config.update("jax_compilation_cache_dir", str(Path(folder).parent / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-    group: Group = Alone()
-    if processes.several:
-        processes.initialize()
-        group = Together(processes, Run(Path(folder)).checkpoints)
-    model = dataclasses.replace(MODEL, partitions=len(jax.devices()))
 
     def failing_batch(step: int, process: int = 0, count: int = 1) -> dict[str, np.ndarray]:
         if step == int(given.get("raise_at", -1)):
@@ -78,6 +74,11 @@ def main() -> int:
 
     print("begun", flush=True)
     try:
+        group: Group = Alone()
+        if processes.several:
+            processes.initialize()
+            group = Together(processes, Run(Path(folder)).checkpoints)
+        model = dataclasses.replace(MODEL, partitions=len(jax.devices()))
         with group, asked_to_stop() as asked:
             found = train.train(
                 model, options, Run(Path(folder)), failing_batch, [batch(10**6)], resume=True, stop=asked,
@@ -88,7 +89,7 @@ def main() -> int:
         if processes.several:
             os._exit(2)
         return 2
-    return STOPPED if found.stopped else 0
+    return asked.exit_code if found.stopped else 0
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import ClassVar
@@ -26,6 +26,7 @@ from gshard_m4 import checkpoint, commands, demo_command, evaluate_command, line
 from gshard_m4.command_line import main
 from gshard_m4.config import Run
 from gshard_m4.decode import DecodeConfig
+from gshard_m4.stopping import asked_to_stop
 from gshard_m4.translate import Example, Text, Translator, load
 
 ENGLISH = ["save", "the", "file", "open", "a", "new", "window", "close", "now"]
@@ -64,7 +65,10 @@ class Toy:
     def has(self, part: str) -> bool:
         return True
 
-    def examples(self, count: int, part: str = "test", each: int | None = None) -> list[Example]:
+    def near_twins(self, english: Sequence[str]) -> list[bool]:
+        return [sentence.startswith("save") for sentence in english]
+
+    def examples(self, count: int | None = None, part: str = "test", each: int | None = None) -> list[Example]:
         rows = [
             [ENGLISH[i - 3] for i in row if i > 2] for row in self.batch(10**6 + (1 if part == "test" else 3))["target"]
         ]
@@ -313,6 +317,9 @@ def test_evaluation_writes_scores_that_can_be_compared(
     assert ["2", "medium"] in rows, "a language of five sentences has no line of its own"
     assert "languages with fewer than 50 sentences are scored together, by class" in told
     assert "copying scores chrF++" in told
+    assert told.count("of 10 sentences are longer than the 7 tokens that the model reads") == 2
+    assert "of 10 sentences have a near twin in training" not in told[known:new]
+    assert "of 10 sentences have a near twin in training" in told[new:]
     assert "placeholders: no sentence has any; 0 invented" in told
     assert "nw:2" in told
     files = {"results.json", "scores.csv", "classes.csv", "translations.tsv"}
@@ -421,14 +428,35 @@ def test_steps_that_are_not_finite_end_a_run_with_a_code_of_their_own(
     assert len(list(Run(tmp_path / "r").skipped.iterdir())) == 2, "their batches are kept"
 
 
-def test_a_second_sigterm_ends_training_at_once() -> None:
+@pytest.mark.parametrize(
+    ("sent", "told", "code"),
+    [
+        ([signal.SIGTERM, signal.SIGTERM], "143\n", -signal.SIGTERM),
+        ([signal.SIGINT, signal.SIGINT], "130\n", -signal.SIGINT),
+        ([signal.SIGINT, signal.SIGTERM, signal.SIGTERM], "130\n130\n", -signal.SIGTERM),
+    ],
+)
+def test_a_second_signal_of_a_kind_ends_training_at_once(sent: list[int], told: str, code: int) -> None:
     """Without waiting for the step to end, which the first one does."""
-    code = (
-        "import os, signal, time\nfrom gshard_m4.stopping import asked_to_stop\nwith asked_to_stop() as asked:\n"
-        "    for _ in range(2):\n        os.kill(os.getpid(), signal.SIGTERM)\n        print(asked(), flush=True)\n"
+    program = (
+        "import os, signal\nfrom gshard_m4.stopping import asked_to_stop\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\nwith asked_to_stop() as asked:\n"
+        f"    for number in {[int(number) for number in sent]}:\n        os.kill(os.getpid(), number)\n"
+        "        assert asked()\n        print(asked.exit_code, flush=True)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "True\n")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (code, told)
+    assert done.stderr.count("ends the process at once") == len(sent) - 1
+
+
+def test_what_a_shell_script_starts_in_the_background_ignores_ctrl_c() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with asked_to_stop() as asked:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert not asked()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_experts_that_do_not_divide_among_the_devices_of_a_search_are_told(
@@ -445,25 +473,62 @@ def test_experts_that_do_not_divide_among_the_devices_of_a_search_are_told(
         assert said.startswith(told) if told else not said
 
 
+def test_compiled_programs_are_kept_for_the_next_process(tmp_path: Path) -> None:
+    (tmp_path / "nothing.txt").write_text("")
+    program = (
+        "import sys\nfrom gshard_m4 import command_line\ncommand_line.main(sys.argv[1:])\n"
+        "import jax\nprint(jax.config.jax_compilation_cache_dir)\njax.jit(lambda x: x * 2 + 1)(3.0)\n"
+    )
+
+    def folder(*arguments: str, **environment: str) -> str:
+        """Where a command keeps programs; what it does does not matter, and it does nothing."""
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("GSHARD_M4")}
+        command = [sys.executable, "-c", program, "translate", "nothing.txt", "--run", "nowhere", *arguments]
+        done = subprocess.run(
+            command, env=kept | environment | {"HOME": str(tmp_path)}, cwd=tmp_path, capture_output=True, text=True
+        )
+        assert "there is no checkpoint" in done.stderr, done.stderr
+        return done.stdout.strip()
+
+    assert folder().startswith(f"{tmp_path}/.cache/m4/xla/")
+    assert folder("--no-compilation-cache") == "None"
+    assert folder(GSHARD_M4_COMPILATION_CACHE="off") == "None"
+    assert folder(GSHARD_M4_COMPILATION_CACHE=str(tmp_path / "other")).startswith(f"{tmp_path}/other/")
+    assert folder(JAX_COMPILATION_CACHE_DIR=str(tmp_path / "jax")) == f"{tmp_path}/jax"
+    (tmp_path / "file").write_text("")
+    assert folder(GSHARD_M4_COMPILATION_CACHE=str(tmp_path / "file")) == "None", "a command works without it"
+
+
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     told = capsys.readouterr().out
     assert told.startswith(f"gshard-m4 {version('gshard-m4')} (gshard {version('gshard')}, jax {jax.__version__}, ")
 
 
-@pytest.mark.slow  # tests/m4/test_resume.py has the same below the command line
-def test_sigterm_saves_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
+def test_a_request_to_stop_saves_and_prints_the_line_that_goes_on(
+    number: signal.Signals, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     class Interrupting(Toy):
         def batch(self, step: int) -> dict[str, np.ndarray]:
             if step == 2:
-                os.kill(os.getpid(), signal.SIGTERM)
+                os.kill(os.getpid(), number)
             return super().batch(step)
 
     assert threading.current_thread() is threading.main_thread()
     monkeypatch.setattr(commands, "open_text", lambda folder: Interrupting())
-    assert main(["train", "--run", "r", "--devices", "1", "--steps", "50", *SMALL]) == 143
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it may be ignored
+    try:
+        assert main(["train", "--run", "r", "--devices", "1", "--steps", "50", *SMALL]) == code
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert [p.name for p in Run(tmp_path / "r").checkpoints.iterdir()] == ["00000003"]
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert "stopped as asked after step 3; go on with: gshard-m4 " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -179,6 +179,18 @@ def test_a_character_of_the_source_s_own_is_not_barred(spelt: Spelt) -> None:
     percent = CHARACTERS.index("%")
     assert table.barred_BC[:, percent].tolist() == [False, True, True]
     assert table.spelt_CV[percent].sum() >= 2, "a piece, and the byte"
+    asked = [("close %s (now)", ("%s",)), ("close %s", ("%s",)), ("%(count)d now", ("%(count)d",))]
+    table, _ = copier.table(asked, 20)
+    for parenthesis in "()":
+        at = CHARACTERS.index(parenthesis)
+        assert table.barred_BC[:, at].tolist() == [False, True, True], "no end of a %(count)d without its beginning"
+    assert table.barred_BC[:, -1].all(), "nor where the source has a parenthesis of its own"
+    assert not copier.table([("close(now)s %s", ("%s",))], 20)[0].barred_BC[0, -1]
+
+
+def test_the_end_of_a_placeholder_without_its_beginning_is_told() -> None:
+    assert lost_and_invented("Carpeta", "Folder name)s") == ([], [")s"])
+    assert lost_and_invented("%(name)s y fichero(s)", "%(name)s and file(s)") == ([], [])
 
 
 def test_forms_spell_what_they_should(spelt: Spelt) -> None:

@@ -7,11 +7,13 @@ import dataclasses
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import sacrebleu
 
-from gshard_m4 import by_class, evaluate, evaluation_files, near_copies
+from gshard_m4 import by_class, evaluate, evaluation_files, near_copies, significance
 from gshard_m4.evaluate import EvaluateError, Results
+from gshard_m4.significance import SAMPLES, compare, holm
 from gshard_m4.translate import Example
 
 EXAMPLES = [
@@ -19,6 +21,8 @@ EXAMPLES = [
     for language in ("de", "fr", "gd", "yo")
     for n in range(3)
 ]
+WORDS = [f"{a}{b}" for a in "bdfgklmnprst" for b in ("ale", "orn", "int", "ush", "eck", "ode", "arf")]
+"""Different words: sentences that differ in one of these are different English sentences."""
 PAIRS = {"yo": 10, "de": 5000, "gd": 10, "fr": 900}
 
 
@@ -80,7 +84,7 @@ def test_table_and_summary(tmp_path: Path) -> None:
 
 def test_what_is_more_than_chance(tmp_path: Path) -> None:
     examples = [
-        Example(code, "x", f"open the file number {n} of the window") for code in ("de", "yo") for n in range(40)
+        Example(code, "x", f"open the file number {WORDS[n]} of the window") for code in ("de", "yo") for n in range(40)
     ]
     right = [e.english for e in examples]
     # Worse in one language, and as often better as worse in the other.
@@ -109,9 +113,72 @@ def test_what_is_more_than_chance(tmp_path: Path) -> None:
         evaluation_files.read_translations(tmp_path)
 
 
+def test_one_english_sentence_in_many_languages_is_one_cluster() -> None:
+    """A difference in a few sentences, which many languages have, is less sure than in as many different sentences."""
+    english = [f"open the file {word} of the window" for word in WORDS[:40]]
+    worse = [line.replace("file", "door") if n < 6 else line for n, line in enumerate(english)]
+    better = [line.replace("open", "shut") if n == 20 else line for n, line in enumerate(english)]
+    once = compare(english, better, worse)
+    four_times = compare(english * 4, better * 4, worse * 4)
+    assert once.english == four_times.english == 40
+    assert (once.bleu_p, once.bleu) == (four_times.bleu_p, four_times.bleu), "as sure as from one language"
+    apart = [f"{line} {code}" for code in ("one", "two", "three", "four") for line in english]
+    others = [[f"{line} {code}" for code in ("one", "two", "three", "four") for line in of] for of in (better, worse)]
+    alone = compare(apart, *others)
+    assert alone.english == 160
+    assert alone.bleu < 0.7 * four_times.bleu
+    assert alone.bleu_p < four_times.bleu_p
+
+
+@pytest.mark.parametrize("times", [2, pytest.param(60, marks=pytest.mark.slow)])
+def test_a_p_is_two_sided_and_right_under_chance(times: int, rng: np.random.Generator) -> None:
+    """Of systems that err alike, one in twenty has a p below 0.05; and it is the same whichever is called ours."""
+    english = [f"open the file {word} of the {other} now" for word in WORDS for other in ("window", "house")]
+    below = 0
+    for _ in range(times):
+        one, other = ([line.replace("file", "door") if rng.random() < 0.3 else line for line in english] for _ in "ab")
+        found = compare(english, one, other).chrf_p
+        assert found is not None
+        assert found == compare(english, other, one).chrf_p
+        below += found < 0.05
+    assert below <= 8
+
+
+def test_there_is_no_p_for_a_handful_of_sentences() -> None:
+    english = [f"open the file {word}" for word in WORDS[:9]]
+    assert compare(english, english, ["x"] * 9).bleu_p is None
+    assert compare([*english, "one more"], [*english, "one more"], ["x"] * 10).bleu_p == 1 / (1 + SAMPLES)
+
+
+def test_samples_are_scored_as_sacrebleu_scores_texts() -> None:
+    """The sum of the counts of clusters is the count of the text."""
+    references = [f"open the file {word} of the window" for word in WORDS[:20]] * 2
+    written = [line.replace("file", "door") if n % 3 else line for n, line in enumerate(references)]
+    cluster_N, count = significance._clusters(references)
+    draws_SC = np.ones((1, count), np.int64)
+    for metric in (sacrebleu.BLEU(), sacrebleu.CHRF(word_order=2)):
+        scores_S, whole = significance._samples(metric, written, references, cluster_N, draws_SC)
+        want = metric.corpus_score(written, [references]).score
+        assert scores_S[0] == whole == pytest.approx(want)
+
+
+@pytest.mark.parametrize(
+    ("chances", "corrected"),
+    [
+        ([], []),
+        ([0.2], [0.2]),
+        ([0.4, 0.3], [0.6, 0.6]),
+        ([None, 0.01, 0.02], [None, 0.02, 0.02]),
+        ([0.9] * 3, [1] * 3),
+    ],
+)
+def test_holm(chances: list[float | None], corrected: list[float | None]) -> None:
+    assert holm(chances) == pytest.approx(corrected)
+
+
 def test_classes_are_scored_as_one_text(tmp_path: Path) -> None:
     examples = [
-        Example(f"l{n % 8}", "x", f"open the file number {n} of the window {n * n}") for n in range(80)
+        Example(f"l{n % 8}", "x", f"open the file number {WORDS[n]} of the window {n * n}") for n in range(80)
     ]  # l0 to l1 are high, l6 to l7 low
     pairs = {f"l{n}": 1000 - n for n in range(8)}
     right = [e.english for e in examples]
@@ -136,6 +203,10 @@ def test_classes_are_scored_as_one_text(tmp_path: Path) -> None:
     assert rows["high"].p_bleu < 0.05
     assert rows["medium"].delta_bleu == 0.0
     assert rows["medium"].p_bleu == 1.0
+    assert rows["high"].english == 20
+    family = [p for row in rows.values() for p in (row.p_bleu, row.p_chrf)]
+    corrected = [p for row in rows.values() for p in (row.p_bleu_holm, row.p_chrf_holm)]
+    assert corrected == holm(family)
     told = by_class.summary(list(rows.values()), "dense").splitlines()
     assert "better than dense" in told[0]
     assert told[1].endswith("languages compared: 1")

@@ -141,7 +141,7 @@ def test_a_corpus_of_an_earlier_version_stays(config: PrepareConfig) -> None:
     prepare(config, lambda line: None)
     path = config.folder / "manifest.json"
     manifest = json.loads(path.read_text())
-    manifest["fingerprint"] = config.former_fingerprint
+    manifest["fingerprint"] = config.former_fingerprints[1]
     for part in (KNOWN_DEV, KNOWN_TEST):
         del manifest["pairs"][part]
         (config.folder / f"{part}.tsv").unlink()

@@ -99,12 +99,15 @@ def test_killed_at_random_moments(kills: int, devices: int, whole: Path, rng: np
 
 
 @pytest.mark.slow
-def test_sigterm_finishes_the_step_and_saves(whole: Path) -> None:
-    folder = whole.with_name("terminated")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_finishes_the_step_and_saves(number: int, code: int, whole: Path) -> None:
+    folder = whole.with_name(f"stopped-{number}")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process inherits it where it is ignored
     process = start(folder)
+    signal.signal(signal.SIGINT, before)
     wait_for(process, "3")
-    process.send_signal(signal.SIGTERM)
-    finish(process, 143)
+    process.send_signal(number)
+    finish(process, code)
     (stopped,) = checkpoint.steps(Run(folder).checkpoints)[-1:]
     assert stopped < STEPS
     assert len(losses(folder)) == stopped

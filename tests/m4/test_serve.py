@@ -30,6 +30,7 @@ from gshard_m4.serve.batcher import Batcher, QueueFullError
 from gshard_m4.serve.config import ServeConfig
 from gshard_m4.serve.connections import Connections
 from gshard_m4.serve.limits import Rate, client_of
+from gshard_m4.serve.starting import starting
 from gshard_m4.stream import Found, Sentence
 from gshard_m4.translate import Hypothesis, Marked, Prepared, Translated
 
@@ -123,7 +124,7 @@ async def speak(port: int, sent: bytes, local: str = "127.0.0.1") -> tuple[int, 
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    server = Served(rate=0, queue=400, characters=2000, lines=40, per_address=1500, cache=0)
+    server = Served(rate=0, queue=800, characters=2000, lines=40, per_address=1500, cache=0)
     yield server
     code, told = server.end()
     assert code == 143
@@ -248,19 +249,21 @@ def test_limits_of_rate_and_time_and_a_graceful_end() -> None:
     server = Served(rate=0.001, burst=5, wait=1500, timeout=3)
     assert server.ask("GET", "/health")[2] == {"status": "ok"}
 
-    async def slow_and_last() -> tuple[int, int]:
+    async def slow_and_last() -> tuple[int, tuple[int, dict, Any]]:
         head = b"POST /translate HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n"
         slow = await speak(server.port, head + b"{")
-        last = asyncio.create_task(ask(server.port, "POST", "/translate", {"text": "now"}))
+        keeping = head.replace(b": 9", b": 15") + b'{"text": "now"}'  # without Connection: close of its own
+        last = asyncio.create_task(speak(server.port, keeping))
         await asyncio.sleep(0.5)
         server.process.send_signal(signal.SIGTERM)
-        return slow[0], (await last)[0]
+        return slow[0], await last
 
     for _ in range(3):
         assert server.ask("POST", "/translate", {"text": ""})[0] == 200
     slow, last = asyncio.run(slow_and_last())
     assert slow == 408
-    assert last == 200, "a request that was taken before SIGTERM is answered after it"
+    assert last[0] == 200, "a request that was taken before SIGTERM is answered after it"
+    assert last[1]["connection"] == "close", "the client must not send its next request here"
     assert server.process.wait(20) == 143
     with pytest.raises(ConnectionRefusedError):
         server.ask("GET", "/health")
@@ -367,8 +370,9 @@ def test_while_it_stops_requests_are_refused_and_nothing_is_cancelled() -> None:
     assert server.process.stderr.read() == ""
 
 
-def test_sentences_are_remembered() -> None:
-    server = Served(rate=0)
+def test_sentences_are_charged_and_remembered_by_address_and_those_of_clients_that_left_are_dropped() -> None:
+    """One server for all of this, since each takes seconds to start."""
+    server = Served(rate=0.001, burst=60)
     first = server.ask("POST", "/translate", {"text": "save the file\nnow"})
     again = server.ask("POST", "/translate", {"text": "now\nsave the file"})
     other = server.ask("POST", "/translate", {"text": "now", "from": "de"})
@@ -377,7 +381,68 @@ def test_sentences_are_remembered() -> None:
     metrics = server.ask("GET", "/metrics")[2]
     assert "m4_cached_sentences_total 2.0" in metrics
     assert "m4_sentences_total 3.0" in metrics, "told the language, it is another question"
+    assert server.ask("POST", "/translate", {"text": "now"}, local="127.0.0.2")[0] == 200
+    metrics = server.ask("GET", "/metrics")[2]
+    assert "m4_cached_sentences_total 2.0" in metrics, "another address is not told that it was asked before"
+
+    # 2 + 2 + 1 sentences were charged; 200 more are answered, and the address has to wait for them.
+    status, _, answer = server.ask("POST", "/translate", {"text": "\n".join(f"now {n}" for n in range(200))})
+    assert (status, len(answer["lines"])) == (200, 200)
+    status, headers, answer = server.ask("POST", "/translate", {"text": "now"})
+    assert status == 429
+    assert 145_000 < int(headers["retry-after"]) < 147_000, "sentences are counted, not requests"
+    assert server.ask("POST", "/translate", {"text": "now"}, local="127.0.0.2")[0] == 200
+
+    async def leaves() -> str:
+        raw = json.dumps({"text": "\n".join(f"open the file {n}" for n in range(200))}).encode()
+        _, writer = await asyncio.open_connection("127.0.0.1", server.port, local_addr=("127.0.0.3", 0))
+        head = f"POST /translate HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\nContent-Length: {len(raw)}"
+        writer.write(head.encode() + b"\r\n\r\n" + raw)
+        await writer.drain()
+        await asyncio.sleep(0.1)
+        writer.close()
+        for _ in range(100):
+            metrics: str = (await ask(server.port, "GET", "/metrics"))[2]
+            if 'status="499"' in metrics and "m4_waiting_sentences 0.0" in metrics:
+                return metrics
+            await asyncio.sleep(0.05)
+        raise AssertionError(metrics)
+
+    translated = re.search(r"\nm4_sentences_total (\S+)", asyncio.run(leaves()))
+    assert translated is not None
+    assert float(translated[1]) < 3 + 1 + 200 + 1 + 200, "those that waited were not translated"
     server.end()
+
+
+def test_while_the_model_is_read_every_request_is_answered_with_503() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        port = bound.getsockname()[1]
+        with starting(bound):
+            for method, path in (("GET", "/health"), ("POST", "/translate"), ("GET", "/")):
+                status, headers, body = asyncio.run(ask(port, method, path))
+                assert (status, headers["connection"], headers["retry-after"]) == (503, "close", "5")
+                if path == "/health" and method == "GET":
+                    assert body == {"status": "starting"}
+        with socket.create_connection(("127.0.0.1", port)), bound.accept()[0] as later:
+            assert later.fileno() >= 0, "the socket goes on to listen, and the server takes what comes now"
+
+
+def test_the_interface_is_described(served: Served) -> None:
+    status, _, found = served.ask("GET", "/openapi.json")
+    assert status == 200
+    metrics = served.ask("GET", "/metrics")[2]
+    asked = set(re.findall(r'm4_requests_total\{route="(/[a-z.]+)",status="(\d+)"', metrics))
+    assert ("/openapi.json", "200") in asked
+    for path, code in asked - {("/style.css", "200"), ("/page.js", "200")}:
+        answers = {code for of in found["paths"][path].values() for code in of["responses"]}
+        assert code in answers or code == "405", (path, code)
+    schema = found["components"]["schemas"]["Asked"]["properties"]
+    assert schema["text"]["maxLength"] == 2000
+    assert schema["alternatives"]["maximum"] == 3
+    answer = served.ask("POST", "/translate", {"text": "now"})[2]
+    described = found["components"]["schemas"]["Answer"]
+    assert set(answer) == set(described["required"])
+    assert set(answer["lines"][0]) == set(described["properties"]["lines"]["items"]["required"])
 
 
 def test_connections_are_counted_by_client_and_those_of_proxies_are_not() -> None:
@@ -500,7 +565,7 @@ def test_sentences_join_a_search_and_a_failure_stays_in_it() -> None:
     async def story() -> list[tuple[int, int]]:
         sizes: list[tuple[int, int]] = []
         engine = Shouting()
-        batcher = Batcher(engine, 20, 0.02, lambda held, ended, seconds: sizes.append((held, ended)))
+        batcher = Batcher(engine, 40, 0.02, lambda held, ended, seconds: sizes.append((held, ended)))
         long = asyncio.create_task(batcher.translate(["a" * 30]))
         await asyncio.sleep(0.1)
         assert (await batcher.translate(["b"]))[0].text == "B"
@@ -543,15 +608,40 @@ def test_sentences_join_a_search_and_a_failure_stays_in_it() -> None:
     asyncio.run(story())
 
 
+def test_clients_are_served_in_turn_and_those_that_left_are_not_served() -> None:
+    async def story() -> None:
+        batcher = Batcher(Shouting(), 200, 0.0)
+        much = asyncio.create_task(batcher.translate([f"a{n:02}" for n in range(100)], client="greedy"))
+        await asyncio.sleep(0.1)
+        before = batcher.waiting
+        assert before > 80
+        assert (await batcher.translate(["b", "c"], client="polite"))[1].text == "C"
+        assert batcher.waiting > before - 12, "of two that wait, each has every other place"
+        with pytest.raises(QueueFullError):
+            await batcher.translate(["x"] * 30, client="greedy")
+        assert len(await batcher.translate(["x"] * 30, client="polite")) == 30, "half of the places are left to others"
+
+        much.cancel()
+        began = time.monotonic()
+        assert (await batcher.translate(["d"], client="polite"))[0].text == "D"
+        assert batcher.waiting == 0, "nobody wants them"
+        assert time.monotonic() - began < 1.0
+        await batcher.close()
+
+    asyncio.run(story())
+
+
 def test_what_is_remembered_is_limited() -> None:
     async def story() -> None:
         hits: list[None] = []
-        batcher = Batcher(Shouting(), 20, 0.0, cache=2, hit=lambda: hits.append(None))
+        batcher = Batcher(Shouting(), 40, 0.0, cache=2, hit=lambda: hits.append(None))
         for text, count in (("a", 0), ("b", 0), ("a", 1), ("c", 1), ("a", 2), ("b", 2)):  # b went for c
             assert (await batcher.translate([text]))[0].text == text.upper()
             assert len(hits) == count, text
         assert (await batcher.translate(["a"], "de"))[0].text == "A"
         assert len(hits) == 2, "in another language it is another sentence"
+        assert (await batcher.translate(["b"], client="another"))[0].text == "B"
+        assert len(hits) == 2, "what is remembered of one client tells another one nothing"
         await batcher.close()
 
     asyncio.run(story())

@@ -110,7 +110,11 @@ def test_few_do_not_take_as_many_turns_as_many_and_are_not_forgotten(params: dic
 
 
 def test_each_program_is_compiled_once(params: dict, rng: np.random.Generator) -> None:
-    """Also for a search under way: what a first sentence has compiled, no later one waits for."""
+    """Also for a search under way: what a first sentence has compiled, no later one waits for.
+
+    The parameters are placed on a device, as those of a run are.
+    """
+    params = jax.device_put(params, jax.devices()[0])
     options = dataclasses.replace(OPTIONS, max_length=11)  # nobody else's programs
     drive(Continuous(CONFIG, params, options, None, batch=6), sentences(rng, 1))
     programs = _programs(CONFIG, options, 6, 8)

@@ -411,6 +411,29 @@ def test_who_comes_back_in_time_or_may_take_long_is_left_alone(capfd: pytest.Cap
     hub.close()
 
 
+def test_a_process_that_hears_nothing_of_the_first_one_ends_by_itself(capfd: pytest.CaptureFixture[str]) -> None:
+    """The network is cut: no connection ends. And the hub is as patient with one that says nothing, in any phase."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        end = Ends()
+        watch = Watch(("127.0.0.1", silent.getsockname()[1]), "token", 1, lambda: "Go on.", end, patience=2.5)
+        watch.at(7, "checkpoint")
+        assert end.event.wait(6.0)
+        assert end.codes == [LOST]
+    told = capfd.readouterr().err
+    assert re.search(r"process 0 has said nothing for [12]\.\d s", told)
+    assert re.search(r"process 0 is gone: it has said nothing for [23] s: .* the network to it is down\. Go on\.", told)
+
+    hub, watches, ends = three({"": 2.5, "checkpoint": 60.0})
+    for of in watches:
+        of.at(1, "checkpoint")
+    watches[2]._say = lambda message: None  # type: ignore[method-assign]
+    assert ends[0].event.wait(8.0)
+    assert ends[0].codes == [STUCK]
+    assert "process 2 is stuck: it has said nothing for" in capfd.readouterr().err
+    assert not ends[1].codes or ends[1].codes == [STUCK]
+    hub.close()
+
+
 def test_strangers_are_not_listened_to() -> None:
     hub, end = Hub("127.0.0.1", 2, LIMITS), Ends()
     watches = [Watch(("127.0.0.1", hub.port), hub.token, 0, str, end)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -129,6 +130,17 @@ def test_a_resumed_run_computes_the_same_numbers(
     assert bytes_of(second.state) == bytes_of(whole[0].state)
 
 
+@pytest.mark.parametrize(
+    ("options", "saved"),
+    [({"save_minutes": 1e-9}, [2, 3, 4, 5, 6]), ({}, [6]), ({"save_every": 0, "save_minutes": 1e-9}, [6])],
+)
+def test_without_a_number_of_steps_the_minutes_decide_when_to_save(
+    options: dict, saved: list[int], tmp_path: Path
+) -> None:
+    run_of(tmp_path, dataclasses.replace(OPTIONS, keep=5, **options))
+    assert checkpoint.steps(Run(tmp_path).checkpoints) == saved
+
+
 def test_another_model_is_refused_by_the_name_of_the_setting(tmp_path: Path) -> None:
     meta = {"model": dataclasses.asdict(MODEL)}
     checkpoint.save(Run(tmp_path).checkpoints, 1, train.initial_state(MODEL, 0), meta)
@@ -173,7 +185,32 @@ def test_lines_where_there_is_no_terminal() -> None:
     lines = out.getvalue().splitlines()
     assert lines[0] == "before"
     assert [line.split()[1] for line in lines[1:]] == ["2/5", "4/5", "5/5"]
-    assert "loss 5.000  cross entropy 4.500  aux 1.02  dropped 3.0%  load entropy 0.97" in lines[1]
+    assert "loss 5.000  " in lines[1]
+    assert "cross entropy 4.500  aux 1.02  dropped 3.0%  load entropy 0.97" in lines[1]
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_the_bar_has_steps_time_and_loss_in_a_narrow_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were cut to an ellipsis, and six other numbers stayed."""
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERM", "xterm")
+    out = Terminal()
+    values = {"tokens": 1e5, "loss": 5.25, "cross_entropy": 4.5, "aux_loss": 1.02, "dropped_share": 0.03}
+    with Progress(20_000, 2, out) as bar:
+        for done in range(12_345, 12_348):
+            bar.update(done, values | {"load_entropy": 0.97, "skipped": 3.0})
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
+    last = [line for line in re.split(r"[\r\n]+", plain) if "12347/20000" in line][-1]
+    assert len(last.rstrip()) <= width
+    assert "…" not in last
+    assert "left" in last
+    assert "loss 5.250" in last
+    assert ("dropped" in last) == (width > 100)
 
 
 def test_presets_and_what_differs_from_them() -> None:
@@ -185,7 +222,9 @@ def test_presets_and_what_differs_from_them() -> None:
         ModelChoice("demo", experts=1).transformer(9, 9)
 
 
-@pytest.mark.parametrize("wrong", [{"steps": 0}, {"learning_rate": 0.0}, {"label_smoothing": 1.0}, {"save_every": -1}])
+@pytest.mark.parametrize(
+    "wrong", [{"steps": 0}, {"learning_rate": 0.0}, {"label_smoothing": 1.0}, {"save_every": -1}, {"save_minutes": 0.0}]
+)
 def test_impossible_settings_are_refused(wrong: dict) -> None:
     with pytest.raises(OptionError, match=next(iter(wrong))):
         TrainConfig(**wrong)

@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from gshard_m4 import score
 from gshard_m4.evaluate import CLASSES, Results, resource_classes
-from gshard_m4.significance import compare
+from gshard_m4.significance import compare, holm
 from gshard_m4.translate import Example
 
 ALONE = 50
@@ -32,7 +32,9 @@ class OfClass:
         bleu_95, chrf_95: half the width of the intervals that hold 95 % of the samples' scores.
         compared: languages that the baseline has, too.
         delta_bleu, delta_chrf: by how much the model is better than the baseline on their sentences.
-        p_bleu, p_chrf: probability of a difference as large by chance.
+        p_bleu, p_chrf: probability of a difference as large by chance; see `gshard_m4.significance`.
+        p_bleu_holm, p_chrf_holm: the same, corrected for the number of comparisons: both measures of all classes.
+        english: different English sentences.
     """
 
     resource: str
@@ -49,6 +51,9 @@ class OfClass:
     delta_chrf: float | None = None
     p_bleu: float | None = None
     p_chrf: float | None = None
+    p_bleu_holm: float | None = None
+    p_chrf_holm: float | None = None
+    english: int = 0
 
 
 def by_class(
@@ -71,7 +76,11 @@ def by_class(
         codes = [code for code in results.languages if name in (classes[code], score.ALL)]
         if codes:
             found.append(_of_class(name, codes, results, examples, translations, theirs))
-    return found
+    corrected = holm([p for row in found for p in (row.p_bleu, row.p_chrf)])
+    return [
+        dataclasses.replace(row, p_bleu_holm=corrected[2 * at], p_chrf_holm=corrected[2 * at + 1])
+        for at, row in enumerate(found)
+    ]
 
 
 def _of_class(
@@ -88,7 +97,8 @@ def _of_class(
     sure = compare(references, written)
     pairs = [results.languages[code].pairs for code in codes]
     found = OfClass(
-        name, len(codes), len(own), min(pairs), max(pairs), of.bleu, of.chrf, sure.bleu, sure.chrf
+        name, len(codes), len(own), min(pairs), max(pairs), of.bleu, of.chrf, sure.bleu, sure.chrf,
+        english=sure.english,
     )  # fmt: skip
     shared = [code for code in codes if code in theirs]
     if not shared:
@@ -112,15 +122,16 @@ def summary(rows: Sequence[OfClass], baseline: str = "") -> str:
         baseline: its name.
     """
     compared = any(row.compared for row in rows)
-    wide = f"   better than {baseline}: BLEU (p), chrF++ (p)" if compared else ""
-    lines = [
-        f"{'resource':<8}  languages  sentences  {'pairs of each':>17}  {'BLEU, 95 %':>12}  {'chrF++, 95 %':>12}{wide}"
-    ]
+    wide = f"   better than {baseline}: BLEU (p), chrF++ (p), p after Holm" if compared else ""
+    head = f"{'resource':<8}  languages  sentences  English  {'pairs of each':>17}"
+    lines = [f"{head}  {'BLEU, 95 %':>12}  {'chrF++, 95 %':>12}{wide}"]
     for row in rows:
-        line = f"{row.resource:<8}  {row.languages:>9}  {row.sentences:>9}  {f'{row.fewest:,}-{row.most:,}':>17}"
+        line = f"{row.resource:<8}  {row.languages:>9}  {row.sentences:>9}  {row.english:>7}"
+        line += f"  {f'{row.fewest:,}-{row.most:,}':>17}"
         line += f"  {f'{row.bleu:.1f} ± {row.bleu_95:.1f}':>12}  {f'{row.chrf:.1f} ± {row.chrf_95:.1f}':>12}"
         if row.delta_bleu is not None and row.delta_chrf is not None:
-            line += f"   {row.delta_bleu:+.2f} ({row.p_bleu:.3f}), {row.delta_chrf:+.2f} ({row.p_chrf:.3f})"
+            chances = ("–" if p is None else f"{p:.3f}" for p in (row.p_bleu_holm, row.p_chrf_holm))
+            line += f"   {row.delta_bleu:+.2f} ({next(chances)}), {row.delta_chrf:+.2f} ({next(chances)})"
             if row.compared < row.languages:
                 line += f", languages compared: {row.compared}"
         lines.append(line)

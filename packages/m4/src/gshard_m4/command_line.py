@@ -5,7 +5,7 @@ JAX starts, the quieting of libraries, and the way errors are told. A mistake of
 with exit code 2; ``--debug`` shows where it came from.
 
     0 done    2 usage, configuration or data    4 loss not finite    5 checkpoint damaged, and no sound one
-    130 interrupted    141 the reader of the output went away    143 stopped by SIGTERM after saving
+    130 interrupted; training saves first    141 the reader of the output went away    143 SIGTERM; the same
     201 another process of the run is gone    202 a process of the run was stuck
 """
 
@@ -25,13 +25,18 @@ import tyro
 
 from gshard import GShardError
 from gshard_m4.commands import COMMANDS
+from gshard_m4.compilation_cache import OFF, keep_compiled
 from gshard_m4.errors import DamagedError, NotFiniteError
 
 EXIT_CODES = {NotFiniteError: 4, DamagedError: 5}
 
 DESCRIPTION = """Massively multilingual translation into English with a Mixture-of-Experts Transformer that gshard
 partitions. Start with: gshard-m4 demo. Add --debug to any command to see where an error comes from. gshard-m4 --version
-says which version this is, of gshard, JAX and Python, too."""
+says which version this is, of gshard, JAX and Python, too. Compiled programs are kept in ~/.cache/m4/xla;
+--no-compilation-cache with any command keeps and reads none."""
+
+
+_OF_ALL = ("--debug", OFF)  # options that every command takes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
-    debug = "--debug" in given
+    debug, off = "--debug" in given, OFF in given
     if given == ["--version"]:
         libraries = f"gshard {version('gshard')}, jax {jax.__version__}, Python {platform.python_version()}"
         print(f"gshard-m4 {version('gshard-m4')} ({libraries})")
@@ -52,9 +57,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         try:
             command: Any = tyro.extras.subcommand_cli_from_dict(
-                COMMANDS, args=[word for word in given if word != "--debug"], prog="gshard-m4", description=DESCRIPTION
+                COMMANDS,
+                args=[word for word in given if word not in _OF_ALL],
+                prog="gshard-m4",
+                description=DESCRIPTION,
             )
             prepare_process(getattr(command, "virtual_devices", command.devices), debug)
+            keep_compiled(off or getattr(getattr(command, "together", None), "several", False))
             return int(command())
         finally:
             sys.stdout.flush()  # here, where it is known what to do if nobody reads it

@@ -18,21 +18,24 @@ from gshard_m4.checkpoint_command import Checkpoint
 from gshard_m4.config import ModelChoice, Run, TrainConfig
 from gshard_m4.decode import DecodeConfig
 from gshard_m4.demo_command import Demo
-from gshard_m4.devices import check_devices, tell_uneven_experts
+from gshard_m4.devices import check_devices, every_device, tell_uneven_experts
 from gshard_m4.errors import CommandError
 from gshard_m4.evaluate_command import Evaluate
 from gshard_m4.groups import model_for
 from gshard_m4.planned import describe_model, plan_summary
 from gshard_m4.prepare import PrepareConfig, open_text, prepare
 from gshard_m4.processes import Alone, Group
+from gshard_m4.score_command import Score
 from gshard_m4.serve.config import ServeConfig
-from gshard_m4.stopping import STOPPED, asked_to_stop
+from gshard_m4.starting_point import Start
+from gshard_m4.stopping import asked_to_stop
 from gshard_m4.text import DATA, PreparedText
 from gshard_m4.together import Processes, Together
 from gshard_m4.train import train
 from gshard_m4.translate import load
 
 RUN = Path("runs/first")
+_PLANNED = 8  # devices of a plan, if none are asked for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +58,12 @@ class Train:
     Attributes:
         data: folder of the prepared corpus.
         run: folder of the run: checkpoints and metrics.jsonl.
-        devices: devices to partition the model over; on a machine without accelerators they are virtual ones.
+        devices: devices to partition the model over. By default all accelerators; without any, the processor as one
+            device for each process, and 8 with --plan. A larger number takes virtual devices of the processor, which
+            share its cores.
         resume: go on from the newest sound checkpoint of the run.
+        start_from: begin with the parameters of this run's newest sound checkpoint (fine-tuning). The model is that
+            run's; its vocabularies are needed: gshard-m4 prepare --vocabularies keeps them for other text.
         languages: train on these languages of the corpus only, for a bilingual baseline, say; on all if not given.
         tokens: tokens of a batch on each side; if not given, what the corpus was prepared for.
         temperature: 1 draws languages as often as they occur, larger values rare ones more often; if not given, what
@@ -69,8 +76,9 @@ class Train:
 
     data: Path = DATA
     run: Path = RUN
-    devices: int = 8
+    devices: int | None = None
     resume: bool = False
+    start_from: Annotated[Path | None, tyro.conf.arg(name="from")] = None
     languages: tuple[str, ...] = ()
     tokens: int | None = None
     temperature: float | None = None
@@ -82,6 +90,8 @@ class Train:
     @property
     def virtual_devices(self) -> int:
         """Of this process, where devices are virtual."""
+        if self.devices is None:
+            return 1
         if self.devices % self.together.processes:
             raise CommandError(
                 f"{self.devices} devices cannot be dealt out to {self.together.processes} processes.",
@@ -90,7 +100,7 @@ class Train:
         return 1 if self.plan else self.devices // self.together.processes
 
     def __call__(self) -> int:
-        """Trains; SIGTERM saves and ends with exit code 143."""
+        """Trains; SIGTERM and Ctrl-C save, and end with exit code 143 and 130."""
         if self.plan:
             return self._plan()
         if self.together.several:
@@ -100,7 +110,7 @@ class Train:
 
     def _plan(self) -> int:
         text = self._text()
-        model = model_for(self.model, text, self.devices, self.train)
+        model = model_for(self.model, text, self.devices or _PLANNED, self.train)
         print(describe_model(model))
         print(plan_summary(model, self.train, text.batch(0)))
         return 0
@@ -121,11 +131,14 @@ class Train:
         return text.of_languages(self.languages) if self.languages else text
 
     def _train(self, group: Group) -> int:
-        # SIGTERM after jax.distributed, whose handler would swallow it.
         with group, asked_to_stop() as asked:
-            check_devices(self.devices)
+            devices = self.devices or every_device()
+            check_devices(devices)
             text = self._text()
-            model = model_for(self.model, text, self.devices, self.train, print if group.first else lambda line: None)
+            say = print if group.first else lambda line: None
+            begin = None if self.start_from is None else Start.of(self.start_from, self.model, text)
+            choice = self.model if begin is None else begin.choice
+            model = model_for(choice, text, devices, self.train, say, None if begin is None else begin.model)
             run = Run(self.run)
             if group.first:
                 print(describe_model(model), flush=True)
@@ -142,21 +155,29 @@ class Train:
                     "only": sorted(self.languages),
                     "corpus": text.digest,
                     "temperature": text.temperature,
+                    **({} if self.start_from is None else {"from": str(self.start_from)}),
                 },
                 resume=self.resume,
                 stop=asked,
                 group=group,
+                start=None if begin is None else begin.checkpoints,
             )
         if not group.first:
-            return STOPPED if result.stopped else 0
+            return asked.exit_code if result.stopped else 0
         runs.remember_corpus(run, self.data)
+        if not result.taken:
+            print(
+                f"{self.run} has taken its {result.steps:,} steps already: nothing was trained. "
+                f"--steps of more than {result.steps} goes on."
+            )
+            return 0
         speed = f"{result.tokens_per_second:,.0f} target tokens/s, {result.seconds_per_step:.3f} s a step"
         print(f"{speed}; saved: {self.run}")
         if result.stopped:
             again = [word for word in sys.argv[1:] if word != "--resume"]
             line = shlex.join(["gshard-m4", *again, "--resume"])
             print(f"stopped as asked after step {result.steps}; go on with: {line}")
-            return STOPPED
+            return asked.exit_code
         return 0
 
 
@@ -255,8 +276,9 @@ class Serve:
             raise CommandError("serving needs a package that is not installed.", got=str(error), hint=hint) from error
         with server.listen(self.listen) as bound:
             check_devices(self.devices)
-            run, text = _opened(self.run, self.data)
-            translator = load(run, text, self.search, self.step, batch=self.batch, devices=self.devices)
+            with server.starting(bound):
+                run, text = _opened(self.run, self.data)
+                translator = load(run, text, self.search, self.step, batch=self.batch, devices=self.devices)
             tell_uneven_experts(translator.model.experts, self.devices)
             ended_by: int = server.serve(translator, self.listen, bound, identify=text.identify)
         return 128 + ended_by if ended_by else 1
@@ -267,6 +289,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "train": Train,
     "translate": Translate,
     "evaluate": Evaluate,
+    "score": Score,
     "serve": Serve,
     "checkpoint": Checkpoint,
     "demo": Demo,

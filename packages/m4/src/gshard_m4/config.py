@@ -155,7 +155,8 @@ class TrainConfig:
             ``learning_rate / sqrt(peak_step)``, relative to the size of each parameter. The paper has 10000.
         log_every: steps between lines of progress where there is no terminal to draw a bar on.
         evaluate_every: steps between measurements on held-out text; 0 measures before and after only.
-        save_every: steps between checkpoints; 0 saves at the end only.
+        save_every: steps between checkpoints; 0 saves at the end only; if not given, the time decides (save_minutes).
+        save_minutes: minutes between checkpoints where save_every is not given.
         keep: number of newest checkpoints that are kept, beside the one with the best held-out cross entropy.
         accumulate: micro-batches that each batch is computed in, one after the other, to save memory.
         memory_limit: what a device may hold in a step, such as 14GiB; what does not fit is recomputed in the
@@ -174,7 +175,8 @@ class TrainConfig:
     peak_step: int = 400
     log_every: int = 50
     evaluate_every: int = 0
-    save_every: int = 0
+    save_every: int | None = None
+    save_minutes: float = 5.0
     keep: int = 2
     accumulate: int = 1
     memory_limit: str | None = None
@@ -187,8 +189,10 @@ class TrainConfig:
             if getattr(self, name) < 1:
                 raise OptionError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("warmup_steps", "cooldown_steps", "evaluate_every", "save_every", "skip_limit"):
-            if getattr(self, name) < 0:
+            if (getattr(self, name) or 0) < 0:
                 raise OptionError(f"{name} must not be negative, got {getattr(self, name)}")
+        if not self.save_minutes > 0.0:
+            raise OptionError(f"save_minutes must be positive, got {self.save_minutes}")
         if not 0.0 <= self.label_smoothing < 1.0:
             raise OptionError(f"label_smoothing must be from 0 up to, not including, 1, got {self.label_smoothing}")
         if not self.learning_rate > 0.0:

@@ -17,6 +17,7 @@ out.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -27,8 +28,10 @@ import numpy as np
 PLACEHOLDERS, LONGEST = 8, 24
 """The most placeholders of a sentence, and tokens of one of them, that the search copies."""
 
-CHARACTERS = "%{}$<>&[]@\\_~"
-"""Characters that placeholders, tags and accelerators are known by."""
+CHARACTERS = "%{}$<>&[]@\\_~()"
+"""Characters that placeholders, tags and accelerators are known by, with those of a part of ``%(name)s``."""
+
+_FRAGMENT = re.compile(r"\)\w")
 
 EOS = 1
 
@@ -41,10 +44,12 @@ class Copied(NamedTuple):
         length_BF: their lengths; 0 where there is none.
         after_BF: what must not follow them: 0 is anything, 1 a letter or digit, 2 anything but a blank.
         digit_BF: bool, those that must not follow a digit.
-        barred_BC: bool, the characters that are not written outside of placeholders.
+        barred_BC: bool, the characters that are not written outside of placeholders; the last one stands for a letter
+            behind a parenthesis, as at the end of ``%(name)s``.
         spelt_CV: bool, the tokens that have such a character.
         kind_V: int32, bits that say of a token whether it is a blank alone, begins with a blank, begins with a letter
-            or digit, ends with a digit, begins with what may stand within ``%-5.2f``, or ends with a percent sign.
+            or digit, ends with a digit, begins with what may stand within ``%-5.2f``, or ends with a percent sign or a
+            parenthesis.
     """
 
     form_BFL: jax.Array | np.ndarray
@@ -56,7 +61,8 @@ class Copied(NamedTuple):
     kind_V: jax.Array | np.ndarray
 
 
-_BLANK, _BEGINS_BLANK, _BEGINS_WORD, _ENDS_DIGIT, _BEGINS_FLAG, _ENDS_PERCENT = 1, 2, 4, 8, 16, 32
+_BLANK, _BEGINS_BLANK, _BEGINS_WORD, _ENDS_DIGIT, _BEGINS_FLAG = 1, 2, 4, 8, 16
+_ENDS_PERCENT, _ENDS_PARENTHESIS = 32, 64
 _PERCENT = 3  # in Progress.after_BK: behind a percent sign that is none of a placeholder's
 
 
@@ -143,8 +149,9 @@ def follow(copied: Copied, progress: Progress, parent_BK: jax.Array, token_BK: j
     now_BKP = done_BK[:, :, None] & (jnp.arange(progress.used_BKP.shape[-1]) == first_BK[:, :, None])
     going_BK = (offset_BK > 0) & ~done_BK
     after_BK = jnp.max(jnp.where(complete_BKF, jnp.asarray(copied.after_BF)[:, None], 0), axis=-1)
-    of_text_BK = ~jnp.any(same_BKF, axis=-1) & (jnp.take(jnp.asarray(copied.kind_V), token_BK) & _ENDS_PERCENT > 0)
-    after_BK = jnp.where(of_text_BK, _PERCENT, after_BK)
+    kind_BK = jnp.where(jnp.any(same_BKF, axis=-1), 0, jnp.take(jnp.asarray(copied.kind_V), token_BK))  # 0 in a form
+    after_BK = jnp.where(kind_BK & _ENDS_PERCENT > 0, _PERCENT, after_BK)
+    after_BK = jnp.where(kind_BK & _ENDS_PARENTHESIS > 0, 1, after_BK)
     return Progress(
         progress.used_BKP | now_BKP,
         same_BKF & going_BK[:, :, None],
@@ -192,7 +199,8 @@ class Copier:
     kind_V: np.ndarray = dataclasses.field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        spelt_CV = np.array([[c in piece for piece in self.pieces] for c in CHARACTERS], bool)
+        rows = [[c in piece for piece in self.pieces] for c in CHARACTERS]
+        spelt_CV = np.array([*rows, [_FRAGMENT.search(piece) is not None for piece in self.pieces]], bool)
         object.__setattr__(self, "spelt_CV", spelt_CV)
         object.__setattr__(self, "kind_V", np.array([_kind(piece) for piece in self.pieces], np.int32))
 
@@ -233,7 +241,7 @@ class Copier:
         form_BFL = np.zeros((rows, forms, LONGEST), np.int32)
         length_BF, after_BF = np.zeros((rows, forms), np.int32), np.zeros((rows, forms), np.int32)
         digit_BF = np.zeros((rows, forms), bool)
-        barred_BC = np.zeros((rows, len(CHARACTERS)), bool)
+        barred_BC = np.zeros((rows, len(self.spelt_CV)), bool)
         can = []
         for row, (plain, placeholders) in enumerate(sentences):
             spelt = [self.forms(placeholder) for placeholder in placeholders]
@@ -248,7 +256,7 @@ class Copier:
                     form_BFL[row, f, : len(ids)], length_BF[row, f] = ids, len(ids)
                     after_BF[row, f] = _after(placeholder)
                     digit_BF[row, f] = placeholder[0] == "%" and not self.pieces[ids[0]].startswith("▁")
-            barred_BC[row] = [c not in rest for c in CHARACTERS]
+            barred_BC[row] = [*(c not in rest for c in CHARACTERS), _FRAGMENT.search(rest) is None]
         return Copied(form_BFL, length_BF, after_BF, digit_BF, barred_BC, self.spelt_CV, self.kind_V), can
 
 
@@ -257,6 +265,7 @@ def _kind(piece: str) -> int:
     if piece:
         found |= _BEGINS_WORD * (piece[0].isalnum() or piece[0] == "_") | _ENDS_DIGIT * piece[-1].isdigit()
         found |= _BEGINS_FLAG * (piece[0] in "%-+#.(@") | _ENDS_PERCENT * (piece[-1] == "%")
+        found |= _ENDS_PARENTHESIS * (piece[-1] == ")")
     return found
 
 

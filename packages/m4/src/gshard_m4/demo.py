@@ -49,11 +49,13 @@ class Scored:
         examples: its sentences.
         written: the model's translations.
         scores: system -> score of all sentences; the model and the baselines.
+        kinds: lines that tell the scores of sentences that are too long, have a near twin in training, or are copies.
     """
 
     examples: Sequence[Example]
     written: Sequence[str]
     scores: Mapping[str, score.Score]
+    kinds: Sequence[str]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -84,7 +86,7 @@ def demo(
     *,
     devices: int,
     minutes: float,
-    sentences: int = 300,
+    sentences: int | None = None,
     say: Say = print,
     began: float | None = None,
 ) -> Report:
@@ -98,7 +100,7 @@ def demo(
         search: how to translate.
         devices: how many to train on.
         minutes: of training: as many steps as fit, but no more than those of the options; 0 for all of these.
-        sentences: held-out sentences of each test to score.
+        sentences: held-out sentences of each test to score; all if None.
         say: takes each line of what is to be told.
         began: `time.perf_counter()` at the start of what is counted as the demo; now if None.
     """
@@ -129,7 +131,7 @@ def demo(
     for held in BOTH:
         if examples := text.examples(sentences, held.test):
             say(f"translating {len(examples)} sentences with {held.name} ...")
-            tests[held.name] = _scored(examples, translator, text.frequent_sentence())
+            tests[held.name] = _scored(held, examples, translator)
     say("\n" + _columns(tests))
     for held in BOTH:
         if held.name in tests:
@@ -192,12 +194,18 @@ def frequency_cross_entropy(counts_V: np.ndarray, batches: Any) -> float:
     return float(-np.mean(np.log(probability_V[ids[ids != PAD]])))
 
 
-def _scored(examples: Sequence[Example], translator: Translator, frequent: str) -> Scored:
+def _scored(held: HeldOut, examples: Sequence[Example], translator: Translator) -> Scored:
+    text = translator.text
     sources, references, languages = ([e[i] for e in examples] for i in (1, 2, 0))
-    written = [t.text for t in translator.translate(sources)]
+    translated = translator.translate(sources)
+    written = [of.text for of in translated]
     systems = {MODEL: score.score(written, references, languages)}
-    systems |= score.baselines(sources, references, languages, frequent)
-    return Scored(examples, written, {name: of[score.ALL] for name, of in systems.items()})
+    systems |= score.baselines(sources, references, languages, text.frequent_sentence())
+    kinds = [near_copies.told_longer(text.length - 1, [of.cut for of in translated], references, written)]
+    if held is NEW_ENGLISH:
+        kinds.append(near_copies.told_twins(text.near_twins(references), references, written))
+    kinds.append(near_copies.told(sources, references, written))
+    return Scored(examples, written, {name: of[score.ALL] for name, of in systems.items()}, kinds)
 
 
 def _columns(tests: Mapping[str, Scored]) -> str:
@@ -214,8 +222,7 @@ def _columns(tests: Mapping[str, Scored]) -> str:
     for name, of in tests.items():
         ours, copied = of.scores[MODEL].chrf, of.scores[COPY].chrf
         lines.append(f"{name}: the model has {ours / max(copied, 1e-9):.1f} times the chrF++ of copying the source")
-        sources, references = ([e[i] for e in of.examples] for i in (1, 2))
-        lines.append(near_copies.told(sources, references, of.written))
+        lines += of.kinds
     return "\n".join([*lines, next(iter(tests.values())).scores[MODEL].signature])
 
 

@@ -42,7 +42,7 @@ class Demo:
             device, which computes the same numbers sooner than virtual devices that share its cores.
         minutes: of training: as many steps as fit on this machine, but no more than --steps; 0 takes all of them, which
             gives the same numbers everywhere.
-        sentences: held-out sentences of each test to score.
+        sentences: held-out sentences of each test to score; all if not given.
         corpus: the corpus.
         model: which model.
         train: how to train it.
@@ -52,7 +52,7 @@ class Demo:
     run: Path = Path("runs/demo")
     devices: int = 8
     minutes: float = 4.5
-    sentences: int = 300
+    sentences: int | None = None
     corpus: tyro.conf.OmitArgPrefixes[PrepareConfig] = dataclasses.field(default_factory=_corpus)
     model: tyro.conf.OmitArgPrefixes[ModelChoice] = dataclasses.field(default_factory=ModelChoice)
     train: tyro.conf.OmitArgPrefixes[TrainConfig] = dataclasses.field(default_factory=_training)

@@ -9,6 +9,11 @@ import jax
 from gshard_m4.errors import CommandError
 
 
+def every_device() -> int:
+    """The devices to train on if no number is given: all accelerators, or one processor for each process."""
+    return jax.process_count() if jax.default_backend() == "cpu" else jax.device_count()
+
+
 def check_devices(count: int) -> None:
     """Refuses a number of devices that is not there.
 

@@ -56,6 +56,8 @@ class Results:
         step: of the checkpoint.
         cross_entropy: of the dev part that belongs to the test, nats a token; None if it was not measured.
         beside: translators that know nothing -> their BLEU and chrF++ on the same sentences.
+        cut: sentences that are longer than the model reads, so that only their beginning was translated.
+        near_twins: sentences of which training has a near twin; None where that was not looked for.
     """
 
     name: str
@@ -65,6 +67,8 @@ class Results:
     step: int | None = None
     cross_entropy: float | None = None
     beside: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=dict)
+    cut: int | None = None
+    near_twins: int | None = None
 
     def save(self, folder: Path) -> None:
         """Writes ``results.json``."""

@@ -35,7 +35,8 @@ class Evaluate:
         step: which checkpoint; the newest if not given.
         test: ``known`` scores pairs that are new although other languages have their English in training, ``new``
             sentences whose English is in no training pair, ``both`` the one after the other.
-        sentences: held-out sentences of each test to translate, as many of each language as there are.
+        sentences: held-out sentences of each test to translate, as many of each language as there are; all if not
+            given. Of one that is longer than the model reads the beginning is translated, and all of it scored.
         each: sentences of each language at most.
         languages: score these languages only; all that the model was trained on if not given.
         output: where to write results.json, scores.csv, classes.csv, translations.tsv and languages.svg, and in a
@@ -51,7 +52,7 @@ class Evaluate:
     run: Path | None = None
     step: int | None = None
     test: Literal["both", "known", "new"] = "both"
-    sentences: int = 1000
+    sentences: int | None = None
     each: int | None = None
     languages: tuple[str, ...] = ()
     output: Path | None = None
@@ -62,9 +63,9 @@ class Evaluate:
 
     def __call__(self) -> int:
         """Evaluates; what can be wrong with the baselines is told before anything is translated."""
-        few = self.sentences if self.each is None else min(self.sentences, self.each)
-        if few < 1:
-            raise CommandError(f"cannot score {few} sentences.", hint="Ask for at least one.")
+        for count in (self.sentences, self.each):
+            if count is not None and count < 1:
+                raise CommandError(f"cannot score {count} sentences.", hint="Ask for at least one.")
         check_devices(self.devices)
         run = runs.chosen(self.run)
         corpus = runs.corpus_of(run, self.data, DATA)
@@ -86,7 +87,7 @@ class Evaluate:
             value = None
             if batches := text.held_out(held.dev):
                 value = held_out_cross_entropy(held_out, translator.params, batches)
-                print(f"held-out cross entropy: {value:.3f} nats a token, of the dev part")
+                print(f"held-out cross entropy: {value:.3f} nats a token, of dev pairs of at most {text.length} tokens")
             self._one(held, run, text, translator, others, folder / held.folder, value)
         print(f"written: {folder}")
         return 0
@@ -108,7 +109,8 @@ class Evaluate:
             return
         sources, references, languages = ([e[i] for e in examples] for i in (1, 2, 0))
         print(f"translating {len(examples):,} sentences of {len(set(languages))} languages ...", flush=True)
-        written = [t.text for t in translator.translate(sources)]
+        translated = translator.translate(sources)
+        written, cut = [of.text for of in translated], [of.cut for of in translated]
         pairs = translator.languages
         results = evaluate.measure(run.directory.name, examples, written, pairs, self.step)
         lines = by_class.lines_of(results)
@@ -116,11 +118,18 @@ class Evaluate:
         systems = {"model": score.score(written, references, labels)}
         systems |= score.baselines(sources, references, labels, text.frequent_sentence())
         beside = {name: (of[score.ALL].bleu, of[score.ALL].chrf) for name, of in systems.items() if name != "model"}
-        results = dataclasses.replace(results, cross_entropy=cross_entropy, beside=beside)
+        twins = text.near_twins(references) if held is NEW_ENGLISH else None
+        results = dataclasses.replace(
+            results, cross_entropy=cross_entropy, beside=beside, cut=sum(cut),
+            near_twins=None if twins is None else sum(twins),
+        )  # fmt: skip
         print(f"\n{score.table(systems)}")
         if len(set(lines.values())) < len(lines):
             print(f"languages with fewer than {by_class.ALONE} sentences are scored together, by class")
-        print(f"\n{near_copies.told(sources, references, written)}")
+        print(f"\n{near_copies.told_longer(text.length - 1, cut, references, written)}")
+        if twins is not None:
+            print(near_copies.told_twins(twins, references, written))
+        print(near_copies.told(sources, references, written))
         print(placeholders.accuracy(sources, written))
 
         compared, theirs = self._compared(held, others, examples, pairs)

@@ -19,7 +19,7 @@ from typing import Any
 
 from gshard_m4.by_class import OfClass
 from gshard_m4.evaluate import EvaluateError, Results, resource_classes
-from gshard_m4.significance import Sureness
+from gshard_m4.significance import Sureness, holm
 from gshard_m4.translate import Example
 
 TRANSLATIONS = "translations.tsv"
@@ -65,6 +65,10 @@ def rows(
             if sure:
                 row |= {"p_bleu": _p(sure[code].bleu_p), "p_chrf++": _p(sure[code].chrf_p)}
         found.append(row)
+    if deltas and sure:  # of all languages and both measures together
+        corrected = iter(holm([p for code in results.languages for p in (sure[code].bleu_p, sure[code].chrf_p)]))
+        for row in found:
+            row |= {"p_bleu_holm": _p(next(corrected)), "p_chrf++_holm": _p(next(corrected))}
     return found
 
 

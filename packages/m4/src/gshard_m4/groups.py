@@ -9,6 +9,7 @@ with fewer of them computes what it would have computed with all.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 
@@ -36,7 +37,12 @@ def groups_of(shape: tuple[int, int, int], accumulate: int = 1) -> int:
 
 
 def model_for(
-    choice: ModelChoice, text: Text, devices: int, options: TrainConfig, say: Callable[[str], None] = print
+    choice: ModelChoice,
+    text: Text,
+    devices: int,
+    options: TrainConfig,
+    say: Callable[[str], None] = print,
+    like: moe.TransformerConfig | None = None,
 ) -> moe.TransformerConfig:
     """The model that is trained on a corpus; what does not divide among the devices is told.
 
@@ -46,6 +52,7 @@ def model_for(
         devices: to partition the model over.
         options: how it is trained.
         say: takes a line for each thing that does not divide.
+        like: a model to take instead of the preset, of which the choice changes the dropout and the groups.
 
     Raises:
         gshard.moe.ModelError: the choice makes no sense, or the groups do not divide the tokens of a batch.
@@ -53,7 +60,12 @@ def model_for(
     batch = text.batch(0)
     (rows, source), target = batch["source"].shape, batch["target"].shape[1]
     given = groups_of((rows, source, target), options.accumulate)
-    model = choice.transformer(text.source_vocabulary, text.target_vocabulary, devices, given)
+    if like is None:
+        model = choice.transformer(text.source_vocabulary, text.target_vocabulary, devices, given)
+    else:
+        groups = (choice.groups or given) if like.experts else None
+        dropout = like.dropout if choice.dropout is None else choice.dropout
+        model = dataclasses.replace(like, partitions=devices, groups=groups, group_size=None, dropout=dropout)
     if model.experts:
         for length in (source, target):
             model.capacity(model.tokens_of_a_group(rows // options.accumulate * length))

@@ -149,12 +149,16 @@ class Speed:
         self._stream = stream or sys.stderr
         self._live = self._stream.isatty() if live is None else live
         self._since, self.lines, self.tokens, self.cut = time.perf_counter(), 0, 0, 0
+        self.unfamiliar, self._first_unfamiliar = 0, 0
         self.unlike, self._first_unlike = 0, ""  # lines whose placeholders are not those of their source
 
     def add(self, translated: Iterable[Translated]) -> None:
         """Counts some more."""
         for of in translated:
             self.lines, self.tokens, self.cut = self.lines + 1, self.tokens + of.tokens, self.cut + of.cut
+            if of.unfamiliar:
+                self.unfamiliar += 1
+                self._first_unfamiliar = self._first_unfamiliar or self.lines
             if of.lost or of.invented:
                 self.unlike += 1
                 said = [f"lacks {' '.join(of.lost)}"] * bool(of.lost) + [f"adds {' '.join(of.invented)}"] * bool(
@@ -171,6 +175,13 @@ class Speed:
             were = "line was" if self.cut == 1 else "lines were"
             print(
                 f"gshard-m4: {self.cut} {were} longer than {room} tokens; only the beginning was read",
+                file=self._stream,
+            )
+        if self.unfamiliar:
+            were = "line is" if self.unfamiliar == 1 else "lines are"
+            print(
+                f"gshard-m4: {self.unfamiliar} {were} in letters that the model was not trained on (line "
+                f"{self._first_unfamiliar}{', ...' if self.unfamiliar > 1 else ''}): their translations mean nothing",
                 file=self._stream,
             )
         if self.unlike:

@@ -38,6 +38,38 @@ def apart(
     return {name: score.score(written, references, kinds) for name, written in systems.items()}
 
 
+def told_apart(what: str, picked: Sequence[bool], references: Sequence[str], written: Sequence[str]) -> str:
+    """In a line: how many sentences are of some kind, and what a translator scores on these and on the others.
+
+    Args:
+        what: the kind, such as ``have a near twin in training``.
+        picked: whether each sentence is of it.
+        references: their translations.
+        written: what the translator wrote.
+
+    >>> print(told_apart("are long", [True, False], ["one two three four", "five"], ["one two three four", "six"]))
+    1 of 2 sentences are long: BLEU 100.0, chrF++ 100.0 on these, BLEU 0.0, chrF++ 0.0 on the other 1.
+    """
+    count = sum(picked)
+    head = f"{count:,} of {len(picked):,} sentences {what}"
+    if count in (0, len(picked)):
+        return f"{head}."
+    found = score.score(written, references, ["these" if one else "others" for one in picked])
+    ours, others = (f"BLEU {of.bleu:.1f}, chrF++ {of.chrf:.1f}" for of in (found["these"], found["others"]))
+    return f"{head}: {ours} on these, {others} on the other {len(picked) - count:,}."
+
+
+def told_longer(room: int, cut: Sequence[bool], references: Sequence[str], written: Sequence[str]) -> str:
+    """What sentences score whose end the model did not read, for it reads so many tokens; see `told_apart`."""
+    what = f"are longer than the {room} tokens that the model reads, and were translated without their end"
+    return told_apart(what, cut, references, written)
+
+
+def told_twins(twins: Sequence[bool], references: Sequence[str], written: Sequence[str]) -> str:
+    """What sentences score whose English training has almost as it is; see `told_apart`."""
+    return told_apart("have a near twin in training (80 % of the letters)", twins, references, written)
+
+
 NEAR, OTHER = "near copies", "others"
 
 

@@ -35,6 +35,7 @@ _PARTS = {
     "printf": rf"%%|(?<!\d)%(?:\d{{1,4}}\$)?{_CONVERSION}|%n\b|%L?\d{{1,2}}",
     "variable": r"\$[A-Za-z_]\w*",
     "escape": r"\\[nrt\"]",
+    "fragment": r"(?<=\w)\)[sdif]\b",  # the end of a "%(name)s" without its beginning, which a model may write
 }
 _PLACEHOLDER = re.compile("|".join(f"(?P<{name}>{pattern})" for name, pattern in _PARTS.items()))
 _LETTER = r"(?=[^\W\d_])"

@@ -18,25 +18,22 @@ cache, and each later stage is done once.
 
 from __future__ import annotations
 
-import dataclasses
-import gzip
 import json
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 
 from gshard import GShardError
-from gshard_m4.corpus import hold_out, parallel, report
-from gshard_m4.corpus.extract import Extracted, Tally, extract_all
+from gshard_m4.corpus import hold_out, own_files, parallel, report
+from gshard_m4.corpus.extract import Extracted, extract_all
 from gshard_m4.corpus.fetch import Fetched, Fetcher
 from gshard_m4.corpus.known_english import KNOWN_DEV
 from gshard_m4.corpus.merge import merge
-from gshard_m4.corpus.pair import Pair
-from gshard_m4.corpus.part import OUT_OF_DOMAIN, PARTS, TESTED, Split, write_parts
+from gshard_m4.corpus.part import OUT_OF_DOMAIN, PARTS, Split, write_parts
 from gshard_m4.encode import encode, learn_source, learn_target
 from gshard_m4.encoded import Encoded
 from gshard_m4.errors import CorpusError
@@ -74,10 +71,10 @@ def prepare(config: PrepareConfig, say: Callable[[str], None] = print) -> Prepar
             str(output),
             hint="Name another folder with --output, or empty this one.",
         )
-    for file in config.files:
+    for file in (*config.files, *config.dev_files, *config.test_files):
         parallel.read(file)  # what cannot be read is said before anything is downloaded
     fingerprint = config.fingerprint
-    if known is not None and known["fingerprint"] == config.former_fingerprint:
+    if known is not None and known["fingerprint"] in config.former_fingerprints:
         return Prepared({**known, "folder": str(output)}, was_there=True)  # its runs need its vocabularies
     same = known if known is not None and known["fingerprint"] == fingerprint else None
     if same and not any(source["problem"] for source in same["sources"]):
@@ -121,12 +118,19 @@ def _build(
     def target_vocabulary() -> dict[str, Any]:
         return _save(learn_target(train, config.target_vocabulary, defaults.target_vocabulary), work / "target.model")
 
-    source, target = stages("source", source_vocabulary), stages("target", target_vocabulary)
+    if config.vocabularies is None:
+        source, target = stages("source", source_vocabulary), stages("target", target_vocabulary)
+    else:
+        kept = PreparedText.load(config.vocabularies)
+        source = stages("source", lambda: _save(kept.source, work / "source.model"))
+        target = stages("target", lambda: _save(kept.target, work / "target.model"))
     for part in _ENCODED:
         _encode(part, text["pairs"][part], stages, say)
     lengths = {part: Encoded.load(work / part).lengths for part in _ENCODED}
     length = settings["length"]
-    if config.length is None and config.files:
+    if config.length is None and config.vocabularies is not None:
+        length = PreparedText.load(config.vocabularies).length  # what a run with them reads
+    elif config.length is None and config.files:
         length = fitting(lengths[hold_out.TRAIN], length, min(_LONGEST, settings["tokens"]))
     for part in (hold_out.TRAIN, hold_out.DEV):
         _check_length(part, lengths[part], length)
@@ -157,7 +161,7 @@ def _write_text(
     by_name = {found.name: found for found in extracted}
     for found in extracted:
         shutil.copyfile(found.left_out, left_out_folder / f"{found.name}.tsv.gz")
-    own = _extract_own(config, work)
+    own = own_files.extract(config.files, work, left_out_folder / "files.tsv.gz")
     left_out, rejected = Counter[str](own.tally.left_out), own.rejected
     for found in extracted:
         left_out.update(found.counts["left_out"])
@@ -180,22 +184,39 @@ def _write_text(
     left_out.update(merged.left_out)
     if not merged.files:
         problems = [got.problem for got in fetched if got.problem]
+        refused = [f"{n:,} lines with {reason}" for reason, n in rejected.most_common(8)]
+        aside = [f"{n:,} pairs {reason}" for reason, n in left_out.most_common(8)]
         raise CorpusError(
             "there is not one pair of sentences to train on.",
-            got="; ".join([*problems, *(f"{n:,} {reason}" for reason, n in left_out.most_common())]) or None,
-            hint="Check the connection to the package index, or give text of your own with --files.",
+            where=own.first_bad,
+            got="; ".join([*problems, *refused, *aside]) or None,
+            hint="Check the connection to the package index, or give text of your own with --files."
+            if problems or not config.files
+            else "Files are .tsv (language, foreign, English), .jsonl, .po, or talk.de beside talk.en.",
+        )
+    tags = None if config.vocabularies is None else PreparedText.load(config.vocabularies).tag_names
+    if tags is not None and (unknown := sorted(set(merged.files) - set(tags))):
+        raise CorpusError(
+            f"the vocabularies have no tag for {name_of(unknown[0])}.",
+            where=str(config.vocabularies),
+            got=f"text in {', '.join(unknown)}",
+            hint=f"Leave these languages out: there are {', '.join(tags)}.",
         )
     tested = [by_name[got.source.name].pairs for got in fetched if got.folder and got.source.only_tests]
     split = Split(config.dev, config.test, settings["quota"], settings["known"])
     say(f"splitting {sum(merged.languages[name] for name in merged.files):,} pairs by English sentence")
+    given = {
+        part: own.held_out(files, merged.files, work / f"own.{part}.tsv")
+        for part, files in ((hold_out.DEV, config.dev_files), (hold_out.TEST, config.test_files))
+        if files
+    }
     parts = write_parts(
-        merged.files, work, split, tested[0] if tested else None, left_out_folder / f"{OUT_OF_DOMAIN}.tsv.gz"
+        merged.files, work, split, tested[0] if tested else None, left_out_folder / f"{OUT_OF_DOMAIN}.tsv.gz", given
     )
-    if tested_too := parts.pop("tested"):
-        left_out[TESTED] += tested_too
+    left_out.update(parts.pop("kept_out"))
     _write_rejected(work / "rejected.tsv", own.bad_lines, extracted)
-    own.pairs.unlink()
-    own.bad_lines.unlink()
+    for path in (own.pairs, own.bad_lines, *given.values()):
+        path.unlink()
     shutil.rmtree(work / "merging")
     report.write_table(parts["distribution"], work / "distribution.csv")
     if not report.write_plot(parts["distribution"], work / "distribution.svg"):
@@ -213,6 +234,7 @@ def _write_text(
             "with 1,000 pairs": sum(n >= 1000 for n in sizes),
             "with 10,000 pairs": sum(n >= 10_000 for n in sizes),
         },
+        **({} if tags is None else {"tags": tags}),
         **parts,
     }
 
@@ -231,48 +253,6 @@ def _about(got: Fetched, found: Extracted | None, left: Mapping[str, int]) -> di
         "pairs": counts["pairs"] if source.only_tests else left.get(source.name, 0),
         "languages": len(counts["languages"]), "unreadable": len(counts["unreadable"]),
     }  # fmt: skip
-
-
-@dataclasses.dataclass
-class _Own:
-    """What the user's files gave."""
-
-    pairs: Path
-    bad_lines: Path
-    tally: Tally
-    rejected: Counter[str]
-    files: list[dict[str, Any]]
-
-
-def _extract_own(config: PrepareConfig, work: Path) -> _Own:
-    own_pairs, bad_lines = work / "own.pairs.tsv", work / "own.bad.tsv"
-    rejected, files = Counter[str](), []
-    with (
-        own_pairs.open("w", encoding="utf-8", newline="\n") as out,
-        bad_lines.open("w", encoding="utf-8", newline="\n") as bad,
-        gzip.open(work / _LEFT_OUT / "files.tsv.gz", "wt", compresslevel=1, encoding="utf-8", newline="\n") as aside,
-    ):
-        tally = Tally(out.write, aside.write)
-        for path in config.files:
-            before, rejected_before = tally.languages.total(), rejected.total()
-            tally.take(_good(path, rejected, bad))
-            files.append(
-                {
-                    "path": str(path),
-                    "pairs": tally.languages.total() - before,
-                    "rejected": rejected.total() - rejected_before,
-                }
-            )
-    return _Own(own_pairs, bad_lines, tally, rejected, files)
-
-
-def _good(path: Path, rejected: Counter[str], bad: TextIO) -> Iterator[Pair]:
-    for item in parallel.read(path):
-        if isinstance(item, parallel.BadLine):
-            rejected[item.reason] += 1
-            bad.write(f"{path}:{item.number}\t{item.reason}\t{' '.join(item.text.splitlines())}\n")
-        else:
-            yield item
 
 
 def _write_rejected(path: Path, bad_lines: Path, extracted: Sequence[Extracted]) -> None:

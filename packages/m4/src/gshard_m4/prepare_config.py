@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,11 @@ from gshard_m4.corpus.source import Licences, Source, Tier, chosen, of_tier
 from gshard_m4.errors import CorpusError
 from gshard_m4.language_names import code_of
 
-FORMAT = 4
+FORMAT = 5
 """Raised when the same settings give another corpus than before."""
+
+WITH_TWINS = 4
+"""The last format whose test had near twins of training sentences."""
 
 _WITHOUT_KNOWN = 3  # the last format that had no test of known English
 
@@ -77,6 +80,11 @@ class PrepareConfig:
             at most 2 % of what it has; by default 100. They show what a language gains from the others.
         dev: share of English sentences held out to watch training, if there is no quota.
         test: share of English sentences held out to score translations, if there is no quota.
+        dev_files: parallel text of your own to watch training with, in the forms of --files, instead of sentences that
+            are held out. It is kept as it is; training has none of its English sentences.
+        test_files: the same to score translations with.
+        vocabularies: folder of a prepared corpus whose vocabularies and languages are kept, to go on from a model that
+            was trained on it (gshard-m4 train --from).
         sampling_seed: of the order of training.
         jobs: processes that read packages; by default as many as there are processors.
     """
@@ -98,6 +106,9 @@ class PrepareConfig:
     known: int | None = None
     dev: float = 0.015
     test: float = 0.03
+    dev_files: tuple[Path, ...] = ()
+    test_files: tuple[Path, ...] = ()
+    vocabularies: Path | None = None
     sampling_seed: int = 0
     jobs: int = dataclasses.field(default_factory=lambda: os.cpu_count() or 1)
 
@@ -123,6 +134,11 @@ class PrepareConfig:
                 got=f"--only {' '.join(self.only)}, --languages {self.languages}",
                 hint="Leave one of them out.",
             )
+        if self.vocabularies is not None and (self.source_vocabulary or self.target_vocabulary):
+            raise CorpusError(
+                "vocabularies are kept or learnt, not both.",
+                hint="Leave --vocabularies, or --source-vocabulary and --target-vocabulary, out.",
+            )
         if not self.chosen_sources and not self.files:
             raise CorpusError("there is nothing to prepare.", hint="Name a source or a file.")
 
@@ -145,7 +161,7 @@ class PrepareConfig:
         defaults = TIERS[self.tier]
         filled = ("languages", "temperature", "tokens", "length", "quota", "known")
         asked |= {name: getattr(defaults, name) for name in filled if asked[name] is None}
-        for name in ("output", "cache", "sources", "files", "jobs"):
+        for name in ("output", "cache", "sources", "files", "dev_files", "test_files", "vocabularies", "jobs"):
             del asked[name]
         return asked if self.only else {name: value for name, value in asked.items() if name != "only"}
 
@@ -155,17 +171,28 @@ class PrepareConfig:
         return self._hash({**self.settings, "format": FORMAT})
 
     @property
-    def former_fingerprint(self) -> str | None:
-        """What an earlier version, which had no test of known English, calls the corpus of the same settings."""
-        if self.known is not None:
-            return None
-        settings = {name: value for name, value in self.settings.items() if name != "known"}
-        return self._hash({**settings, "format": _WITHOUT_KNOWN})
+    def former_fingerprints(self) -> list[str]:
+        """What earlier versions call the corpus of the same settings."""
+        found = [self._hash({**self.settings, "format": WITH_TWINS})]
+        if self.known is None:
+            settings = {name: value for name, value in self.settings.items() if name != "known"}
+            found.append(self._hash({**settings, "format": _WITHOUT_KNOWN}))
+        return found
 
     def _hash(self, said: dict[str, Any]) -> str:
         said["sources"] = [(s.title, s.packages) for s in self.chosen_sources]
-        said["files"] = [[(f.name, checksum(f)) for f in parallel.files_of(file) if f.is_file()] for file in self.files]
+        said["files"] = _checksums(self.files)
+        for name, files in (("dev_files", self.dev_files), ("test_files", self.test_files)):
+            if files:
+                said[name] = _checksums(files)
+        if self.vocabularies is not None:
+            models = [self.vocabularies / f"{side}.model" for side in ("source", "target")]
+            said["vocabularies"] = [checksum(model) for model in models if model.is_file()]
         return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+
+
+def _checksums(files: Sequence[Path]) -> list[list[tuple[str, str]]]:
+    return [[(f.name, checksum(f)) for f in parallel.files_of(file) if f.is_file()] for file in files]
 
 
 def _code(language: str) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from gshard_m4.corpus.hold_out import DEV, TEST, TRAIN
 from gshard_m4.corpus.known_english import KNOWN_DEV, KNOWN_TEST
+from gshard_m4.prepare_config import WITH_TWINS
 
 ENOUGH = 100
 """Held-out pairs below which a score says little."""
@@ -46,7 +47,7 @@ class Prepared:
             lines.append(f"  out-of-domain test: {m['out_of_domain']:,} pairs")
         lines.append(f"  vocabularies: {m['source_vocabulary']:,} and {m['target_vocabulary']:,} pieces")
         lines += _about_lengths(m)
-        return "\n".join([*lines, *_warnings(m)])
+        return "\n".join([*lines, *_warnings(m), *_about_twins(m)])
 
 
 def _about_known(m: Mapping[str, Any]) -> Iterator[str]:
@@ -84,6 +85,19 @@ def _warnings(m: Mapping[str, Any]) -> Iterator[str]:
                 f"warning: {part} has {count:,} pairs, too few to tell one model from another (100 or more can): "
                 f"hold out a larger share with {option}, or give more text"
             )
+
+
+def _about_twins(m: Mapping[str, Any]) -> Iterator[str]:
+    if m.get("format", WITH_TWINS) <= WITH_TWINS:
+        yield (
+            "  an earlier version prepared this corpus, whose test has near twins of training sentences; it stays as\n"
+            "  it is, with the runs that belong to it. For a test without them, prepare into another folder (--output)"
+        )
+    elif count := m["near_twins"]:
+        yield (
+            f"warning: {count:,} English sentences of the test have a near twin in training, for this text has few "
+            "without:\n  scores show in part what was learnt by heart; --test-files takes a test of your own"
+        )
 
 
 def _about_sources(sources: Sequence[Mapping[str, Any]]) -> Iterator[str]:

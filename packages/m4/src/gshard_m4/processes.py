@@ -33,8 +33,8 @@ class Group(Protocol):
             TrainError: some setting is not the same for all.
         """
 
-    def any(self, asked: bool) -> bool:
-        """Whether it is true in any of the processes; all of them must ask."""
+    def any(self, *values: bool) -> tuple[bool, ...]:
+        """For each value, whether it is true in any of the processes; all of them must call this."""
 
     def batch(self, draw: Draw, step: int) -> Batch:
         """The batch of a step, as far as this process needs it."""
@@ -63,9 +63,9 @@ class Alone:
     def agree(self, settings: Mapping[str, Any]) -> None:
         """Of one mind."""
 
-    def any(self, asked: bool) -> bool:
-        """What this process says."""
-        return asked
+    def any(self, *values: bool) -> tuple[bool, ...]:
+        """The values of this process."""
+        return values
 
     def batch(self, draw: Draw, step: int) -> Batch:
         """The whole."""

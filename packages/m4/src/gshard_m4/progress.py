@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TextIO
 
@@ -12,12 +12,27 @@ from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
-    SpinnerColumn,
     TextColumn,
-    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.progress import Progress as Bar
+
+_BAR = 10  # columns of the bar
+_TIMES = 20  # columns of the slash, the time that is left, and the blanks between
+
+
+def fitting(parts: Sequence[str], room: int) -> str:
+    """The first of some parts, as many as there are columns for; the first one at least.
+
+    >>> fitting(["loss 2.500", "900 tokens/s", "cross entropy 2.1"], 26)
+    'loss 2.500  900 tokens/s'
+    """
+    text = parts[0]
+    for part in parts[1:]:
+        if len(text) + 2 + len(part) > room:
+            break
+        text += f"  {part}"
+    return text
 
 
 class Progress:
@@ -37,14 +52,13 @@ class Progress:
         self._bar: Bar | None = None
         if console.is_terminal and not quiet:
             columns = (
-                SpinnerColumn(),
-                BarColumn(None),
+                BarColumn(_BAR),
                 MofNCompleteColumn(),
-                TextColumn("{task.fields[numbers]}"),
-                TimeElapsedColumn(),
-                TextColumn("left"),
                 TimeRemainingColumn(),
+                TextColumn("left"),
+                TextColumn("{task.fields[numbers]}"),
             )
+            self._room = console.width - _BAR - 2 * len(str(steps)) - _TIMES
             self._bar = Bar(*columns, console=console)
             self._task = self._bar.add_task("training", total=steps, numbers="")
         self._tokens, self._since = 0.0, time.perf_counter()
@@ -78,22 +92,18 @@ class Progress:
         elapsed = time.perf_counter() - self._since
         if self._quiet or (not self._bar and done % self._every and done != self._steps):
             return
-        numbers = (
-            f"{self._tokens / max(elapsed, 1e-9):5,.0f} tokens/s  loss {values['loss']:.3f}  "
-            f"cross entropy {values['cross_entropy']:.3f}"
-        )
-        if values["aux_loss"]:  # not of a dense model
-            numbers += (
-                f"  aux {values['aux_loss']:.2f}  dropped {100 * values['dropped_share']:.1f}%"
-                f"  load entropy {values['load_entropy']:.2f}"
-            )
-        if not self._bar and "gradient_norm" in values:
-            numbers += f"  gradient {values['gradient_norm']:.2f}  rate {values['learning_rate']:.4f}"
+        numbers = [f"loss {values['loss']:.3f}", f"{self._tokens / max(elapsed, 1e-9):5,.0f} tokens/s"]
         if values.get("skipped"):
-            numbers += f"  skipped {values['skipped']:.0f}"
+            numbers.append(f"skipped {values['skipped']:.0f}")
+        numbers.append(f"cross entropy {values['cross_entropy']:.3f}")
+        if values["aux_loss"]:  # not of a dense model
+            numbers += [f"aux {values['aux_loss']:.2f}", f"dropped {100 * values['dropped_share']:.1f}%"]
+            numbers.append(f"load entropy {values['load_entropy']:.2f}")
+        if not self._bar and "gradient_norm" in values:
+            numbers += [f"gradient {values['gradient_norm']:.2f}", f"rate {values['learning_rate']:.4f}"]
         if self._bar:
-            self._bar.update(self._task, completed=done, numbers=numbers)
+            self._bar.update(self._task, completed=done, numbers=fitting(numbers, self._room))
         else:
-            print(f"step {done:>6}/{self._steps}  {numbers}", file=self._stream, flush=True)
+            print(f"step {done:>6}/{self._steps}  {'  '.join(numbers)}", file=self._stream, flush=True)
         if done % self._every == 0:
             self._tokens, self._since = 0.0, time.perf_counter()

@@ -171,7 +171,9 @@ class _OfWidth:
         run = self._run
         if self._pool is None:
             nobody = _table(run.copier, [], run.batch, run.options.longest(self._width))
-            self._pool = self._empty(run.params, nobody)
+            # Placed as the pool that a search returns is: `admit` would be compiled once more for another placement.
+            device = next(iter(jax.tree.leaves(run.params)[0].sharding.device_set))
+            self._pool = jax.device_put(self._empty(run.params, nobody), device)
         while self._come:
             self._let_in([self._come.popleft() for _ in range(min(len(self._come), _AT_ONCE))])
         held = [at for at, place in enumerate(self._places) if place is not None]

@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 
 from gshard_m4.batches import Batches, in_order
+from gshard_m4.corpus import hold_out
 from gshard_m4.corpus.hold_out import DEV, TRAIN
+from gshard_m4.corpus.near_twins import NearTwins
 from gshard_m4.corpus.pair import Pair
 from gshard_m4.corpus.part import OUT_OF_DOMAIN
 from gshard_m4.encoded import Encoded, of_languages
@@ -78,7 +80,7 @@ class PreparedText:
     @property
     def fingerprint(self) -> str:
         """Hash of both vocabularies, the names of languages included."""
-        said = json.dumps([self.source.sha256, self.target.sha256, self._names])
+        said = json.dumps([self.source.sha256, self.target.sha256, self.tag_names])
         return hashlib.sha256(said.encode()).hexdigest()
 
     @property
@@ -87,9 +89,9 @@ class PreparedText:
         return hashlib.sha256(json.dumps([self.manifest, self.only], sort_keys=True).encode()).hexdigest()[:16]
 
     @property
-    def _names(self) -> list[str]:
-        """The languages in the order of their tags."""
-        return sorted(self.manifest["languages"])
+    def tag_names(self) -> list[str]:
+        """The languages in the order of their tags; those of another corpus if its vocabularies were kept."""
+        return list(self.manifest.get("tags") or sorted(self.manifest["languages"]))
 
     @property
     def languages(self) -> dict[str, int]:
@@ -100,11 +102,11 @@ class PreparedText:
     @property
     def source_vocabulary(self) -> int:
         """Number of source ids: the pieces, and after them a tag for each language."""
-        return self.source.size + len(self._names)
+        return self.source.size + len(self.tag_names)
 
     def tag(self, language: str) -> int:
         """The source id that names a language, in front of a sentence."""
-        return self.source.size + self._names.index(language)
+        return self.source.size + self.tag_names.index(language)
 
     @property
     def target_vocabulary(self) -> int:
@@ -178,24 +180,22 @@ class PreparedText:
         """Whether there are pairs of a part; corpora of earlier versions have none with known English."""
         return part == OUT_OF_DOMAIN or bool(self.manifest["pairs"].get(part))
 
-    def examples(self, count: int, part: str = "test", each: int | None = None) -> Sequence[Example]:
-        """Held-out sentences that fit the model, always the same ones, of as many languages as there are.
+    def examples(self, count: int | None = None, part: str = "test", each: int | None = None) -> Sequence[Example]:
+        """Held-out sentences of any length, always the same ones, of as many languages as there are.
 
         The first ones of a language are the same whatever other languages there are, and however many are asked for.
 
         Args:
-            count: how many at most.
+            count: how many at most; None for all.
             part: ``test``, ``known_test``, ``dev``, ``known_dev``, or ``out_of_domain``; empty where the corpus has
                 none.
             each: how many at most of each language.
         """
         known = self._pairs(part) if self.has(part) else []
         pairs = [pair for pair in known if not self.only or pair.language in self.only]
-        sides = self.source.encode([p.foreign for p in pairs]), self.target.encode([p.english for p in pairs])
         by_language: dict[str, list[Pair]] = {}
-        for pair, source, target in zip(pairs, *sides, strict=True):
-            if max(len(source), len(target)) < self.length:
-                by_language.setdefault(pair.language, []).append(pair)
+        for pair in pairs:
+            by_language.setdefault(pair.language, []).append(pair)
         queues = []
         for name, own in sorted(by_language.items()):
             shuffled = np.random.default_rng((1, zlib.crc32(name.encode()))).permutation(len(own))
@@ -204,9 +204,9 @@ class PreparedText:
         found: list[Example] = []
         for turn in range(max(map(len, queues), default=0)):
             for q in order:
-                if turn < len(queues[q]) and len(found) < count:
+                if turn < len(queues[q]):
                     found.append(Example(*queues[q][turn]))
-        return found
+        return found[:count]
 
     def target_counts(self) -> np.ndarray:
         """How often each target id occurs in the training data, end included, int64 [target_vocabulary]."""
@@ -216,6 +216,32 @@ class PreparedText:
             counts += np.bincount(train.target[start : start + _BLOCK], minlength=self.target_vocabulary)
         counts[1] += len(train)
         return counts
+
+    def near_twins(self, english: Sequence[str]) -> list[bool]:
+        """For each English sentence, whether training has a near twin of it (`gshard_m4.corpus.near_twins`)."""
+        found: dict[str, bool] = {}
+        for sentence in english:
+            key = hold_out.key(sentence)
+            if key not in found:
+                found[key] = self._trained_english.has(key)
+        return [found[hold_out.key(sentence)] for sentence in english]
+
+    @functools.cached_property
+    def _trained_english(self) -> NearTwins:
+        keys = set()
+        try:
+            with (self.folder / f"{TRAIN}.tsv").open(encoding="utf-8", newline="\n") as lines:
+                for line in lines:
+                    language, _, english = line.rstrip("\n").split("\t")
+                    if not self.only or language in self.only:
+                        keys.add(hold_out.key(english))
+        except (OSError, ValueError) as error:
+            raise self._damaged(f"{TRAIN}.tsv", error) from error
+        return NearTwins(keys)
+
+    def _damaged(self, name: str, error: Exception) -> CorpusError:
+        hint = "Delete the folder and run gshard-m4 prepare again."
+        return CorpusError("a file of the corpus is missing or damaged.", str(self.folder / name), str(error), hint)
 
     def frequent_sentence(self) -> str:
         """The most frequent English sentence of the training data."""
@@ -237,6 +263,10 @@ class PreparedText:
     def _identifier(self) -> Identifier:
         return learn(self._encoded("train"), self.source_vocabulary)
 
+    def spelt_in_bytes(self, ids: Sequence[int]) -> float:
+        """The share of source ids that are single bytes: of letters that the training text hardly has."""
+        return sum(map(self.source.processor.is_byte, ids)) / max(len(ids), 1)
+
     def target_pieces(self) -> list[str]:
         """The text of each target id, ``▁`` for a blank."""
         return self.target.pieces()
@@ -254,5 +284,4 @@ class PreparedText:
         try:
             return [Pair(*line.split("\t")) for line in path.read_text(encoding="utf-8").splitlines()]
         except (OSError, ValueError, TypeError) as error:
-            hint = "Delete the folder and run gshard-m4 prepare again."
-            raise CorpusError("a file of the corpus is missing or damaged.", str(path), str(error), hint) from error
+            raise self._damaged(path.name, error) from error

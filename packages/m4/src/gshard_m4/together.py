@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import os
 import socket
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -26,6 +28,7 @@ from gshard_m4.step import Batch
 from gshard_m4.watchdog import Hub, Watch
 
 _ADDRESS_BYTES = 512
+_PROXIES = ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +41,8 @@ class Processes:
         process_index: which of them this is, from 0.
         cluster: find all of that out from the cluster (Slurm, Open MPI, Kubernetes, Cloud TPU).
         init_timeout: seconds to wait for the others at the start.
-        hang_timeout: seconds that a process may keep the others waiting before all of them end.
+        hang_timeout: seconds that a process may keep the others waiting, or be out of their reach, before all of them
+            end.
     """
 
     coordinator: str | None = None
@@ -72,11 +76,14 @@ class Processes:
                 "num_processes": self.processes,
                 "process_id": self.process_index,
             }
+        if hint := loopback(self.coordinator or ""):
+            print(f"gshard-m4: {hint}", file=sys.stderr, flush=True)
         try:
             jax.distributed.initialize(
                 **given,
                 initialization_timeout=self.init_timeout,
-                heartbeat_timeout_seconds=60,
+                # JAX's own end of an unreachable process, an abort, would come before the watchdog's.
+                heartbeat_timeout_seconds=max(60, math.ceil(2 * self.hang_timeout)),
                 shutdown_timeout_seconds=30,
             )
         except (RuntimeError, ValueError) as error:
@@ -102,9 +109,10 @@ class Processes:
             ) from error
         if self.process_index == 0:
             return told
-        for name in ("no_proxy", "no_grpc_proxy"):  # gRPC would look for the relay behind a proxy
-            if name == "no_proxy" or name in os.environ:
-                os.environ[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1"]))
+        if any(name.lower() in _PROXIES for name in os.environ):  # gRPC would look for the relay behind a proxy
+            for name in ("no_proxy", "no_grpc_proxy"):
+                if name == "no_proxy" or name in os.environ:
+                    os.environ[name] = ",".join(filter(None, [os.environ.get(name), "127.0.0.1"]))
         return Relay(*where).address
 
 
@@ -130,9 +138,17 @@ class Together:
             self._hub = Hub(host, jax.process_count(), limits)
             address = f"{host} {self._hub.port} {self._hub.token}"
         padded = np.frombuffer(address.encode().ljust(_ADDRESS_BYTES), np.uint8)
-        told = multihost_utils.broadcast_one_to_all(padded)
+        try:
+            told = multihost_utils.broadcast_one_to_all(padded)
+        except RuntimeError as error:
+            raise TrainError(
+                "the processes found each other, and their devices cannot reach each other.",
+                got=str(error).splitlines()[0][:300],
+                hint=loopback(processes.coordinator or "")
+                or "The machines must reach each other at every port, not at the coordinator's alone.",
+            ) from error
         host, port, token = bytes(np.asarray(told, np.uint8)).decode().split()
-        self._watch = Watch((host, int(port)), token, jax.process_index(), self._hint)
+        self._watch = Watch((host, int(port)), token, jax.process_index(), self._hint, patience=processes.hang_timeout)
 
     def _hint(self) -> str:
         found = checkpoint.steps(self._checkpoints)
@@ -160,9 +176,10 @@ class Together:
                 hint="Give all of them the same options, versions and corpus, and one folder for the run.",
             )
 
-    def any(self, asked: bool) -> bool:
+    def any(self, *values: bool) -> tuple[bool, ...]:
         """One small all-gather."""
-        return bool(np.any(multihost_utils.process_allgather(np.array([asked]))))
+        of_all_PV = np.asarray(multihost_utils.process_allgather(np.array(values)))
+        return tuple(bool(np.any(of_all_P)) for of_all_P in of_all_PV.reshape(-1, len(values)).T)
 
     def batch(self, draw: Draw, step: int) -> Batch:
         """This process's rows; what other rows its devices may need is drawn when they do."""
@@ -215,6 +232,32 @@ class Together:
         jax.distributed.shutdown()
         if self._hub is not None:
             self._hub.close()
+
+
+def loopback(coordinator: str) -> str:
+    """What is wrong with the name of this host and how to cure it; nothing if nothing is.
+
+    Without accelerators, JAX gives the other processes the address that this host's own name has here. Debian gives it
+    127.0.1.1 in /etc/hosts, which means another machine there.
+
+    Args:
+        coordinator: host:port of the first process; one of this machine alone needs no other address.
+    """
+    host, _, port = coordinator.rpartition(":")
+    name = socket.gethostname()
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as line:  # nothing is sent
+            line.connect((host.strip("[]"), int(port)))
+            own = str(line.getsockname()[0])
+        there = socket.gethostbyname(name)
+    except (OSError, ValueError):
+        return ""  # of a name that is not found JAX says so itself
+    if not there.startswith("127.") or own.startswith("127."):
+        return ""
+    return (
+        f"the name of this host, {name}, has the address {there} here, which other machines take for their own: "
+        f"without accelerators they cannot reach it. Put the line '{own} {name}' into /etc/hosts, in place of {there}."
+    )
 
 
 def disagreement(told: Sequence[Mapping[str, Any]]) -> str:

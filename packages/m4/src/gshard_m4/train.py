@@ -11,6 +11,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -50,6 +51,7 @@ class Result:
         compile_seconds: how long the first step took.
         stopped: whether the run was asked to stop before its last step.
         steps: the number of steps taken, those of earlier runs included.
+        taken: the number of steps taken in this call; 0 if the run had taken all of them before.
     """
 
     state: State
@@ -59,6 +61,7 @@ class Result:
     compile_seconds: float
     stopped: bool
     steps: int
+    taken: int
 
 
 def train(
@@ -73,6 +76,7 @@ def train(
     stop: Callable[[], bool] = lambda: False,
     show: Progress | None = None,
     group: Group | None = None,
+    start: Path | None = None,
 ) -> Result:
     """Trains a model and saves it.
 
@@ -88,6 +92,8 @@ def train(
         stop: asked after every step; once true, the state is saved and the run ends.
         show: where progress is shown; a new one for standard output if None.
         group: the processes that train together; this one alone if None.
+        start: checkpoints of another run of the same model, whose parameters the first step begins with; the moments
+            of the optimizer and the learning rate begin anew. A run that is resumed has begun already.
 
     Raises:
         TrainError: the run's folder has a checkpoint and `resume` is false, or another process trains there; the
@@ -98,7 +104,8 @@ def train(
     """
     group = group or Alone()
     with locked(run.lock) if group.first else group.nothing():
-        return _Loop(model, options, run, batch, list(held_out), dict(meta or {}), group).run(resume, stop, show)
+        loop = _Loop(model, options, run, batch, list(held_out), dict(meta or {}), group, start)
+        return loop.run(resume, stop, show)
 
 
 class _Loop:
@@ -113,7 +120,9 @@ class _Loop:
         held_out: Sequence[Batch],
         meta: Mapping[str, Any],
         group: Group,
+        start: Path | None,
     ):
+        self.begin_with = start
         self.model, self.options, self.where, self.batch = model, options, run, batch
         self.described = {"model": dataclasses.asdict(model), "train": dataclasses.asdict(options), **meta}
         self.group = group
@@ -138,6 +147,7 @@ class _Loop:
         seconds: list[float] = []
         tokens: list[float] = []
         stopped = False
+        saved_at = time.perf_counter()
         events = run.events if options.tensorboard else None
         with (
             MetricsLog(run.metrics, first, events) if group.first else group.nothing() as log,
@@ -166,7 +176,7 @@ class _Loop:
                     self._skipped(taken, values, step, bar)
 
                 done = step + 1
-                stopped = group.any(stop())
+                stopped, save_due = group.any(stop(), self._save_due(done, saved_at))
                 last = stopped or done == options.steps
                 score = None
                 if self.held_out and (last or (options.evaluate_every and done % options.evaluate_every == 0)):
@@ -179,9 +189,10 @@ class _Loop:
                     log.write(step, record)
                 bar.update(done, record)
                 improved = score is not None and score < best
-                if last or improved or (options.save_every and done % options.save_every == 0):
+                if last or improved or save_due:
                     group.at(step, "checkpoint")
                     saver.save(done, state, self.described, score)
+                    saved_at = time.perf_counter()
                 best = min(best, math.inf if score is None else score)
                 if stopped:
                     break
@@ -196,7 +207,15 @@ class _Loop:
             compile_seconds=seconds[0] if seconds else 0.0,
             stopped=stopped,
             steps=done,
+            taken=len(seconds),
         )
+
+    def _save_due(self, done: int, saved_at: float) -> bool:
+        """Whether this process would save now: the number of steps decides, or the minutes since the last save."""
+        options = self.options
+        if options.save_every is None:
+            return time.perf_counter() - saved_at >= 60 * options.save_minutes
+        return options.save_every > 0 and done % options.save_every == 0
 
     def _measure(self, done: int, state: State) -> float:
         self.measured[done] = held_out_cross_entropy(self.evaluate, state["params"], self.held_out)
@@ -214,7 +233,15 @@ class _Loop:
             )
         like = self._lying(jax.eval_shape(lambda: initial_state(self.model, options.seed)))
         if not saved:
-            return initial_state(self.model, options.seed, like)
+            fresh = initial_state(self.model, options.seed, like)
+            if self.begin_with is None:
+                return fresh
+            step, trained, _, damaged = checkpoint.restore_newest_sound(self.begin_with, like)
+            for error in damaged:
+                print(f"passed over: {error}")
+            if self.group.first:
+                print(f"begins with the parameters of step {step} in {self.begin_with}")
+            return {**fresh, "params": trained["params"]}
         step, state, before, damaged = checkpoint.restore_newest_sound(run.checkpoints, like, check=self._same_run)
         for error in damaged:
             print(f"passed over: {error}")

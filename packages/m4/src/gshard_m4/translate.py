@@ -25,6 +25,8 @@ from gshard_m4.language_names import code_of, name_of
 from gshard_m4.placeholders import Marked, lost_and_invented, mark, without
 from gshard_m4.stream import Continuous, Found, InBatches, Search, Sentence
 
+_UNFAMILIAR = 0.5  # share of a sentence's ids that are single bytes
+
 
 class TranslateError(GShardError):
     """There is no model that could translate, or it does not belong to these vocabularies."""
@@ -70,8 +72,11 @@ class Text(Protocol):
     def has(self, part: str) -> bool:
         """Whether the corpus has pairs of a part."""
 
-    def examples(self, count: int, part: str = "test", each: int | None = None) -> Sequence[Example]:
-        """Sentences of a held-out part, always the same ones, of as many languages as there are."""
+    def examples(self, count: int | None = None, part: str = "test", each: int | None = None) -> Sequence[Example]:
+        """Sentences of a held-out part, of any length, always the same ones, of as many languages as there are."""
+
+    def near_twins(self, english: Sequence[str]) -> Sequence[bool]:
+        """For each English sentence, whether training has a near twin of it."""
 
     def target_counts(self) -> np.ndarray:
         """How often each target id occurs in the training data, int64 [target_vocabulary]."""
@@ -92,6 +97,9 @@ class Text(Protocol):
     def source_ids(self, sentence: str) -> list[int]:
         """The ids of a source sentence, without an end token."""
 
+    def target_ids(self, text: str) -> Sequence[int]:
+        """The target ids of a text, without an end token."""
+
     def english(self, ids: Sequence[int]) -> str:
         """The text of target ids."""
 
@@ -108,6 +116,14 @@ class Spelling(Protocol):
 
     def english(self, ids: Sequence[int]) -> str:
         """The text of target ids."""
+
+
+@runtime_checkable
+class Letters(Protocol):
+    """A corpus that tells which source ids spell letters that its training text hardly has."""
+
+    def spelt_in_bytes(self, ids: Sequence[int]) -> float:
+        """The share of ids that are single bytes of such letters."""
 
 
 class Hypothesis(NamedTuple):
@@ -127,6 +143,8 @@ class Translated:
         tokens: how many source tokens were read, end included.
         lost: placeholders, tags and accelerators of the sentence that the best translation does not have.
         invented: those that it has and the sentence does not.
+        unfamiliar: whether most of the sentence is in letters that the model was not trained on, as of a language that
+            it does not know.
     """
 
     hypotheses: tuple[Hypothesis, ...] = ()
@@ -134,6 +152,7 @@ class Translated:
     tokens: int = 0
     lost: tuple[str, ...] = ()
     invented: tuple[str, ...] = ()
+    unfamiliar: bool = False
 
     @property
     def text(self) -> str:
@@ -148,13 +167,14 @@ class Prepared(NamedTuple):
         sentence: as it came, but for an end that is too far behind to be read.
         marked: what was taken out of it.
         searched: what the search is given; None if there is nothing to translate.
-        cut: see `Translated`.
+        cut, unfamiliar: see `Translated`.
     """
 
     sentence: str
     marked: Marked
     searched: Sentence | None = None
     cut: bool = False
+    unfamiliar: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -273,12 +293,13 @@ class Translator:
         ids = self.text.source_ids(shown)
         if not ids:
             return Prepared(head, marked)
+        unfamiliar = isinstance(self.text, Letters) and self.text.spelt_in_bytes(ids) > _UNFAMILIAR
         if language is not None:
             ids = [self.text.tag(language), *ids]
         cut = len(ids) > room or len(shown) < len(marked.plain) or len(head) < len(sentence)
         kept = (*ids[:room], EOS)
         width = _width(len(kept), self.text.length)
-        return Prepared(head, marked, Sentence(kept, width, marked.plain, marked.placeholders), cut)
+        return Prepared(head, marked, Sentence(kept, width, marked.plain, marked.placeholders), cut, unfamiliar)
 
     def search(self, steps: int = 8) -> Search:
         """A search for sentences that are prepared.
@@ -300,7 +321,7 @@ class Translator:
         Raises:
             TranslateError: the model gives no finite probability to any translation.
         """
-        sentence, marked, searched, cut = prepared
+        sentence, marked, searched, cut, unfamiliar = prepared
         if searched is None or found is None:
             copied = sentence.strip() and marked != Marked(sentence)
             return Translated((Hypothesis(sentence, 0.0),) if copied else ())
@@ -322,7 +343,7 @@ class Translator:
             # Of several translations those that keep everything come first.
             hypotheses.sort(key=lambda of: lost_and_invented(sentence, of.text) != ([], []))
             lost, invented = lost_and_invented(sentence, hypotheses[0].text)
-        return Translated(tuple(hypotheses), cut, len(searched.ids), tuple(lost), tuple(invented))
+        return Translated(tuple(hypotheses), cut, len(searched.ids), tuple(lost), tuple(invented), unfamiliar)
 
 
 def _width(tokens: int, longest: int) -> int:

@@ -6,6 +6,9 @@ or that the others have left behind for longer than `NAMED`, is named; one that 
 take is stuck. JAX's own runtime tells survivors of a death after 100 seconds, by an abort, and of a stuck process
 never.
 
+The first process says to every other one that it is there, as often. One that hears nothing of it, since the network is
+cut or that machine is down, names it, and ends by itself once the silence has lasted for its patience.
+
 A process that fails may do so because another one died, and then that one is to be named. Which of the two it was does
 not depend on who is heard first: the others are asked whether they are there, and who is gone does not answer.
 
@@ -17,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
+import math
 import os
 import secrets
 import socket
@@ -127,6 +131,7 @@ class Hub:
                 now = time.monotonic()
                 here = [rank for rank in self._lines if rank not in self._gone]
                 furthest = max((self._at[rank][0] for rank in here if rank in self._at), default=0)
+                self._tell({"hub": True}, here)
                 for rank in here:
                     self._judge(rank, now, furthest)
 
@@ -146,7 +151,9 @@ class Hub:
             self._named.add(rank)
             what = "has said nothing for" if silent >= NAMED else f"is {where}, and the others have waited for it for"
             self._tell({"late": [rank, f"{what} {max(silent, behind):.1f} s"]}, sorted(self._lines))
-        if max(silent, behind) > limit:
+        if silent > self._limits[""]:  # whatever the phase: it says where it is from a thread of its own
+            self._end(STUCK, rank, f"{_nothing_said(silent)} (it was {where})")
+        elif behind > limit:
             self._end(STUCK, rank, f"it has been {where} for {now - since:.0f} s; {limit:.0f} s are allowed")
         elif now - since > 2 * limit:  # nobody is behind: all of them wait for each other
             self._end(STUCK, rank, f"like the others, it has been {where} for {now - since:.0f} s")
@@ -189,6 +196,7 @@ class Watch:
         rank: number of this process.
         hint: what to add when the run ends, such as how to go on.
         leave: ends the process at once with a code.
+        patience: seconds without a word of the hub after which this process ends.
     """
 
     def __init__(
@@ -198,7 +206,9 @@ class Watch:
         rank: int,
         hint: Callable[[], str] = str,
         leave: Callable[[int], None] = os._exit,
+        patience: float = math.inf,
     ):
+        self._patience, self._heard = patience, time.monotonic()
         self._rank, self._hint, self._leave = rank, hint, leave
         self._at: tuple[int, int, str] = (0, 0, "start")
         self._line = socket.create_connection(address, timeout=30)
@@ -235,12 +245,20 @@ class Watch:
             self._hang_up()
 
     def _beat(self) -> None:
+        named = False
         while not self._done:
             self._say({"at": self._at})
             time.sleep(BEAT)
+            silent = time.monotonic() - self._heard
+            if silent >= NAMED and not named:
+                print(f"gshard-m4: process 0 has said nothing for {silent:.1f} s", file=sys.stderr, flush=True)
+            named = silent >= NAMED
+            if silent > self._patience and not self._done:
+                self._end(LOST, 0, _nothing_said(silent))
 
     def _listen(self) -> None:
         for message in _messages(self._line):
+            self._heard = time.monotonic()
             if "late" in message and message["late"][0] != self._rank:
                 rank, text = message["late"]
                 print(f"gshard-m4: process {rank} {text}", file=sys.stderr, flush=True)
@@ -273,6 +291,10 @@ class Watch:
     def _hang_up(self) -> None:
         with self._lock, contextlib.suppress(OSError):
             self._line.shutdown(socket.SHUT_WR)
+
+
+def _nothing_said(seconds: float) -> str:
+    return f"it has said nothing for {seconds:.0f} s: it is stopped, or its machine or the network to it is down"
 
 
 def _send(line: socket.socket, message: Mapping[str, Any]) -> None:

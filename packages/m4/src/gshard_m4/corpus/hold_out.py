@@ -21,10 +21,14 @@ from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 
 from gshard_m4.corpus.clean import words
+from gshard_m4.corpus.near_twins import NearTwins
 
 TRAIN, DEV, TEST = "train", "dev", "test"
 LEAST = 5
 """Test sentences that every language should have."""
+
+SCARCE = 0.1
+"""Share of what a part should have, below which near twins are held out too."""
 
 _GRAM = 3
 _GRAM_OF_LARGE = 4
@@ -54,7 +58,8 @@ def parts_by_quota(
     """The held-out keys and their part, dev or test; all others are for training.
 
     Keys are taken in the order of their hashes while one of their languages has fewer than its quota in that part. A
-    key is not held out if another one has half of its runs of four words: its near twin would be in the training text.
+    key is not held out if another one has half of its runs of four words or is its near twin
+    (`gshard_m4.corpus.near_twins`), which would be in the training text.
 
     Args:
         keys: of all English sentences.
@@ -71,12 +76,16 @@ def parts_by_quota(
         for k in own:
             if k in languages and name not in languages[k]:
                 languages[k].append(name)
+    keys = list(keys)
     twins = _twins(languages, keys)
+    every = NearTwins(keys)
     taken = {DEV: Counter[str](), TEST: Counter[str]()}
     found = {}
     for k in sorted(languages, key=_digest):
         part = TEST if _digest(k)[-1] & 1 else DEV
-        if k not in twins and any(taken[part][name] < wanted[name] for name in languages[k]):
+        if not any(taken[part][name] < wanted[name] for name in languages[k]) or k in twins:
+            continue
+        if not every.has(k, besides_itself=True):
             found[k] = part
             taken[part].update(languages[k])
     return found
@@ -112,8 +121,10 @@ def parts(
 ) -> Mapping[str, str]:
     """The part of each key.
 
-    A key of at least four words is held out only if no other key has half of its runs of three words: its near twin
-    would be in the training text.
+    A key is held out only if no other one has half of its runs of three words or is its near twin
+    (`gshard_m4.corpus.near_twins`), which would be in the training text. Where nearly every key has one, as in
+    sentences of one pattern, a part gets keys nevertheless: if it has less than `SCARCE` of its share, the next keys
+    are taken as they come.
 
     Args:
         keys: of all English sentences.
@@ -127,6 +138,11 @@ def parts(
     for k, own in grams.items():
         for gram in own:
             users[gram].append(k)
+    every = NearTwins(unique)
+
+    def has_twin(k: str) -> bool:
+        return _shares_runs(k, grams[k], users) or every.has(k, besides_itself=True)
+
     place = {k: int.from_bytes(hashlib.blake2b(k.encode(), digest_size=8).digest()) for k in unique}
     ordered = sorted(unique, key=place.__getitem__)
     found = dict.fromkeys(unique, TRAIN)
@@ -137,17 +153,21 @@ def parts(
     whole = {part: max(count, 1) for part, count in behind.items()}
     while any(behind.values()):
         part = max(behind, key=lambda part: behind[part] / whole[part])
-        free = next((k for k in ends[part] if found[k] == TRAIN and not _has_twin(k, grams[k], users)), None)
+        free = next((k for k in ends[part] if found[k] == TRAIN and not has_twin(k)), None)
         if free is None:
             break
         found[free] = part
         behind[part] -= 1
+    for part, order in ((TEST, ordered), (DEV, ordered[::-1])):
+        if behind[part] > (1 - SCARCE) * whole[part]:
+            for k in [k for k in order if found[k] == TRAIN][: behind[part]]:
+                found[k] = part
     for known in sorted(by_language.values(), key=lambda known: (len(known), min(known, default=""))):
         wanted = min(LEAST, len(known) // 10) - sum(found[k] == TEST for k in known)
         for k in sorted(known, key=lambda k: place[k]):
             if wanted <= 0:
                 break
-            if found[k] == TRAIN and not _has_twin(k, grams[k], users):
+            if found[k] == TRAIN and not has_twin(k):
                 found[k] = TEST
                 wanted -= 1
     return found
@@ -158,7 +178,7 @@ def _grams(k: str) -> set[tuple[str, ...]]:
     return {tuple(w[i : i + _GRAM]) for i in range(len(w) - _GRAM + 1)} if len(w) > _GRAM else set()
 
 
-def _has_twin(k: str, own: set[tuple[str, ...]], users: Mapping[tuple[str, ...], list[str]]) -> bool:
+def _shares_runs(k: str, own: set[tuple[str, ...]], users: Mapping[tuple[str, ...], list[str]]) -> bool:
     shared: dict[str, int] = defaultdict(int)
     for gram in own:
         for other in users[gram]:

@@ -11,17 +11,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gzip
+import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from gshard_m4.corpus import hold_out
 from gshard_m4.corpus.known_english import KNOWN_DEV, KNOWN_TEST, choose
+from gshard_m4.corpus.near_twins import NearTwins
 from gshard_m4.errors import CorpusError
 
 OUT_OF_DOMAIN = "out_of_domain"
-TESTED = "in the out-of-domain test"
+GIVEN = "given"
+KEPT_OUT = {OUT_OF_DOMAIN: "in the out-of-domain test", GIVEN: "in your own dev or test text"}
+"""Parts that no training pair may be in -> the reason for leaving a pair out."""
 NEEDED = (hold_out.TRAIN, hold_out.DEV, hold_out.TEST)
 PARTS = (*NEEDED, KNOWN_DEV, KNOWN_TEST)
 
@@ -47,7 +52,12 @@ class Split:
 
 
 def write_parts(
-    files: Mapping[str, Path], folder: Path, split: Split, tested: Path | None, aside: Path
+    files: Mapping[str, Path],
+    folder: Path,
+    split: Split,
+    tested: Path | None,
+    aside: Path,
+    given: Mapping[str, Path] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Writes the parts, and tells what is in them.
 
@@ -56,7 +66,9 @@ def write_parts(
         folder: where the parts are written.
         split: how much is held out.
         tested: pairs of sources that stay out of training: language, foreign, English.
-        aside: file for pairs that training leaves out, because the out-of-domain test has their sentence.
+        aside: file for pairs that training leaves out, because the out-of-domain test or the user's own dev or test
+            text has their sentence.
+        given: dev or test -> its pairs (language, foreign, English), instead of pairs that are held out.
 
     Raises:
         CorpusError: a part has not one sentence.
@@ -80,6 +92,8 @@ def write_parts(
     else:
         part_of = dict(hold_out.parts(all_keys, split.dev, split.test, keys))
     part_of.update((key, OUT_OF_DOMAIN) for key in secret if key in all_keys)
+    part_of = {key: part for key, part in part_of.items() if part not in given}
+    part_of.update((key, GIVEN) for path in given.values() for key in _keys(path) if key in all_keys)
     training = {
         name: {key for key in own if part_of.get(key, hold_out.TRAIN) == hold_out.TRAIN} for name, own in keys.items()
     }
@@ -87,14 +101,25 @@ def write_parts(
     withheld = choose(files, key_of, candidates, training, split.known, split.most_known)
     parts = {name: part_of | own for name, own in withheld.items()}
     found = _write(files, folder, key_of, parts, aside)
+    for part, path in given.items():
+        shutil.copyfile(path, folder / f"{part}.tsv")
+        languages = Counter(line.partition("\t")[0] for line in _lines(path))
+        found["pairs"][part] = languages.total()
+        for row in found["distribution"]:
+            row[part] = languages[row["language"]]
     for part in NEEDED:
         if not found["pairs"][part]:
             raise CorpusError(
                 f"too little text: not one sentence for the {part} part.",
                 got=f"{sum(found['pairs'].values()):,} pairs with {len(all_keys):,} different English sentences",
-                hint="Give more text, or hold out a larger share with --dev and --test.",
+                hint="Give more text, hold out a larger share with --dev and --test, or give text for it with "
+                f"--{part}-files.",
             )
-    return {**found, "english": len(all_keys), "out_of_domain": secret.total()}
+    twins = 0
+    if not split.quota or hold_out.TEST in given:  # a quota holds out no sentence that has one
+        trained = NearTwins(key for key in all_keys if part_of.get(key, hold_out.TRAIN) == hold_out.TRAIN)
+        twins = sum(map(trained.has, _keys(folder / f"{hold_out.TEST}.tsv")))
+    return {**found, "english": len(all_keys), "near_twins": twins, "out_of_domain": secret.total()}
 
 
 def _write(
@@ -106,7 +131,7 @@ def _write(
 ) -> dict[str, Any]:
     pairs = Counter[str](dict.fromkeys(PARTS, 0))
     table: list[dict[str, Any]] = []
-    often, left_out = Counter[str](), 0
+    often, left_out = Counter[str](), Counter[str]()
     with contextlib.ExitStack() as stack:
         open_ = {p: stack.enter_context((folder / f"{p}.tsv").open("w", encoding="utf-8", newline="\n")) for p in PARTS}
         secret = stack.enter_context(gzip.open(aside, "wt", compresslevel=1, encoding="utf-8", newline="\n"))
@@ -114,9 +139,9 @@ def _write(
             counts, words = Counter[str](dict.fromkeys(PARTS, 0)), 0
             for foreign, english in _rows(path):
                 part = parts[language].get(key_of[english], hold_out.TRAIN)
-                if part == OUT_OF_DOMAIN:
-                    left_out += 1
-                    secret.write(f"{TESTED}\t{language}\t{foreign}\t{english}\n")
+                if reason := KEPT_OUT.get(part):
+                    left_out[reason] += 1
+                    secret.write(f"{reason}\t{language}\t{foreign}\t{english}\n")
                     continue
                 counts[part] += 1
                 words += english.count(" ") + 1
@@ -129,7 +154,7 @@ def _write(
         "pairs": dict(pairs),
         "distribution": sorted(table, key=lambda row: -sum(row[part] for part in PARTS)),
         "frequent_sentence": often.most_common(1)[0][0] if often else "",
-        "tested": left_out,
+        "kept_out": dict(left_out),
     }
 
 
@@ -146,6 +171,16 @@ def _write_tested(tested: Path, files: Mapping[str, Path], folder: Path) -> Coun
                 found[hold_out.key(english)] += 1
                 out.write(line)
     return found
+
+
+def _lines(path: Path) -> Iterator[str]:
+    with path.open(encoding="utf-8", newline="\n") as lines:
+        yield from lines
+
+
+def _keys(path: Path) -> set[str]:
+    """The keys of the English sentences of a part."""
+    return {hold_out.key(line.rstrip("\n").split("\t")[2]) for line in _lines(path)}
 
 
 def _rows(path: Path) -> Iterator[tuple[str, str]]:

@@ -6,6 +6,8 @@
     connections.py  how many connections there may be, and how long each may take
     access.py       the access log
     app.py          what is asked and what is answered
+    openapi.py      the same as a document for other programs
+    starting.py     what is answered while the model is read
     server.py       the process: its socket, its signals, its end
     page/           the page; it loads nothing from any other server
 

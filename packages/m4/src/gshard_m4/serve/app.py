@@ -1,16 +1,17 @@
 """The application: what is asked and what is answered.
 
     POST /translate  {"text": "...", "from": "de", "alternatives": 3}   "from" and "alternatives" may be left out
-                  -> {"text": "...", "language": "de", "lines": [{"source", "text", "cut", "lost", "invented",
-                      "alternatives": [{"text", "score"}]}]}
+                  -> {"text": "...", "language": "de", "lines": [{"source", "text", "cut", "unfamiliar", "lost",
+                      "invented", "alternatives": [{"text", "score"}]}]}
     GET  /languages  the languages of the model, with their names and numbers of training pairs
     GET  /health     200 while translations can be asked for, else 503
     GET  /metrics    counters in the text format of Prometheus
+    GET  /openapi.json  all of this as an OpenAPI document
     GET  /           the page
 
 An error is ``{"error": "..."}`` with a status from 400 on: 400 no JSON, 408 the body came too slowly, 413 too large,
-415 not application/json, 422 something else than what is described here, 429 too often, 503 too much at the moment, or
-the server is about to end.
+415 not application/json, 422 something else than what is described here, 429 too much of one address, 503 too much at
+the moment, or the server is starting or about to end.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ from gshard_m4.language_names import name_of
 from gshard_m4.serve import access
 from gshard_m4.serve.batcher import Batcher, QueueFullError
 from gshard_m4.serve.config import ServeConfig
-from gshard_m4.serve.limits import Patience, Rate, client_of, read_body
+from gshard_m4.serve.limits import Patience, Rate, client_of, read_body, while_there
+from gshard_m4.serve.openapi import document
 from gshard_m4.translate import Translated, TranslateError, Translator
 
 log = logging.getLogger("gshard_m4.serve")
@@ -155,6 +157,7 @@ def make_app(
     page = {at: resources.files("gshard_m4.serve").joinpath("page", name).read_bytes() for at, name in PAGE.items()}
     languages = [{"code": code, "name": name_of(code), "pairs": n} for code, n in translator.languages.items()]
     shown = {"languages": languages, "characters": options.characters, "alternatives": translator.options.n_best}
+    shown["remembers"] = options.cache > 0
     patience = Patience()
     batcher: Batcher
 
@@ -170,7 +173,8 @@ def make_app(
         await batcher.close()
 
     async def translate(request: Request) -> Response:
-        seconds = rate.ask(client_of(request.client.host) if request.client else "")
+        client = client_of(request.client.host) if request.client else ""
+        seconds = rate.ask(client)
         if seconds:
             raise HTTPException(429, "Too many requests from this address.", {"Retry-After": str(math.ceil(seconds))})
         if request.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
@@ -182,16 +186,25 @@ def make_app(
             late = f"The body did not come within {options.timeout:.0f} seconds."
             raise _STOPPING if patience.over else HTTPException(408, late, {"Connection": "close"}) from None
         asked = understand(body, options, translator)
+        rate.charge(client, len(asked.lines) - 1)
         try:
             async with patience.within(options.timeout):
-                done = await batcher.translate(asked.lines, asked.language)
+                done = await while_there(request, batcher.translate(asked.lines, asked.language, client))
         except (QueueFullError, TimeoutError):
             much = HTTPException(503, "Too much is asked at the moment.", {"Retry-After": "5"})
             raise _STOPPING if stopping() else much from None
+        except HTTPException:
+            raise
         except Exception:  # the log has it already
             raise HTTPException(500, "The translation failed; the log of the server says why.") from None
         metrics.tokens.inc(sum(of.tokens for of in done))
-        return JSONResponse(_answer(asked, done, asked.language or identify(asked.lines)))
+        language = asked.language or (None if any(of.unfamiliar for of in done) else identify(asked.lines))
+        return JSONResponse(_answer(asked, done, language))
+
+    described = document(options, translator.options.n_best, list(translator.languages))
+
+    async def openapi(request: Request) -> Response:
+        return JSONResponse(described)
 
     async def known(request: Request) -> Response:
         return JSONResponse(shown)
@@ -212,6 +225,7 @@ def make_app(
         Route("/languages", known),
         Route("/health", health),
         Route("/metrics", measured),
+        Route("/openapi.json", openapi),
         *(Route(f"/{at}", show) for at in PAGE),
     ]
     app = Starlette(
@@ -223,7 +237,8 @@ def make_app(
     app.state.metrics, app.state.patience = metrics, patience
     paths = {route.path for route in routes}
     log_access = access.logger(options.access_log).info
-    app.add_middleware(_Around, metrics=metrics, paths=paths, log_access=log_access)  # type: ignore[arg-type]
+    around = {"metrics": metrics, "paths": paths, "log_access": log_access, "stopping": stopping}
+    app.add_middleware(_Around, **around)  # type: ignore[arg-type]
     return app
 
 
@@ -233,6 +248,7 @@ def _answer(asked: Asked, done: list[Translated], language: str | None) -> dict[
             "source": source,
             "text": of.text,
             "cut": of.cut,
+            "unfamiliar": of.unfamiliar,
             "lost": list(of.lost),
             "invented": list(of.invented),
             "alternatives": [{"text": h.text, "score": round(h.score, 6)} for h in of.hypotheses[: asked.alternatives]],
@@ -250,8 +266,12 @@ async def _refused(request: Request, error: Exception) -> Response:
 class _Around:
     """Counts and logs every answer, and adds the headers that keep the page to itself."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, paths: set[str], log_access: Callable[[str], None]):
+    def __init__(
+        self, app: ASGIApp, metrics: Metrics, paths: set[str], log_access: Callable[[str], None],
+        stopping: Callable[[], bool],
+    ):  # fmt: skip
         self._app, self._metrics, self._paths, self._log = app, metrics, paths, log_access
+        self._stopping = stopping
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -267,6 +287,8 @@ class _Around:
                 headers = MutableHeaders(scope=message)
                 for name, value in _HEADERS.items():
                     headers.setdefault(name, value)
+                if self._stopping():  # a client would send its next request into a connection that is being closed
+                    headers["Connection"] = "close"
                 status = message["status"]
                 self._metrics.requests.labels(route, str(status)).inc()
                 self._metrics.seconds.labels(route).observe(time.perf_counter() - began)

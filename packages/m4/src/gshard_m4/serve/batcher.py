@@ -1,9 +1,12 @@
 """Batching without end: what several requests ask is translated together, and whoever comes joins what is under way.
 
 One thread goes on with the search (`gshard_m4.stream`), some steps at a time, so the device is never shared; in
-between, sentences that wait take the places of those that have ended, in the order they came, each width for itself. A
-sentence that was translated before is remembered, and one that is asked for by several at the same time is translated
-once.
+between, sentences that wait take the places of those that have ended, each width for itself. Each client has a queue
+of its own, and the queues are served in turn, a sentence at a time: a client that asks for much delays itself. A
+sentence of a request that was cancelled, since its client has left, is not searched for any more.
+
+A sentence that a client had translated before is remembered for this client alone, and one that it asks for twice at
+the same time is translated once. Nobody can tell from the time of an answer what others have asked for.
 """
 
 from __future__ import annotations
@@ -15,9 +18,9 @@ import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from gshard_m4.stream import Found, Search
+from gshard_m4.stream import Found, Search, Sentence
 from gshard_m4.translate import Prepared, Translated
 
 log = logging.getLogger("gshard_m4.serve")
@@ -42,12 +45,20 @@ class Engine(Protocol):
         """What became of a sentence."""
 
 
+class _Key(NamedTuple):
+    """What a client asks for: two requests with the same key have one answer."""
+
+    client: str
+    sentence: str
+    language: str | None
+
+
 @dataclasses.dataclass(eq=False, slots=True)
 class _Job:
-    """A sentence, and those that want it."""
+    """A sentence, and the requests of its client that want it."""
 
-    key: tuple[str, str | None]
-    prepared: Prepared
+    key: _Key
+    prepared: Prepared | None = None  # made when it is first looked at, so that nothing is done for who leaves before
     wanted: list[asyncio.Future[Translated]] = dataclasses.field(default_factory=list)
 
     @property
@@ -71,10 +82,10 @@ class Batcher:
 
     Args:
         engine: what translates; its search runs in a thread of its own.
-        limit: sentences that may wait.
+        limit: sentences that may wait, and half as many of one client.
         wait: seconds to wait for others before a search begins.
         seen: is told how many sentences a search held, and the seconds that its next steps took.
-        cache: sentences that are remembered.
+        cache: sentences that are remembered, of all clients together.
         hit: is told of each that was.
     """
 
@@ -88,9 +99,9 @@ class Batcher:
         hit: Callable[[], None] = lambda: None,
     ):
         self._engine, self._limit, self._wait, self._seen, self._hit = engine, limit, wait, seen, hit
-        self._waiting: deque[_Job] = deque()
-        self._asked: dict[tuple[str, str | None], _Job] = {}  # waiting or being searched for
-        self._cache: OrderedDict[tuple[str, str | None], Translated] = OrderedDict()
+        self._waiting: OrderedDict[str, deque[_Job]] = OrderedDict()  # of each client; who was served last is last
+        self._asked: dict[_Key, _Job] = {}  # waiting or being searched for
+        self._cache: OrderedDict[_Key, Translated] = OrderedDict()
         self._remembered = cache
         self._news = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="translate")
@@ -99,24 +110,31 @@ class Batcher:
     @property
     def waiting(self) -> int:
         """How many sentences wait."""
-        return len(self._waiting)
+        return sum(map(len, self._waiting.values()))
 
     @property
     def alive(self) -> bool:
         """Whether sentences are still taken."""
         return not self._task.done()
 
-    async def translate(self, sentences: Sequence[str], language: str | None = None) -> list[Translated]:
+    async def translate(
+        self, sentences: Sequence[str], language: str | None = None, client: str = ""
+    ) -> list[Translated]:
         """Translates the sentences of one request; a request that is cancelled stops waiting.
+
+        Args:
+            sentences: lines of text.
+            language: of all of them, or None.
+            client: whose request it is.
 
         Raises:
             QueueFullError: there is no room for all of them; none is taken.
         """
-        if self.waiting + len(sentences) > self._limit:
+        if not self._has_room(len(sentences), client):
             self._forget_given_up()
-        if self.waiting + len(sentences) > self._limit or not self.alive:
+        if not self._has_room(len(sentences), client) or not self.alive:
             raise QueueFullError
-        results = [self._ask((sentence, language)) for sentence in sentences]
+        results = [self._ask(_Key(client, sentence, language)) for sentence in sentences]
         self._news.set()
         try:
             return list(await asyncio.gather(*results))
@@ -124,7 +142,12 @@ class Batcher:
             for result in results:
                 result.cancel()
 
-    def _ask(self, key: tuple[str, str | None]) -> asyncio.Future[Translated]:
+    def _has_room(self, count: int, client: str) -> bool:
+        """Whether so many more of a client may wait."""
+        own = len(self._waiting.get(client, ()))
+        return self.waiting + count <= self._limit and 2 * (own + count) <= self._limit
+
+    def _ask(self, key: _Key) -> asyncio.Future[Translated]:
         result: asyncio.Future[Translated] = asyncio.get_running_loop().create_future()
         if key in self._cache:
             self._cache.move_to_end(key)
@@ -133,8 +156,8 @@ class Batcher:
             return result
         job = self._asked.get(key)
         if job is None:
-            job = self._asked[key] = _Job(key, self._engine.prepare(*key))
-            self._waiting.append(job)
+            job = self._asked[key] = _Job(key)
+            self._waiting.setdefault(key.client, deque()).append(job)
         job.wanted.append(result)
         return result
 
@@ -148,27 +171,47 @@ class Batcher:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _forget_given_up(self) -> None:
-        for job in [job for job in self._waiting if job.given_up]:
-            self._waiting.remove(job)
-            del self._asked[job.key]
+        for client, queue in list(self._waiting.items()):
+            left = deque(job for job in queue if not job.given_up)
+            for job in queue:
+                if job.given_up:
+                    del self._asked[job.key]
+            if left:
+                self._waiting[client] = left
+            else:
+                del self._waiting[client]
 
     def _admitted(self, search: Search) -> list[_Job]:
-        """Those that are let in now: the first ones for which there is room, and those that need no search."""
+        """Those that are let in now: of each client in turn the first one for which there is room."""
+        self._forget_given_up()
         let_in: list[_Job] = []
-        left: deque[_Job] = deque()
         room: dict[int, int] = {}
-        for job in self._waiting:
-            searched = job.prepared.searched
-            if job.given_up:
-                del self._asked[job.key]
-            elif searched is None:
-                let_in.append(job)
-            elif room.setdefault(searched.width, search.room(searched.width)) > 0:
-                room[searched.width] -= 1
-                let_in.append(job)
+
+        def searched(job: _Job) -> Sentence | None:
+            if job.prepared is None:
+                job.prepared = self._engine.prepare(job.key.sentence, job.key.language)
+            return job.prepared.searched
+
+        def has_room(job: _Job) -> bool:
+            sentence = searched(job)
+            return sentence is None or room.setdefault(sentence.width, search.room(sentence.width)) > 0
+
+        turns = deque(self._waiting)
+        while turns:
+            client = turns.popleft()
+            queue = self._waiting[client]
+            job = next(filter(has_room, queue), None)
+            if job is None:
+                continue
+            if sentence := searched(job):
+                room[sentence.width] -= 1
+            let_in.append(job)
+            queue.remove(job)
+            if queue:
+                self._waiting.move_to_end(client)
+                turns.append(client)
             else:
-                left.append(job)
-        self._waiting = left
+                del self._waiting[client]
         return let_in
 
     async def _run(self) -> None:
@@ -208,6 +251,7 @@ class Batcher:
         """In the thread: what has come to its end. What one sentence makes fail is that sentence's failure."""
         ended: list[tuple[_Job, Translated | Exception]] = []
         for job in let_in:
+            assert job.prepared is not None
             if job.prepared.searched is None:
                 ended.append((job, self._engine.finish(job.prepared)))
             else:
@@ -220,8 +264,8 @@ class Batcher:
                 ended.append((found.ticket, error))
         return ended
 
-    def _remember(self, key: tuple[str, str | None], translated: Translated) -> None:
-        if not self._remembered or len(key[0]) > _REMEMBERED:
+    def _remember(self, key: _Key, translated: Translated) -> None:
+        if not self._remembered or len(key.sentence) > _REMEMBERED:
             return
         self._cache[key] = translated
         if len(self._cache) > self._remembered:

@@ -18,16 +18,17 @@ class ServeConfig:
         characters: longest text of a request.
         lines: lines of a request.
         body: bytes of the body of a request.
-        queue: sentences that may wait; requests beyond are refused with 503.
+        queue: sentences that may wait, half of them of one address; requests beyond are refused with 503. At least
+            twice as many as a request may have lines.
         connections: open connections; further ones are refused with 503.
         per_address: open connections of one address (of an IPv6 network of 64 bits); further ones are refused with 429.
-        rate: requests a second that one address may make, on average; 0 does not limit.
-        burst: requests that one address may make at once.
+        rate: sentences a second that one address may ask for, on average; 0 does not limit.
+        burst: sentences that one address may ask for at once; a larger request is answered, and the next one waits.
         wait: milliseconds to wait for more sentences before a batch that is not full is translated.
         headers: seconds in which the headers of a request must have come.
         timeout: seconds in which its body must have come, and in which it must be translated.
         grace: seconds that requests may still take after SIGTERM.
-        cache: sentences whose translations are remembered; 0 remembers none.
+        cache: sentences whose translations are remembered, each for the address that asked; 0 remembers none.
         access_log: file for a line about each request, without its text; - is standard error.
         proxies: addresses or networks, with commas between, of proxies whose X-Forwarded-For is believed; * is all.
     """
@@ -40,8 +41,8 @@ class ServeConfig:
     queue: int = 1_000
     connections: int = 2_000
     per_address: int = 100
-    rate: float = 10.0
-    burst: int = 30
+    rate: float = 20.0
+    burst: int = 200
     wait: float = 5.0
     headers: float = 10.0
     timeout: float = 60.0
@@ -60,6 +61,10 @@ class ServeConfig:
         for name in ("timeout", "headers"):
             if not getattr(self, name) > 0:
                 raise OptionError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.queue < 2 * self.lines:
+            raise OptionError(
+                f"queue must be at least {2 * self.lines}, twice the {self.lines} lines of a request, got {self.queue}"
+            )
         if not 0 <= self.port < 65536:
             raise OptionError(f"port must be from 0 to 65535, got {self.port}")
         for word in filter(None, map(str.strip, self.proxies.split(","))):

@@ -23,6 +23,7 @@ from gshard_m4.serve.app import make_app
 from gshard_m4.serve.config import ServeConfig
 from gshard_m4.serve.connections import Connections, Guarded
 from gshard_m4.serve.limits import Patience
+from gshard_m4.serve.starting import starting
 from gshard_m4.translate import Translator
 
 
@@ -153,8 +154,9 @@ def serve(
         The signal that ended it.
     """
     say("gshard-m4: compiling ...")
-    identify(["a"])  # counts what it needs
-    translator.translate([" ".join(["a"] * n) for n in _lengths(translator.text.length)])
+    with starting(bound):
+        identify(["a"])  # counts what it needs
+        translator.translate([" ".join(["a"] * n) for n in _lengths(translator.text.length)])
     server: _Server
     app = make_app(translator, options, lambda: server.should_exit, identify)
     log_access = access.logger(options.access_log).info

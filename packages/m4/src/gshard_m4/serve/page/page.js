@@ -27,6 +27,7 @@ function show(answer) {
     paragraph.textContent = line.text;
     const notes = [];
     if (line.cut) notes.push("only the beginning of this line was read");
+    if (line.unfamiliar) notes.push("the model was not trained on these letters: do not trust this");
     if (line.lost.length) notes.push(`lacks ${line.lost.join(" ")}`);
     if (line.invented.length) notes.push(`adds ${line.invented.join(" ")}`);
     if (notes.length) {
@@ -96,6 +97,9 @@ async function start() {
   for (const [name, code] of named) nameOf.set(code, name);
   named.sort(([a], [b]) => a.localeCompare(b, "en"));
   from.append(...named.map(([name, code]) => new Option(name, code)));
+  at("kept").textContent = known.remembers
+    ? "The server keeps recent sentences and translations in memory, for your address alone, and sends them nowhere else."
+    : "The text is neither kept nor sent anywhere else.";
   showLeft();
 }
 

@@ -1,0 +1,59 @@
+"""Starting point: a trained run whose parameters another one begins with (fine-tuning)."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from gshard import moe
+from gshard_m4 import checkpoint, runs
+from gshard_m4.config import ModelChoice
+from gshard_m4.errors import CommandError, OptionError
+from gshard_m4.translate import Text
+
+_MAY_DIFFER = ("dropout", "groups")
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """What a run begins with.
+
+    Attributes:
+        checkpoints: of the trained run.
+        model: its model.
+        choice: what the new run changes of it: its dropout and its groups.
+    """
+
+    checkpoints: Path
+    model: moe.TransformerConfig
+    choice: ModelChoice
+
+    @staticmethod
+    def of(folder: Path, choice: ModelChoice, text: Text) -> Start:
+        """Reads which model a run has.
+
+        Args:
+            folder: of the run.
+            choice: the options of the model that were given.
+            text: the text to train on.
+
+        Raises:
+            CheckpointError: there is no such run.
+            OptionError: the options name another model.
+            CommandError: the text was prepared with other vocabularies.
+        """
+        run = runs.chosen(folder)
+        meta = checkpoint.described(run.checkpoints, checkpoint.steps(run.checkpoints)[-1])
+        asked, plain = dataclasses.asdict(choice), dataclasses.asdict(ModelChoice())
+        if differing := [name for name in asked if asked[name] != plain[name] and name not in _MAY_DIFFER]:
+            raise OptionError(
+                f"the model is that of {folder}: leave --{differing[0].replace('_', '-')} out "
+                "(--dropout and --groups may be given)"
+            )
+        if meta.get("vocabularies") != text.fingerprint:
+            raise CommandError(
+                "the text was prepared with other vocabularies than the run.",
+                where=str(folder),
+                hint="Prepare it with --vocabularies and the folder of the corpus that the run was trained on.",
+            )
+        return Start(run.checkpoints, moe.TransformerConfig(**meta["model"]), choice)
