@@ -61,15 +61,15 @@ def main() -> None:
                 break
         run("ip", "-n", "left", "link", "set", "left0", "down")
     ended = []
-    until = time.monotonic() + 150
+    until = time.monotonic() + 240
     for process in both:
         try:
-            _, told = process.communicate(timeout=max(until - time.monotonic(), 1))
+            said, told = process.communicate(timeout=max(until - time.monotonic(), 1))
         except subprocess.TimeoutExpired:
             os.kill(process.pid, signal.SIGKILL)
-            _, told = process.communicate()
-        ended.append({"code": process.returncode, "told": told})
-    print(json.dumps(ended))
+            said, told = process.communicate()
+        ended.append({"code": process.returncode, "told": told + said})
+    print(json.dumps(ended), flush=True)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def told_apart(what: str, picked: Sequence[bool], references: Sequence[str], wri
         written: what the translator wrote.
 
     >>> print(told_apart("are long", [True, False], ["one two three four", "five"], ["one two three four", "six"]))
-    1 of 2 sentences are long: BLEU 100.0, chrF++ 100.0 on these, BLEU 0.0, chrF++ 0.0 on the other 1.
+    1 of 2 sentences are long: BLEU 100.0, chrF++ 100.0 on these, BLEU 0.0, chrF++ 6.6 on the other 1.
     """
     count = sum(picked)
     head = f"{count:,} of {len(picked):,} sentences {what}"

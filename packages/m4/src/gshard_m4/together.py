@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 import json
 import math
 import os
@@ -11,6 +12,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -67,7 +69,8 @@ class Processes:
         """Joins the others; before anything touches a device.
 
         Raises:
-            TrainError: they did not come in time, or the coordinator's port is taken.
+            TrainError: they did not come in time, the coordinator's port is taken, or this host's name has an address at
+            which others do not find it.
         """
         given: dict[str, Any] = {}
         if not self.cluster:
@@ -77,6 +80,10 @@ class Processes:
                 "process_id": self.process_index,
             }
         if hint := loopback(self.coordinator or ""):
+            if _is_processor():
+                raise TrainError(
+                    "other machines cannot reach this one by its name.", got=socket.gethostname(), hint=hint
+                )
             print(f"gshard-m4: {hint}", file=sys.stderr, flush=True)
         try:
             jax.distributed.initialize(
@@ -255,9 +262,17 @@ def loopback(coordinator: str) -> str:
     if not there.startswith("127.") or own.startswith("127."):
         return ""
     return (
-        f"the name of this host, {name}, has the address {there} here, which other machines take for their own: "
-        f"without accelerators they cannot reach it. Put the line '{own} {name}' into /etc/hosts, in place of {there}."
+        f"The name of this host, {name}, has the address {there} here, which other machines take for their own. "
+        f"Put the line '{own} {name}' into /etc/hosts, in place of {there}. Only accelerators reach each other without it."
     )
+
+
+def _is_processor() -> bool:
+    """Whether JAX will compute on processors; its backend, which knows, may not be started yet."""
+    named = os.environ.get("JAX_PLATFORMS", "")
+    if named:
+        return named.split(",")[0] == "cpu"
+    return not entry_points(group="jax_plugins") and importlib.util.find_spec("libtpu") is None
 
 
 def disagreement(told: Sequence[Mapping[str, Any]]) -> str:
