@@ -69,8 +69,8 @@ class Processes:
         """Joins the others; before anything touches a device.
 
         Raises:
-            TrainError: they did not come in time, the coordinator's port is taken, or this host's name has an address at
-            which others do not find it.
+            TrainError: they did not come in time, the coordinator's port is taken, or other hosts do not find this one at
+            the address of its name.
         """
         given: dict[str, Any] = {}
         if not self.cluster:
@@ -263,7 +263,7 @@ def loopback(coordinator: str) -> str:
         return ""
     return (
         f"The name of this host, {name}, has the address {there} here, which other machines take for their own. "
-        f"Put the line '{own} {name}' into /etc/hosts, in place of {there}. Only accelerators reach each other without it."
+        f"Put the line '{own} {name}' into /etc/hosts, in place of {there}. Only accelerators do without it."
     )
 
 
