@@ -69,8 +69,8 @@ class Processes:
         """Joins the others; before anything touches a device.
 
         Raises:
-            TrainError: they did not come in time, the coordinator's port is taken, or other hosts do not find this one at
-            the address of its name.
+            TrainError: they did not come in time, the coordinator's port is taken, or other hosts do not find this one
+                at the address of its name.
         """
         given: dict[str, Any] = {}
         if not self.cluster:
