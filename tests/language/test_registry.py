@@ -71,8 +71,9 @@ def test_kinds_and_monoids(traced: dict[str, list[Equation]]) -> None:
                 yield f"a kind {factor.kind}"
             if (factor.monoid is not None) != (factor.kind == REDUCE):
                 yield f"a {factor.kind} factor has the monoid {factor.monoid}"
-            if factor.kind == REDUCE and any(f in dim for dims in rule.results for dim in dims):
-                yield f"the factor {f} is reduced and in a result"
+            # It may be a dimension of some results and be summed over for others, as in a gradient.
+            if factor.kind == REDUCE and all(any(f in dim for dim in dims) for dims in rule.results):
+                yield f"the factor {f} is reduced and in every result"
             others = {g for g in range(len(rule.factors)) if rule.component[g] != rule.component[f]}
             for dims in (*rule.operands, *rule.results):
                 here = {g for dim in dims for g in dim}
