@@ -1,7 +1,8 @@
 """Claim: attention along a split sequence sends and holds parts of it, and gshard takes the cheapest of three ways.
 
 choice      bytes and modelled time on H100s of what gshard chooses for split sequences, beside two ways that marks
-            force: heads instead of the sequence (Ulysses), and gathered keys and values
+            force: heads instead of the sequence (Ulysses), and gathered keys and values; results are
+                split by sequence
 compiled    eight TPU cores, compiled by libtpu: gshard.attention, a ring written by hand in jax.shard_map and
             differentiated by JAX, and jax.jit with the same shardings of arguments; needs libtpu
 
@@ -31,14 +32,13 @@ Attention = Callable[[Any, Any, Any], Any]
 
 
 def causal(q: Any, k: Any, v: Any) -> Any:
-    """Whatever is cheapest."""
+    """The way that gshard chooses."""
     return gshard.attention(q, k, v, is_causal=True)
 
 
 def by_heads(q: Any, k: Any, v: Any) -> Any:
     """Heads are split instead of the sequence; keys and values are gathered where they have fewer heads."""
-    q = gshard.split(q, 2, "context")
-    return gshard.split(causal(q, k, v), 2, "context")
+    return gshard.split(causal(gshard.split(q, 2, "context"), k, v), 2, "context")
 
 
 def gathered(q: Any, k: Any, v: Any) -> Any:
@@ -75,7 +75,8 @@ def choices(devices: list[int], length: int) -> None:
                     continue
 
                 def marked(q: Any, k: Any, v: Any, attention: Attention = attention) -> Any:
-                    return attention(*(gshard.split(x, 1, "context") for x in (q, k, v)))
+                    q, k, v = (gshard.split(x, 1, "context") for x in (q, k, v))
+                    return gshard.split(attention(q, k, v), 1, "context")
 
                 mesh, arrays = gshard.Mesh.abstract(context=count), shapes(length * count, heads, key_heads)
                 found = gshard.explain(step(marked), *arrays, mesh=mesh, machine=machine)
@@ -88,7 +89,7 @@ def choices(devices: list[int], length: int) -> None:
 
 
 def ring_by_hand(mesh: Any) -> Attention:
-    """Ring attention as it is usually written: a scan over permuted keys and values, recomputed backward."""
+    """Ring attention written by hand: a scan permutes keys and values, and the backward pass recomputes scores."""
     n = mesh.size
 
     @functools.partial(jax.checkpoint, prevent_cse=False)

@@ -204,6 +204,28 @@ def test_derivatives_of_higher_order() -> None:
 Q, K = np.ones((2, 8, 4, 3), np.float32), np.ones((2, 8, 2, 3), np.float32)
 
 
+@pytest.mark.parametrize("keys", [30, 21])
+def test_small_and_unsigned_integers(keys: int) -> None:
+    """Padding of uneven parts is in no segment, also in none of unsigned integers; positions do not wrap around."""
+    q, k, v, _ = arrays(30, keys)
+    options: dict[str, Any] = {
+        "query_segments": (np.arange(30) // 11).astype(np.uint8),
+        "key_segments": (np.arange(keys) // 9).astype(np.uint8),
+        "query_positions": (np.arange(30) * 4).astype(np.int8),
+        "key_positions": (np.arange(keys) * 4).astype(np.uint8),
+        "local_window_size": (40, 20),
+    }  # fmt: skip
+    wide = {name: x if name == "local_window_size" else x.astype(np.int32) for name, x in options.items()}
+    want = gshard.attention(q, k, v, implementation="plain", **wide)
+
+    def split(q: Any, k: Any, v: Any) -> Any:
+        return gshard.attention(gshard.split(q, SEQUENCE), gshard.split(k, SEQUENCE), v, **options)
+
+    step = gshard.jit(split, mesh={"d": 8})
+    for place in (np.asarray, jnp.asarray, np.asarray):
+        np.testing.assert_allclose(step(place(q), k, place(v)), want, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("args", "options", "message"),
     [

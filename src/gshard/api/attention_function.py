@@ -40,11 +40,11 @@ def attention(
 ) -> jax.Array:
     """Scaled dot-product attention, with the arguments of ``jax.nn.dot_product_attention``.
 
-    ``softmax(scale * query @ key.T + bias) @ value`` for each head, over the keys that a query sees. It never holds all
-    scores, unless ``bias`` is given. Inside ``gshard.jit``, gshard splits it by marks on the arrays: the batch and the
-    heads without communication; the sequence by ring attention, where keys and values rotate among the devices, or by
-    all-to-alls that split the heads instead, whichever is cheaper; keys of a cache by merging the devices' results.
-    Devices hold, and send, parts of the sequence only.
+    ``softmax(scale * query @ key.T + bias) @ value`` for each head, over the keys that a query sees. Without ``bias``,
+    it holds the scores of at most 2**20 pairs of a query and a key for each head at once. Inside ``gshard.jit``, gshard
+    splits it by marks on the arrays: the batch and the heads without communication; the sequence by ring attention,
+    where keys and values rotate among the devices, or by all-to-alls that split the heads instead, whichever is
+    cheaper; keys of a cache by merging the devices' results.
 
     The product and the softmax are computed in float32 at least. A query that sees no key has the result 0. An infinity
     or NaN in a key or value reaches all queries that see it, and may reach others.
@@ -64,7 +64,8 @@ def attention(
         query_positions, key_positions: integers ``[..., T]`` and ``[..., S]``, also without batch dimensions: the
             positions that ``is_causal`` and ``local_window_size`` compare, by default the indices. For packed or
             reordered sequences, and for queries that continue a cache.
-        query_segments, key_segments: integers of the same shapes. A query sees the keys of its own segment only.
+        query_segments, key_segments: integers of the same shapes, larger than ``-2**31 + 2``. A query sees the keys of
+            its own segment only.
         implementation: ``"auto"``: the fastest that accepts the arrays: JAX's Pallas kernels on TPU (features of keys
             and values equal, positions a multiple of 128; no mask, window or positions), otherwise ``"blocks"``.
             ``"blocks"``: JAX operators, block by block. ``"plain"``: JAX operators with all scores at once, which
@@ -195,7 +196,7 @@ def _window(size: Any) -> tuple[int | None, int | None]:
 
 
 def _of_heads(x: Any, name: str, batch: Sequence[int], heads: int, group: int, queries: int, keys: int) -> Any:
-    """A mask or bias, broadcast to [..., N, T, S], as [..., K, G, T, S]; dimensions of size 1 stay."""
+    """A mask or bias, broadcast to [..., N, T, S], as [..., K, G, T, S]; sizes of 1 before T stay."""
     x, whole = jnp.asarray(x), (*batch, heads * group, queries, keys)
     try:
         fits = jnp.broadcast_shapes(x.shape, whole) == whole
@@ -218,7 +219,7 @@ class _Segments:
         self._batch, self._queries, self._keys = batch, queries, keys
 
     def of(self, x: Any, name: str, count: int) -> Any:
-        """Integers [..., count] with all dimensions; those of the batch may be 1."""
+        """Signed integers [..., count] of 32 bits at least, with all dimensions; those of the batch may be 1."""
         if x is None:
             return None
         x, whole = jnp.asarray(x), (*self._batch, count)
@@ -228,6 +229,7 @@ class _Segments:
             fits = False
         if not fits or not jnp.issubdtype(x.dtype, jnp.integer):
             raise ArgumentError(f"{name} are not integers {list(whole)}.", user_line(), f"{x.dtype}{list(x.shape)}")
+        x = x.astype(jax.dtypes.canonicalize_dtype(jnp.promote_types(x.dtype, jnp.int32)))
         return x.reshape(*(1,) * (len(whole) - x.ndim), *x.shape)
 
     def both(self, q_segments: Any, k_segments: Any, q_lengths: Any, k_lengths: Any) -> tuple[Any, Any]:
@@ -240,9 +242,9 @@ class _Segments:
         if q_lengths is None and k_lengths is None:
             return q, k
         lead = (1,) * len(self._batch)
-        q = jnp.zeros((*lead, self._queries), jnp.int32) if q is None else q.astype(jnp.int32)
-        k = jnp.zeros((*lead, self._keys), jnp.int32) if k is None else k.astype(jnp.int32)
-        least = jnp.iinfo(jnp.int32).min
+        q = jnp.zeros((*lead, self._queries), jnp.int32) if q is None else q
+        k = jnp.zeros((*lead, self._keys), jnp.int32) if k is None else k
+        least = jnp.iinfo(jnp.int32).min  # is the segment of the padding of uneven parts
         q = self._within(q, q_lengths, "query_seq_lengths", least + 1)
         return q, self._within(k, k_lengths, "key_value_seq_lengths", least + 2)
 

@@ -31,7 +31,7 @@ class Mask:
         causal: keys up to their own position.
         window: keys at most so many positions before and after their own.
         q_positions, k_positions: positions, ``int[*batch, T]`` and ``int[*batch, S]``; None for indices.
-        q_segments, k_segments: segments of the same shapes, of which a query sees its own; None for one segment.
+        q_segments, k_segments: segments of the same shapes; a query sees the keys of its own. None for one segment.
         mask: ``bool[*batch, K, G, T, S]``; None for all.
     """
 

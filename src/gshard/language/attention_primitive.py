@@ -43,7 +43,7 @@ class AttentionParams:
         positions: whether arrays of positions follow the values, of queries and of keys. Otherwise the position of an
             element is its index.
         segments: whether arrays of segments follow, of queries and of keys. A query sees the keys of its own segment.
-        mask: whether a mask follows, ``bool[*batch, K, G, T, S]``; any dimension but ``T`` and ``S`` may be 1.
+        mask: whether a mask follows, ``bool[*batch, K, G, T, S]``; dimensions before ``T`` may be 1.
         wide: whether the result has the dtype of the log-sum-exp, because it will be merged with others.
         kernels: whether kernels of the platform may run.
     """
@@ -60,7 +60,7 @@ class AttentionParams:
     @property
     def by_position(self) -> bool:
         """Whether positions decide what a query sees."""
-        return self.causal or self.window != (None, None)
+        return self.mask_of({}).by_position
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -121,8 +121,7 @@ def _gradient_on_tpu(arrays: dict[str, Any], params: AttentionParams) -> list[An
 def _accepted_on_tpu(arrays: dict[str, Any], params: AttentionParams) -> bool:
     """Whether the kernels for TPU compute attention of these arrays.
 
-    They read indices as positions. A query that sees no key would get a mean of values, so segments must be those of
-    the keys too, which the caller states by passing one array.
+    They read indices as positions, and take segments, but no mask and no window.
     """
     if not params.kernels or params.positions or params.mask or params.window != (None, None):
         return False

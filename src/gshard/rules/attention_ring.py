@@ -91,6 +91,32 @@ class Sequences:
         return saved > OPERATIONS * sent
 
 
+def in_place(
+    params: AttentionParams, arrays: _Arrays, q_at: Any, k_at: Any, keys: int | None
+) -> tuple[AttentionParams, dict[str, Any]]:
+    """Parameters and operands of parts of queries and keys, which say where the parts are in the whole arrays.
+
+    Args:
+        params: what attention computes.
+        arrays: the parts of the operands, by name.
+        q_at, k_at: the indices of the parts in the whole arrays, in the dimensions of positions.
+        keys: the number of keys; those with larger indices are padding, which no query sees. None without padding.
+    """
+    arrays = dict(arrays)
+    if params.by_position and not params.positions:
+        params = dataclasses.replace(params, positions=True)
+        arrays |= {"q_positions": q_at, "k_positions": k_at}
+    if keys is not None:
+        real = k_at < keys
+        if params.segments:
+            padding = jnp.iinfo(arrays["k_segments"].dtype).min
+            arrays["k_segments"] = jnp.where(real, arrays["k_segments"], padding)
+        else:
+            params = dataclasses.replace(params, segments=True)
+            arrays |= {"q_segments": jnp.ones(q_at.shape, jnp.int32), "k_segments": real.astype(jnp.int32)}
+    return params, arrays
+
+
 def ring_bytes(
     sequences: Sequences, shapes: Mapping[str, tuple[int, ...]], dtypes: Sequence[Any], gradient: bool
 ) -> int:
@@ -226,23 +252,14 @@ class _Ring:
         if in_order and not params.mask:
             return params, arrays  # of a device's own positions, or of parts that are seen as a whole or not at all
         lead, size, count = (1,) * self._dim, self._sequences.size, self._sequences.count
-        first = {"q": self._rotation.behind(0) * size, "k": self._rotation.behind(steps) * size}
-        at = {x: (start + jnp.arange(size)).reshape(*lead, size) for x, start in first.items()}
-        if params.by_position and not params.positions and not triangular:
-            params = dataclasses.replace(params, positions=True)
-            arrays |= {f"{x}_positions": positions for x, positions in at.items()}
-        if self._sequences.padded and not triangular:
-            real = at["k"] < count
-            if params.segments:
-                none = jnp.iinfo(arrays["k_segments"].dtype).min
-                arrays["k_segments"] = jnp.where(real, arrays["k_segments"], none)
-            else:
-                params = dataclasses.replace(params, segments=True)
-                arrays |= {"q_segments": jnp.ones(real.shape, jnp.int32), "k_segments": real.astype(jnp.int32)}
-        if params.mask and arrays["mask"].shape[-1] > 1:
+        q_first, k_first = (self._rotation.behind(n) * size for n in (0, steps))
+        if not in_order:
+            q_at, k_at = ((first + jnp.arange(size)).reshape(*lead, size) for first in (q_first, k_first))
+            params, arrays = in_place(params, arrays, q_at, k_at, count if self._sequences.padded else None)
+        if params.mask:
             missing = size * self._sequences.parts - count
             columns = jnp.pad(arrays["mask"], [(0, 0)] * (arrays["mask"].ndim - 1) + [(0, missing)])
-            arrays["mask"] = lax.dynamic_slice_in_dim(columns, first["k"], size, axis=-1)
+            arrays["mask"] = lax.dynamic_slice_in_dim(columns, k_first, size, axis=-1)
         return params, arrays
 
     def _are_earlier(self, steps: Any) -> Any:

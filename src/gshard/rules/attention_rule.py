@@ -32,7 +32,7 @@ from gshard.core.rule import REDUCE, Rule, RuleMaker
 from gshard.core.split import Split
 from gshard.language.attention_primitive import AttentionParams, wide_dtype
 from gshard.language.registry import Call, rule
-from gshard.rules.attention_ring import Sequences, gradient_on_ring, on_ring, ring_bytes
+from gshard.rules.attention_ring import Sequences, gradient_on_ring, in_place, on_ring, ring_bytes
 
 _BY_QUERY = ("q", "lse", "delta", "dout")  # arrays whose padding must not add to the sums for keys
 
@@ -119,7 +119,7 @@ class _Dims:
     ) -> None:
         *batch, queries, heads, group, features = shapes["q"]
         keys, out_features = shapes["k"][-3], shapes["v"][-1]
-        self._params, self._shapes, self._make = params, shapes, make
+        self._params, self._shapes = params, shapes
         self.features, self.out_features = features, out_features
         self.together = queries == keys and queries > 1
         summed = (REDUCE, "add") if gradient else ()
@@ -181,22 +181,15 @@ class _Dims:
 
     def own(self, shards: Shards, arrays: Mapping[str, Any]) -> tuple[AttentionParams, dict[str, Any]]:
         """Parameters and operands of one device: padding counts nowhere, positions are those of the whole arrays."""
-        params, arrays = self._params, dict(arrays)
-        counts = {"q": (self.t, self.queries), "k": (self.s, self.keys)}
-        at = {x: shards.offset(dim) + jnp.arange(arrays[x].shape[len(self._batch)]) for x, (dim, _) in counts.items()}
         lead = (1,) * len(self._batch)
-        if params.by_position and not params.positions:
-            params = dataclasses.replace(params, positions=True)
-            arrays |= {f"{x}_positions": at[x].reshape(*lead, -1) for x in counts}
-        padded = self.keys % shards.mesh.count(shards.atoms(self.s[0]))
-        if padded:
-            real = {x: (at[x] < n).reshape(*lead, -1) for x, (_, n) in counts.items()}
-            if not params.segments:
-                params = dataclasses.replace(params, segments=True)
-                arrays |= {"q_segments": jnp.ones_like(real["q"], jnp.int32), "k_segments": real["k"].astype(jnp.int32)}
-            else:
-                none = jnp.iinfo(arrays["k_segments"].dtype).min
-                arrays["k_segments"] = jnp.where(real["k"], arrays["k_segments"], none)
+
+        def indices(name: str, dim: tuple[int, ...]) -> Any:
+            count = arrays[name].shape[len(self._batch)]
+            return (shards.offset(dim) + jnp.arange(count)).reshape(*lead, count)
+
+        is_padded = self.keys % shards.mesh.count(shards.atoms(self.s[0])) != 0
+        q_at, k_at = indices("q", self.t), indices("k", self.s)
+        params, arrays = in_place(self._params, arrays, q_at, k_at, self.keys if is_padded else None)
         names = params.gradient_names if "dout" in arrays else params.names
         return params, {name: arrays[name] for name in names}
 
@@ -215,14 +208,17 @@ class _Dims:
 
 def _merged(shards: Shards, atoms: Any, out: Any, lse: Any) -> list[Any]:
     """The results of devices with parts of the keys, merged on all of them."""
-    for x, more in ((lse, 0), (lse, out.size)):
+
+    def combined(x: Any, monoid: str) -> Any:
         if shards.note is not None:
-            size = (x.size + more) * x.dtype.itemsize
-            shards.note(ALL_REDUCE, atoms, sent_bytes(ALL_REDUCE, size, shards.mesh.count(atoms)), x)
-    most = all_reduce(lse, atoms, "max")
+            sent = sent_bytes(ALL_REDUCE, x.size * x.dtype.itemsize, shards.mesh.count(atoms))
+            shards.note(ALL_REDUCE, atoms, sent, x)
+        return all_reduce(x, atoms, monoid)
+
+    most = combined(lse, "max")
     most = jnp.where(most == -jnp.inf, 0, most)
     weight = jnp.exp(lse - most)[..., None]
-    sums = all_reduce(jnp.concatenate([out * weight, weight], axis=-1), atoms, "add")
-    sums, total = sums[..., :-1], sums[..., -1]
+    both = combined(jnp.concatenate([out * weight, weight], axis=-1), "add")
+    sums, total = both[..., :-1], both[..., -1]
     result = sums / jnp.where(total == 0, 1, total)[..., None]
     return [result.astype(shards.equation.outputs[0].dtype), most + jnp.log(total)]
