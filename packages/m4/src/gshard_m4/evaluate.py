@@ -57,7 +57,7 @@ class Results:
         cross_entropy: of the dev part that belongs to the test, nats a token; None if it was not measured.
         beside: translators that know nothing -> their BLEU and chrF++ on the same sentences.
         cut: sentences that are longer than the model reads, so that only their beginning was translated.
-        near_twins: sentences of which training has a near twin; None where that was not looked for.
+        near_twins: sentences that have a near twin in training; None if nothing looked for them.
     """
 
     name: str

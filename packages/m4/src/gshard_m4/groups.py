@@ -52,7 +52,7 @@ def model_for(
         devices: to partition the model over.
         options: how it is trained.
         say: takes a line for each thing that does not divide.
-        like: a model to take instead of the preset, of which the choice changes the dropout and the groups.
+        like: a model to take instead of the preset; the choice changes its dropout and its groups only.
 
     Raises:
         gshard.moe.ModelError: the choice makes no sense, or the groups do not divide the tokens of a batch.

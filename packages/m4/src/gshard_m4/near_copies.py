@@ -60,13 +60,13 @@ def told_apart(what: str, picked: Sequence[bool], references: Sequence[str], wri
 
 
 def told_longer(room: int, cut: Sequence[bool], references: Sequence[str], written: Sequence[str]) -> str:
-    """What sentences score whose end the model did not read, for it reads so many tokens; see `told_apart`."""
+    """The scores of sentences that are longer than the model reads, and of the others; see `told_apart`."""
     what = f"are longer than the {room} tokens that the model reads, and were translated without their end"
     return told_apart(what, cut, references, written)
 
 
 def told_twins(twins: Sequence[bool], references: Sequence[str], written: Sequence[str]) -> str:
-    """What sentences score whose English training has almost as it is; see `told_apart`."""
+    """The scores of sentences that have a near twin in training, and of the others; see `told_apart`."""
     return told_apart("have a near twin in training (80 % of the letters)", twins, references, written)
 
 

@@ -81,7 +81,7 @@ class PrepareConfig:
         dev: share of English sentences held out to watch training, if there is no quota.
         test: share of English sentences held out to score translations, if there is no quota.
         dev_files: parallel text of your own to watch training with, in the forms of --files, instead of sentences that
-            are held out. It is kept as it is; training has none of its English sentences.
+            are held out. They are not cleaned; training uses none of their English sentences.
         test_files: the same to score translations with.
         vocabularies: folder of a prepared corpus whose vocabularies and languages are kept, to go on from a model that
             was trained on it (gshard-m4 train --from).

@@ -93,7 +93,7 @@ def train(
         show: where progress is shown; a new one for standard output if None.
         group: the processes that train together; this one alone if None.
         start: checkpoints of another run of the same model, whose parameters the first step begins with; the moments
-            of the optimizer and the learning rate begin anew. A run that is resumed has begun already.
+            of the optimizer and the learning rate start from zero. A resumed run ignores this.
 
     Raises:
         TrainError: the run's folder has a checkpoint and `resume` is false, or another process trains there; the

@@ -1,4 +1,4 @@
-"""Near twins: sentences of a test of which training has almost the same English.
+"""Finds near twins: two sentences with almost the same English, one in a test and one in training.
 
 A model that has learnt *motion sensor* by heart translates *motion sense* well, and knows no more for it. Two sentences
 are near twins if four fifths of their letters are common to both, in order (`rapidfuzz.fuzz.ratio` of their keys is at

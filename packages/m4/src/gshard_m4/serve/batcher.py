@@ -6,7 +6,7 @@ of its own, and the queues are served in turn, a sentence at a time: a client th
 sentence of a request that was cancelled, since its client has left, is not searched for any more.
 
 A sentence that a client had translated before is remembered for this client alone, and one that it asks for twice at
-the same time is translated once. Nobody can tell from the time of an answer what others have asked for.
+the same time is translated once. So the time of an answer does not reveal what other clients asked for.
 """
 
 from __future__ import annotations

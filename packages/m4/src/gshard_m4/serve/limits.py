@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 
 T = TypeVar("T")
 
-_GONE = 499  # as other servers have it, in the access log and the metrics; nobody reads the answer
+_GONE = 499  # nginx's status for a closed connection; for the access log and the metrics
 _CLIENTS = 10_000  # addresses that are remembered; the one that was silent longest is forgotten first
 
 

@@ -1,7 +1,7 @@
 """Starting: while the model is read and compiled, every request is answered with 503 instead of being left to wait.
 
-The socket listens before the model is read, so that a port in use is told at once. The kernel then accepts connections,
-and a readiness probe would wait for its own time limit.
+The server opens its port before it reads the model, so it reports a port in use at once. The kernel then accepts
+connections, and a readiness probe would wait for its own time limit.
 """
 
 from __future__ import annotations
