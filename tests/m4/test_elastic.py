@@ -64,7 +64,7 @@ def test_eight_then_four_then_one_device(tmp_path: Path) -> None:
 def test_a_new_state_is_made_where_it_stays(devices: int, tmp_path: Path) -> None:
     """So that the second step is the program of the first one, also where 8 experts are dealt out to 3 devices."""
     model = dataclasses.replace(MODEL, partitions=devices)
-    loop = train._Loop(model, TrainConfig(steps=1), Run(tmp_path), batch, [], {}, Alone())
+    loop = train._Loop(model, TrainConfig(steps=1), Run(tmp_path), batch, [], {}, Alone(), None)
     state = loop._start(resume=False)
     lowered = loop.compiled.lower(state, batch(0))
     given = [leaf.sharding for leaf in jax.tree.leaves(state)]

@@ -114,7 +114,8 @@ def test_what_the_out_of_domain_test_has_is_not_trained_on(tmp_path: Path) -> No
     out.mkdir()
     found = write_parts({"de": tmp_path / "de.tsv"}, out, Split(0.1, 0.1, 0), tested, tmp_path / "aside.gz")
     assert (out / f"{OUT_OF_DOMAIN}.tsv").read_text() == f"de\tMenschen sind frei\t{english[7].upper()}\n"
-    assert found["out_of_domain"] == found["tested"] == 1
+    assert found["out_of_domain"] == 1
+    assert found["kept_out"] == {"in the out-of-domain test": 1}
     written = [
         line.split("\t")[2] for part in found["pairs"] for line in (out / f"{part}.tsv").read_text().splitlines()
     ]
