@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -113,3 +114,89 @@ def test_a_limit_on_what_it_sends_names_the_weight() -> None:
     f, arguments, _ = of_nnx()
     with pytest.raises(AssertionError, match=r"up\.kernel"):
         gshard.testing.assert_collectives(f, arguments, all_gather=0)
+
+
+def fresh(framework: str) -> tuple[Any, ...]:
+    """The function and its arguments, which are on no mesh."""
+    f, arguments, _ = FRAMEWORKS[framework]()
+    on_one = lambda x: jnp.asarray(np.asarray(x)) if isinstance(x, jax.Array) and x.ndim else x  # noqa: E731
+    if framework == "nnx":
+        nnx.update(arguments[:2], jax.tree.map(on_one, nnx.state(arguments[:2])))
+        return f, [*arguments[:2], on_one(arguments[2])]
+    return f, jax.tree.map(on_one, list(arguments))
+
+
+def losses(framework: str, f: Any, arguments: list[Any]) -> list[float]:
+    """The losses of four steps. The batch is on one device, on the mesh, split otherwise, and on the host."""
+    found = []
+    x = np.asarray(arguments[2])
+    for batch in (
+        jnp.asarray(x), placed(jnp.asarray(x)), jax.device_put(x, NamedSharding(MESH, P(None, "data"))), x
+    ):  # fmt: skip
+        arguments[2] = jnp.asarray(batch)
+        out = f(*arguments)
+        if framework == "equinox":
+            arguments[:2] = out[:2]
+        found.append(float(out if framework == "nnx" else out[2]))
+    return found
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_searched_plan_runs_in_a_block(framework: str, tmp_path: Path) -> None:
+    """All calls run the plan, wherever the arguments are; also one that was read from a file."""
+    f, arguments = fresh(framework)
+    expected = losses(framework, *fresh(framework))
+    found = gshard.search(f, *arguments, mesh={"data": 8}, machine="h100:1x8", memory_limit=40_000, progress=False)
+    assert any("kernel" in line or "weight" in line for line in str(found).splitlines() if "@data" in line)
+    found.save(tmp_path / "plan.json")
+    plan = found.plan if framework == "nnx" else gshard.SavedPlan.load(tmp_path / "plan.json")
+    with gshard.instead_of_jit(mesh=found.mesh, plan=plan):
+        np.testing.assert_allclose(losses(framework, f, arguments), expected, rtol=1e-4)
+        lowered = f.lower(*arguments)
+    weights = [x for x in jax.tree.leaves(arguments[:2]) if np.shape(x) in {(32, 64), (64, 32)}]
+    assert len(weights) == 6, "two weights with two moments each"
+    assert not all(x.sharding.is_fully_replicated for x in weights)
+    assert "chosen by search" in str(gshard.explain(lowered))
+
+
+def test_a_plan_is_for_the_function_with_its_name() -> None:
+    f, arguments = fresh("nnx")
+    found = gshard.search(f, *arguments, mesh={"data": 8}, machine="h100:1x8", progress=False)
+
+    @nnx.jit
+    def evaluate(model: Any, x: Any) -> Any:
+        return model.up(x)
+
+    expected = evaluate(arguments[0], arguments[2])
+    with gshard.instead_of_jit(mesh=found.mesh, plan=found.plan):
+        np.testing.assert_allclose(evaluate(arguments[0], arguments[2]), expected, rtol=1e-5, atol=1e-6)
+        with pytest.raises(gshard.PlanError, match="nnx_step is not the program that the plan was made for"):
+            f(*arguments[:2], arguments[2][:16])
+    with pytest.raises(gshard.PlanError, match="plan= takes a plan, not a str"):
+        gshard.instead_of_jit(mesh=found.mesh, plan="plan.json")  # type: ignore[arg-type]
+
+
+def test_what_a_framework_takes_apart_is_refused_with_the_way_out() -> None:
+    f, arguments = fresh("nnx")
+    with pytest.raises(
+        gshard.ArgumentError, match=r"gshard\.search takes donate_argnums for a function of arrays only"
+    ):
+        gshard.search(f, *arguments, mesh=8, machine="h100:1x8", donate_argnums=0)
+    with pytest.raises(gshard.ArgumentError, match="a table of names is not searched for nnx_step"):
+        gshard.search(f, *arguments, mesh=8, machine="h100:1x8", over="layout")
+    found = gshard.search(f, *arguments, mesh={"data": 8}, machine="h100:1x8", memory_limit=40_000, progress=False)
+    for use in (lambda: found.in_shardings, lambda: found.layout, lambda: gshard.export_plan(found)):
+        with pytest.raises(gshard.ArgumentError, match=r"takes its arguments apart(.|\n)*gshard\.instead_of_jit\(mesh"):
+            use()
+    patch = found.patch()
+    assert 'marks have an effect in: with gshard.instead_of_jit(mesh={"data": 8}, machine="h100:1x8", mem' in patch
+    assert "in_shardings" not in patch
+    assert found.marks.marks
+
+
+def test_the_mesh_of_its_arguments_is_searched() -> None:
+    f, arguments, _ = of_nnx()
+    found = gshard.search(f, *arguments, machine="h100:1x8", progress=False)
+    assert found.mesh.axes == (("data", 8),)
+    kept = [row for row in str(found).splitlines() if "@data" in row]
+    assert kept, "shardings of arguments are kept"

@@ -33,8 +33,8 @@ def export_plan(found: SearchResult) -> ExportedPlan:
         mesh; for an abstract mesh by libtpu if the machine is a TPU, and else for the first devices that JAX has.
 
     Raises:
-        ArgumentError: this is no result of a search for a plan. MeshError, PlanningError: there are no devices to
-            compile for; libtpu is missing, for a TPU.
+        ArgumentError: this is no result of a search for a plan, or a framework jits the function. MeshError,
+            PlanningError: there are no devices to compile for; libtpu is missing, for a TPU.
 
     >>> import jax
     >>> from gshard.api.search import search
@@ -49,6 +49,7 @@ def export_plan(found: SearchResult) -> ExportedPlan:
             user_line(),
             hint="Write gshard.export_plan(gshard.search(f, x, mesh=8, machine='h100:1x8')).",
         )
+    found.refuse_framework()
     return exported_plan(found, found.explain().spmd, devices_for(found), lambda names: _read_names(found, names))
 
 

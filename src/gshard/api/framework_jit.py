@@ -18,13 +18,13 @@ from gshard.api.compiled_programs import is_from_jax_jit, lowered_by_jax
 from gshard.api.instead_of_jit import instead_of_jit
 from gshard.api.jitted import Jitted
 from gshard.api.lowered import Lowered
-from gshard.api.specs import told
 from gshard.api.wrapped import mesh_of_shardings
 from gshard.core.errors import ArgumentError, MeshError
 from gshard.core.jax_adapter import mesh_of_context, user_line
 from gshard.core.jax_adapter_given import arguments_of_calls, given_to_jit
 from gshard.core.mesh import Mesh, MeshLike
 from gshard.core.paths import leaf_names
+from gshard.tracing.by_jax import name_of
 
 _log = logging.getLogger(__name__)
 
@@ -57,9 +57,16 @@ def names_of_arrays(f: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     try:
         found = arguments_of_calls(jax.make_jaxpr(called)([leaves[i] for i in arrays]))
     except Exception as error:  # what is lowered need not be traced in a program: it keeps the framework's names
-        _log.info("gshard: the arguments of %s have the names of its framework: %s", told(f), error)
+        _log.info("gshard: the arguments of %s have the names of its framework: %s", name_of(f), error)
         return {}
     return {name: names[arrays[i]] for name, i in found[0].items()} if len(found) == 1 else {}
+
+
+def mesh_of_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> MeshLike:
+    """The mesh that the arguments are on; None where ``jax.set_mesh`` has set one, or they are on none."""
+    if mesh_of_context() is not None:
+        return None
+    return mesh_of_shardings(getattr(x, "sharding", None) for x in jax.tree.leaves((args, dict(kwargs))))
 
 
 def lowered_instead_of_jit(
@@ -78,7 +85,7 @@ def lowered_instead_of_jit(
         mesh: as for ``explain``.
         options: what the block takes.
         refused: options that the framework's own jit takes; None where they are not given.
-        asker: the function of gshard that was called.
+        asker: the function of gshard that was called, which messages name.
 
     Raises:
         ArgumentError: one of ``refused`` is given. MeshError: arguments are on devices that are not in the mesh.
@@ -86,18 +93,17 @@ def lowered_instead_of_jit(
     given = [name for name, value in refused.items() if value is not None]
     if given:
         raise ArgumentError(
-            f"gshard.explain takes {' and '.join(given)} for a function of arrays only.",
+            f"gshard.{asker.__name__} takes {' and '.join(given)} for a function of arrays only.",
             user_line(),
-            got=f"{given[0]}= for {told(f)}",
+            got=f"{given[0]}= for {name_of(f)}",
             hint="Give what jits this function its static and donated arguments.",
         )
-    if mesh is None and mesh_of_context() is None:
-        mesh = mesh_of_shardings(getattr(x, "sharding", None) for x in jax.tree.leaves((args, dict(kwargs))))
+    mesh = mesh_of_arguments(args, kwargs) if mesh is None else mesh
     with instead_of_jit(mesh, **options), clear_call_errors(asker, f, args, kwargs):
         lowered = lowered_by_jax(f, args, kwargs)
     if not isinstance(lowered, Lowered):
         raise MeshError(
-            f"{told(f)} is left to XLA: its arguments are on devices that are not in the mesh.",
+            f"{name_of(f)} is left to XLA: its arguments are on devices that are not in the mesh.",
             user_line(),
             got=f"mesh: {Mesh.of(mesh)}",
             hint="Give the mesh of the devices on which the arguments are.",

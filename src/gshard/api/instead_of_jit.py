@@ -24,17 +24,19 @@ from gshard.api.placement import by_dispatch, placed_arguments
 from gshard.api.signature import Leaf, Parameters, Signature
 from gshard.api.target import Options
 from gshard.core import jax_adapter_jit as by_jax
-from gshard.core.errors import ShardingError
+from gshard.core.errors import PlanError, ShardingError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_dispatch import trace_settings, weakly_cached
 from gshard.core.keywords import keywords
 from gshard.core.layout import Layout
 from gshard.core.mesh import Mesh, MeshLike
+from gshard.core.plan import Plan
 from gshard.core.program import Program
 from gshard.device.machine import Machine
 from gshard.explanation.budget import Budget
 from gshard.language.registry import rules_version
 from gshard.planning.collective_matmuls import CollectiveMatmul
+from gshard.planning.saved_plan import SavedPlan
 from gshard.remat.rematerialise import bytes_of
 
 _log = logging.getLogger("gshard")
@@ -65,6 +67,9 @@ class OfJaxpr(Jitted):
         )
         super().__init__(f, Parameters(f, (), (), jitted.donated, ()), options)
         self._names = jitted.argument_names
+
+    def _as_searched(self, signature: Signature) -> Signature:
+        return signature  # JAX has traced it with the types that its arguments have
 
     def _program(self, signature: Signature) -> Program:
         program = super()._program(signature)
@@ -101,7 +106,7 @@ def _or_none(shardings: Any) -> Any:
 
 @weakly_cached
 def _of_jaxpr(jaxpr: Any, jitted: by_jax.Jitted, partitioner: Partitioner) -> OfJaxpr:
-    return OfJaxpr(jaxpr, jitted, partitioner.options)
+    return OfJaxpr(jaxpr, jitted, partitioner.options_for(jitted.name))
 
 
 class Partitioner:
@@ -127,6 +132,17 @@ class Partitioner:
 
     def __hash__(self) -> int:
         return self._hash
+
+    def options_for(self, name: str) -> Options:
+        """The options for a function of this name: a plan counts for the function that it was made for."""
+        plan = self.options.recorded
+        if plan is None:
+            return self.options
+        _refuse_explicit(Mesh.of(self.options.mesh))
+        if plan.name in ("", name):
+            return self.options
+        _log.info("gshard: %s is planned by its marks; the given plan is for %s", name, plan.name)
+        return dataclasses.replace(self.options, recorded=None)
 
     def run(self, jaxpr: Any, jitted: by_jax.Jitted, arguments: Sequence[Any]) -> by_jax.Ran | None:
         """Calls a jitted function, partitioned."""
@@ -162,6 +178,24 @@ class Partitioner:
         return _of_jaxpr(jaxpr, jitted, self)
 
 
+def _refuse_explicit(mesh: Mesh) -> None:
+    """Refuses a plan for a mesh with axes of type Explicit.
+
+    Raises:
+        PlanError: the mesh has such axes.
+    """
+    explicit = getattr(mesh.given, "explicit_axes", ())
+    if explicit:
+        raise PlanError(
+            "JAX traces another program for arrays on a mesh with axes of type Explicit, and a plan is for one "
+            "program.",
+            user_line(),
+            got=f"gshard.instead_of_jit(mesh, plan=...), Explicit axes: {', '.join(explicit)}",
+            hint="Make the mesh with axis_types=(jax.sharding.AxisType.Auto,) * n, or run the function by "
+            "gshard.jit(f, mesh=mesh, plan=plan), which traces one program for all.",
+        )
+
+
 class InsteadOfJit(contextlib.ContextDecorator):
     """What ``instead_of_jit`` returns: a context manager that may be entered any number of times, and a decorator."""
 
@@ -187,6 +221,7 @@ def instead_of_jit(
     collective_matmul: bool | int | CollectiveMatmul | None = None,
     memory_limit: int | str | None = None,
     search: bool | float = False,
+    plan: Plan | SavedPlan | None = None,
     layout: Layout | None = None,
     keep_unused: bool = False,
     compiler_options: Any = None,
@@ -207,13 +242,16 @@ def instead_of_jit(
     Args:
         mesh: as for ``jit``; None takes the mesh that ``jax.set_mesh`` has set when a function is called.
         machine, strict, collective_matmul, memory_limit, search, layout, keep_unused, compiler_options: as for ``jit``.
+        plan: a plan of ``gshard.search``, or a ``SavedPlan``. It counts for the functions that have the name of the
+            function that it was made for; others are planned by their marks.
 
     Returns:
         a context manager, which is also a decorator of functions.
 
     Raises:
-        MeshError: the mesh names devices that do not exist. MachineError: there is no such machine. In the block: the
-            errors of functions from ``jit``, and ShardingError for a function that was jitted with layouts in memory.
+        MeshError: the mesh names devices that do not exist. MachineError: there is no such machine.
+        PlanError: ``plan`` is no plan, or the mesh has axes of type Explicit. In the block: the errors of functions
+            from ``jit``, and ShardingError for a function that was jitted with layouts in memory.
 
     >>> import jax.numpy as jnp
     >>> double = jax.jit(lambda x: 2 * x)
@@ -233,10 +271,12 @@ def instead_of_jit(
         machine,
         keep_unused,
         tuple((compiler_options or {}).items()),
-        None,
+        SavedPlan.checked(plan),
         search,
         Layout.checked(layout),
     )
     if options.mesh is not None:
         options.target()  # errors of the mesh or the machine are raised at once
+        if options.recorded is not None:
+            _refuse_explicit(options.mesh)
     return InsteadOfJit(options)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import types
 import weakref
 from collections.abc import Callable, Sequence
@@ -60,6 +61,7 @@ from gshard.remat.rematerialise import MemoryLimitError
 from gshard.tracing.by_jax import closed_of, leaked, name_of
 from gshard.tracing.trace import program_of
 
+_log = logging.getLogger(__name__)
 _PLANS = 4  # new kinds of calls for which a function keeps what planning computed on its way
 _CACHES = SharedCaches(256)  # programs of each function, as many as combinations that JAX's dispatch keeps of it
 
@@ -152,6 +154,11 @@ class Jitted(OneObject, Generic[P, R]):
         """The chain for these arguments (arrays or ``jax.ShapeDtypeStruct``): program, plan, spmd, executable."""
         signature, leaves = self._parameters.signature(*self._on_this_mesh(args, kwargs))
         return self._lowered(signature, self._options.target())
+
+    def lower_for_search(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lowered:
+        """The chain whose program ``search`` plans: a program that is the same wherever the arguments are."""
+        signature, _ = self._parameters.signature(*self._on_this_mesh(args, kwargs))
+        return self._lowered(self._as_searched(signature), self._options.target())
 
     @without_our_frames
     def trace(self, /, *args: Any, **kwargs: Any) -> Traced:
@@ -279,10 +286,27 @@ class Jitted(OneObject, Generic[P, R]):
 
     @with_tables
     def _lowered(self, signature: Signature, target: Target) -> Lowered:
+        if target.recorded is not None:
+            signature = self._as_searched(signature)
         signature = signature.closing_over(references_in(self._closed(signature)[0]))
         made: Lowered = self._made.get((signature, target), lambda: self._lower(signature, target))
         self._seen_last = signature
         return made
+
+    def _as_searched(self, signature: Signature) -> Signature:
+        """A kind of arguments without the types of Explicit axes.
+
+        With these types JAX traces another program for arguments that are on the mesh, such as a state that a first
+        call returned. A plan is for one program. A function that needs the types is traced with them.
+        """
+        untyped = signature.without_types()
+        if untyped != signature:
+            try:
+                self._closed(untyped)
+            except Exception as error:  # of any kind: it comes from the user's function
+                _log.debug("gshard: %s is traced with the types of its arguments: %s", name_of(self._f), error)
+                return signature
+        return untyped
 
     def _lower(self, signature: Signature, target: Target) -> Lowered:
         program = self._traced.get((signature.traced, "program"), lambda: self._program(signature))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import signal
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, overload
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, Protocol, overload
 
 import numpy as np
 
 from gshard.api.call_errors import clear_call_errors
 from gshard.api.explained import refuse_options
+from gshard.api.framework_jit import is_from_framework, lowered_instead_of_jit, mesh_of_arguments
 from gshard.api.jit import jit
 from gshard.api.jitted import Jitted
 from gshard.api.lowered import Lowered
@@ -20,7 +21,7 @@ from gshard.core.errors import ArgumentError, MeshError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames
 from gshard.core.layout import Layout, Names
-from gshard.core.mesh import Mesh
+from gshard.core.mesh import Mesh, MeshLike
 from gshard.core.paths import place_of_definition
 from gshard.core.planning_tables import tables
 from gshard.core.program import Program
@@ -34,6 +35,7 @@ from gshard.search.meshes import meshes
 from gshard.search.priced import PricedPlan
 from gshard.search.stopping import Stop, stoppable
 from gshard.search.time_budget import TimeBudget, seconds_of
+from gshard.tracing.by_jax import name_of
 from gshard.xla_programs.compiled_ranking import devices_on, ranked
 
 _OVER = ("plan", "layout")
@@ -99,7 +101,8 @@ def search(
 
     Args:
         f: a function, or one that ``gshard.jit`` returned: then its mesh, machine, limit, marks, static and donated
-            arguments count where others are not given. Of one that ``jax.jit`` returned all that it was given counts.
+            arguments count where others are not given. Of one that ``jax.jit`` returned all that it was given counts,
+            and so it does of one that ``flax.nnx.jit`` or ``equinox.filter_jit`` returned.
         args, kwargs: its arguments: arrays or ``jax.ShapeDtypeStruct``, and values for static ones.
         mesh: as for ``jit``, or an abstract mesh of any size, or a list of ``Mesh`` of one size to choose from; a
             number of devices tries all shapes with up to two axes.
@@ -126,14 +129,16 @@ def search(
 
     Returns:
         what was found; print it. ``gshard.jit(f, mesh=found.mesh, plan=found.plan)`` runs a plan,
-        ``gshard.jit(f, mesh=found.mesh, machine=..., layout=found.layout, names=found.names)`` a table.
+        ``gshard.jit(f, mesh=found.mesh, machine=..., layout=found.layout, names=found.names)`` a table. A function
+        that a framework jits runs it in a block of ``gshard.instead_of_jit(mesh=found.mesh, plan=found.plan)``.
 
     Raises:
         MachineError: there is no such machine, or it has another number of devices; or none is given, and there is no
             model of the mesh's devices.
-        ArgumentError: static or donated arguments or ``finite`` for a function that ``gshard.jit`` returned, which has
-            its own; ``over`` is another word, ``budget_seconds`` no time; a table for a function with ordered rules
-            (``Layout.of``); ``compile_best`` is no number from 1 on, or given with ``over="layout"``.
+        ArgumentError: static or donated arguments or ``finite`` for a function that ``gshard.jit`` or a framework
+            returned, which has its own; ``over`` is another word, ``budget_seconds`` no time; a table for a function of
+            a framework, or for one with ordered rules (``Layout.of``); ``compile_best`` is no number from 1 on, or
+            given with ``over="layout"``.
         MeshError, PlanningError: there are no devices to compile for; libtpu is missing, for a TPU.
         ShardingError, TraceError: as ``jit``.
 
@@ -151,15 +156,6 @@ def search(
         "static_argnums": static_argnums, "static_argnames": static_argnames,
         "donate_argnums": donate_argnums, "donate_argnames": donate_argnames,
     }  # fmt: skip
-    if isinstance(f, Jitted):
-        refuse_options("search", f, finite, **own)
-        made, given = f, f.options
-        mesh = given.mesh if mesh is None else mesh
-        machine = given.machine if machine is None else machine
-        memory_limit = given.memory_limit if memory_limit is None else memory_limit
-    else:
-        made = jit(f, finite=finite, **own)
-        mesh = made.options.mesh if mesh is None else mesh
     if over not in _OVER:
         raise ArgumentError(
             f"gshard.search knows nothing to search over that is called {over!r}.",
@@ -167,8 +163,25 @@ def search(
             hint="Write over='plan', the sharding of every value, or over='layout', a table of names and axes.",
         )
     _check_number(compile_best, over)
+    if isinstance(f, Jitted):
+        refuse_options("search", f, finite, **own)
+        searched: _Searched = _OfArrays(f, args, kwargs)
+        machine = f.options.machine if machine is None else machine
+        memory_limit = f.options.memory_limit if memory_limit is None else memory_limit
+    elif is_from_framework(f):
+        if over == "layout":
+            raise ArgumentError(
+                f"a table of names is not searched for {name_of(f)}: its framework takes the arguments apart.",
+                user_line(),
+                got="over='layout'",
+                hint="Search with over='plan', or give a function of pytrees of arrays that is not jitted.",
+            )
+        searched = _OfFramework(f, args, kwargs, {**own, "finite": finite or None})
+    else:
+        searched = _OfArrays(jit(f, finite=finite, **own), args, kwargs)
+    mesh = searched.mesh if mesh is None else mesh
     limit = None if memory_limit is None else bytes_of(memory_limit)
-    asked = _Asked(made, args, kwargs, list(_meshes(mesh)), machine, limit, on_better, budget_seconds, progress)
+    asked = _Asked(searched, list(_meshes(mesh)), machine, limit, on_better, budget_seconds, progress)
     if compile_best is not None:  # before the search, which takes long
         devices_on(asked.meshes[0], asked.machine_on(asked.meshes[0]))
     with stoppable() as stop:
@@ -179,7 +192,8 @@ def search(
             return found if compile_best is None else ranked(found, compile_best)
         if found is not None:
             budget.left_out = run.budget.left_out
-            tables = [layout_of(best, run.namable(one), found.donated, budget, stop) for one, best in run.bests(stop)]
+            named = [(best, run.namable(one)) for one, best in run.bests(stop)]
+            tables = [layout_of(best, n, found.donated, budget, stop) for best, n in named if n is not None]
             return min(tables, key=lambda table: table.priced.rank(table.limit))
     stop.deliver()
     raise KeyboardInterrupt
@@ -201,13 +215,64 @@ def _check_number(compile_best: int | None, over: str) -> None:
         )
 
 
+class _Searched(Protocol):
+    """A function with its arguments."""
+
+    @property
+    def mesh(self) -> MeshLike:
+        """The mesh that it was jitted for, or that its arguments are on."""
+
+    def lower(self, mesh: Mesh) -> Lowered:
+        """Traces it for a mesh."""
+
+    def namable(self, mesh: Mesh, lowered: Lowered) -> Namable | None:
+        """The function as its dimensions can be named; None if a table of names cannot be searched for it."""
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Asked:
-    """What is searched: a function for its arguments, on meshes of one machine."""
+class _OfArrays:
+    """A function whose arguments are pytrees of arrays."""
 
     made: Jitted
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+
+    @property
+    def mesh(self) -> MeshLike:
+        return self.made.options.mesh
+
+    def lower(self, mesh: Mesh) -> Lowered:
+        return self.made.on(mesh).lower_for_search(self.args, self.kwargs)
+
+    def namable(self, mesh: Mesh, lowered: Lowered) -> Namable:
+        return _namable(self.made.on(mesh), lowered, self.args, self.kwargs)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _OfFramework:
+    """A function that ``flax.nnx.jit``, ``equinox.filter_jit`` or the like returned."""
+
+    f: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    refused: Mapping[str, Any]
+
+    @property
+    def mesh(self) -> MeshLike:
+        return mesh_of_arguments(self.args, self.kwargs)
+
+    def lower(self, mesh: Mesh) -> Lowered:
+        return lowered_instead_of_jit(self.f, self.args, self.kwargs, mesh, {}, self.refused, search)
+
+    def namable(self, mesh: Mesh, lowered: Lowered) -> None:
+        return None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Asked:
+    """What is searched: a function for its arguments, on meshes of one machine."""
+
+    searched: _Searched
     meshes: Sequence[Mesh]
     machine: str | Machine | None
     limit: int | None
@@ -249,6 +314,7 @@ class _Run:
         return SearchResult(
             best, tuple(best for _, best in bests), donated, lowered.in_tree, self.namable(one),
             self.asked.budget_seconds, progress=self.asked.progress,
+            jitted_by_framework=isinstance(self.asked.searched, _OfFramework),
         )  # fmt: skip
 
     def _search(self) -> None:
@@ -274,7 +340,7 @@ class _Run:
         asked = self.asked
         machine = asked.machine_on(mesh)
         budget.progress.step("tracing the function")
-        lowered = asked.made.on(mesh).lower(*asked.args, **asked.kwargs)
+        lowered = asked.searched.lower(mesh)
         one = MeshSearch(
             lowered.program, mesh, machine, donated=lowered.donated, memory_limit=asked.limit,
             on_better=asked.on_better, budget=budget,
@@ -291,9 +357,9 @@ class _Run:
             some += [first] * (first not in some)
         return [(one, found[one]) for one in some]
 
-    def namable(self, one: MeshSearch) -> Namable:
+    def namable(self, one: MeshSearch) -> Namable | None:
         """The function as its dimensions can be named."""
-        return _namable(self.asked.made.on(one.mesh), self.begun[one], self.asked.args, self.asked.kwargs)
+        return self.asked.searched.namable(one.mesh, self.begun[one])
 
 
 def _namable(made: Jitted, lowered: Lowered, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Namable:
@@ -301,16 +367,16 @@ def _namable(made: Jitted, lowered: Lowered, args: tuple[Any, ...], kwargs: dict
     program = lowered.program
     retraced = any(named.line for named in program.named)  # names inside become marks there
 
-    def told(layout: Layout, said: Sequence[Names | None]) -> Program:
+    def under(layout: Layout, said: Sequence[Names | None]) -> Program:
         base = dataclasses.replace(program, layout=layout)
         if retraced:
-            base = made.under(layout).lower(*args, **kwargs).program
+            base = made.under(layout).lower_for_search(args, kwargs).program
         return with_names_of_arguments(base, said, ())
 
     def jaxpr() -> Any:
         return made.trace(*args, **kwargs).jaxpr
 
-    return Namable(program, paths_of_arguments(program, lowered.in_tree), told, place_of_definition(made), jaxpr)
+    return Namable(program, paths_of_arguments(program, lowered.in_tree), under, place_of_definition(made), jaxpr)
 
 
 def _meshes(mesh: Any) -> Iterable[Mesh]:

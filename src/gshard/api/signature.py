@@ -78,6 +78,12 @@ class Leaf:
         # Where its mesh has no explicit axes an array's type is the same wherever the array is.
         return Leaf(aval if explicit_sharding(aval) is not None else aval.update(sharding=None), sharding)
 
+    def without_type(self) -> Leaf:
+        """The same without the sharding that axes of type Explicit add to its type."""
+        if explicit_sharding(self.aval) is None or is_reference_type(self.aval):
+            return self
+        return dataclasses.replace(self, aval=self.aval.update(sharding=None))
+
     @property
     def array_type(self) -> tuple[Any, Any]:
         """The type of the array that it is, or that the reference holds, and its sharding."""
@@ -143,6 +149,10 @@ class Signature:
     def traced(self) -> Hashable:
         """What the traced function depends on: everything but how arrays are sharded."""
         return self.tree, tuple((x.aval, x.partitioning is None) for x in self.leaves), self.statics, self.settings
+
+    def without_types(self) -> Signature:
+        """The same without the shardings that axes of type Explicit add to the types of arrays."""
+        return dataclasses.replace(self, leaves=tuple(x.without_type() for x in self.leaves))
 
     def brought(self, kinds: Sequence[str | None]) -> Signature:
         """The same for arguments that are put in these memory kinds: those of the devices have types of the devices."""

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
 
 from gshard.core.errors import ArgumentError, known_names
+from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames_in_methods
-from gshard.core.mark import Mark, mark_of_cut
+from gshard.core.mark import mark_of_cut
 from gshard.core.mesh import Mesh
-from gshard.core.partition_spec import words_of
 from gshard.core.plan import Plan
 from gshard.core.program import Program, Value
 from gshard.core.program_boundary import Boundary
@@ -25,6 +24,7 @@ from gshard.emit.partition import partition
 from gshard.explanation.explain import Explanation
 from gshard.explanation.explain_program import explain_program
 from gshard.explanation.found_text import text_of_search
+from gshard.explanation.one_more_mark import with_one_more_mark
 from gshard.explanation.report.page import page
 from gshard.naming.array_names import ArrayNames
 from gshard.planning.added_marks import spec_of_cut, with_marks
@@ -42,6 +42,7 @@ from gshard.search.priced import PricedPlan, Pricing
 from gshard.search.time_budget import TimeBudget, seconds_of
 
 _SHOWN = 24  # names of arguments in messages
+_IN_A_BLOCK = "with gshard.instead_of_jit(mesh=found.mesh, plan=found.plan)"
 
 
 @without_our_frames_in_methods
@@ -58,6 +59,7 @@ class SearchResult:
         budget_seconds: the time that the search was given; what is found later has as much, unless it is given its own.
         compiled: the ranking of the best plans as XLA compiled them (``search(compile_best=...)``); prints as a table.
         progress: where the search printed its progress. Methods of the result print theirs there too, by default.
+        jitted_by_framework: whether ``flax.nnx.jit``, ``equinox.filter_jit`` or the like returned the function.
     """
 
     best: Best
@@ -68,10 +70,11 @@ class SearchResult:
     budget_seconds: float | None = None
     compiled: Any = None
     progress: bool | Callable[[str], object] | None = None
+    jitted_by_framework: bool = False
 
     @property
     def plan(self) -> Plan:
-        """The plan, for ``gshard.jit(f, mesh=found.mesh, plan=found.plan)``."""
+        """The plan, for ``gshard.jit(f, mesh=found.mesh, plan=found.plan)`` or ``instead_of_jit``."""
         return self.best.chosen.plan
 
     @property
@@ -86,7 +89,12 @@ class SearchResult:
 
     @property
     def in_shardings(self) -> Any:
-        """How the plan cuts the positional arguments, as ``in_shardings`` of ``gshard.jit`` takes it."""
+        """How the plan cuts the positional arguments, as ``in_shardings`` of ``gshard.jit`` takes it.
+
+        Raises:
+            ArgumentError: a framework jits the function, and takes its arguments apart.
+        """
+        self.refuse_framework()
         program = self.plan.program
         arguments = program.block.inputs[len(program.captured) :]
         specs = [spec_of_cut(self.plan.shardings[v], self.plan.mesh) for v in arguments]
@@ -140,9 +148,10 @@ class SearchResult:
         progress = self.progress if progress is None else progress
         budget = TimeBudget.of(self.budget_seconds if budget_seconds is None else budget_seconds, progress)
         can_write = Patch(self.plan.program).can_mark
-        return marks_of(
+        found = marks_of(
             self.best.chosen, self.best.limit, lambda marked: self._priced("marks", marked), budget, can_write
         )
+        return found.placed_by_user() if self.jitted_by_framework else found
 
     @functools.cached_property
     def layout(self) -> LayoutResult:
@@ -151,6 +160,7 @@ class SearchResult:
         Raises:
             ArgumentError: the function has an ordered layout, or this was found by ``with_mark``.
         """
+        self.refuse_framework()
         if self.function is None:
             raise ArgumentError(
                 "a plan with a mark that the function does not have is not said as a layout.",
@@ -183,8 +193,13 @@ class SearchResult:
         paths, defined = ((), None) if self.function is None else (self.function.paths, self.function.defined)
         notes = [f"modelled on {self.cost.machine.name}: {known.nearness}", *known.cut]
         if known.is_worse:
-            notes.append("gshard.jit(f, mesh=found.mesh, plan=found.plan) runs the plan itself")
+            by = _IN_A_BLOCK if self.jitted_by_framework else "gshard.jit(f, mesh=found.mesh, plan=found.plan)"
+            notes.append(f"{by} runs the plan itself")
         keywords = jit_keywords(self.mesh, known.priced, self.best.limit, paths, self.donated) if known.marks else None
+        if self.jitted_by_framework and keywords:
+            given = ", ".join(f"{name}={value}" for name, value in keywords.items())
+            notes.append(f"marks have an effect in: with gshard.instead_of_jit({given})")
+            keywords = None
         return patch_of(known.marks, self.plan.program, paths, defined, self.plan.mesh, notes, keywords)
 
     def without(self, i: int) -> PricedPlan:
@@ -238,35 +253,7 @@ class SearchResult:
         matching = [v for v, _ in self._matching(what)]
         if not matching:
             raise self._unknown(what)
-        matching = [v for v in matching if not v.made] or matching
-        if not isinstance(sharding, PartitionSpec):
-            raise ArgumentError(
-                f"{sharding!r} is no PartitionSpec.",
-                got=f"found.with_mark({what!r}, {sharding!r})",
-                hint=f"Write P({self.mesh.axes[0][0]!r}), for example.",
-            )
-        least = min(matching, key=lambda v: len(v.shape))
-        if len(sharding) > (rank := len(least.shape)):
-            raise ArgumentError(
-                f"{sharding} has {len(sharding)} entries, and {what!r} names an array of {rank} dimensions.",
-                got=f"{self._format(least)}; {len(matching)} values match",
-                hint="Give an entry for each dimension at most, or more of the name.",
-            )
-        entries, more = words_of(sharding)
-        mark = Mark("spec", spec=entries, axes=tuple(self.mesh.axes), **more)
-        if mark.unreduced and not {*matching}.isdisjoint(self.plan.program.block.inputs):
-            raise ArgumentError(
-                f"{what!r} is an argument, and what comes into a program is finished.",
-                got=f"found.with_mark({what!r}, {sharding!r})",
-                hint="Give a line that computes what is to stay in parts, for example 'model.py:38'.",
-            )
-        marked = with_marks(self.plan.program, dict.fromkeys(matching, mark))
-        if marked is None:
-            raise ArgumentError(
-                f"{what!r} cannot be marked: it has a mark already, enters a loop, or is no array of yours.",
-                got=f"{len(matching)} values match",
-                hint="Give more of an argument's name, or of a line that found.why(...) shows.",
-            )
+        marked = with_one_more_mark(self.plan.program, self.mesh, matching, what, sharding)
         seconds = seconds_of(self.budget_seconds if budget_seconds is None else budget_seconds)
         best = best_plan(
             marked, self.mesh, self.cost.machine, donated=self.donated, memory_limit=self.best.limit,
@@ -311,6 +298,20 @@ class SearchResult:
             first = f"{folded}: {text}  x{len(values)}" if len(values) > 1 else f"{name}: {text}"
             told.append("\n    instead ".join([first, *map(str, rows)]))
         return told
+
+    def refuse_framework(self) -> None:
+        """Refuses a function that a framework jits, where shardings of its own arguments are needed.
+
+        Raises:
+            ArgumentError: it is one.
+        """
+        if self.jitted_by_framework:
+            raise ArgumentError(
+                f"{self.plan.program.name} is jitted by a framework, which takes its arguments apart: gshard has no "
+                "shardings for them as you give them, and no table of names.",
+                user_line(),
+                hint=f"Run the plan in a block: {_IN_A_BLOCK}.",
+            )
 
     def _format(self, v: Value) -> str:
         return self.plan.shardings[v].format(self.plan.mesh, v.shape, v.dtype_name)

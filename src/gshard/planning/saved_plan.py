@@ -45,6 +45,7 @@ class SavedPlan:
         shared_reshards: numbers of values that several equations read in another sharding, and that sharding as text.
         leaves: numbers of results that leave in another sharding, and that sharding as text.
         finite: whether the plan was made with ``finite=True``.
+        name: the name of the function; "" in files that gshard wrote before it stored names.
     """
 
     program: str
@@ -55,6 +56,7 @@ class SavedPlan:
     shared_reshards: tuple[tuple[int, str], ...] = ()
     leaves: tuple[tuple[int, str], ...] = ()
     finite: bool = False
+    name: str = ""
 
     @staticmethod
     def of(plan: Plan) -> SavedPlan:
@@ -70,7 +72,8 @@ class SavedPlan:
 
         text = format_block(plan.program.block)
         read, leave = as_text(plan.shared_reshards), as_text(plan.leaves)
-        return SavedPlan(text, plan.mesh.axes, shardings, kept, rings, read, leave, plan.program.finite)
+        program = plan.program
+        return SavedPlan(text, plan.mesh.axes, shardings, kept, rings, read, leave, program.finite, program.name)
 
     @staticmethod
     def checked(plan: Any) -> SavedPlan | None:
@@ -181,7 +184,8 @@ class SavedPlan:
             rings = tuple((int(i), _ring(ring)) for i, ring in data["rings"])
             read, leave = (tuple((int(i), str(text)) for i, text in data[key]) for key in ("shared_reshards", "leaves"))
             finite = bool(data.get("finite", False))
-            return SavedPlan(data["program"], axes, tuple(data["shardings"]), splits, rings, read, leave, finite)
+            name, shardings = str(data.get("name", "")), tuple(data["shardings"])
+            return SavedPlan(data["program"], axes, shardings, splits, rings, read, leave, finite, name)
         except (ValueError, KeyError, TypeError) as error:
             raise _unreadable(path, error) from error
 

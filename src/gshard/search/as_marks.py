@@ -32,6 +32,7 @@ _LARGEST, _FIRST = 3, 2  # candidates of each round
 _NEAR = 5e-4  # of the plan's time: a smaller difference counts as none
 _MORE_MEMORY = 1.01  # ratio of two peaks of memory: a smaller one counts as the same
 _MORE = "further marks"
+_ARGUMENTS = "arguments"  # the place of the mark that places all of them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +82,14 @@ class Marks:
     limit: float
     took: float = 0.0
     left_out: tuple[str, ...] = ()
+
+    def placed_by_user(self) -> Marks:
+        """The same marks where the user places the arguments, because ``in_shardings`` cannot be given."""
+        changed = (
+            dataclasses.replace(mark, text="placed as print(found) shows") if mark.at == _ARGUMENTS else mark
+            for mark in self.marks
+        )
+        return dataclasses.replace(self, marks=tuple(changed))
 
     @property
     def seconds(self) -> float:
@@ -244,7 +253,7 @@ def _candidates(
         if not differ.isdisjoint(values)
     ]
     writable = [c for c in by_name if can_write(c.shardings)]
-    first = [_Candidate("arguments", "in_shardings=found.in_shardings", together)]
+    first = [_Candidate(_ARGUMENTS, "in_shardings=found.in_shardings", together)]
     first = first if len(together) > 1 and not chosen else []
     return [*first, *_some(writable)], _some([c for c in by_name if c not in writable])
 

@@ -44,6 +44,8 @@ def expansion(name: str, params: dict[str, Any], in_avals: list[Any]) -> tuple[A
         return closed(expand_random_bits(in_avals[0], params["bit_width"], params["shape"]))
     if name == "call_hi_primitive":
         return closed(expand_high_primitive(params, in_avals))
+    if name == "reshard" and _adds_no_mark(params["dst_sharding"], in_avals[0]):
+        return closed(jax.make_jaxpr(lambda x: x)(*shapes_of(in_avals)))
     if name == "device_put":
         apart = put_apart(params, in_avals, mark_of_named_sharding)
         return None if apart is None else closed(apart)
@@ -61,6 +63,22 @@ def expansion(name: str, params: dict[str, Any], in_avals: list[Any]) -> tuple[A
         return closed(search)
     body = body_of_call(name, params)
     return None if body is None else closed(body)
+
+
+def _adds_no_mark(destination: Any, aval: Any) -> bool:
+    """Whether a reshard has no effect.
+
+    If arguments are on a mesh, JAX adds reshards to constants, such as the 1.0 with which a gradient begins. Such a
+    reshard names no axis, so the program is the same whether or not its arguments are on a mesh.
+
+    Args:
+        destination: the sharding that the reshard names.
+        aval: the type of its operand.
+    """
+    mark = mark_of_type(destination, len(aval.shape))
+    if mark is None:
+        return True  # no axis of the mesh is of type Explicit
+    return not (aval.shape or mark.unreduced or mark.reduced or _unreduced_axes(aval))
 
 
 _REDUCERS = {"psum": lax.reduce_sum, "pmax": lax.reduce_max, "pmin": lax.reduce_min}
