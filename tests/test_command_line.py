@@ -200,6 +200,7 @@ def test_a_module_that_fails_is_one_clear_error(text, message, tmp_path, capsys)
 
 
 @pytest.mark.parametrize("command", [["explain"], ["search", "--machine", "h100"], ["plan", "--machine", "h100:1x8"]])
+@pytest.mark.one_in(3)
 def test_devices_of_a_target_need_not_exist(command, tmp_path):
     """In a process of its own, which has one device until a command plays more."""
     path = tmp_path / "jitted_model.py"
@@ -320,6 +321,7 @@ def test_calibrate_measures_this_machine(tmp_path, capsys):
     assert Machine.of(str(tmp_path / "machine.json")) == machine
 
 
+@pytest.mark.slow
 def test_plan_of_a_model_of_table_1(capsys):
     """MoE(128E, 12L): the paper's marks alone give all-to-alls and sums of gradients.
 

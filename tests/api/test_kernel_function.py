@@ -90,6 +90,7 @@ def three_calls(f: Any, want: Any, *args: np.ndarray) -> None:
         ({"sequence": 8}, [(1, "sequence")]),
     ],
 )
+@pytest.mark.one_in(3)
 def test_attention_and_its_gradient(
     mesh: dict[str, int], marks: list[tuple[int, str]], causal: bool, rng: np.random.Generator
 ) -> None:

@@ -60,6 +60,7 @@ TRANSFORMATIONS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] =
 
 
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
+@pytest.mark.one_in(2)
 def test_transformations_of_a_partitioned_function(name: str, arguments: tuple[Weights, Any, Any]) -> None:
     transform = TRANSFORMATIONS[name]
     got = transform(gshard.jit(loss, mesh=8))(*arguments)

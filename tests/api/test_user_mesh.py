@@ -65,6 +65,7 @@ USES = {
 
 @pytest.mark.parametrize("set_mesh", [False, True])
 @pytest.mark.parametrize("case", PARTS)
+@pytest.mark.one_in(2)
 def test_a_result_can_be_used_beside_arrays_on_the_users_mesh(
     case: str, set_mesh: bool, auto: jax.sharding.Mesh, rng: np.random.Generator
 ) -> None:

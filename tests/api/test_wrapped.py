@@ -52,6 +52,7 @@ def step(x: Any) -> Any:
 @pytest.mark.parametrize("side", ["in_shardings", "out_shardings"])
 @pytest.mark.parametrize("axes", MESHES)
 @pytest.mark.parametrize("container", CONTAINERS)
+@pytest.mark.one_in(3)
 def test_shardings_of_a_nested_jit_are_constraints(container: str, axes: str, side: str) -> None:
     around, sharding = CONTAINERS[container], SHARDINGS[axes]
     constrained = functools.partial(jax.lax.with_sharding_constraint, shardings=sharding)

@@ -87,6 +87,7 @@ SLOW = {("layers/attention_sequence", "h100:1x8"), ("layers/layer_data'", "v5e:2
         for machine in ("v5e:2x4", "h100:1x8")
     ],
 )
+@pytest.mark.one_in(2)
 def test_with_a_machine_no_plan_is_slower_there_than_the_one_by_bytes(name: str, machine: str):
     case, where = CASES[name], Machine.of(machine)
     steps = [gshard.jit(case.function, mesh=case.jax_mesh, machine=m) for m in (None, machine)]

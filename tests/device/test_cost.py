@@ -24,6 +24,7 @@ def costed_on_devices(name):
 
 
 @pytest.mark.parametrize("name", [*MODELS, "experts gradient"])
+@pytest.mark.one_in(2)
 def test_bytes_are_those_of_the_emitted_program(name):
     program, found = costed(name)
     by_kind = {}

@@ -81,6 +81,7 @@ CASES: dict[str, tuple[Any, Any, Any, tuple[Any, ...]]] = {
 
 @pytest.mark.parametrize("machine", ["h100:1x8", "cpu:8"])
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.one_in(3)
 def test_the_model_is_the_price_of_the_compiled_program(seconds: Any, name: str, machine: str):
     function, arguments, results, shapes = CASES[name]
     where = Machine.of(machine)

@@ -82,6 +82,7 @@ def from_one_to_the_other(first: np.ndarray, second: np.ndarray, devices: int) -
 
 
 @pytest.mark.parametrize("i", range(24))
+@pytest.mark.one_in(4)
 def test_from_each_order_of_four_to_each_other_is_one_permute(i: int) -> None:
     for second in OF_FOUR if i == 2 else OF_FOUR[i % 8 :: 8]:
         from_one_to_the_other(OF_FOUR[i], second, 4)

@@ -188,6 +188,7 @@ def test_equal_layers_are_compared_together() -> None:
     assert all(row.cost >= choice.cost for row in costs.rows)
 
 
+@pytest.mark.slow
 def test_a_plan_by_bytes_that_is_as_fast_is_named() -> None:
     found, choice = explained("windows", "v5e:2x4")
     assert choice.objective.counted == "bytes sent"

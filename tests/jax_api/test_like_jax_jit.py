@@ -1518,7 +1518,7 @@ def expected_of(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name, mesh", [(name, mesh) for name, made in CASES.items() for mesh in made.meshes])
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(8)
 def test_like_jax_jit(name: str, mesh: int) -> None:
     made, expected = CASES[name], expected_of(name)
     if made.raises is None:

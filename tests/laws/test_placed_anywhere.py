@@ -84,6 +84,7 @@ def test_arguments_may_lie_anywhere(name: str) -> None:
 
 
 @pytest.mark.parametrize("option", [option for option in OPTIONS if option != "plain"])
+@pytest.mark.one_in(2)
 def test_whatever_the_options(option: str) -> None:
     check("unmarked", FEW, **OPTIONS[option])
 

@@ -121,6 +121,7 @@ def share_of_products(f: Callable[..., Any], arguments: Any, axis: str = "data",
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.one_in(2)
 def test_a_device_does_its_share_of_the_products(name: str) -> None:
     f, arguments = PROGRAMS[name]
     # Parts of an uneven dimension are padded: 129 rows over 8 devices are 17 on each, 511 columns 64.

@@ -473,6 +473,7 @@ def test_experts_that_do_not_divide_among_the_devices_of_a_search_are_told(
         assert said.startswith(told) if told else not said
 
 
+@pytest.mark.slow
 def test_compiled_programs_are_kept_for_the_next_process(tmp_path: Path) -> None:
     (tmp_path / "nothing.txt").write_text("")
     program = (

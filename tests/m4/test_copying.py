@@ -99,6 +99,7 @@ SENTENCES = [
 
 @pytest.mark.parametrize("beam", [4, 1])
 @pytest.mark.parametrize("slope", [0.0, 0.6])
+@pytest.mark.one_in(2)
 def test_whatever_a_model_wants_they_are_kept(spelt: Spelt, beam: int, slope: float, rng: np.random.Generator) -> None:
     """A model whose next word is random, and that would end sooner or later, or never."""
     copier = translator(spelt).copier

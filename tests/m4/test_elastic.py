@@ -60,7 +60,7 @@ def test_eight_then_four_then_one_device(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("devices", [3, 4])
-@pytest.mark.one_in(2)
+@pytest.mark.slow
 def test_a_new_state_is_made_where_it_stays(devices: int, tmp_path: Path) -> None:
     """So that the second step is the program of the first one, also where 8 experts are dealt out to 3 devices."""
     model = dataclasses.replace(MODEL, partitions=devices)

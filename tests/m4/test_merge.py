@@ -79,6 +79,7 @@ def sentences(count: int) -> list[str]:
     return [f"The {text}." for text in made]
 
 
+@pytest.mark.slow
 def test_quotas_of_full_sentences_without_near_twins() -> None:
     english = sentences(3000)
     keys = {text: hold_out.key(text) for text in english}

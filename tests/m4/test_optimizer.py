@@ -158,6 +158,7 @@ def test_low_precision_parameters_keep_their_type() -> None:
     assert {m.dtype for m in state["w"].values()} == {jnp.dtype(jnp.float32)}
 
 
+@pytest.mark.slow
 def test_a_zero_gradient_moves_nothing() -> None:
     params = random_tree(np.random.default_rng(3))
     zero = jax.tree.map(np.zeros_like, params)

@@ -134,6 +134,7 @@ def test_a_resumed_run_computes_the_same_numbers(
     ("options", "saved"),
     [({"save_minutes": 1e-9}, [2, 3, 4, 5, 6]), ({}, [6]), ({"save_every": 0, "save_minutes": 1e-9}, [6])],
 )
+@pytest.mark.one_in(3)
 def test_without_a_number_of_steps_the_minutes_decide_when_to_save(
     options: dict, saved: list[int], tmp_path: Path
 ) -> None:

@@ -157,6 +157,7 @@ def test_keys_decide_what_is_random(name):
     assert len({first, other, plain}) == 3
 
 
+@pytest.mark.slow
 def test_typed_and_raw_keys_agree():
     config = dataclasses.replace(DROPLESS, dropout=0.3)
     params, data = values(config), batch()
@@ -190,6 +191,7 @@ def test_gradients_do_not_depend_on_how():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), got, expected)
 
 
+@pytest.mark.slow
 def test_branches_are_recomputed_but_not_what_experts_are_sent():
     """The same gradients; on four devices what is sent to experts, and back, is sent forward and backward only."""
     config = dataclasses.replace(MOE, source_vocabulary=0, encoder_layers=0, dropout=0.1, partitions=4)

@@ -163,6 +163,7 @@ def gradients(x: Any, w: Any, v: Any) -> Any:
 @pytest.mark.parametrize(
     "f, axes, sizes", crossed([tensor_parallel, gradients], [{"d": 8}, {"e": 2, "d": 4}], SIZES, one_in=2)
 )
+@pytest.mark.one_in(2)
 def test_the_first_half_of_an_all_reduce_passes_beside_its_product(f: Any, axes: Any, sizes: Any) -> None:
     machine = Machine.of("v5p:8x1x1" if axes == {"d": 8} else "v5p:2x4x1")
     slow = dataclasses.replace(machine, flops={"f32": 3e5}, network=tuple(map(_slow, machine.network)))

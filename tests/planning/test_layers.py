@@ -103,6 +103,7 @@ def lowered(
         pytest.param(block, 4, "bfloat16", True, "v5e:2x4", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.one_in(3)
 def test_all_layers_have_the_same_shardings_and_collectives(
     layer: Callable[[Any, Any], Any], count: int, dtype: str, accumulates: bool, machine: str | None
 ) -> None:

@@ -100,6 +100,7 @@ def test_bytes_memory_and_numbers(name: str, mesh_2x4: jax.sharding.Mesh) -> Non
 
 
 @pytest.mark.parametrize("windowed", [True, 0, CollectiveMatmul(both_ways=True)])
+@pytest.mark.one_in(3)
 def test_gradients_are_collective_matmuls_too(windowed: Any, mesh_2x4: jax.sharding.Mesh) -> None:
     """What is gathered forward is scattered backward: operands that rotated get sums that rotate."""
 

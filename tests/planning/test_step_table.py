@@ -58,6 +58,7 @@ def one_by_one(moves: Moves, source: Sharding, monoids: tuple[str, ...], shape: 
 
 @pytest.mark.parametrize("machine", ["", "h100", "v3"])
 @pytest.mark.parametrize("axes", MESHES, ids=str)
+@pytest.mark.one_in(2)
 def test_moves_cost_what_their_steps_cost(axes: dict[str, int], machine: str) -> None:
     mesh = Mesh.abstract(**axes)
     if machine == "v3" and mesh.size & (mesh.size - 1):

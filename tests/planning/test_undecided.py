@@ -55,6 +55,7 @@ def test_what_no_array_disagrees_about_is_as_propagation_says() -> None:
 
 @pytest.mark.parametrize("donated", [(), (0,)])
 @pytest.mark.parametrize("shape", [(16, 8), (24, 40), (12, 9)])
+@pytest.mark.one_in(3)
 def test_a_state_that_is_undecided_stays_in_parts(shape: tuple[int, int], donated: tuple[int, ...]) -> None:
     mesh = jax.make_mesh((4, 2), ("x", "y"))
     rng = np.random.default_rng(7)
@@ -87,7 +88,7 @@ def test_a_mark_on_an_undecided_argument_decides_it() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 def test_arguments_come_as_propagation_says(name: str) -> None:
     """Beyond that they are split only where arrays disagree, and over what these disagree about."""
     case = CASES[name]

@@ -161,6 +161,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], list[tuple[str, int,
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.one_in(2)
 def test_parts_are_combined_where_it_costs_least(name: str) -> None:
     function, arguments, expected = CASES[name]
     partitioned = gshard.jit(function, mesh=8)

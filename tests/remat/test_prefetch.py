@@ -90,6 +90,7 @@ def waited(found: Cost) -> float:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.one_in(2)
 def test_the_same_bits_and_bytes_in_less_time(name: str, rng: np.random.Generator) -> None:
     made = lowered(CASES[name])
     kept, ahead = made._all_kept, made.spmd

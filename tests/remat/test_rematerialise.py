@@ -134,6 +134,7 @@ def test_less_memory_and_the_same_bits(name):
 
 
 @pytest.mark.parametrize(("name", "part"), [("gathered layers", 0.35), ("gathered loop", 0.25), ("turned loop", 0.3)])
+@pytest.mark.one_in(3)
 def test_what_collectives_bring_is_recomputed_as_well(name, part):
     """Where weights are split every product reads what was gathered."""
     check_with_limit(*BEHIND_COLLECTIVES[name], 8, (part,), tolerance=1e-6)
@@ -154,6 +155,7 @@ def test_what_is_exchanged_is_exchanged_once_more():
     assert {c.kind for c in limited.collectives if c.why == RECOMPUTED} == {"all_to_all"}
 
 
+@pytest.mark.slow
 def test_a_transformer_with_experts():
     f, args, axes, _ = model("experts gradient")
     plain, memory = without_limit(f, args, gshard.Mesh.abstract(**axes))

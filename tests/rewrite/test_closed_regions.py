@@ -115,7 +115,7 @@ def check(how: str, what: str) -> None:
 
 
 @pytest.mark.parametrize(("how", "what"), FEW)
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 def test_the_same_numbers_and_nothing_is_laid_out_anew(how: str, what: str) -> None:
     check(how, what)
 
@@ -220,6 +220,7 @@ OVER_CACHE = P(), P(None, "x"), P(None, "x"), P(), P()
 
 @pytest.mark.parametrize("f", [cached, layers])
 @pytest.mark.parametrize("differentiated", [False, True])
+@pytest.mark.one_in(2)
 def test_attention_over_a_cache_and_new_keys(f: Function, differentiated: bool) -> None:
     f = ends(f, *CACHE) if differentiated else f
     found, program = ours(f, OVER_CACHE, *CACHE)

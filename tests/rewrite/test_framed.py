@@ -69,6 +69,7 @@ def all_of(parts: int | None, dim: int = 0) -> Callable[..., dict[str, Any]]:
         *(pytest.param(*case, marks=pytest.mark.slow) for case in [(32, 8, 0), (30, 4, 0), (27, 2, 0)]),
     ],
 )  # fmt: skip
+@pytest.mark.one_in(3)
 def test_the_same_comes_out(n: int, parts: int, dim: int) -> None:
     expected = jax.jit(all_of(None))(data(n))
     for name, found in gshard.jit(all_of(parts, dim), mesh=parts)(data(n)).items():
@@ -87,6 +88,7 @@ def test_no_more_is_sent_than_borders(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["of itself", "a stencil", "a checkerboard", "every third"])
+@pytest.mark.one_in(2)
 def test_gradients_are_the_same(name: str) -> None:
     f, _ = ROWS[name]
     x = np.nan_to_num(data(32), posinf=7, neginf=-7)

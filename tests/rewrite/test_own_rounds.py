@@ -70,6 +70,7 @@ def over(f: Callable[..., Any], dim: int = 0) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("n", [16, 13, 12, 3])
+@pytest.mark.one_in(2)
 def test_the_same_comes_out(n: int) -> None:
     xs = slices(n)
 

@@ -211,6 +211,7 @@ def test_what_is_not_split_stays() -> None:
 
 
 @pytest.mark.parametrize(("n", "m"), [(64, 96), (61, 87), (7, 3), (5, 5), (1, 4), (4, 1)])
+@pytest.mark.one_in(2)
 def test_a_band_is_its_table(n: int, m: int, rng: np.random.Generator) -> None:
     weights = table(rng, n, m, np.float32)
     weights[-1, n // 2] = 1.0

@@ -49,6 +49,7 @@ def scalar(f: Callable[..., tuple[Any, Any]], parts: int) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize(("parts", "n"), crossed([2, 4, 8], [16, 10, 3], one_in=3))
+@pytest.mark.one_in(3)
 def test_parts_and_back(parts: int, n: int, rng: np.random.Generator) -> None:
     x, w = rng.standard_normal((n, 5), np.float32), rng.standard_normal((5, 7), np.float32)
     close(gshard.jit(lambda x, w: in_parts(x, w, parts), mesh=8)(x, w), as_one(x, w, parts))

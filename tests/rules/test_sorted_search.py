@@ -75,6 +75,7 @@ def test_only_what_jax_writes_is_taken_for_it() -> None:
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("n", [16, 19, 5, 1])
+@pytest.mark.one_in(2)
 def test_what_falls_is_searched_as_it_lies(side: str, n: int) -> None:
     """In unequal parts, with numbers at both ends of the type, equal ones, infinities and NaN."""
 

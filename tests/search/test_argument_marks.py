@@ -141,6 +141,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.one_in(2)
 def test_the_patched_program_has_the_plan_of_the_marks(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

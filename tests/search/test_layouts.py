@@ -55,6 +55,7 @@ def test_megatrons_plan_is_one_row() -> None:
     assert found.cost.seconds == pytest.approx(found.goal.cost.seconds, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_plan_has_the_table_as_well() -> None:
     free = gshard.search(trained(False), *RESIDUAL, mesh=LINE, machine=MACHINE, donate_argnums=0)
     assert free.layout.cost.seconds == pytest.approx(free.cost.seconds)
@@ -75,6 +76,7 @@ def test_names_inside_are_priced_as_the_marks_that_they_become(batch: int) -> No
         assert found.cost.seconds <= cost(lowered.spmd, MACHINE, lowered.donated).seconds
 
 
+@pytest.mark.slow
 def test_what_the_user_said_is_kept() -> None:
     """Names, rows of a layout, in_shardings; the table holds them too."""
     arguments = [(shape(512, 2048), shape(2048, 512))], shape(512, 512)

@@ -38,7 +38,12 @@ def applied(folder: Path, patch: str, name: str) -> Any:
 
 @pytest.mark.parametrize(
     "kind",
-    ["plain", "NNX", pytest.param("Linen", marks=pytest.mark.slow), pytest.param("Equinox", marks=pytest.mark.slow)],
+    [
+        "plain",
+        pytest.param("NNX", marks=pytest.mark.slow),
+        pytest.param("Linen", marks=pytest.mark.slow),
+        pytest.param("Equinox", marks=pytest.mark.slow),
+    ],
 )
 def test_a_patched_training_file_runs_the_plan(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The marked file has the losses, bytes, time and placement of the plan; so has the file for jax.jit."""

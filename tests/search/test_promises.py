@@ -91,6 +91,7 @@ class CountedCalls:
         return (self.calls - begun) * 1e-6, found
 
 
+@pytest.mark.slow
 def test_a_budget_is_of_all_that_a_search_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Presets, too: with all of them this search takes many times as long."""
     clock = CountedCalls()

@@ -227,6 +227,7 @@ print([found.plan.format(v) for v in found.plan.shardings], found.cost.seconds, 
 """
 
 
+@pytest.mark.slow
 def test_the_same_is_found_in_every_process() -> None:
     said = set()
     for seed in ("0", "1", "2"):
@@ -352,6 +353,7 @@ def test_several_meshes_to_choose_from() -> None:
         gshard.search(small, shape(8, 8), shape(8, 8), mesh=[*given, gshard.Mesh.abstract(a=4)], machine="h100:1x8")
 
 
+@pytest.mark.slow
 def test_marks_keep_to_the_memory() -> None:
     """Without a mark everything is everywhere, which does not fit."""
     mesh, machine = gshard.Mesh.abstract(x=8), Machine.of("h100:1x8")

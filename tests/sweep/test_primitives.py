@@ -38,7 +38,7 @@ def wrong(found: Iterable[Outcome]) -> list[str]:
 
 
 @pytest.mark.parametrize("group", [group for group in groups() if group not in COMPILE_SLOWLY])
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(10)
 def test_some_harnesses_of_every_group(group: str) -> None:
     failures: list[str] = []
     for harness in some(group):

@@ -94,6 +94,7 @@ def test_all_harnesses(at: int) -> None:
 @pytest.mark.parametrize(
     "name", [name if i % 12 == 0 else pytest.param(name, marks=pytest.mark.slow) for i, name in enumerate(CASES)]
 )
+@pytest.mark.one_in(3)
 def test_marked_programs(name: str) -> None:
     case = CASES[name]
     lowered = gshard.jit(case.function, mesh=case.jax_mesh).lower(*case.arguments)

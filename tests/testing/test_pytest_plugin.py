@@ -87,6 +87,7 @@ def run(folder: Path, *options: str, sums: int = 1) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_baseline_is_written_kept_and_failed(folder: Path) -> None:
     (folder / "tests" / "test_steps.py").write_text(STEPS)
     baselines = folder / "tests" / "collectives"

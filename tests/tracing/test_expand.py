@@ -67,6 +67,7 @@ def check(function: Callable[..., Any], arguments: tuple[Any, ...], tolerance: f
 
 
 @pytest.mark.parametrize("name, function, arguments", SOLVES, ids=[name for name, _, _ in SOLVES])
+@pytest.mark.one_in(4)
 def test_solves(name: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     """Solvers stop at a residual: what they have found agrees as well as that says."""
     check(function, arguments, 2e-4)

@@ -132,6 +132,7 @@ CASES: list[tuple[F, list[P]]] = [
 
 
 @pytest.mark.parametrize("f, expected", CASES, ids=lambda x: getattr(x, "__name__", ""))
+@pytest.mark.one_in(2)
 def test_a_look_tells_the_plan_once_and_changes_nothing(f: F, expected: list[P]) -> None:
     seen: list[NamedSharding] = []
     x = jax.device_put(X, NamedSharding(mesh(d=8), P("d")))

@@ -117,6 +117,7 @@ PROGRAMS: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
 
 
 @pytest.mark.parametrize("name, function, arguments", PROGRAMS, ids=[name for name, _, _ in PROGRAMS])
+@pytest.mark.one_in(3)
 def test_what_is_opened_is_partitioned(name: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     jitted = gshard.jit(function, mesh=8, in_shardings=tuple(P("devices") for _ in arguments), strict=True)
     assert jitted.lower(*arguments).plan.gathered == ()

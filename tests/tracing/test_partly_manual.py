@@ -302,6 +302,7 @@ DIVERGING: dict[str, Function] = {
 
 
 @pytest.mark.parametrize("name", DIVERGING)
+@pytest.mark.one_in(2)
 def test_where_devices_go_different_ways_nothing_waits_for_those_that_do_not_come(name: str) -> None:
     x = normal(16, 8)
     want = manual(DIVERGING[name], mesh_of(a=2, b=1, c=1), P("a"), P("a"), "a")(x)

@@ -230,6 +230,7 @@ FAST = {("plain", "2x4"), ("gradient", "2x4"), ("scan, carried", "8"), ("cond", 
         for mesh in MESHES
     ],
 )
+@pytest.mark.one_in(3)
 def test_a_mark_changes_no_number(name: str, mesh: str) -> None:
     f, arguments = CONTAINERS[name]
     want = jax.jit(f)(*arguments)

@@ -26,6 +26,7 @@ def parsed(text: str) -> Any:
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.one_in(3)
 def test_the_module_is_for_all_devices_with_the_shardings_of_the_plan(mesh: dict[str, int]) -> None:
     step, variables = linen_step()
     plan = exported(step, variables, X, mesh=mesh, in_shardings=(split_hidden(variables, tuple(mesh)), P()))

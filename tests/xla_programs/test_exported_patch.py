@@ -76,6 +76,7 @@ def sent(jitted: Any, *args: Any, **kwargs: Any) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.one_in(3)
 def test_the_patched_file_runs_the_plan(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     mesh = MESHES[sorted(FORMS).index(form) % 3]

@@ -20,6 +20,7 @@ def specs_by_path(specs: Any) -> dict[str, P]:
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.one_in(3)
 def test_nnx_reads_the_plan_from_its_variables(mesh: dict[str, int]) -> None:
     step, state = nnx_step()
     plan = exported(step, state, X, mesh=mesh, in_shardings=(split_hidden(state, tuple(mesh)), P()))
