@@ -32,6 +32,15 @@ def test_totals_are_those_of_the_emitted_program(attention):
     assert peak == data["totals"]["peak"] == attention.cost("v3:2x2").peak
 
 
+def test_the_page_tells_what_collectives_are_for(attention):
+    notes = dict(attention.data()["notes"])
+    rows = notes["What the collectives are for"]
+    assert len(rows) == len(attention.purposes) > 1
+    assert sum(p.bytes for p in attention.purposes) == attention.total_bytes
+    for row, purpose in zip(rows, attention.purposes, strict=True):
+        assert row.startswith(f"{purpose.purpose}: {purpose.kind} over {purpose.axes} ×{purpose.times}, ")
+
+
 def test_reasons_lead_to_marks(attention):
     """Following the rows of the data ends at a mark or argument, as the text's chain does."""
     tensors = attention.data()["tensors"]

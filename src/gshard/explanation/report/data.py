@@ -9,7 +9,7 @@ import jax
 
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
-from gshard.core.program import Equation, Program, Value
+from gshard.core.program import Equation, Program, Value, format_bytes
 from gshard.core.spmd import Collective, SpmdProgram
 from gshard.device.cost import BOUNDS, Cost
 from gshard.device.fusion_model import COLLECTIVE
@@ -20,6 +20,7 @@ from gshard.device.origin import cause_of, origins
 from gshard.explanation.advice import advice
 from gshard.explanation.difference import FORMAT
 from gshard.explanation.merged_collectives import MergedCollective
+from gshard.explanation.purposes import Purposes
 from gshard.explanation.report.places import Places
 from gshard.explanation.report.tensors import tensor_rows
 from gshard.explanation.rows import TensorRow, called
@@ -65,6 +66,8 @@ class Explained(Protocol):
     def total_bytes(self) -> int: ...
     @property
     def names(self) -> ArrayNames: ...
+    @property
+    def purposes(self) -> Purposes: ...
 
 
 def report_data(
@@ -165,7 +168,11 @@ def _words(equations: int) -> dict[str, str]:
 
 def _notes(explanation: Explained) -> list[tuple[str, list[str]]]:
     """Lists that stand below the totals where they are not empty, with their titles."""
+    purposes = [
+        f"{p.purpose}: {p.kind} over {p.axes} ×{p.times}, {format_bytes(p.bytes)}" for p in explanation.purposes
+    ]
     notes = (
+        ("What the collectives are for", purposes),
         ("Work that every device repeats, and devices without work", explanation.replicated),
         ("Results returned in fewer shards than they have inside", explanation.returned),
         ("No rule, so operands are gathered", explanation.gathered),
