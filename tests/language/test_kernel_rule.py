@@ -40,6 +40,31 @@ def scan(x: Any) -> Any:
     return jax.lax.scan(lambda c, row: (c + row, c * row), jnp.zeros(x.shape[1:]), x)[1]
 
 
+def recurrent(x: Any, w: Any) -> Any:
+    """Rows of dimension 1 are time steps; each has a product, whose features are summed over."""
+    step = lambda h, row: (jnp.tanh(row + h @ w), h)  # noqa: E731
+    return jax.lax.scan(step, jnp.zeros_like(x[:, 0]), jnp.moveaxis(x, 1, 0), reverse=True)[1]
+
+
+def nested(x: Any) -> Any:
+    """A scan in a scan, whose carry is a sum over the inner one."""
+
+    def inner(total: Any, row: Any) -> Any:
+        return total + jnp.where(row > 0, row, 0), None
+
+    return jax.lax.scan(lambda c, rows: (c + jax.lax.scan(inner, c, rows)[0], c), jnp.zeros(x.shape[2:]), x)
+
+
+def transposing(x: Any) -> Any:
+    """A carry whose dimensions change places in each iteration."""
+    return jax.lax.scan(lambda c, row: (c.T + row, None), jnp.zeros(x.shape[1:]), x)[0]
+
+
+def summed_inside(x: Any, w: Any) -> Any:
+    """What each iteration stacks is a sum over a dimension of its rows."""
+    return jax.lax.scan(lambda c, row: (c, jnp.sum(row * w)), 0.0, x)[1]
+
+
 FLOAT = "float32"
 HEADS = (4, 6, 8, 16), (4, 10, 4, 16), (4, 10, 4, 16)
 # The function, its arguments, the rule on the mesh, and that of its gradient.
@@ -68,7 +93,17 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], str, str
     "merged dimensions": (lambda x: jnp.sin(x).reshape(-1), ((4, 6),), "a b -> (a b)", "a b, (a b) -> a b"),
     "with itself": (lambda x: x @ x.T, ((4, 6),), "a b -> a a; add over b=6; replicate a", ""),
     "neighbours": (lambda x: jnp.roll(x, 1, 0), ((4, 6),), "a b -> a b; replicate a", "a b, a b -> a b; replicate a"),
-    "loop": (scan, ((4, 6),), "a b -> c d; replicate a b c d", ""),
+    "halves": (
+        lambda x: jnp.concatenate([x[:, :3] * 2, x[:, 3:]], 1), ((4, 6),), "a (b c) -> a (b c); replicate b c", ""
+    ),
+    "loop": (scan, ((4, 6),), "a b -> a b; replicate a", "a b, a b -> a b; replicate a"),
+    "recurrent": (
+        recurrent, ((4, 5, 6), (6, 6)), "a b c, c c -> b a c; replicate b c",
+        "a b c, c c, b a c -> a b c, c c; replicate a b c",
+    ),
+    "nested loops": (nested, ((3, 5, 6),), "a b c -> c, a c; replicate a b", ""),
+    "loop that transposes": (transposing, ((3, 6, 6),), "a b b -> b b; replicate a b", ""),
+    "loop with a sum": (summed_inside, ((3, 6), (6,)), "a b, b -> a; replicate a b", ""),
 }  # fmt: skip
 
 

@@ -41,12 +41,24 @@ def tokens_of_experts(x: Any, w: Any) -> Any:
     return jax.nn.gelu(jnp.einsum("etm,emh->eth", x, w))
 
 
+def recurrent(x: Any, w: Any) -> Any:
+    """Dimension 1 is time; each step has a product."""
+    step = lambda h, row: (jnp.tanh(row + h @ w), h)  # noqa: E731
+    return jnp.moveaxis(jax.lax.scan(step, jnp.zeros_like(x[:, 0]), jnp.moveaxis(x, 1, 0))[1], 0, 1)
+
+
+def gated(a: Any, b: Any) -> Any:
+    return jax.lax.associative_scan(lambda x, y: (x[0] * y[0], x[1] * y[0] + y[1]), (a, b), axis=1)[1]
+
+
 KERNELS: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
     "attention, shared keys": (fast_attention, attention, ((3, 4, 4, 3), (3, 4, 2, 3), (3, 4, 2, 3))),
     "attention, 6 heads, batch of 5": (fast_attention, attention, ((5, 4, 6, 3), (5, 4, 6, 3), (5, 4, 6, 3))),
     "product": (lambda x, w: (x.T * 1.0).T @ w, lambda x, w: x @ w, ((4, 6), (6, 7))),
     "norm": (norm, norm, ((4, 5, 6), (6,))),
     "adam": (adam, adam, ((4, 7),) * 3 + ((4, 7),)),
+    "recurrent": (recurrent, recurrent, ((6, 3, 4), (4, 4))),
+    "gated": (gated, gated, ((4, 6, 4), (4, 6, 4))),
     "experts": (tokens_of_experts, tokens_of_experts, ((6, 5, 4), (6, 4, 2))),
 }  # fmt: skip
 

@@ -226,8 +226,15 @@ def traced_together(a: Any, b: Any) -> bool:
 
 
 def jaxpr_without_dead_code(jaxpr: Any) -> Any:
-    """The jaxpr without equations that no result needs; all its inputs stay."""
-    return _partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
+    """The (closed) jaxpr without equations that no result needs; all its inputs stay."""
+    body, consts = closed(jaxpr)
+    needed = _partial_eval.dce_jaxpr(body, [True] * len(body.outvars), instantiate=True)[0]
+    return needed if body is jaxpr else _extend_core.ClosedJaxpr(needed, consts)
+
+
+def is_tree_of_operands(x: Any) -> bool:
+    """Whether a parameter is the structure in which newer JAX keeps the operands of a scan. ``==`` compares two."""
+    return type(x).__module__ == "jax._src.flattree"
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:

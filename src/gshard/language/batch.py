@@ -27,7 +27,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 from gshard.comm.collectives import KINDS
 from gshard.comm.shards import Shards
-from gshard.core.jax_adapter import bind, closed
+from gshard.core.jax_adapter import bind, closed, is_tree_of_operands
 from gshard.core.jax_adapter_retracing import as_outside
 from gshard.core.rule import Rule, RuleMaker
 from gshard.language.call import Call
@@ -210,7 +210,7 @@ def same(x: Any, y: Any) -> bool:
     if dataclasses.is_dataclass(x):
         return all(same(getattr(x, f.name), getattr(y, f.name)) for f in dataclasses.fields(x))
     comparable = bool | int | float | complex | str | bytes | np.dtype | jax.core.ShapedArray | jax.tree_util.PyTreeDef
-    return isinstance(x, comparable) and bool(x == y)
+    return (isinstance(x, comparable) or is_tree_of_operands(x)) and bool(x == y)
 
 
 def _same_jaxprs(x: Any, y: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from gshard.core.errors import ShardingError
-from gshard.core.jax_adapter import bind, called_jaxpr, closed, shapes_of, user_line
+from gshard.core.jax_adapter import bind, called_jaxpr, closed, jaxpr_without_dead_code, shapes_of, user_line
 from gshard.language.ledger import RESULT_SHARDINGS
 from gshard.language.mark_primitive import name_p
 from gshard.language.per_device import CONSTRAINTS
@@ -18,6 +18,8 @@ from gshard.language.per_device import CONSTRAINTS
 
 def flat(jaxpr: Any) -> Any:
     """A closed jaxpr with the equations of calls in place of them, and without names of dimensions.
+
+    The bodies of scans are flat too, and have no equations that no result needs.
 
     Raises:
         ShardingError: an equation is a mark or a sharding constraint, or has a sharding over axes of a mesh.
@@ -31,11 +33,26 @@ def flat(jaxpr: Any) -> Any:
         if called is None:
             _refuse_shardings(eqn)
             params = {k: None if k in RESULT_SHARDINGS else _as_python(v) for k, v in eqn.params.items()}
+            if eqn.primitive.name == "slice":
+                params |= _slice_parameters(params, eqn.outvars[0].aval.shape)
+            if eqn.primitive.name == "scan":
+                params["jaxpr"] = flat(jaxpr_without_dead_code(params["jaxpr"]))
             return bind(eqn.primitive, params, operands)
         inner, own = closed(called)
         return evaluate(inner, own, operands, run, lambda x: x)
 
     return jax.make_jaxpr(lambda *arrays: evaluate(body, consts, arrays, run, lambda x: x))(*shapes_of(jaxpr.in_avals))
+
+
+def _slice_parameters(params: Mapping[str, Any], shape: Sequence[int]) -> dict[str, Any]:
+    """The limits and strides of a slice as the rule of slices writes them: limits follow the last element."""
+    strides = params["strides"] or (1,) * len(shape)
+    strides = tuple(1 if n == 1 else stride for n, stride in zip(shape, strides, strict=True))
+    ends = zip(params["start_indices"], shape, strides, strict=True)
+    return {
+        "strides": strides,
+        "limit_indices": tuple(first + (n - 1) * stride + 1 if n else first for first, n, stride in ends),
+    }
 
 
 def _as_python(value: Any) -> Any:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Literal
 
-from gshard.core.jax_adapter import closed
+from gshard.core.jax_adapter import closed, scan_counts
 from gshard.core.program import Constant
 from gshard.core.rule import COMMUNICATE, PARALLEL, REDUCE, REPLICATE, Rule
 from gshard.language.call import Call
@@ -34,14 +34,16 @@ class Step:
     """One equation of the function.
 
     Attributes:
-        rule: its rule; None if none of its loops may be split, as in an equation with bodies.
+        rule: its rule; None if none of its loops may be split, as in an equation with bodies that is no scan.
         loops: the loop of each factor.
         is_read: whether a result of the function depends on it.
+        body: the equations of the body of a scan.
     """
 
     rule: Rule | None
     loops: tuple[int, ...]
     is_read: bool
+    body: tuple[Step, ...] = ()
 
 
 class LoopTable:
@@ -164,24 +166,61 @@ def loops_of(jaxpr: Any) -> FunctionLoops:
 
     Equations that no result depends on join loops, and do nothing else.
     """
-    body, consts = closed(jaxpr)
-    read = _read_equations(body)
-    table, steps = LoopTable(), list[Step]()
+    reader = _Reader()
+    arguments = [[[reader.table.new(n)] for n in v.aval.shape] for v in closed(jaxpr)[0].invars]
+    values, steps = reader.read(jaxpr, arguments, 1)
+    return FunctionLoops(reader.table, steps, reader.flops, reader.products, arguments, values)
 
-    def whole(shape: Sequence[int]) -> list[Loops]:
-        loops = [table.new(n) for n in shape]
-        table.keep_whole(loops)
+
+class _Reader:
+    """Reads equations, and joins their loops.
+
+    Attributes:
+        table: the loops so far.
+        flops, products: operations so far, and those of matrix products.
+    """
+
+    def __init__(self) -> None:
+        self.table = LoopTable()
+        self.flops = self.products = 0
+
+    def read(
+        self, jaxpr: Any, arguments: Sequence[list[Loops]], times: int
+    ) -> tuple[list[list[Loops]], tuple[Step, ...]]:
+        """The loops of the results of a jaxpr, and its equations.
+
+        Args:
+            jaxpr: the closed jaxpr.
+            arguments: the loops of its arguments.
+            times: how often it runs.
+        """
+        body, consts = closed(jaxpr)
+        read, steps = _read_equations(body), list[Step]()
+
+        def run(eqn: Any, operands: Sequence[list[Loops]]) -> list[list[Loops]]:
+            one = self._scan if eqn.primitive.name == "scan" and eqn in read else self._equation
+            step, results = one(eqn, operands, eqn in read, times)
+            steps.append(step)
+            return results
+
+        return evaluate(body, consts, arguments, run, lambda x: self._whole(np.shape(x))), tuple(steps)
+
+    def _whole(self, shape: Sequence[int]) -> list[Loops]:
+        loops = [self.table.new(n) for n in shape]
+        self.table.keep_whole(loops)
         return [[loop] for loop in loops]
 
-    def step(eqn: Any, operands: Sequence[list[Loops]]) -> list[list[Loops]]:
+    def _equation(
+        self, eqn: Any, operands: Sequence[list[Loops]], is_read: bool, times: int
+    ) -> tuple[Step, list[list[Loops]]]:
+        table = self.table
         rule = None if eqn.primitive.name in REGIONS else rule_of(call_of(eqn), eqn.source_info)
         if rule is None or rule.on_mesh is not None or not rule.is_free:
             table.keep_whole(loop for dims in operands for dim in dims for loop in dim)
-            steps.append(Step(None, (), eqn in read))
-            return [whole(v.aval.shape) for v in eqn.outvars]
+            return Step(None, (), is_read), [self._whole(v.aval.shape) for v in eqn.outvars]
         loops = tuple(table.new(factor.size) for factor in rule.factors)
-        joins = [factor.kind in (PARALLEL, REDUCE) or eqn in read for factor in rule.factors]
-        for loop, factor in zip(loops, rule.factors, strict=True) if eqn in read else ():
+        joins = [factor.kind in (PARALLEL, REDUCE) or is_read for factor in rule.factors]
+        for loop, factor in zip(loops, rule.factors, strict=True) if is_read else ():
             if factor.kind in (COMMUNICATE, REPLICATE):
                 table.keep_whole([loop])
             elif factor.kind == REDUCE:
@@ -190,14 +229,28 @@ def loops_of(jaxpr: Any) -> FunctionLoops:
             for dim, own in zip(dims, factors, strict=True):
                 if all(joins[f] for f in own):
                     table.join(dim, [loops[f] for f in own])
-        steps.append(Step(rule, loops, eqn in read))
-        return [[[loops[f] for f in own] for own in dims] for dims in rule.results]
+        if is_read:
+            self.flops += rule.flops * times
+            self.products += rule.flops * times if _multiplies(rule) else 0
+        return Step(rule, loops, is_read), [[[loops[f] for f in own] for own in dims] for dims in rule.results]
 
-    arguments = [[[table.new(n)] for n in v.aval.shape] for v in body.invars]
-    values = evaluate(body, consts, arguments, step, lambda x: whole(np.shape(x)))
-    rules = [step.rule for step in steps if step.rule is not None and step.is_read]
-    products = sum(rule.flops for rule in rules if _multiplies(rule))
-    return FunctionLoops(table, tuple(steps), sum(rule.flops for rule in rules), products, arguments, values)
+    def _scan(
+        self, eqn: Any, operands: Sequence[list[Loops]], is_read: bool, times: int
+    ) -> tuple[Step, list[list[Loops]]]:
+        """The iterations of a scan are one loop that stays whole. A carry has the same loops before and after."""
+        consts, carry = scan_counts(eqn.params)
+        first, length = consts + carry, int(eqn.params["length"])
+        iterations = self.table.new(length)
+        self.table.keep_whole([iterations])
+        for dims in operands[first:]:
+            self.table.join(dims[0], [iterations])
+        inside = [*operands[:first], *(dims[1:] for dims in operands[first:])]
+        results, steps = self.read(eqn.params["jaxpr"], inside, times * length)
+        for before, after in zip(operands[consts:first], results, strict=False):
+            for some, others in zip(before, after, strict=True):
+                self.table.join(some, others)
+        stacked = [[[iterations], *dims] for dims in results[carry:]]
+        return Step(None, (), is_read, steps), [*operands[consts:first], *stacked]
 
 
 def _multiplies(rule: Rule) -> bool:

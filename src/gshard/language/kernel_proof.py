@@ -22,7 +22,7 @@ import numpy as np
 
 from gshard.comm.shards import Shards
 from gshard.core.errors import GShardError
-from gshard.core.jax_adapter import bind, closed, jaxpr_without_dead_code, no_mesh_set
+from gshard.core.jax_adapter import bind, closed, jaxpr_without_dead_code, no_mesh_set, scan_counts, shapes_of
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.program import Constant, Equation, Value
 from gshard.core.rule import Rule
@@ -69,18 +69,9 @@ def runs_on_shards(
         mesh: the devices.
         split: the split of ``rule``.
     """
-    body, consts = closed(plain)
-    following = iter(steps)
-
-    def run(eqn: Any, operands: Sequence[_Part]) -> list[_Part]:
-        step = next(following)
-        if not step.is_read:
-            return [_Part(None, {}) for _ in eqn.outvars]
-        return _on_shards(eqn, step, operands, atoms_of_loop, mesh)
 
     def emitted(*shards: Any) -> list[Any]:
-        arguments = [_Part(x, {}) for x in shards]
-        results = evaluate(body, consts, arguments, run, lambda x: _Part(x, {}))
+        results = _evaluate(plain, shards, steps, atoms_of_loop, mesh)
         for i, part in enumerate(results):
             if dict(part.unreduced) != dict(result_sharding(rule, i, split).unreduced):
                 raise _NotProven
@@ -93,6 +84,56 @@ def runs_on_shards(
     except (_NotProven, GShardError):
         return False
     return _same_programs(first, on_shards)
+
+
+def _evaluate(
+    jaxpr: Any, arguments: Sequence[Any], steps: Sequence[Step], atoms_of_loop: Callable[[int], Atoms], mesh: Mesh
+) -> list[_Part]:
+    """Runs the equations of a closed jaxpr on shards.
+
+    Raises:
+        _NotProven: one of them cannot be split so, or communicates.
+    """
+    body, consts = closed(jaxpr)
+    following = iter(steps)
+
+    def run(eqn: Any, operands: Sequence[_Part]) -> list[_Part]:
+        step = next(following)
+        if not step.is_read:
+            return [_Part(None, {}) for _ in eqn.outvars]
+        one = _scan_on_shards if step.body else _on_shards
+        return one(eqn, step, operands, atoms_of_loop, mesh)
+
+    return evaluate(body, consts, [_Part(x, {}) for x in arguments], run, lambda x: _Part(x, {}))
+
+
+def _scan_on_shards(
+    eqn: Any, step: Step, operands: Sequence[_Part], atoms_of_loop: Callable[[int], Atoms], mesh: Mesh
+) -> list[_Part]:
+    """Runs a scan whose body runs on shards.
+
+    Raises:
+        _NotProven: its body cannot be split so, or a value that enters or leaves it is unreduced.
+    """
+    consts, carry = scan_counts(eqn.params)
+    first = consts + carry
+    if any(part.unreduced for part in operands):
+        raise _NotProven
+    arrays = [part.array for part in operands]
+    avals = [jax.typeof(x) for x in arrays]
+    avals[first:] = [aval.update(shape=aval.shape[1:]) for aval in avals[first:]]
+
+    def body(*shards: Any) -> list[Any]:
+        results = _evaluate(eqn.params["jaxpr"], shards, step.body, atoms_of_loop, mesh)
+        if any(part.unreduced for part in results):
+            raise _NotProven
+        return [part.array for part in results]
+
+    on_shards = jax.make_jaxpr(body)(*shapes_of(avals))
+    carried = zip(avals[consts:first], on_shards.out_avals, strict=False)
+    if any(before.shape != after.shape for before, after in carried):
+        raise _NotProven
+    return [_Part(x, {}) for x in bind(eqn.primitive, {**eqn.params, "jaxpr": on_shards}, arrays)]
 
 
 def _on_shards(
