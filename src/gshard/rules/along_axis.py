@@ -1,0 +1,84 @@
+"""Helps rules of operators that work along one dimension of an array, while all other dimensions are parallel."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from gshard.comm.shards import Shards, mask, rest_bytes
+from gshard.core.mesh import Atoms, Mesh
+from gshard.core.rule import RuleMaker
+from gshard.core.split import Split
+
+Dim = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AlongAxis:
+    """An array, and the dimension along which an operator works.
+
+    Attributes:
+        shape: the shape of the array.
+        axis: the number of the dimension.
+        dims: the factors of all dimensions.
+    """
+
+    shape: tuple[int, ...]
+    axis: int
+    dims: list[Dim]
+
+    @staticmethod
+    def of(make: RuleMaker, shape: Sequence[int], axis: int, create: Callable[[int], Dim] | None = None) -> AlongAxis:
+        """New factors of an array.
+
+        Args:
+            make: the maker of the rule.
+            shape: the shape of the array.
+            axis: the dimension along which the operator works.
+            create: creates the factor of this dimension; None for ``make.communicate``.
+        """
+        create = create or make.communicate
+        dims = [create(n) if d == axis else make.factor(n) for d, n in enumerate(shape)]
+        return AlongAxis(tuple(shape), axis, dims)
+
+    @property
+    def dim(self) -> Dim:
+        """The factor of the dimension."""
+        return self.dims[self.axis]
+
+    @property
+    def size(self) -> int:
+        """The global size of the dimension."""
+        return self.shape[self.axis]
+
+    @property
+    def other_dims(self) -> list[Dim]:
+        """The factors of all other dimensions."""
+        return [dim for d, dim in enumerate(self.dims) if d != self.axis]
+
+    def replaced(self, dim: Dim) -> list[Dim]:
+        """The factors with another factor in place of the dimension's."""
+        return [dim if d == self.axis else other for d, other in enumerate(self.dims)]
+
+    def atoms(self, shards: Shards) -> Atoms:
+        """The atoms over which the dimension is split."""
+        return shards.atoms(self.dim[0])
+
+    def parts(self, mesh: Mesh, split: Split) -> int:
+        """The number of parts of the dimension."""
+        return mesh.count(split.get(self.dim[0], ()))
+
+    def others(self, mesh: Mesh, split: Split) -> int:
+        """The number of elements of one device's part for each position along the dimension."""
+        return rest_bytes(self.shape, np.int8, self.axis, self.dims, split, mesh)
+
+    def is_padded(self, shards: Shards) -> bool:
+        """Whether the parts have padding along the dimension."""
+        return self.size % shards.mesh.count(self.atoms(shards)) != 0
+
+    def fill_padding(self, shards: Shards, x: Any, fill: Any) -> Any:
+        """One device's part with ``fill`` in place of its padding."""
+        return mask(x, self.axis, self.size, self.atoms(shards), fill) if self.is_padded(shards) else x
