@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
+from gshard.comm.route import Route
 from gshard.comm.shards import Shards, mask, rest_bytes
 from gshard.core.mesh import Atoms, Mesh
+from gshard.core.program import itemsize
 from gshard.core.rule import RuleMaker
 from gshard.core.split import Split
 
@@ -74,6 +76,30 @@ class AlongAxis:
     def others(self, mesh: Mesh, split: Split) -> int:
         """The number of elements of one device's part for each position along the dimension."""
         return rest_bytes(self.shape, np.int8, self.axis, self.dims, split, mesh)
+
+    def gather_bytes(self, dtypes: Iterable[Any], count: int = 1) -> Callable[[Mesh, Split], int]:
+        """The value of ``sends`` for a rule that gathers some elements of each part along the dimension.
+
+        Args:
+            dtypes: the dtypes of the arrays that are gathered.
+            count: the number of elements of each part, or the size of the part if that is less.
+        """
+        each = sum(map(itemsize, dtypes))
+
+        def sends(mesh: Mesh, split: Split) -> int:
+            parts = self.parts(mesh, split)
+            return (parts - 1) * min(count, -(-self.size // parts)) * self.others(mesh, split) * each
+
+        return sends
+
+    def route_bytes(self, dtype: Any, route: Callable[[int], Route]) -> Callable[[Mesh, Split], int]:
+        """The value of ``sends`` for a rule that sends chunks along the dimension; ``route(parts)`` is their route."""
+
+        def sends(mesh: Mesh, split: Split) -> int:
+            parts = self.parts(mesh, split)
+            return self.others(mesh, split) * itemsize(dtype) * sum(route(parts).messages) if parts > 1 else 0
+
+        return sends
 
     def is_padded(self, shards: Shards) -> bool:
         """Whether the parts have padding along the dimension."""

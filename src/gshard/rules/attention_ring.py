@@ -150,13 +150,7 @@ def ring_bytes(
 
 
 def _exchanged_bytes(shapes: Mapping[str, tuple[int, ...]], sizes: Mapping[str, int], gradient: bool) -> int:
-    """The bytes of the operands and results, which devices exchange before and after.
-
-    Args:
-        shapes: the shapes of one device's parts of the operands.
-        sizes: their bytes.
-        gradient: whether devices compute the gradient.
-    """
+    """The bytes of the operands and results, which devices exchange before and after; ``sizes`` are in bytes."""
     operands = sum(sizes[name] for name in ("q", "k", "v"))
     if gradient:
         return 2 * operands + sum(sizes[name] for name in ("lse", "delta", "dout"))
@@ -179,14 +173,7 @@ def gradient_on_ring(shards: Shards, sequences: Sequences, atoms: Atoms, arrays:
 
 
 class _Ring:
-    """Computes attention of one device's queries with all keys.
-
-    Args:
-        shards: the equation on this device.
-        sequences: the positions that devices hold.
-        rotation: the ring of devices.
-        arrays: this device's parts of the operands, by name.
-    """
+    """Computes attention of one device's queries with all keys."""
 
     def __init__(self, shards: Shards, sequences: Sequences, rotation: Rotation, arrays: _Arrays) -> None:
         self._shards, self._sequences, self._rotation = shards, sequences, rotation
@@ -306,14 +293,8 @@ class _Ring:
     def _pairs(self, arrays: _Arrays, steps: Any, names: Sequence[str]) -> tuple[Any, list[Any]]:
         """Computes the two pairs of halves of queries and passing keys that count.
 
-        Queries in the upper half always see the keys in the lower half. In addition, the queries in the lower half see
-        the keys in the lower half if the keys come from an earlier device. Otherwise the queries in the upper half see
-        the keys in the upper half.
-
-        Args:
-            arrays: the operands, with the passing keys.
-            steps: the keys come from the device this number of steps behind.
-            names: the names of the operands.
+        Queries in the upper half always see the keys in the lower half. In addition, the lower halves see each other
+        if the keys come from an earlier device, and the upper halves otherwise.
 
         Returns:
             whether the keys come from an earlier device; the results, stacked over the two pairs in this order.

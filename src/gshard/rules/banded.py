@@ -25,8 +25,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
 
 from gshard.comm.collectives import sent_bytes
 from gshard.comm.halo import Window
@@ -37,14 +35,13 @@ from gshard.core.program import itemsize
 from gshard.core.rule import Rule, RuleMaker
 from gshard.core.split import Split
 from gshard.core.xla_workarounds import taken
+from gshard.language.function_primitive import function_primitive
 from gshard.language.registry import Call, rule
 from gshard.rules.along_axis import AlongAxis
 
 # The largest number of elements that a result may read. A matrix unit multiplies 128 elements at a time, and takes no
 # longer if most of them are zero.
 MOST = 64
-
-banded_p = Primitive("banded")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -177,7 +174,6 @@ def _has_infinities(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.floating))
 
 
-@banded_p.def_impl
 def _run(x: Any, *, band: Band, dim: int, dtype: Any) -> Any:
     window = band.window(1)
     (starts,), (weights,) = band.within(1)
@@ -187,12 +183,11 @@ def _run(x: Any, *, band: Band, dim: int, dtype: Any) -> Any:
     return _product(x, nonfinite, starts, jnp.asarray(weights), dim, dtype)
 
 
-@banded_p.def_abstract_eval
 def _shape(x: Any, *, band: Band, dim: int, dtype: Any) -> Any:
     return jax.core.ShapedArray((*x.shape[:dim], band.m, *x.shape[dim + 1 :]), dtype)
 
 
-mlir.register_lowering(banded_p, mlir.lower_fun(_run, multiple_results=False))
+banded_p = function_primitive("banded", _run, _shape)
 
 
 @rule("banded")

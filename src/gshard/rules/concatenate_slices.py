@@ -16,17 +16,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
 
 from gshard.core.rule import Rule
+from gshard.language.function_primitive import function_primitive
 from gshard.language.registry import Call, rule
 from gshard.rules.joining import joined
 
-concatenate_slices_p = Primitive("concatenate_slices")
 
-
-@concatenate_slices_p.def_impl
 def _run(*xs: Any, dimension: int, slices: Sequence[tuple[int, int]], added: bool) -> Any:
     array = next(x for x in xs if x.shape)
 
@@ -48,14 +44,13 @@ def with_zero(x: Any) -> Any:
     return jnp.where(x == 0, jnp.zeros((), x.dtype), x)
 
 
-@concatenate_slices_p.def_abstract_eval
 def _shape(*xs: Any, dimension: int, slices: Sequence[tuple[int, int]], added: bool) -> Any:
     array = next(x for x in xs if x.shape)
     length = sum(end - start for start, end in slices)
     return jax.core.ShapedArray(tuple(length if d == dimension else n for d, n in enumerate(array.shape)), array.dtype)
 
 
-mlir.register_lowering(concatenate_slices_p, mlir.lower_fun(_run, multiple_results=False))
+concatenate_slices_p = function_primitive("concatenate_slices", _run, _shape)
 
 
 @rule("concatenate_slices", same_on_parts=True)

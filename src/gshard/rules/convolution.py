@@ -7,7 +7,6 @@ the elements of a dilated operand are not multiplied.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -18,46 +17,16 @@ import numpy as np
 from jax import lax
 
 from gshard.comm.halo import Window
+from gshard.comm.halo_windows import HaloWindows
 from gshard.comm.shards import Shards
 from gshard.core.mesh import Mesh
 from gshard.core.rule import REDUCE, Rule, RuleMaker
 from gshard.core.split import Split
 from gshard.language.registry import Call, rule
 from gshard.rules.contract import in_either_finite_operand, in_either_operand
-from gshard.rules.halo_windows import HaloWindows
 from gshard.rules.window import fetch_reached, reached_length, sliding
 
 Convolve = Callable[[Any, Any], list[Any]]
-
-
-def sliding_with_kernel(
-    n: int, m: int, size: int, stride: int, low: int, base: int, dilation: int
-) -> Callable[[int], Window]:
-    """The window of an operand that each part of a kernel reads, for all results. Arguments as for ``sliding``."""
-
-    def window(parts: int) -> Window:
-        local = -(-size // parts)
-        extent = (local - 1) * dilation + (m - 1) * stride + 1 if local and m else 0
-        return Window(n, -low, local * dilation, parts, max(extent, 0), base)
-
-    return window
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _SplitKernel:
-    """A spatial dimension of a kernel that is longer than the result.
-
-    Attributes:
-        dim: the dimension of the kernel.
-        operand_dim: the dimension of the operand along which the kernel slides.
-        size: the size of the kernel.
-        dilation: the dilation of the kernel.
-    """
-
-    dim: int
-    operand_dim: int
-    size: int
-    dilation: int
 
 
 @rule("conv_general_dilated")
@@ -93,7 +62,7 @@ def conv_general_dilated(call: Call) -> Rule:
     out[out_spec[0]] = batch
     out[out_spec[1]] = group + out_features
     windows: dict[int, Callable[[int], Window]] = {}
-    split_kernels: list[_SplitKernel] = []
+    long_kernels: list[tuple[int, int, int]] = []  # dimensions of kernel and operand, and the dilation of the kernel
     for i, (lhs_dim, rhs_dim, out_dim) in enumerate(zip(lhs_spec[2:], rhs_spec[2:], out_spec[2:], strict=True)):
         n, size, m = lhs_shape[lhs_dim], rhs_shape[rhs_dim], out_shape[out_dim]
         stride, low = p["window_strides"][i], p["padding"][i][0]
@@ -105,8 +74,8 @@ def conv_general_dilated(call: Call) -> Rule:
         else:
             lhs[lhs_dim] = rhs[rhs_dim] = make.factor(size, REDUCE, "add")
             out[out_dim] = make.replicate(m)
-            split_kernels.append(_SplitKernel(rhs_dim, lhs_dim, size, dilation))
-            windows[lhs_dim] = sliding_with_kernel(n, m, size, stride, low, base, dilation)
+            long_kernels.append((rhs_dim, lhs_dim, dilation))
+            windows[lhs_dim] = sliding(n, size, m, dilation, low, base, stride)  # results slide over the kernel
     moved = [d in windows and 0 not in out_shape for d in range(len(lhs))]
     halos = HaloWindows(lhs, moved, lambda d, parts: windows[d](parts))
 
@@ -129,8 +98,8 @@ def conv_general_dilated(call: Call) -> Rule:
             feature_group_count=groups if feature_groups > 1 else 1,
             batch_group_count=groups if batch_groups > 1 else 1,
         )
-        for split_kernel in split_kernels:
-            convolve = _without_kernel_padding(shards, convolve, split_kernel)
+        for rhs_dim, lhs_dim, dilation in long_kernels:
+            convolve = _without_kernel_padding(shards, convolve, rhs_dim, lhs_dim, dilation)
         return convolve(x, kernel)
 
     def sends(mesh: Mesh, split: Split) -> int:
@@ -143,16 +112,17 @@ def conv_general_dilated(call: Call) -> Rule:
     )  # fmt: skip
 
 
-def _without_kernel_padding(shards: Shards, convolve: Convolve, kernel: _SplitKernel) -> Convolve:
+def _without_kernel_padding(shards: Shards, convolve: Convolve, rhs_dim: int, lhs_dim: int, dilation: int) -> Convolve:
     """The convolution without the padding at the end of a split kernel.
 
     Zeros in place of the padding would give NaN where the operand is infinite. So there is one convolution for each
     length of the parts.
     """
-    atoms = shards.atoms(shards.rule.operands[1][kernel.dim][0])
-    parts = shards.mesh.count(atoms)
-    local = -(-kernel.size // parts)
-    lengths = [max(0, min(local, kernel.size - i * local)) for i in range(parts)]
+    (factor,) = shards.rule.operands[1][rhs_dim]
+    atoms = shards.atoms(factor)
+    parts, size = shards.mesh.count(atoms), shards.rule.factors[factor].size
+    local = -(-size // parts)
+    lengths = [max(0, min(local, size - i * local)) for i in range(parts)]
     if len(set(lengths)) == 1:
         return convolve
 
@@ -160,14 +130,12 @@ def _without_kernel_padding(shards: Shards, convolve: Convolve, kernel: _SplitKe
         def run(x: Any, y: Any) -> list[Any]:
             if not n:
                 return [jnp.zeros(shards.out_shape(), shards.equation.outputs[0].dtype)]
-            read = x.shape[kernel.operand_dim] - (local - n) * kernel.dilation
-            x = lax.slice_in_dim(x, 0, read, axis=kernel.operand_dim)
-            return convolve(x, lax.slice_in_dim(y, 0, n, axis=kernel.dim))
+            x = lax.slice_in_dim(x, 0, x.shape[lhs_dim] - (local - n) * dilation, axis=lhs_dim)
+            return convolve(x, lax.slice_in_dim(y, 0, n, axis=rhs_dim))
 
         return run
 
     distinct = sorted(set(lengths))
     branches = [of_length(n) for n in distinct]
-    branch_of_part = np.array([distinct.index(n) for n in lengths], np.int32)
-    branch = jnp.asarray(branch_of_part)[lax.axis_index(atoms)]
+    branch = jnp.asarray(np.array([distinct.index(n) for n in lengths], np.int32))[lax.axis_index(atoms)]
     return lambda x, y: lax.switch(branch, branches, x, y)

@@ -99,24 +99,6 @@ def _times(x: Any, constant: int) -> tuple[Any, Any]:
     return high + x * c_high, x * jnp.uint32(c_low)
 
 
-@rule("random_wrap")
-def random_wrap(call: Call) -> Rule:
-    """The words of a key (the last dimensions) cannot be split."""
-    make = RuleMaker()
-    dims = make.parallel(call.out_shapes[0])
-    words = [make.replicate(n) for n in call.in_shapes[0][len(dims) :]]
-    return make.rule([[*dims, *words]], [dims])
-
-
-@rule("random_unwrap")
-def random_unwrap(call: Call) -> Rule:
-    """The words of a key (the last dimensions) cannot be split."""
-    make = RuleMaker()
-    dims = make.parallel(call.in_shapes[0])
-    words = [make.replicate(n) for n in call.out_shapes[0][len(dims) :]]
-    return make.rule([dims], [[*dims, *words]])
-
-
 # Implementations that treat each key independently. ``unsafe_rbg`` does not: its results depend on the first key and on
 # the number of keys.
 _INDEPENDENT_KEYS = ("key<fry>", "key<rbg>")

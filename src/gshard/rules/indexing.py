@@ -74,28 +74,12 @@ def gather(call: Call) -> Rule:
     operand_shape, indices_shape = call.in_shapes
     make = RuleMaker()
     batch = make.parallel(indices_shape[:-1])
-    result = _placed_batch(batch, len(call.out_shapes[0]), numbers.offset_dims)
-    shared = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
-    offsets = iter(numbers.offset_dims)
-    operand: list[tuple[int, ...]] = []
-    partial: list[_Partial] = []
-    for d, n in enumerate(operand_shape):
-        if d in shared:
-            operand.append(batch[shared[d]])
-            continue
-        axis = None if d in numbers.collapsed_slice_dims else next(offsets)
-        if axis is not None and slice_sizes[d] == n:
-            operand.append(make.factor(n))
-            result[axis] = operand[-1]
-            continue
-        column = numbers.start_index_map.index(d) if d in numbers.start_index_map else None
-        if call.on_keys or not slice_sizes[d]:
-            operand.append(make.replicate(n))
-        else:
-            operand.append(make.factor(n, REDUCE, "pick"))
-            partial.append(_Partial(d, n, slice_sizes[d], column, axis))
-        if axis is not None:
-            result[axis] = make.replicate(slice_sizes[d])
+    batching = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
+    operand, result, partial = _look_up_dims(
+        call, make, call.out_shapes[0], {d: batch[index_dim] for d, index_dim in batching.items()}, batch,
+        numbers.offset_dims, numbers.collapsed_slice_dims, numbers.start_index_map,
+        lambda n: make.factor(n, REDUCE, "pick"),
+    )  # fmt: skip
 
     def local(shards: Shards, x: Any, indices: Any) -> list[Any]:
         sizes = tuple(x.shape[d] if size == n else size for d, (n, size) in enumerate(zip(operand_shape, slice_sizes)))
@@ -150,10 +134,49 @@ def gather(call: Call) -> Rule:
     return make.rule([operand, indices], [result], local=local, flops=flops, masks_itself=True, linear=linear)
 
 
-def _placed_batch(batch: Sequence[Dim], ndim: int, window_dims: Container[int]) -> list[Dim]:
-    """The dimensions of a result (or of updates): the batch in order, and () for the dimensions of windows."""
-    remaining = iter(batch)
-    return [() if d in window_dims else next(remaining) for d in range(ndim)]
+def _look_up_dims(
+    call: Call,
+    make: RuleMaker,
+    shape: Sequence[int],
+    batching: Mapping[int, Dim],
+    batch: Sequence[Dim],
+    window_dims: Sequence[int],
+    dropped: Container[int],
+    columns: Sequence[int],
+    create: Callable[[int], Dim],
+) -> tuple[list[Dim], list[Dim], list[_Partial]]:
+    """The dimensions of the operand and of the windows (the result of a gather, the updates of a scatter).
+
+    Args:
+        call: the equation.
+        make: the maker of the rule.
+        shape: the shape of the windows.
+        batching: the batching dimensions of the operand.
+        batch: the dimensions of the indices.
+        window_dims: the dimensions of ``shape`` that belong to windows; the others belong to the indices.
+        dropped: the dimensions of the operand that windows do not have.
+        columns: for each component of the indices the dimension of the operand.
+        create: creates a dimension of the operand of which only windows are read or written.
+    """
+    indices, axes = iter(batch), iter(window_dims)
+    windows = [() if d in window_dims else next(indices) for d in range(len(shape))]
+    operand: list[Dim] = []
+    partial: list[_Partial] = []
+    for d, n in enumerate(call.in_shapes[0]):
+        if d in batching:
+            operand.append(batching[d])
+            continue
+        axis = None if d in dropped else next(axes)
+        size = min(1, n) if axis is None else shape[axis]
+        if axis is not None and size == n:
+            windows[axis] = make.factor(n)
+            operand.append(windows[axis])
+            continue
+        operand.append(make.replicate(n) if call.on_keys or not size else create(n))
+        partial.append(_Partial(d, n, size, columns.index(d) if d in columns else None, axis))
+        if axis is not None:
+            windows[axis] = make.replicate(size)
+    return operand, windows, partial
 
 
 def _is_inside(indices: Any, partial: Sequence[_Partial]) -> Any:
@@ -255,25 +278,10 @@ def scatter(call: Call) -> Rule:
             batch.append(make.factor(n))
         else:
             batch.append(make.factor(n, REDUCE, monoid) if accumulates else make.replicate(n))
-    updates = _placed_batch(batch, len(updates_shape), numbers.update_window_dims)
-    windows = iter(numbers.update_window_dims)
-    operand: list[tuple[int, ...]] = []
-    partial: list[_Partial] = []
-    for d, n in enumerate(operand_shape):
-        if d in batching:
-            operand.append(batch[batching[d]])
-            continue
-        axis = None if d in numbers.inserted_window_dims else next(windows)
-        size = 1 if axis is None else updates_shape[axis]
-        if axis is not None and size == n:
-            operand.append(make.factor(n))
-            updates[axis] = operand[-1]
-            continue
-        mapped = numbers.scatter_dims_to_operand_dims
-        operand.append(make.replicate(n) if call.on_keys or not size else make.factor(n))
-        partial.append(_Partial(d, n, size, mapped.index(d) if d in mapped else None, axis))
-        if axis is not None:
-            updates[axis] = make.replicate(size)
+    operand, updates, partial = _look_up_dims(
+        call, make, updates_shape, {d: batch[index_dim] for d, index_dim in batching.items()}, batch,
+        numbers.update_window_dims, numbers.inserted_window_dims, numbers.scatter_dims_to_operand_dims, make.factor,
+    )  # fmt: skip
 
     def local(shards: Shards, x: Any, indices: Any, changes: Any) -> list[Any]:
         atoms = shards.reduced_atoms()

@@ -14,10 +14,8 @@ from jax import lax
 
 from gshard.comm.route import Chunk, Route, routed
 from gshard.comm.shards import Shards, along
-from gshard.core.mesh import Mesh
-from gshard.core.program import Equation, itemsize
+from gshard.core.program import Equation
 from gshard.core.rule import Rule, RuleMaker, Span, moves
-from gshard.core.split import Split
 from gshard.language.merged_dims import Groups, Maker, emit
 from gshard.language.registry import Call, rule
 from gshard.language.traits import Part, Places
@@ -88,12 +86,7 @@ def joined(call: Call, axis: int, chunks: Sequence[tuple[int, int]]) -> Rule:
     offsets = list(itertools.accumulate((end - start for start, end in chunks), initial=0))
 
     def route(parts: int, begins: Sequence[int]) -> Route:
-        """From the concatenated parts of the operands to the part of the result.
-
-        Args:
-            parts: the number of parts.
-            begins: for each operand the beginning of its part in the concatenation.
-        """
+        """From the concatenated parts of the operands, which begin at ``begins``, to the part of the result."""
         moved: list[Chunk] = []
         for (start, end), offset, begin, n in zip(chunks, offsets[:-1], begins, lengths, strict=True):
             if n is not None:
@@ -117,11 +110,7 @@ def joined(call: Call, axis: int, chunks: Sequence[tuple[int, int]]) -> Rule:
                 part = jnp.where((position >= low) & (position < high), jnp.asarray(x, part.dtype), part)
         return [part]
 
-    def sends(mesh: Mesh, split: Split) -> int:
-        parts = result.parts(mesh, split)
-        each = result.others(mesh, split) * itemsize(call.in_dtypes[0])
-        return each * sum(route(parts, [0] * len(chunks)).messages) if parts > 1 else 0
-
+    sends = result.route_bytes(call.in_dtypes[0], lambda parts: route(parts, [0] * len(chunks)))
     linear = moves(*range(len(call.in_shapes)))
     operands = [result.dims if shape else [] for shape in call.in_shapes]
     spans = tuple(Span(i, int(start), int(end - start)) for i, (start, end) in enumerate(chunks))
@@ -159,11 +148,7 @@ def split(call: Call) -> Rule:
         x = shards.route(x, axis, atoms, route(shards.mesh.count(atoms)), sum(part_sizes))
         return list(lax.split(x, part_sizes, axis))
 
-    def sends(mesh: Mesh, split: Split) -> int:
-        parts = operand.parts(mesh, split)
-        each = operand.others(mesh, split) * itemsize(call.in_dtypes[0])
-        return each * sum(route(parts).messages) if parts > 1 else 0
-
+    sends = operand.route_bytes(call.in_dtypes[0], route)
     ends = itertools.accumulate(sizes)
     spans = [taken_spans(source[axis], end - size, size) for end, size in zip(ends, sizes, strict=True)]
     index = [tuple(of_result if d == axis else () for d in range(len(source))) for of_result in spans]

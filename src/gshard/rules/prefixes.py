@@ -15,22 +15,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
 
 from gshard.comm.shards import Shards
-from gshard.core.mesh import Mesh
-from gshard.core.program import Equation, Value, itemsize
+from gshard.core.program import Equation, Value
 from gshard.core.rule import Rule, RuleMaker
-from gshard.core.split import Split
+from gshard.language.function_primitive import function_primitive
 from gshard.language.interpret import Interpreter, value_of
 from gshard.language.registry import Call, rule
 from gshard.rules.along_axis import AlongAxis
 
 _FEW = 16  # the largest number of parts that are combined one after the other
-
-associative_scan_p = Primitive("associative_scan")
-associative_scan_p.multiple_results = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False, weakref_slot=True)
@@ -71,17 +65,15 @@ class _InShape(Interpreter):
         return super().equation(e, inputs)
 
 
-@associative_scan_p.def_impl
 def _run(*xs: Any, combination: Combination, axis: int) -> Any:
     return lax.associative_scan(combination, list(xs), axis=axis)
 
 
-@associative_scan_p.def_abstract_eval
 def _shapes(*xs: Any, combination: Combination, axis: int) -> Any:
     return [jax.core.ShapedArray(x.shape, x.dtype) for x in xs]
 
 
-mlir.register_lowering(associative_scan_p, mlir.lower_fun(_run, multiple_results=True))
+associative_scan_p = function_primitive("associative_scan", _run, _shapes, multiple_results=True)
 
 
 def _before(ends: Sequence[Any], part: Any, axis: int, combine: Combination, shards: Shards) -> list[Any]:
@@ -121,10 +113,6 @@ def associative_scan(call: Call) -> Rule:
         combined = combine([jnp.broadcast_to(x, xs[0].shape) for x in before], scanned)
         return [jnp.where(part > 0, with_before, x) for with_before, x in zip(combined, scanned, strict=True)]
 
-    def sends(mesh: Mesh, split: Split) -> int:
-        ends = array.parts(mesh, split) - 1
-        return ends * array.others(mesh, split) * sum(map(itemsize, call.in_dtypes))
-
     flops = 2 * math.prod(shape) * len(call.in_shapes)
     arrays = [array.dims for _ in call.in_shapes]
-    return make.rule(arrays, arrays, local=local, sends=sends, flops=flops)
+    return make.rule(arrays, arrays, local=local, sends=array.gather_bytes(call.in_dtypes), flops=flops)

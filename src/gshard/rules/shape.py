@@ -201,7 +201,9 @@ def reshape(call: Call) -> Rule:
             parts = mesh.count(split.get(group.factor, ()))
             if parts > 1:
                 each = math.prod(sizes[: group.begin]) * math.prod(sizes[group.end :]) * itemsize(call.in_dtypes[0])
-                total += group.window(parts).bytes(math.prod(sizes[group.begin : group.end]), each)
+                window = group.window(parts)
+                total += window.bytes(math.prod(sizes[group.begin : group.end]), each)
+                sizes[group.begin : group.end] = [window.extent, *[1] * (group.end - group.begin - 1)]
         return total
 
     return make.rule([operand], [result], local=local, sends=sends if misaligned else None, linear=moves(0))
@@ -327,14 +329,16 @@ def tile(call: Call) -> Rule:
     return make.rule([operand], [result], local=local, linear=moves(0))
 
 
-@rule("bitcast_convert_type")
-def bitcast_convert_type(call: Call) -> Rule:
-    """Elements stay in place. The last dimension cannot be split if the width changes and only one array has it."""
+@rule("bitcast_convert_type", "random_wrap", "random_unwrap")
+def reinterpreted(call: Call) -> Rule:
+    """Elements stay in place. The last dimensions, the words of an element, cannot be split if only one array has them.
+
+    >>> print(reinterpreted(Call("random_wrap", {}, ((4, 2),), ((4,),), ("u4",))))
+    a b -> a; replicate b
+    """
     make = RuleMaker()
-    operand, result = call.in_shapes[0], call.out_shapes[0]
-    dims = make.parallel(operand if len(operand) <= len(result) else result)
-    return make.rule(
-        [[*dims, *(make.replicate(n) for n in operand[len(dims) :])]],
-        [[*dims, *(make.replicate(n) for n in result[len(dims) :])]],
-        linear=[("pick", (0,))],
-    )
+    shapes = (call.in_shapes[0], call.out_shapes[0])
+    dims = make.parallel(min(shapes, key=len))
+    operand, result = ([*dims, *(make.replicate(n) for n in shape[len(dims) :])] for shape in shapes)
+    linear = [("pick", (0,))] if call.name == "bitcast_convert_type" else []
+    return make.rule([operand], [result], linear=linear)

@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 
 from gshard.comm.halo import Window
+from gshard.comm.halo_windows import HaloWindows
 from gshard.comm.shards import Shards, along
 from gshard.comm.steps import PERMUTE
 from gshard.core.context import NO_CONTEXT
@@ -31,7 +32,6 @@ from gshard.core.xla_workarounds import ppermute
 from gshard.language.merged_dims import Groups, Maker, emit, flat
 from gshard.language.registry import Call, rule
 from gshard.language.traits import Part, Places
-from gshard.rules.halo_windows import HaloWindows
 from gshard.rules.movement import one_array
 
 

@@ -82,17 +82,8 @@ def top_k(call: Call) -> Rule:
         positions = shards.all_gather(positions, axis, atoms)
         return [best, jnp.take_along_axis(positions, candidates, axis)]
 
-    def sends(mesh: Mesh, split: Split) -> int:
-        return _candidate_bytes(operand, k, call.in_dtypes[0], mesh, split)
-
+    sends = operand.gather_bytes((call.in_dtypes[0], jnp.int32), k)
     return make.rule([operand.dims], [result for _ in call.out_shapes], local=local, sends=sends)
-
-
-def _candidate_bytes(operand: AlongAxis, k: int, dtype: Any, mesh: Mesh, split: Split) -> int:
-    """The bytes of the k candidates of each other part, and of their positions (int32)."""
-    parts = operand.parts(mesh, split)
-    candidates = min(k, -(-operand.size // parts)) * operand.others(mesh, split)
-    return (parts - 1) * candidates * (itemsize(dtype) + 4)
 
 
 @rule("approx_top_k")
@@ -134,9 +125,7 @@ def approx_top_k(call: Call) -> Rule:
         values, positions = shards.all_gather(values, axis, atoms), shards.all_gather(positions, axis, atoms)
         return _best(values, positions, positions >= n, axis, k, p["is_max_k"])
 
-    def sends(mesh: Mesh, split: Split) -> int:
-        return _candidate_bytes(operand, k, call.in_dtypes[0], mesh, split)
-
+    sends = operand.gather_bytes((call.in_dtypes[0], jnp.int32), k)
     return make.rule([operand.dims], results, local=local, sends=sends)
 
 

@@ -21,31 +21,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
 
 from gshard.comm.shards import Shards, identity
 from gshard.core.jax_adapter import shapes_of
 from gshard.core.rule import REDUCE, Rule, RuleMaker
+from gshard.language.function_primitive import function_primitive
 from gshard.language.registry import Call, rule
 
 _SIDES, _METHODS = ("left", "right"), ("scan", "scan_unrolled", "sort", "compare_all")
 
-search_p = Primitive("searchsorted")
 
-
-@search_p.def_impl
 def _run(array: Any, numbers: Any, *, side: str, method: str, dtype: Any, falling: bool) -> Any:
     array = lax.rev(array, (0,)) if falling else array
     return jnp.searchsorted(array, numbers, side=side, method=method).astype(dtype)
 
 
-@search_p.def_abstract_eval
 def _shape(array: Any, numbers: Any, *, side: str, method: str, dtype: Any, falling: bool) -> Any:
     return jax.core.ShapedArray(numbers.shape, dtype)
 
 
-mlir.register_lowering(search_p, mlir.lower_fun(_run, multiple_results=False))
+search_p = function_primitive("searchsorted", _run, _shape)
 
 
 @rule("searchsorted")

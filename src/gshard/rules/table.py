@@ -17,16 +17,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
 
 from gshard.comm.shards import Shards
 from gshard.core.program import Constant, Equation, Value
 from gshard.core.rule import Rule, RuleMaker
+from gshard.language.function_primitive import function_primitive
 from gshard.language.registry import Call, rule
 from gshard.language.traits import Places, traits_of
-
-table_p = Primitive("table")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -85,17 +82,15 @@ def _at_operand(operand_shape: tuple[int, ...], shape: tuple[int, ...], at: Plac
     return tuple(None if n == 1 and m != 1 else i for n, m, i in zip(operand_shape, shape, at, strict=True))
 
 
-@table_p.def_impl
 def _run(*numbers: Any, table: Table) -> Any:
     return table.part(numbers, (None,) * len(table.result.shape))
 
 
-@table_p.def_abstract_eval
 def _shape(*numbers: Any, table: Table) -> Any:
     return jax.core.ShapedArray(table.result.shape, table.result.dtype)
 
 
-mlir.register_lowering(table_p, mlir.lower_fun(_run, multiple_results=False))
+table_p = function_primitive("table", _run, _shape)
 
 
 @rule("table")

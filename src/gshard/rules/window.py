@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 
 from gshard.comm.halo import Window
+from gshard.comm.halo_windows import HaloWindows
 from gshard.comm.shards import Shards, along, identity, mask
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.rule import Rule, RuleMaker
@@ -24,7 +25,6 @@ from gshard.core.split import Split
 from gshard.language.computation import monoid_of, skipping
 from gshard.language.passing import combined, if_finite
 from gshard.language.registry import Call, rule
-from gshard.rules.halo_windows import HaloWindows
 
 
 def sliding(n: int, m: int, size: int, stride: int, low: int, base: int, dilation: int) -> Callable[[int], Window]:

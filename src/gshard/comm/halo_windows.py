@@ -1,4 +1,4 @@
-"""Helps rules of operators that read a halo along several dimensions: which windows devices fetch, and their bytes."""
+"""Determines the windows and the bytes of halo exchanges along several dimensions of an array."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gshard.core.split import Split, place
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HaloWindows:
-    """The windows of one operand.
+    """The windows of one operand of an equation.
 
     Attributes:
         dims: the factors of the dimensions of the operand.
