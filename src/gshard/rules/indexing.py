@@ -43,7 +43,7 @@ _FILL = lax.GatherScatterMode.FILL_OR_DROP
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Partial:
-    """A dimension of the operand of which only a window is read or written.
+    """A dimension of the operand along which a look-up reads or writes only a window.
 
     Attributes:
         dim: the dimension of the operand.
@@ -156,7 +156,7 @@ def _look_up_dims(
         window_dims: the dimensions of ``shape`` that belong to windows; the others belong to the indices.
         dropped: the dimensions of the operand that windows do not have.
         columns: for each component of the indices the dimension of the operand.
-        create: creates a dimension of the operand of which only windows are read or written.
+        create: creates a dimension of the operand along which only windows are read or written.
     """
     indices, axes = iter(batch), iter(window_dims)
     windows = [() if d in window_dims else next(indices) for d in range(len(shape))]
