@@ -25,7 +25,7 @@ from gshard.core.context import NO_CONTEXT
 from gshard.core.jax_adapter import traced_together
 from gshard.core.jax_adapter_context import in_context
 from gshard.core.mesh import Atoms, Mesh
-from gshard.core.program import Equation, itemsize
+from gshard.core.program import Equation
 from gshard.core.rule import REDUCE, Rule
 from gshard.core.split import Split, place
 from gshard.core.xla_workarounds import all_gather, taken
@@ -238,11 +238,3 @@ def mask(x: Any, dim: int, valid: int, atoms: Atoms, fill: Any) -> Any:
 def along(flags: Any, dim: int, ndim: int) -> Any:
     """Reshapes a vector to an array of ``ndim`` dimensions, along ``dim``."""
     return flags.reshape([-1 if d == dim else 1 for d in range(ndim)])
-
-
-def rest_bytes(
-    shape: tuple[int, ...], dtype: Any, axis: int, dims: Sequence[tuple[int, ...]], split: Split, mesh: Mesh
-) -> int:
-    """Bytes of one device's part of an array for each element along ``axis``."""
-    sizes = [-(-n // mesh.count(a)) for n, a in zip(shape, place(tuple(dims), split), strict=True)]
-    return math.prod(n for d, n in enumerate(sizes) if d != axis) * itemsize(dtype)

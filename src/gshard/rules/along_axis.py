@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import numpy as np
-
 from gshard.comm.route import Route
-from gshard.comm.shards import Shards, mask, rest_bytes
+from gshard.comm.shards import Shards, mask
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.program import itemsize
 from gshard.core.rule import RuleMaker
-from gshard.core.split import Split
+from gshard.core.split import Split, place
 
 Dim = tuple[int, ...]
 
@@ -34,14 +33,7 @@ class AlongAxis:
 
     @staticmethod
     def of(make: RuleMaker, shape: Sequence[int], axis: int, create: Callable[[int], Dim] | None = None) -> AlongAxis:
-        """New factors of an array.
-
-        Args:
-            make: the maker of the rule.
-            shape: the shape of the array.
-            axis: the dimension along which the operator works.
-            create: creates the factor of this dimension; None for ``make.communicate``.
-        """
+        """An array with new factors; ``create(size)`` creates the factor of the axis (by default it communicates)."""
         create = create or make.communicate
         dims = [create(n) if d == axis else make.factor(n) for d, n in enumerate(shape)]
         return AlongAxis(tuple(shape), axis, dims)
@@ -50,11 +42,6 @@ class AlongAxis:
     def dim(self) -> Dim:
         """The factor of the dimension."""
         return self.dims[self.axis]
-
-    @property
-    def size(self) -> int:
-        """The global size of the dimension."""
-        return self.shape[self.axis]
 
     @property
     def other_dims(self) -> list[Dim]:
@@ -75,7 +62,9 @@ class AlongAxis:
 
     def others(self, mesh: Mesh, split: Split) -> int:
         """The number of elements of one device's part for each position along the dimension."""
-        return rest_bytes(self.shape, np.int8, self.axis, self.dims, split, mesh)
+        atoms_of = place(tuple(self.dims), split)
+        sizes = (-(-n // mesh.count(atoms)) for n, atoms in zip(self.shape, atoms_of, strict=True))
+        return math.prod(n for d, n in enumerate(sizes) if d != self.axis)
 
     def gather_bytes(self, dtypes: Iterable[Any], count: int = 1) -> Callable[[Mesh, Split], int]:
         """The value of ``sends`` for a rule that gathers some elements of each part along the dimension.
@@ -88,7 +77,7 @@ class AlongAxis:
 
         def sends(mesh: Mesh, split: Split) -> int:
             parts = self.parts(mesh, split)
-            return (parts - 1) * min(count, -(-self.size // parts)) * self.others(mesh, split) * each
+            return (parts - 1) * min(count, -(-self.shape[self.axis] // parts)) * self.others(mesh, split) * each
 
         return sends
 
@@ -101,10 +90,7 @@ class AlongAxis:
 
         return sends
 
-    def is_padded(self, shards: Shards) -> bool:
-        """Whether the parts have padding along the dimension."""
-        return self.size % shards.mesh.count(self.atoms(shards)) != 0
-
     def fill_padding(self, shards: Shards, x: Any, fill: Any) -> Any:
         """One device's part with ``fill`` in place of its padding."""
-        return mask(x, self.axis, self.size, self.atoms(shards), fill) if self.is_padded(shards) else x
+        size, atoms = self.shape[self.axis], self.atoms(shards)
+        return mask(x, self.axis, size, atoms, fill) if size % shards.mesh.count(atoms) else x

@@ -39,16 +39,16 @@ def sort(call: Call) -> Rule:
         atoms = array.atoms(shards)
         if not atoms or not operands[0].size:
             return shards.bind(*operands)
-        return sort_split(shards, operands, axis, array.size, num_keys, atoms)
+        return sort_split(shards, operands, axis, shape[axis], num_keys, atoms)
 
     def sends(mesh: Mesh, split: Split) -> int:
         parts, others = array.parts(mesh, split), array.others(mesh, split)
-        if parts == 1 or not array.size * others:
+        if parts == 1 or not shape[axis] * others:
             return 0
         sizes = [itemsize(dtype) for dtype in call.in_dtypes]
-        return min(ways(array.size, parts, others, sizes, num_keys, are_twins(call.in_dtypes, num_keys)).values())
+        return min(ways(shape[axis], parts, others, sizes, num_keys, are_twins(call.in_dtypes, num_keys)).values())
 
-    comparisons = max(array.size, 1).bit_length()
+    comparisons = max(shape[axis], 1).bit_length()
     flops = math.prod(shape) * comparisons
     operands = [array.dims for _ in call.in_shapes]
     return make.rule(operands, operands, local=local, sends=None if on_keys else sends, flops=flops)
@@ -111,10 +111,10 @@ def approx_top_k(call: Call) -> Rule:
         atoms = operand.atoms(shards)
         if not atoms:
             return shards.bind(x)
-        size, n = x.shape[axis], operand.size
+        size, n = x.shape[axis], shape[axis]
         candidates = min(k, size)
         start = lax.axis_index(atoms) * size
-        if operand.is_padded(shards):
+        if n % shards.mesh.count(atoms):
             positions = start + lax.broadcasted_iota(jnp.int32, x.shape, axis)
             values, positions = _best(x, positions, positions >= n, axis, candidates, p["is_max_k"])
         else:
