@@ -204,7 +204,7 @@ class _RuleOnMesh:
         return is_open and self.factors.sizes[g] % parts == 0
 
     def _settled(self, split: Mapping[int, Atoms]) -> Arrays | None:
-        """The shardings that ``partition`` asks for, given those of a split; None if it refuses."""
+        """The shardings that ``partition`` returns for the shardings of a split; None if it refuses."""
         arrays = tuple(place(dims, split) for dims in self.factors.dims)
         for dims in arrays:
             atoms = [a for dim in dims for a in dim]
