@@ -138,6 +138,12 @@ class Window:
         ends = self.position(self.receivers[0]), self.position(self.receivers[-1])
         return min(ends) >= 0 and max(ends) + self.extent <= (self.n - 1) * self.dilation + 1
 
+    def has_element(self, part: Any) -> Any:
+        """For each position of a part's window whether the array has an element there (bool [extent])."""
+        positions = self.position(part) + jnp.arange(self.extent, dtype=jnp.int32)
+        has_element = (positions >= 0) & (positions < (self.n - 1) * self.dilation + 1)
+        return has_element & (positions % self.dilation == 0) if self.dilation > 1 else has_element
+
     def bytes(self, size: int, each: int) -> int:
         """Bytes that each device sends, if parts have ``size`` elements of ``each`` bytes."""
         return each * sum(self.messages(size))

@@ -14,16 +14,18 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import jaxpr_as_fun
 
+from gshard.comm.collectives import collectives_of, sent_bytes
 from gshard.comm.halo import Window, add_windows, is_number, laid_out, received
 from gshard.comm.route import Route, carry
-from gshard.comm.steps import PERMUTE
+from gshard.comm.steps import ALL_REDUCE, PERMUTE, all_reduce
 from gshard.comm.steps import identity as identity
 from gshard.core.context import NO_CONTEXT
 from gshard.core.jax_adapter import traced_together
 from gshard.core.jax_adapter_context import in_context
 from gshard.core.mesh import Atoms, Mesh
-from gshard.core.program import Equation, itemsize
+from gshard.core.program import Equation
 from gshard.core.rule import REDUCE, Rule
 from gshard.core.split import Split, place
 from gshard.core.xla_workarounds import all_gather, taken
@@ -162,14 +164,12 @@ class Shards:
         if window.filled_outside(x.shape[dim]):
             return self._laid_out(x, dim, atoms, window, fill)
         elements = self.fetch(x, dim, atoms, window)
-        first = window.position(lax.axis_index(atoms))
-        positions = first + jnp.arange(window.extent, dtype=jnp.int32)
-        has_element = (positions >= 0) & (positions < (window.n - 1) * window.dilation + 1)
+        part = lax.axis_index(atoms)
         if window.dilation > 1:
-            index = jnp.clip(positions, 0) // window.dilation - window.start(lax.axis_index(atoms))
-            elements = taken(elements, index, dim)
-            has_element &= positions % window.dilation == 0
-        return jnp.where(along(has_element, dim, x.ndim), elements, jnp.asarray(fill, x.dtype))
+            positions = window.position(part) + jnp.arange(window.extent, dtype=jnp.int32)
+            elements = taken(elements, jnp.clip(positions, 0) // window.dilation - window.start(part), dim)
+        has_element = along(window.has_element(part), dim, x.ndim)
+        return jnp.where(has_element, elements, jnp.asarray(fill, x.dtype))
 
     @in_context(NO_CONTEXT)
     def all_gather(self, x: Any, dim: int, atoms: Atoms) -> Any:
@@ -180,6 +180,24 @@ class Shards:
         if self.note is not None:
             self.note("all_gather", atoms, x.size * x.dtype.itemsize * (count - 1), x)
         return all_gather(x, atoms, dim)
+
+    @in_context(NO_CONTEXT)
+    def all_reduce(self, x: Any, atoms: Atoms, monoid: str) -> Any:
+        """The parts of ``x`` on all devices along some atoms, combined by a monoid (``comm.steps.all_reduce``)."""
+        if not x.size:
+            return x
+        if self.note is not None:
+            sent = sent_bytes(ALL_REDUCE, x.size * x.dtype.itemsize, self.mesh.count(atoms))
+            self.note(ALL_REDUCE, atoms, sent, x)
+        return all_reduce(x, atoms, monoid)
+
+    def run_program(self, function: Callable[..., Any], arrays: Sequence[Any]) -> list[Any]:
+        """Runs a per-device function that communicates by itself, and notes its collectives."""
+        program = jax.make_jaxpr(function)(*arrays)
+        if self.note is not None:
+            for kind, atoms, sent, operand in collectives_of(program, self.mesh.atom_sizes):
+                self.note(kind, atoms, sent, operand)
+        return list(jaxpr_as_fun(program)(*arrays))
 
     def masked(self, x: Any, i: int, dims: Container[int] | None = None) -> Any:
         """Operand ``i`` with its padding along split reduce factors filled with the identity of the monoid.
@@ -220,11 +238,3 @@ def mask(x: Any, dim: int, valid: int, atoms: Atoms, fill: Any) -> Any:
 def along(flags: Any, dim: int, ndim: int) -> Any:
     """Reshapes a vector to an array of ``ndim`` dimensions, along ``dim``."""
     return flags.reshape([-1 if d == dim else 1 for d in range(ndim)])
-
-
-def rest_bytes(
-    shape: tuple[int, ...], dtype: Any, axis: int, dims: Sequence[tuple[int, ...]], split: Split, mesh: Mesh
-) -> int:
-    """Bytes of one device's part of an array for each element along ``axis``."""
-    sizes = [-(-n // mesh.count(a)) for n, a in zip(shape, place(tuple(dims), split), strict=True)]
-    return math.prod(n for d, n in enumerate(sizes) if d != axis) * itemsize(dtype)

@@ -1,12 +1,12 @@
-"""Dimension classes: finds which dimensions of a program are the same.
+"""Finds the dimensions of a program that are the same, and joins them to classes.
 
-An equation says so of the dimensions of its operands and results that one factor runs over: the columns of ``x`` and
-the rows of ``w`` in ``x @ w``. The closure of that over a whole program leaves few classes, each of them one thing that
-people have a name for: the batch, the length, the vocabulary. A few names, of some arguments say, then name all.
+In an equation, all dimensions with the same factor are the same, such as the columns of ``x`` and the rows of ``w`` in
+``x @ w``. The closure of this relation over a program has few classes, such as the batch, the length and the
+vocabulary. So the names of some dimensions of arguments name all dimensions.
 
-A dimension that is a product of others (``(batch length)`` of a reshape) is a class of its own: that of all products
-of the same classes, and what is taken apart in the same sizes has the same factors. A loop runs over one dimension,
-that of all it takes or makes slice by slice.
+Products of dimensions (``(batch length)`` after a reshape) have their own classes. Products of the same classes are the
+same, and equal products that are split in the same sizes have the same factors. The iterations of a loop are one
+dimension, with the stacked dimensions of all its operands and results.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from gshard.core.program import Block, Equation, Program, Value
 from gshard.core.rule import Dims, Rule
 
-SHOWN = 4  # arguments of a class
+_SHOWN = 4  # arguments of a class in the text
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,14 +29,14 @@ class DimensionClass:
     """Dimensions that are the same.
 
     Attributes:
-        label: the name that it was given, or a letter.
-        names: all names that it was given; more than one contradict each other.
-        size: of most of its members.
-        sizes: of all of them, the largest first: operators such as slices keep a dimension and change its size.
-        arguments: path and position of dimensions of arguments.
-        values: how many values of the program have such a dimension.
-        product: labels of the classes that it is a product of, major to minor; () if of none.
-        twice: values that have it twice, as text: the scores of self-attention meet the length with itself.
+        label: the user's name, or a letter.
+        names: all names that the user gave; if there are several, they contradict each other.
+        size: the most frequent size.
+        sizes: all sizes, the largest first. Operators such as slices keep a dimension and change its size.
+        arguments: path and position of the dimensions of arguments.
+        values: the number of values with such a dimension.
+        product: for a product the labels of its classes, major to minor; otherwise ().
+        twice: texts of the values that have it twice, such as the scores of self-attention.
     """
 
     label: str
@@ -54,11 +54,11 @@ class Dimensions:
     """The dimensions of a program; print it.
 
     Attributes:
-        name: the function.
-        classes: most used first; dimensions of size 1 are in none.
-        arguments: for each argument, by its path, a word for each dimension: what ``names=`` of ``jit`` takes. The
-            second of two dimensions that are the same has a prime, ``length'``, which no row of a layout mentions.
-        labels: the same for each value of the program.
+        name: the name of the function.
+        classes: the classes, the most frequent first. Dimensions of size 1 are in no class.
+        arguments: for each argument, by its path, the labels of its dimensions in the form of ``names=`` of ``jit``.
+            The second of two dimensions of one class has a prime, ``length'``, which no row of a layout contains.
+        labels: for each value of the program the labels of its dimensions.
     """
 
     name: str
@@ -67,9 +67,9 @@ class Dimensions:
     labels: Mapping[Value, tuple[str, ...]] = dataclasses.field(repr=False)
 
     def __getitem__(self, label: str) -> DimensionClass:
-        for found in self.classes:
-            if found.label == label:
-                return found
+        for c in self.classes:
+            if c.label == label:
+                return c
         raise KeyError(f"no class is called {label!r}; they are {', '.join(c.label for c in self.classes)}")
 
     def __str__(self) -> str:
@@ -78,9 +78,9 @@ class Dimensions:
             (c.label, "x".join(c.product), _sizes(c), f"{c.values} value{'s' * (c.values != 1)}", _arguments(c))
             for c in self.classes
         ]
-        wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for row, c in zip(rows, self.classes, strict=True):
-            cells = [f"{cell:<{w}}" for cell, w in zip(row[:-1], wide, strict=False) if w]
+            cells = [f"{cell:<{width}}" for cell, width in zip(row[:-1], widths, strict=False) if width]
             lines.append(f"  {'  '.join(cells)}  {row[-1]}".rstrip())
             if len(c.names) > 1:
                 lines.append(f"    called {' and '.join(c.names)}, which are the same dimension")
@@ -94,80 +94,80 @@ def dimensions_of(program: Program, paths: Sequence[str] = ()) -> Dimensions:
     """The classes of the dimensions of a program.
 
     Args:
-        program: with the names that its values have (``Program.named``).
-        paths: of its arguments; by default their names.
+        program: the program, with the user's names of dimensions (``Program.named``).
+        paths: the paths of its arguments; by default their names.
     """
     classes = _Classes()
     _read(program.block, classes)
     classes.close()
-    given: dict[Hashable, dict[str, None]] = {}
+    user_names: dict[Hashable, dict[str, None]] = {}
     for named in program.named:
         for d, name in enumerate(named.names.placed):
             if name is not None:
-                given.setdefault(classes.root((named.value, d)), {})[name] = None
+                user_names.setdefault(classes.root((named.value, d)), {})[name] = None
 
     members: dict[Hashable, list[tuple[Value, int]]] = {}
     for value in program.block.values():
         for d, size in enumerate(value.shape):
             if size != 1:
                 members.setdefault(classes.root((value, d)), []).append((value, d))
-    count = {root: len({v for v, _ in found}) for root, found in members.items()}
-    ranked = sorted(members, key=lambda root: -count[root])  # stable: as they are met
-    label = _labels(ranked, given)
+    count = {root: len({v for v, _ in dims}) for root, dims in members.items()}
+    ranked = sorted(members, key=lambda root: -count[root])  # stable: equal counts keep the order of the program
+    label = _labels(ranked, user_names)
     labels = {v: _with_primes(v, classes, label) for v in program.block.values()}
     inputs = program.block.inputs[len(program.captured) :]
     named_inputs = dict(zip(inputs, paths or program.names[len(program.captured) :], strict=True))
     producers = {v: e for e in program.block.walk() for v in e.outputs}
 
-    def described(root: Hashable) -> DimensionClass:
-        found = members[root]
-        sizes = Counter(v.shape[d] for v, d in found)
-        twice = [v for v, n in Counter(v for v, _ in found).items() if n > 1]
-        product = classes.product_of(root)
+    def class_of(root: Hashable) -> DimensionClass:
+        dims = members[root]
+        sizes = Counter(v.shape[d] for v, d in dims)
+        twice = [v for v, n in Counter(v for v, _ in dims).items() if n > 1]
         return DimensionClass(
-            label[root],
-            tuple(given.get(root, ())),
-            max(sizes, key=lambda size: (sizes[size], size)),
-            tuple(sorted(sizes, reverse=True)),
-            tuple((named_inputs[v], d) for v, d in found if v in named_inputs),
-            count[root],
-            tuple(label.get(classes.root(part), "1") for part in product),
-            tuple(_text(v, labels[v], producers.get(v), named_inputs.get(v, "")) for v in twice),
+            label=label[root],
+            names=tuple(user_names.get(root, ())),
+            size=max(sizes, key=lambda size: (sizes[size], size)),
+            sizes=tuple(sorted(sizes, reverse=True)),
+            arguments=tuple((named_inputs[v], d) for v, d in dims if v in named_inputs),
+            values=count[root],
+            product=tuple(label.get(classes.root(part), "1") for part in classes.product_of(root)),
+            twice=tuple(_text(v, labels[v], producers.get(v), named_inputs.get(v, "")) for v in twice),
         )
 
     return Dimensions(
         program.name,
-        tuple(map(described, ranked)),
+        tuple(map(class_of, ranked)),
         {path: " ".join(labels[v]) for v, path in named_inputs.items()},
         labels,
     )
 
 
-def of_equal_layers(found: Dimensions) -> Dimensions:
-    """The same with one label for what equal layers have: the hidden dimension of each is a class of its own.
+def of_equal_layers(dimensions: Dimensions) -> Dimensions:
+    """The dimensions, with one class for corresponding dimensions of equal layers.
 
-    Classes become one where their arguments are the same but for numbers that change alike in all of them
-    (``_is_another_layer``), sizes are equal too, users gave them at most one name, and no value has both.
+    Without this, the hidden dimension of each layer has its own class. Classes are merged if their arguments have the
+    same paths except for the number of the layer (``_is_another_layer``), their sizes are equal, the user gave them at
+    most one name, and no value has both.
     """
-    together = {pair for words in found.labels.values() for pair in itertools.permutations(set(words), 2)}
+    in_one_value = {pair for words in dimensions.labels.values() for pair in itertools.permutations(set(words), 2)}
     groups: dict[Hashable, list[list[DimensionClass]]] = {}
-    for c in found.classes:
+    for c in dimensions.classes:
         places = _places(c.arguments)
         key = tuple((path, d) for path, d, _ in places) or c.label, c.size, c.product == ()
-        alike = groups.setdefault(key, [])
-        for group in alike:
-            names = {name for one in (*group, c) for name in one.names}
-            separate = not any((one.label, c.label) in together for one in group)
-            if len(names) < 2 and separate and _is_another_layer(_places(group[0].arguments), places):
+        candidates = groups.setdefault(key, [])
+        for group in candidates:
+            names = {name for member in (*group, c) for name in member.names}
+            are_separate = not any((member.label, c.label) in in_one_value for member in group)
+            if len(names) < 2 and are_separate and _is_another_layer(_places(group[0].arguments), places):
                 group.append(c)
                 break
         else:
-            alike.append([c])
-    now: dict[str, str] = {}
+            candidates.append([c])
+    new_labels: dict[str, str] = {}
     classes = []
     for group in itertools.chain(*groups.values()):
         first = next((c for c in group if c.names), group[0])
-        now |= {c.label: first.label for c in group}
+        new_labels |= {c.label: first.label for c in group}
         merged = dataclasses.replace(
             first,
             sizes=tuple(sorted({size for c in group for size in c.sizes}, reverse=True)),
@@ -176,66 +176,72 @@ def of_equal_layers(found: Dimensions) -> Dimensions:
             twice=tuple(text for c in group for text in c.twice),
         )
         classes.append(merged)
-    renamed = {v: tuple(_renamed(word, now) for word in words) for v, words in found.labels.items()}
-    arguments = {path: " ".join(_renamed(w, now) for w in words.split()) for path, words in found.arguments.items()}
+    labels = {v: tuple(_renamed(word, new_labels) for word in words) for v, words in dimensions.labels.items()}
+    arguments = {
+        path: " ".join(_renamed(word, new_labels) for word in words.split())
+        for path, words in dimensions.arguments.items()
+    }
     ranked = sorted(classes, key=lambda c: -c.values)
-    return Dimensions(found.name, tuple(ranked), arguments, renamed)
+    return Dimensions(dimensions.name, tuple(ranked), arguments, labels)
 
 
-def _renamed(word: str, now: Mapping[str, str]) -> str:
+def _renamed(word: str, new_labels: Mapping[str, str]) -> str:
+    """A label with its primes, after the label changes."""
     label = word.rstrip("'")
-    return now.get(label, label) + word[len(label) :]
+    return new_labels.get(label, label) + word[len(label) :]
 
 
 _Place = tuple[str, int, tuple[str, ...]]  # a path with * for its numbers, the dimension, and the numbers
 
 
 def _places(arguments: Sequence[tuple[str, int]]) -> list[_Place]:
-    """Where a class is in the arguments, in an order that the layer does not change."""
-    found = []
+    """The places of a class in the arguments, in an order that does not depend on the layer."""
+    places = []
     for path, d in arguments:
         words = path.split("/")
         numbers = tuple(word for word in words if word.isdecimal())
-        found.append(("/".join("*" if word.isdecimal() else word for word in words), d, numbers))
-    return sorted(found, key=lambda place: (*place[:2], tuple(map(int, place[2]))))
+        places.append(("/".join("*" if word.isdecimal() else word for word in words), d, numbers))
+    return sorted(places, key=lambda place: (*place[:2], tuple(map(int, place[2]))))
 
 
-def _is_another_layer(one: Sequence[_Place], other: Sequence[_Place]) -> bool:
-    """Whether two classes at the same paths differ by the same numbers in all of them.
+def _is_another_layer(a: Sequence[_Place], b: Sequence[_Place]) -> bool:
+    """Whether two classes at the same paths differ in the same numbers at all places.
 
     A weight and its moments are at different depths: ``state/0/blocks/3/up``, ``state/1/adam/0/mu/blocks/3/up``.
     """
     changes = {
-        tuple((a, b) for a, b in zip(mine, others, strict=True) if a != b)
-        for (_, _, mine), (_, _, others) in zip(one, other, strict=True)
+        tuple((m, n) for m, n in zip(numbers_a, numbers_b, strict=True) if m != n)
+        for (_, _, numbers_a), (_, _, numbers_b) in zip(a, b, strict=True)
     }
     return len(changes) == 1 and changes != {()}
 
 
 class _Classes:
-    """Dimensions and factors, joined where they are the same; a dimension may be a product of factors."""
+    """Classes of dimensions and factors (a union-find structure). A dimension may be a product of factors."""
 
     def __init__(self) -> None:
         self.parent: dict[Hashable, Hashable] = {}
         self.products: list[tuple[Hashable, tuple[Hashable, ...], tuple[int, ...]]] = []
 
     def root(self, x: Hashable) -> Hashable:
+        """The representative of a class."""
         path = []
-        while (above := self.parent.get(x, x)) != x:
+        while (parent := self.parent.get(x, x)) != x:
             path.append(x)
-            x = above
+            x = parent
         for passed in path:
             self.parent[passed] = x
         return x
 
     def join(self, a: Hashable, b: Hashable) -> bool:
+        """Joins two classes; returns whether they were different."""
         a, b = self.root(a), self.root(b)
         if a != b:
             self.parent[b] = a
         return a != b
 
     def array(self, value: Any, dims: Dims, rule: Rule, of: Hashable) -> None:
-        """One operand or result of an equation."""
+        """Joins the dimensions of an operand or result with the factors of the equation ``of``."""
         if not isinstance(value, Value):
             return
         for d, factors in enumerate(dims):
@@ -259,25 +265,29 @@ class _Classes:
                 changed |= self.join(whole_of.setdefault((*map(self.root, parts), sizes), whole), whole)
 
     def product_of(self, root: Hashable) -> tuple[Hashable, ...]:
+        """The factors of a class that is a product; otherwise ()."""
         return next((parts for whole, parts, _ in self.products if self.root(whole) == root), ())
 
 
 def _read(block: Block, classes: _Classes) -> None:
+    """Joins the dimensions of all equations, and of the edges of regions."""
     for e in block.walk():
         if e.rule is not None:
             for x, dims in zip((*e.inputs, *e.outputs), (*e.rule.operands, *e.rule.results), strict=True):
                 classes.array(x, dims, e.rule, e)
         for edge in e.edges:
-            classes.array(edge.outer, edge.rule.operands[0], edge.rule, edge_key := (e, edge.outer, edge.inner))
+            edge_key = (e, edge.outer, edge.inner)
+            classes.array(edge.outer, edge.rule.operands[0], edge.rule, edge_key)
             classes.array(edge.inner, edge.rule.results[0], edge.rule, edge_key)
             for d in range(edge.stacked):
-                classes.join((e, "round", d), (edge.outer, d))
+                classes.join((e, "iteration", d), (edge.outer, d))
 
 
-def _labels(roots: Iterable[Hashable], given: Mapping[Hashable, Mapping[str, None]]) -> dict[Hashable, str]:
-    taken = {name for names in given.values() for name in names}
+def _labels(roots: Iterable[Hashable], user_names: Mapping[Hashable, Mapping[str, None]]) -> dict[Hashable, str]:
+    """The label of each class: the first of its user's names, or the next free letter."""
+    taken = {name for names in user_names.values() for name in names}
     free = (letter for letter in _letters() if letter not in taken)
-    return {root: next(iter(given[root])) if root in given else next(free) for root in roots}
+    return {root: next(iter(user_names[root])) if root in user_names else next(free) for root in roots}
 
 
 def _letters() -> Iterator[str]:
@@ -307,5 +317,5 @@ def _sizes(c: DimensionClass) -> str:
 
 
 def _arguments(c: DimensionClass) -> str:
-    shown = [f"{path}.{d}" for path, d in c.arguments[:SHOWN]]
-    return ", ".join(shown) + (f", ... {len(c.arguments) - SHOWN} more" if len(c.arguments) > SHOWN else "")
+    shown = [f"{path}.{d}" for path, d in c.arguments[:_SHOWN]]
+    return ", ".join(shown) + (f", ... {len(c.arguments) - _SHOWN} more" if len(c.arguments) > _SHOWN else "")

@@ -1,4 +1,4 @@
-"""Dimension names: names for classes of dimensions that users may not have named."""
+"""Finds names for the classes of dimensions of a program, also for those that the user has not named."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SHOWN = 2  # arrays
 
 
 class DimensionNames:
-    """The dimensions of a program, those that equal layers have alike as one, with a name for each.
+    """The dimensions of a program with names. The corresponding dimensions of equal layers are one dimension.
 
     Args:
         program: the program.
@@ -27,7 +27,7 @@ class DimensionNames:
         self._weights = {path for path, v in pairs if v in names.read and len(v.shape) > 1}
 
     def of(self, c: DimensionClass) -> str:
-        """The user's name with the size, ``embed (1024)``; without one, arrays that have the dimension."""
+        """The user's name with the size, such as ``embed (1024)``; without a name, arrays that have the dimension."""
         if c.names:
             return f"{c.names[0]} ({c.size})"
         weights = [(path, d) for path, d in c.arguments if path in self._weights]

@@ -1,7 +1,8 @@
-"""Short names: short forms of argument names, with common names for equal layers.
+"""Finds short forms of the names of arguments, and common names for equal layers.
 
-``state[0]['blocks'][3]['up']['kernel'].value`` is ``blocks[3].up.kernel``: what all weights of an argument share in
-front is left out, and an attribute in which all leaves end. With equal layers it is one of ``blocks[*].up.kernel``.
+The short form of ``state[0]['blocks'][3]['up']['kernel'].value`` is ``blocks[3].up.kernel``, without the common
+beginning of all weights of the argument and a common attribute at the end. With equal layers it is one of
+``blocks[*].up.kernel``.
 """
 
 from __future__ import annotations
@@ -14,24 +15,24 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 Path = tuple[str, ...]
 
 _TOKEN = re.compile(r"""^[^.\[]+|\.[^.\[]+|\[(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^\]]*)\]""")
-_NUMBER = re.compile(r"\d+(?=\D*$)")  # the last of a word
-_FEWEST = 2  # words that are left of a name, where it has so many
+_NUMBER = re.compile(r"\d+(?=\D*$)")  # the last number of a word
+_FEWEST = 2  # the smallest number of words of a short name, if the name has as many
 
 
 def tokens_of(name: str) -> Path:
-    """The parts of a name as ``jax.tree_util.keystr`` writes it; a key that is a path itself has several.
+    """The parts of a name in the form of ``jax.tree_util.keystr``. A key that contains a path has several parts.
 
     >>> tokens_of("state[0]['up'].value"), tokens_of("params['mlp/linear_1']['w']")
     (('state', '[0]', "['up']", '.value'), ('params', "['mlp", "/linear_1']", "['w']"))
     """
-    found = [match.group() for match in _TOKEN.finditer(name)]
-    if "".join(found) != name:
+    tokens = [match.group() for match in _TOKEN.finditer(name)]
+    if "".join(tokens) != name:
         return (name,)
-    return tuple(part for token in found for part in (re.split(r"(?=/)", token) if _is_key(token) else [token]))
+    return tuple(part for token in tokens for part in (re.split(r"(?=/)", token) if _is_key(token) else [token]))
 
 
 def path_of_name(name: str) -> str:
-    """The path of an argument (``core.paths``) by its name.
+    """The path of an argument (``core.paths``) with this name.
 
     >>> path_of_name("params['layers'][0].w1")
     'params/layers/0/w1'
@@ -53,7 +54,7 @@ def _is_key(token: str) -> bool:
 
 
 def dotted(tokens: Sequence[str]) -> str:
-    """Parts of a name with dots between words.
+    """The parts of a name, joined by dots.
 
     >>> dotted(("['blocks']", "[0]", "['up']", ".kernel"))
     'blocks[0].up.kernel'
@@ -61,7 +62,7 @@ def dotted(tokens: Sequence[str]) -> str:
     text = ""
     for token in tokens:
         word = _word(token)
-        if not word.strip("~"):  # where Haiku's path leaves a constructor
+        if not word.strip("~"):  # Haiku's name for a constructor
             continue
         text += word if word.startswith("[") or not text else f".{word}"
     return text
@@ -74,22 +75,22 @@ def _word(token: str) -> str:
 
 
 def equal_layers(paths: Mapping[Path, Hashable], *, same_inside: bool = True) -> dict[Path, Path]:
-    """For each path below a number that has siblings like it, the path with ``*`` in place of the number.
+    """For each path in one of several equal layers, the path with ``*`` in place of the number of the layer.
 
-    Siblings are alike if they have the same paths inside, of the same kinds. A word with a number, such as
-    ``layers_0``, is one only if it has something inside. Inside of a layer fewer numbers are: ``wi_0.kernel`` and
-    ``wi_1.kernel``, or the two of a pair of arrays, are not layers but have different parts in one.
+    Layers are siblings that differ by a number. Equal layers contain the same paths of the same kinds. A word with a
+    number, such as ``layers_0``, is a layer only if it contains other words. Inside a layer it must contain even more:
+    ``wi_0.kernel`` and ``wi_1.kernel``, or the arrays of a pair, are different parts of one layer.
 
     Args:
-        paths: each with the kind of what is there, such as shape and dtype.
-        same_inside: whether siblings must be alike; otherwise there must be siblings.
+        paths: the paths, each with the kind of its array, such as shape and dtype.
+        same_inside: whether layers must contain the same paths; otherwise any siblings are equal layers.
 
     >>> equal_layers({("ws", "[0]"): (8, 8), ("ws", "[1]"): (8, 8), ("b",): (8,)})
     {('ws', '[0]'): ('ws', '[*]'), ('ws', '[1]'): ('ws', '[*]')}
     """
-    found: dict[Path, Path] = {}
-    _fold(list(paths), 0, paths, same_inside, False, found)
-    return found
+    folded: dict[Path, Path] = {}
+    _fold(list(paths), 0, paths, same_inside, False, folded)
+    return folded
 
 
 def _fold(
@@ -98,33 +99,44 @@ def _fold(
     kinds: Mapping[Path, Hashable],
     same_inside: bool,
     in_layer: bool,
-    found: dict[Path, Path],
+    folded: dict[Path, Path],
 ) -> None:
+    """Replaces the numbers of equal layers in word ``at`` and later words of these paths, and adds them to ``folded``.
+
+    Args:
+        paths: paths with equal words before word ``at``.
+        at: the number of the word.
+        kinds, same_inside: as for ``equal_layers``.
+        in_layer: whether the paths are inside a layer.
+        folded: the results.
+    """
     children: dict[str, list[Path]] = {}
     for path in paths:
         if len(path) > at:
             children.setdefault(path[at], []).append(path)
-    alike: dict[tuple[str, Hashable], list[str]] = {}
+    siblings: dict[tuple[str, Hashable], list[str]] = {}
     for word, below in children.items():
         inside = frozenset((path[at + 1 :], kinds[path]) for path in below) if same_inside else None
-        depth = max(map(len, below)) - at - (not _is_index(word)) - in_layer  # at least 1 where it may be a layer
-        alike.setdefault((without_number(word) if depth > 0 else word, inside), []).append(word)
-    for (folded, _), same in alike.items():
-        is_layer = folded not in same and len(same) > 1
-        for word in same:
-            _fold(children[word], at + 1, kinds, same_inside, in_layer or is_layer, found)
-            for path in children[word] if is_layer else ():
-                inner = found.get(path, path)
-                found[path] = (*inner[:at], folded, *inner[at + 1 :])
+        depth = max(map(len, below)) - at - (not _is_index(word)) - in_layer
+        may_be_layer = depth > 0
+        siblings.setdefault((without_number(word) if may_be_layer else word, inside), []).append(word)
+    for (common, _), words in siblings.items():
+        are_layers = common not in words and len(words) > 1
+        for word in words:
+            _fold(children[word], at + 1, kinds, same_inside, in_layer or are_layers, folded)
+            for path in children[word] if are_layers else ():
+                inner = folded.get(path, path)
+                folded[path] = (*inner[:at], common, *inner[at + 1 :])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShortName:
-    """What an argument is called.
+    """The short name of an argument.
 
     Attributes:
-        text: alone, ``blocks[3].up.kernel``.
-        alike: together with what equal layers have, ``blocks[*].up.kernel``; the same as ``text`` if there are none.
+        text: the name of the argument, such as ``blocks[3].up.kernel``.
+        alike: the common name with the arguments of equal layers, such as ``blocks[*].up.kernel``; without equal layers
+            the same as ``text``.
     """
 
     text: str
@@ -132,17 +144,17 @@ class ShortName:
 
 
 def short_names(kinds: Mapping[str, Hashable], weights: Collection[str]) -> dict[str, ShortName]:
-    """Short names of all arguments, all of them different. One that would not be is the whole name.
+    """Different short names for all arguments. If a short form is not unique, gshard uses the whole name.
 
     Args:
-        kinds: of each argument, by its name, what equal layers have alike: shape and dtype.
-        weights: names of those that products and look-ups read: what they share in front is left out.
+        kinds: for each argument, by its name, the properties that equal layers share: shape and dtype.
+        weights: the names of arguments that products and look-ups read. Short names omit their common beginning.
 
     >>> kinds = {"state[0]['a']['up'].value": 4, "state[0]['b']['up'].value": 8, "state[1].mu['a']['up'].value": 4}
     >>> [name.text for name in short_names(kinds, list(kinds)[:2]).values()]
     ['a.up', 'b.up', 'mu.a.up']
     """
-    parts: dict[str, tuple[str, Path]] = {}  # what is left out in front, and the rest
+    parts: dict[str, tuple[str, Path]] = {}  # the omitted beginning and the rest
     of_argument: dict[str, list[str]] = {}
     for name in kinds:
         of_argument.setdefault(tokens_of(name)[0], []).append(name)
@@ -151,25 +163,26 @@ def short_names(kinds: Mapping[str, Hashable], weights: Collection[str]) -> dict
         ends = {path[-1] for path in paths.values()}
         if len(names) > 1 and len(ends) == 1 and next(iter(ends)).startswith("."):
             paths = {name: path[:-1] for name, path in paths.items()}
-        read = [path for name, path in paths.items() if name in weights] or list(paths.values())
-        most = max(min(map(len, read)) - _FEWEST, 0)
-        shared = next(read[0][:n] for n in range(most, -1, -1) if all(path[:n] == read[0][:n] for path in read))
+        compared = [path for name, path in paths.items() if name in weights] or list(paths.values())
+        first = compared[0]
+        longest = max(min(map(len, compared)) - _FEWEST, 0)
+        shared = next(first[:n] for n in range(longest, -1, -1) if all(path[:n] == first[:n] for path in compared))
         for name, path in paths.items():
             begin = _begin(path, shared)
             parts[name] = "".join(path[:begin]), path[begin:]
     folded = equal_layers({(before, *rest): kinds[name] for name, (before, rest) in parts.items()})
     times = Counter(dotted(rest) for _, rest in parts.values())
-    found = {}
+    short: dict[str, ShortName] = {}
     for name, (before, rest) in parts.items():
         alike = folded.get((before, *rest), (before, *rest))
         text = dotted(rest)
-        unique = times[text] == 1
-        found[name] = ShortName(text, dotted(alike[1:])) if unique else ShortName(name, "".join(alike))
-    return found
+        is_unique = times[text] == 1
+        short[name] = ShortName(text, dotted(alike[1:])) if is_unique else ShortName(name, "".join(alike))
+    return short
 
 
 def _begin(path: Path, shared: Path) -> int:
-    """Where the short name of a path begins: at a word, not at a number."""
+    """The position in a path at which its short name begins: at a word, not at a number."""
     if path[: len(shared)] == shared:
         return max(i for i in range(min(len(shared), len(path) - 1) + 1) if not _is_index(path[i]))
     return next((i for i, token in enumerate(path) if i and not _is_index(token)), 0)

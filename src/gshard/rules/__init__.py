@@ -1,4 +1,4 @@
-"""rules: what is known of each primitive; importing this package fills the registry."""
+"""The rules of JAX's primitives. The import of this package registers them."""
 
 import importlib
 import pkgutil

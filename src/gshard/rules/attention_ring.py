@@ -1,13 +1,13 @@
-"""Attention with a split sequence: keys and values rotate among the devices of the sequence.
+"""Runs attention with a split sequence: keys and values rotate among the devices of the sequence.
 
-Each device keeps its queries and merges the results for the keys that pass it. Backward, the gradients of keys and
-values travel with them. A window needs the parts within its reach only.
+Each device keeps its queries and merges the results for the keys that pass it. In the backward pass, the gradients of
+keys and values travel with them. Attention with a window only needs the parts within the window.
 
-With a causal mask, queries see parts before their own as a whole and later parts not at all, so each step but the first
-is attention without a mask. Half of the pairs of a query and a key count, most of them on the last device. If it pays,
-devices first exchange halves of their parts, so that each has one from both ends of the sequence
-(``comm.rotation.zigzag``; Dubey et al., "The Llama 3 herd of models", section 3.3.2). Of the four pairs of halves of a
-device's queries and the passing keys, queries then see all keys of two pairs, and none of the two others.
+With a causal mask, queries see all keys of earlier parts and no keys of later parts. So each step except the first is
+attention without a mask. Half of all pairs of a query and a key count, and the last devices have most of them. If it
+pays, devices first exchange halves of their parts, so that each device has a half from both ends of the sequence
+(``comm.rotation.zigzag``; Dubey et al., "The Llama 3 herd of models", section 3.3.2). A device's queries and the
+passing keys then form four pairs of halves: the queries see all keys of two pairs and no keys of the other two.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from gshard.core.program import itemsize
 from gshard.language.attention_blocks import merged
 from gshard.language.attention_primitive import AttentionParams
 
-OPERATIONS = 1_000  # operations of a product that take as long as sending a byte, as without a machine (objective.py)
+# Operations of a product that take as long as sending one byte: the value without a machine (objective.py).
+OPERATIONS = 1_000
 
 _Arrays = Mapping[str, Any]
 _BY_KEY = ("k", "v", "k_positions", "k_segments")
@@ -35,10 +36,10 @@ _BY_KEY = ("k", "v", "k_positions", "k_segments")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sequences:
-    """How the positions of queries and keys lie on the devices of a ring.
+    """The distribution of the positions of queries and keys over the devices of a ring.
 
     Attributes:
-        params: what attention computes.
+        params: the parameters of attention.
         count: the number of positions.
         parts: the number of devices.
     """
@@ -59,119 +60,131 @@ class Sequences:
 
     @property
     def triangular(self) -> bool:
-        """Whether queries see all keys of earlier parts, and of their own part those up to themselves."""
+        """Whether queries see all keys of earlier parts, and the keys of their own part up to their own positions."""
         params = self.params
         return params.causal and not params.positions and params.window == (None, None)
 
     @property
     def reach(self) -> tuple[int, int]:
         """The numbers of parts before and after its own that a device needs."""
-        every, params = self.parts - 1, self.params
+        params = self.params
+        others = self.parts - 1
         if params.positions or not params.by_position:
-            return every, 0
-        before, after = params.window
-        behind = every if before is None else min(every, -(-before // self.size))
-        ahead = 0 if params.causal else every if after is None else min(every, -(-after // self.size))
-        return (behind, ahead) if behind + ahead < every else (every, 0)
+            return others, 0
 
-    def zigzags(self, q: Sequence[int], sent: int, *, gradient: bool) -> bool:
-        """Whether devices exchange halves of their parts first.
+        def parts_within(window: int | None) -> int:
+            return others if window is None else min(others, -(-window // self.size))
+
+        before, after = params.window
+        behind = parts_within(before)
+        ahead = 0 if params.causal else parts_within(after)
+        return (behind, ahead) if behind + ahead < others else (others, 0)
+
+    def zigzags(self, query_shape: Sequence[int], sent: int, *, gradient: bool) -> bool:
+        """Whether devices first exchange halves of their parts.
 
         Args:
-            q: the shape of one device's part of the queries.
-            sent: the bytes that the exchange sends.
-            gradient: whether they compute the gradient.
+            query_shape: the shape of one device's part of the queries.
+            sent: the bytes that a device sends in the exchange.
+            gradient: whether devices compute the gradient.
         """
         if not self.triangular or self.params.segments or self.params.mask:
             return False
         if self.padded or self.size % 2 or self.parts < 2:
             return False
-        # Half of the pairs of queries and keys are left out: two products of each, or five for the gradient.
-        saved = (5 if gradient else 2) * math.prod(q) * self.size * (self.parts - 1)
+        # Devices leave out half of the pairs of queries and keys: two products for each pair, five for the gradient.
+        products = 5 if gradient else 2
+        saved = products * math.prod(query_shape) * self.size * (self.parts - 1)
         return saved > OPERATIONS * sent
 
 
 def in_place(
     params: AttentionParams, arrays: _Arrays, q_at: Any, k_at: Any, keys: int | None
 ) -> tuple[AttentionParams, dict[str, Any]]:
-    """Parameters and operands of parts of queries and keys, which say where the parts are in the whole arrays.
+    """Adds the positions in the whole arrays to the parameters and operands of parts of queries and keys.
 
     Args:
-        params: what attention computes.
+        params: the parameters of attention.
         arrays: the parts of the operands, by name.
         q_at, k_at: the indices of the parts in the whole arrays, in the dimensions of positions.
-        keys: the number of keys; those with larger indices are padding, which no query sees. None without padding.
+        keys: the number of keys in the whole array; keys from this index on are padding, which no query sees. None if
+            there is no padding.
     """
     arrays = dict(arrays)
     if params.by_position and not params.positions:
         params = dataclasses.replace(params, positions=True)
         arrays |= {"q_positions": q_at, "k_positions": k_at}
     if keys is not None:
-        real = k_at < keys
+        is_key = k_at < keys
         if params.segments:
             padding = jnp.iinfo(arrays["k_segments"].dtype).min
-            arrays["k_segments"] = jnp.where(real, arrays["k_segments"], padding)
+            arrays["k_segments"] = jnp.where(is_key, arrays["k_segments"], padding)
         else:
             params = dataclasses.replace(params, segments=True)
-            arrays |= {"q_segments": jnp.ones(q_at.shape, jnp.int32), "k_segments": real.astype(jnp.int32)}
+            arrays |= {"q_segments": jnp.ones(q_at.shape, jnp.int32), "k_segments": is_key.astype(jnp.int32)}
     return params, arrays
 
 
 def ring_bytes(
     sequences: Sequences, shapes: Mapping[str, tuple[int, ...]], dtypes: Sequence[Any], gradient: bool
 ) -> int:
-    """The bytes that a device sends.
+    """The bytes that each device sends.
 
     Args:
         sequences: the positions that devices hold.
-        shapes: the shapes of its parts of operands, by name, in order.
-        dtypes: their dtypes.
-        gradient: whether it computes the gradient.
+        shapes: the shapes of one device's parts of the operands, by name, in the order of the operands.
+        dtypes: the dtypes of the operands.
+        gradient: whether devices compute the gradient.
     """
     if sequences.parts == 1:
         return 0
-    size = {n: math.prod(shape) * itemsize(d) for (n, shape), d in zip(shapes.items(), dtypes, strict=True)}
-    moving, steps = sum(size.get(name, 0) for name in _BY_KEY), sum(sequences.reach)
-    total = moving * steps + (size["k"] + size["v"]) * steps * gradient
-    exchanged = _exchanged(shapes, size, gradient)
+    sizes = {
+        name: math.prod(shape) * itemsize(dtype) for (name, shape), dtype in zip(shapes.items(), dtypes, strict=True)
+    }
+    steps = sum(sequences.reach)
+    total = sum(sizes.get(name, 0) for name in _BY_KEY) * steps
+    if gradient:
+        total += (sizes["k"] + sizes["v"]) * steps
+    exchanged = _exchanged_bytes(shapes, sizes, gradient)
     return total + exchanged if sequences.zigzags(shapes["q"], exchanged, gradient=gradient) else total
 
 
-def _exchanged(shapes: Mapping[str, tuple[int, ...]], size: Mapping[str, int], gradient: bool) -> int:
-    """The bytes of operands and results, which are exchanged before and after."""
-    given = sum(size[name] for name in ("q", "k", "v"))
+def _exchanged_bytes(shapes: Mapping[str, tuple[int, ...]], sizes: Mapping[str, int], gradient: bool) -> int:
+    """The bytes of the operands and results, which devices exchange before and after; ``sizes`` are in bytes."""
+    operands = sum(sizes[name] for name in ("q", "k", "v"))
     if gradient:
-        return 2 * given + sum(size[name] for name in ("lse", "delta", "dout"))
-    q, features = shapes["q"], shapes["v"][-1]
-    each = size["q"] // max(1, math.prod(q))
-    return given + math.prod(q[:-1]) * (features * each + max(4, each))
+        return 2 * operands + sum(sizes[name] for name in ("lse", "delta", "dout"))
+    query_shape, out_features = shapes["q"], shapes["v"][-1]
+    query_itemsize = sizes["q"] // max(1, math.prod(query_shape))
+    return operands + math.prod(query_shape[:-1]) * (out_features * query_itemsize + max(4, query_itemsize))
 
 
 def on_ring(shards: Shards, sequences: Sequences, atoms: Atoms, arrays: _Arrays) -> list[Any]:
-    """One device's part of the result and of the log-sum-exp. Padding of keys and values is finite."""
+    """One device's part of the result and of the log-sum-exp. The padding of keys and values must be finite."""
     ring = _Ring(shards, sequences, Rotation(shards, atoms), arrays)
     out, lse = ring.forward()
     return [out.astype(shards.equation.outputs[0].dtype), lse]
 
 
 def gradient_on_ring(shards: Shards, sequences: Sequences, atoms: Atoms, arrays: _Arrays) -> list[Any]:
-    """One device's parts of the gradients of queries, keys and values. Padding of operands is zero."""
+    """One device's parts of the gradients of queries, keys and values. The padding of operands must be zero."""
     ring = _Ring(shards, sequences, Rotation(shards, atoms), arrays)
     return [x.astype(v.dtype) for x, v in zip(ring.backward(), shards.equation.outputs, strict=True)]
 
 
 class _Ring:
-    """Attention of one device's queries with all keys."""
+    """Computes attention of one device's queries with all keys."""
 
     def __init__(self, shards: Shards, sequences: Sequences, rotation: Rotation, arrays: _Arrays) -> None:
         self._shards, self._sequences, self._rotation = shards, sequences, rotation
-        self._dim = arrays["q"].ndim - 4
+        self._dim = arrays["q"].ndim - 4  # the dimension of positions
         self._params: AttentionParams = shards.params["params"]
-        gradient = "dout" in arrays
         self._arrays = dict(arrays)
+        gradient = "dout" in arrays
         shapes = {name: tuple(x.shape) for name, x in arrays.items()}
-        size = {name: x.size * x.dtype.itemsize for name, x in arrays.items()}
-        self._zigzags = sequences.zigzags(shapes["q"], _exchanged(shapes, size, gradient), gradient=gradient)
+        sizes = {name: x.size * x.dtype.itemsize for name, x in arrays.items()}
+        exchanged = _exchanged_bytes(shapes, sizes, gradient)
+        self._zigzags = sequences.zigzags(shapes["q"], exchanged, gradient=gradient)
         if self._zigzags:
             self._arrays = {name: rotation.zigzag(x, self._dim) for name, x in self._arrays.items()}
 
@@ -179,81 +192,88 @@ class _Ring:
         """The result and the log-sum-exp, in the dtype of scores."""
         state = self._attend(self._arrays, 0)
 
-        def use(state: Any, passing: list[Any], steps: Any) -> tuple[Any, list[Any]]:
-            arrays = {**self._arrays, **dict(zip(self._moving, passing, strict=True))}
+        def attend_to_passing(state: Any, passing: list[Any], steps: Any) -> tuple[Any, list[Any]]:
+            arrays = self._with_passing(passing)
             if self._zigzags:
-                return self._halves(state, arrays, steps), []
-            made = merged(state, self._attend(arrays, steps))
+                return self._attend_in_halves(state, arrays, steps), []
+            out, lse = merged(state, self._attend(arrays, steps))
             if self._sequences.triangular:
                 seen = self._are_earlier(steps)
-                made = jnp.where(seen, made[0], state[0]), jnp.where(seen, made[1], state[1])
-            return made, []
+                out, lse = jnp.where(seen, out, state[0]), jnp.where(seen, lse, state[1])
+            return (out, lse), []
 
         for sign, steps in zip((1, -1), self._sequences.reach, strict=True):
-            state, _ = self._rotation.run(self._passing, state, steps, use, sign=sign)
+            state, _ = self._rotation.run(self._rotating, state, steps, attend_to_passing, sign=sign)
         if self._zigzags:
             out, lse = state
-            # It is exchanged in the dtype that it will have.
+            # Devices exchange the result in its final dtype.
             out = out.astype(self._shards.equation.outputs[0].dtype)
             return self._rotation.unzigzag(out, self._dim), self._rotation.unzigzag(lse, self._dim)
         return state
 
     def backward(self) -> list[Any]:
         """The gradients of queries, keys and values."""
-        dq, *own = self._differentiate(self._arrays, 0)
+        dq, *dk_dv = self._differentiate(self._arrays, 0)
         dtypes = [self._arrays[name].dtype for name in ("k", "v")]
 
-        def use(dq: Any, passing: list[Any], steps: Any) -> tuple[Any, list[Any]]:
-            arrays = {**self._arrays, **dict(zip(self._moving, passing, strict=True))}
+        def differentiate_by_passing(dq: Any, passing: list[Any], steps: Any) -> tuple[Any, list[Any]]:
+            arrays = self._with_passing(passing)
             if self._zigzags:
-                more, *sums = self._gradient_of_halves(arrays, steps)
+                dq_here, *sums = self._differentiate_in_halves(arrays, steps)
             else:
-                more, *sums = self._differentiate(arrays, steps)
+                dq_here, *sums = self._differentiate(arrays, steps)
                 if self._sequences.triangular:
                     seen = self._are_earlier(steps)
-                    more, *sums = (jnp.where(seen, x, jnp.zeros((), x.dtype)) for x in (more, *sums))
-            return dq + more, [x.astype(dtype) for x, dtype in zip(sums, dtypes, strict=True)]
+                    dq_here, *sums = (jnp.where(seen, x, jnp.zeros((), x.dtype)) for x in (dq_here, *sums))
+            return dq + dq_here, [x.astype(dtype) for x, dtype in zip(sums, dtypes, strict=True)]
 
         for sign, steps in zip((1, -1), self._sequences.reach, strict=True):
-            dq, returned = self._rotation.run(self._passing, dq, steps, use, sign=sign, sums=True)
-            own = [x + y for x, y in zip(own, returned, strict=True)] if returned else own
-        made = [dq, *own]
+            dq, returned = self._rotation.run(self._rotating, dq, steps, differentiate_by_passing, sign=sign, sums=True)
+            dk_dv = [x + y for x, y in zip(dk_dv, returned, strict=True)] if returned else dk_dv
+        gradients = [dq, *dk_dv]
         if self._zigzags:
             outputs = self._shards.equation.outputs
-            cast = [x.astype(v.dtype) for x, v in zip(made, outputs, strict=True)]
-            made = [self._rotation.unzigzag(x, self._dim) for x in cast]
-        return made
+            cast = [x.astype(v.dtype) for x, v in zip(gradients, outputs, strict=True)]
+            gradients = [self._rotation.unzigzag(x, self._dim) for x in cast]
+        return gradients
 
     @property
-    def _moving(self) -> list[str]:
-        return [name for name in _BY_KEY if name in self._arrays]
+    def _rotating(self) -> list[Any]:
+        """This device's parts of the arrays that rotate."""
+        return [self._arrays[name] for name in _BY_KEY if name in self._arrays]
 
-    @property
-    def _passing(self) -> list[Any]:
-        return [self._arrays[name] for name in self._moving]
+    def _with_passing(self, passing: Sequence[Any]) -> _Arrays:
+        """The operands with the parts of keys and values that pass this device."""
+        names = [name for name in _BY_KEY if name in self._arrays]
+        return {**self._arrays, **dict(zip(names, passing, strict=True))}
 
     def _attend(self, arrays: _Arrays, steps: Any) -> tuple[Any, Any]:
-        """Attention with the keys of the device some steps behind."""
-        params, arrays = self._of_part(arrays, steps)
+        """The result and the log-sum-exp for the keys of the device some steps behind."""
+        params, arrays = self._for_keys_of(steps, arrays)
         out, lse = self._shards.bind(*(arrays[name] for name in params.names), params=params)
         return out, lse
 
     def _differentiate(self, arrays: _Arrays, steps: Any) -> list[Any]:
-        """The gradients with the keys of the device some steps behind."""
-        params, arrays = self._of_part(arrays, steps)
+        """The gradients for the keys of the device some steps behind."""
+        params, arrays = self._for_keys_of(steps, arrays)
         return self._shards.bind(*(arrays[name] for name in params.gradient_names), params=params)
 
-    def _of_part(self, arrays: _Arrays, steps: Any) -> tuple[AttentionParams, _Arrays]:
-        params, arrays = dataclasses.replace(self._params, wide=True), dict(arrays)
-        own, triangular = type(steps) is int and steps == 0, self._sequences.triangular
-        if not own and triangular:
+    def _for_keys_of(self, steps: Any, arrays: _Arrays) -> tuple[AttentionParams, _Arrays]:
+        """The parameters and operands of attention with the keys of the device some steps behind."""
+        params = dataclasses.replace(self._params, wide=True)
+        arrays = dict(arrays)
+        own_keys = type(steps) is int and steps == 0
+        triangular = self._sequences.triangular
+        if triangular and not own_keys:
             params = dataclasses.replace(params, causal=False)
-        in_order = triangular or (own and not self._sequences.padded)
+        # Positions in the whole arrays do not matter for a device's own keys, or if queries see all keys or none.
+        in_order = triangular or (own_keys and not self._sequences.padded)
         if in_order and not params.mask:
-            return params, arrays  # of a device's own positions, or of parts that are seen as a whole or not at all
-        lead, size, count = (1,) * self._dim, self._sequences.size, self._sequences.count
+            return params, arrays
+        size, count = self._sequences.size, self._sequences.count
         q_first, k_first = (self._rotation.behind(n) * size for n in (0, steps))
         if not in_order:
+            lead = (1,) * self._dim
             q_at, k_at = ((first + jnp.arange(size)).reshape(*lead, size) for first in (q_first, k_first))
             params, arrays = in_place(params, arrays, q_at, k_at, count if self._sequences.padded else None)
         if params.mask:
@@ -263,7 +283,7 @@ class _Ring:
         return params, arrays
 
     def _are_earlier(self, steps: Any) -> Any:
-        """Whether the keys of the device some steps behind come before this device's queries."""
+        """Whether the keys of the device some steps behind have lower positions than this device's queries."""
         return self._rotation.behind(steps) < self._rotation.behind(0)
 
     def _split_halves(self, x: Any) -> tuple[Any, Any]:
@@ -271,21 +291,25 @@ class _Ring:
         return low, high
 
     def _pairs(self, arrays: _Arrays, steps: Any, names: Sequence[str]) -> tuple[Any, list[Any]]:
-        """Whether the keys come from an earlier device, and the results of two pairs of halves, one after the other.
+        """Computes the two pairs of halves of queries and passing keys that count.
 
-        Queries in the upper half see the keys in the lower half. Beyond that, the lower halves see each other if the
-        keys are of an earlier device, and the upper halves if they are of a later one.
+        Queries in the upper half always see the keys in the lower half. In addition, the lower halves see each other
+        if the keys come from an earlier device, and the upper halves otherwise.
+
+        Returns:
+            whether the keys come from an earlier device; the results, stacked over the two pairs in this order.
         """
         earlier = self._are_earlier(steps)
         operands = []
         for name in names:
             low, high = self._split_halves(arrays[name])
-            first = low if name in _BY_KEY else high
-            operands.append(jnp.stack([first, jnp.where(earlier, low, high)]))
+            always = low if name in _BY_KEY else high
+            operands.append(jnp.stack([always, jnp.where(earlier, low, high)]))
         params = dataclasses.replace(self._params, causal=False, wide=True)
         return earlier, self._shards.bind(*operands, params=params)
 
-    def _halves(self, state: Any, arrays: _Arrays, steps: Any) -> tuple[Any, Any]:
+    def _attend_in_halves(self, state: Any, arrays: _Arrays, steps: Any) -> tuple[Any, Any]:
+        """The state merged with the results for the passing keys, after the exchange of halves."""
         earlier, (outs, lses) = self._pairs(arrays, steps, self._params.names)
         (out_low, out_high), (lse_low, lse_high) = map(self._split_halves, state)
         out_high, lse_high = merged((out_high, lse_high), (outs[0], lses[0]))
@@ -295,7 +319,8 @@ class _Ring:
         both_lses = jnp.where(earlier, lse, lse_low), jnp.where(earlier, lse_high, lse)
         return jnp.concatenate(both_outs, axis=self._dim), jnp.concatenate(both_lses, axis=self._dim)
 
-    def _gradient_of_halves(self, arrays: _Arrays, steps: Any) -> list[Any]:
+    def _differentiate_in_halves(self, arrays: _Arrays, steps: Any) -> list[Any]:
+        """The gradients for the passing keys, after the exchange of halves."""
         earlier, (dq, dk, dv) = self._pairs(arrays, steps, self._params.gradient_names)
 
         def joined(always: Any, chosen: Any, *, upper: bool) -> Any:

@@ -1,17 +1,17 @@
-"""Attention (``gshard.attention``): queries, keys and values, by batch, by heads and by positions.
+"""Attention (``gshard.attention``) and its gradient: split batches, heads and positions.
 
-    b t h g d, b s h d, b s h e -> b t h g e, b t h g        (d and e are whole)
+    b t h g d, b s h d, b s h e -> b t h g e, b t h g        (d and e are replicated)
 
-Batches, key heads and the query heads of each are parallel, so heads can be split after an all-to-all that joins the
-sequence (Jacobs et al., "DeepSpeed-Ulysses"). For positions, there are two cases:
+Batches, key heads and the query heads of each key head are parallel. So heads can be split after an all-to-all that
+gathers the sequence (Jacobs et al., "DeepSpeed-Ulysses"). For positions there are two cases:
 
-- As many keys as queries: both are one factor. Keys and values rotate, and each device merges its results for the parts
-  that pass it (Liu et al., "Ring attention"; ``rules.attention_ring``).
+- If there are as many keys as queries, both are one factor. Keys and values rotate, and each device merges its results
+  for the parts that pass it (Liu et al., "Ring attention"; ``rules.attention_ring``).
 - Otherwise queries and keys are two factors. Devices with parts of the keys (a cache) merge their results by the
   log-sum-exps of their scores ("flash-decoding").
 
-Each device computes positions, segments and masks for its own parts. The gradient has the same factors: parts of its
-sums over queries, keys and query heads are added up where gshard needs them.
+Each device computes positions, segments and masks for its own parts. The gradient has the same factors. It sums over
+queries, keys and query heads, so devices compute parts of these sums.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import jax.numpy as jnp
 
 from gshard.comm.collectives import sent_bytes
 from gshard.comm.shards import Shards, mask
-from gshard.comm.steps import ALL_REDUCE, all_reduce
+from gshard.comm.steps import ALL_REDUCE
 from gshard.core.mesh import Mesh
 from gshard.core.program import itemsize
 from gshard.core.rule import REDUCE, Rule, RuleMaker
@@ -39,7 +39,7 @@ _BY_QUERY = ("q", "lse", "delta", "dout")  # arrays whose padding must not add t
 
 @rule("gshard_attention")
 def attention(call: Call) -> Rule:
-    """All dimensions but features can be split. Positions are one factor if there are as many keys as queries.
+    """All dimensions except features can be split. Positions are one factor if there are as many keys as queries.
 
     >>> call = Call("", {"params": AttentionParams(1.0)}, ((2, 8, 3, 2, 5), (2, 8, 3, 5), (2, 8, 3, 4)),
     ...             ((2, 8, 3, 2, 4), (2, 8, 3, 2)), ("f4",) * 3)
@@ -52,25 +52,25 @@ def attention(call: Call) -> Rule:
 
     def local(shards: Shards, *parts: Any) -> list[Any]:
         arrays = dims.without_padding(shards, dict(zip(names, parts, strict=True)))
-        if dims.together and (atoms := shards.atoms(dims.t[0])):
-            return on_ring(shards, dims.sequences(shards), atoms, arrays)
-        atoms = shards.atoms(dims.s[0])
-        if not atoms and not shards.atoms(dims.t[0]):
+        query_atoms, key_atoms = shards.atoms(dims.t[0]), shards.atoms(dims.s[0])
+        if dims.together and query_atoms:
+            return on_ring(shards, dims.sequences(shards.mesh, shards.split), query_atoms, arrays)
+        if not key_atoms and not query_atoms:
             return shards.bind(*arrays.values())
-        params_of_part, arrays = dims.own(shards, arrays)
-        if not atoms:
+        params_of_part, arrays = dims.for_part(shards, arrays)
+        if not key_atoms:
             return shards.bind(*arrays.values(), params=params_of_part)
         wide = dataclasses.replace(params_of_part, wide=True)
         out, lse = shards.bind(*arrays.values(), params=wide)
-        return _merged(shards, atoms, out, lse)
+        return _merged(shards, key_atoms, out, lse)
 
     def sends(mesh: Mesh, split: Split) -> int:
         if dims.together:
-            return ring_bytes(dims.sequences_of(mesh, split), dims.local_shapes(mesh, split), call.in_dtypes, False)
+            return ring_bytes(dims.sequences(mesh, split), dims.local_shapes(mesh, split), call.in_dtypes, False)
         parts = mesh.count(split.get(dims.s[0], ()))
-        (out, lse), size = (dims.local_results(mesh, split), itemsize(wide_dtype(call.in_dtypes[0])))
-        each = math.prod(lse) * size, (math.prod(out) + math.prod(lse)) * size
-        return sum(sent_bytes(ALL_REDUCE, n, parts) for n in each)
+        out, lse = (math.prod(shape) for shape in dims.local_results(mesh, split))
+        size = itemsize(wide_dtype(call.in_dtypes[0]))
+        return sum(sent_bytes(ALL_REDUCE, elements * size, parts) for elements in (lse, out + lse))
 
     flops = dims.pairs * 2 * (dims.features + dims.out_features)
     return make.rule(
@@ -80,7 +80,7 @@ def attention(call: Call) -> Rule:
 
 @rule("gshard_attention_gradient")
 def attention_gradient(call: Call) -> Rule:
-    """The gradient sums over queries for keys and values, and over keys for queries.
+    """The gradients of keys and values are sums over queries, the gradient of queries is a sum over keys.
 
     >>> shapes = ((2, 7, 3, 2, 5), (2, 8, 3, 5), (2, 8, 3, 4), (2, 7, 3, 2), (2, 7, 3, 2), (2, 7, 3, 2, 4))
     >>> call = Call("", {"params": AttentionParams(1.0)}, shapes, shapes[:3], ("f4",) * 6)
@@ -94,15 +94,16 @@ def attention_gradient(call: Call) -> Rule:
 
     def local(shards: Shards, *parts: Any) -> list[Any]:
         arrays = dims.without_padding(shards, dict(zip(names, parts, strict=True)))
-        if dims.together and (atoms := shards.atoms(dims.t[0])):
-            return gradient_on_ring(shards, dims.sequences(shards), atoms, arrays)
-        if not shards.atoms(dims.s[0]) and not shards.atoms(dims.t[0]):
+        query_atoms = shards.atoms(dims.t[0])
+        if dims.together and query_atoms:
+            return gradient_on_ring(shards, dims.sequences(shards.mesh, shards.split), query_atoms, arrays)
+        if not shards.atoms(dims.s[0]) and not query_atoms:
             return shards.bind(*arrays.values())
-        params_of_part, arrays = dims.own(shards, arrays)
+        params_of_part, arrays = dims.for_part(shards, arrays)
         return shards.bind(*arrays.values(), params=params_of_part)
 
     def sends(mesh: Mesh, split: Split) -> int:
-        return ring_bytes(dims.sequences_of(mesh, split), dims.local_shapes(mesh, split), call.in_dtypes, True)
+        return ring_bytes(dims.sequences(mesh, split), dims.local_shapes(mesh, split), call.in_dtypes, True)
 
     flops = dims.pairs * 2 * (3 * dims.features + 2 * dims.out_features)
     return make.rule(
@@ -112,7 +113,21 @@ def attention_gradient(call: Call) -> Rule:
 
 
 class _Dims:
-    """The factors of the arrays of attention, by name."""
+    """The factors of the operands and results of attention.
+
+    Args:
+        make: the maker of the rule.
+        params: the parameters of attention.
+        shapes: the shapes of the operands, by name.
+        gradient: whether the equation is the gradient.
+
+    Attributes:
+        together: whether queries and keys have one factor.
+        t, s: the dimensions of queries and of keys.
+        lse, out: the dimensions of the log-sum-exp and of the result.
+        of: the dimensions of each operand, by name; () for a dimension of size 1 that is broadcast.
+        pairs: the number of pairs of a query and a key that count.
+    """
 
     def __init__(
         self, make: RuleMaker, params: AttentionParams, shapes: Mapping[str, Sequence[int]], *, gradient: bool
@@ -156,20 +171,16 @@ class _Dims:
         ahead = 0 if params.causal else keys // 2 if after is None else min(after, keys // 2)
         return max(1, min(keys, behind + ahead + 1))
 
-    def sequences(self, shards: Shards) -> Sequences:
-        """The positions that devices hold."""
-        return self.sequences_of(shards.mesh, shards.split)
-
-    def sequences_of(self, mesh: Mesh, split: Split) -> Sequences:
+    def sequences(self, mesh: Mesh, split: Split) -> Sequences:
         """The positions that devices hold under a split."""
         return Sequences(self._params, self.queries, mesh.count(split.get(self.t[0], ())))
 
     def local_shapes(self, mesh: Mesh, split: Split) -> dict[str, tuple[int, ...]]:
-        """The shapes of the parts of operands."""
+        """The shapes of one device's parts of the operands."""
         return {name: self._local(dims, self._shapes[name], mesh, split) for name, dims in self.of.items()}
 
     def local_results(self, mesh: Mesh, split: Split) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The shapes of the parts of the result and the log-sum-exp."""
+        """The shapes of one device's parts of the result and the log-sum-exp."""
         lse = self._shapes["q"][:-1]
         out = (*lse, self.out_features)
         return self._local(self.out, out, mesh, split), self._local(self.lse, lse, mesh, split)
@@ -179,8 +190,8 @@ class _Dims:
             -(-n // mesh.count(split.get(dim[0], ()))) if dim else n for n, dim in zip(shape, dims, strict=True)
         )
 
-    def own(self, shards: Shards, arrays: Mapping[str, Any]) -> tuple[AttentionParams, dict[str, Any]]:
-        """Parameters and operands of one device: padding counts nowhere, positions are those of the whole arrays."""
+    def for_part(self, shards: Shards, arrays: Mapping[str, Any]) -> tuple[AttentionParams, dict[str, Any]]:
+        """One device's parameters and operands, with positions in the whole arrays and without padding."""
         lead = (1,) * len(self._batch)
 
         def indices(name: str, dim: tuple[int, ...]) -> Any:
@@ -194,7 +205,7 @@ class _Dims:
         return params, {name: arrays[name] for name in names}
 
     def without_padding(self, shards: Shards, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        """Arrays whose padding is zero where it would be added, or multiplied by zero."""
+        """The arrays with zeros in place of padding that would be added, or multiplied by zero."""
         summed = ("k", "v", *(_BY_QUERY if "dout" in arrays else ()))
         return {name: self._filled(shards, name, x) if name in summed else x for name, x in arrays.items()}
 
@@ -207,18 +218,11 @@ class _Dims:
 
 
 def _merged(shards: Shards, atoms: Any, out: Any, lse: Any) -> list[Any]:
-    """The results of devices with parts of the keys, merged on all of them."""
-
-    def combined(x: Any, monoid: str) -> Any:
-        if shards.note is not None:
-            sent = sent_bytes(ALL_REDUCE, x.size * x.dtype.itemsize, shards.mesh.count(atoms))
-            shards.note(ALL_REDUCE, atoms, sent, x)
-        return all_reduce(x, atoms, monoid)
-
-    most = combined(lse, "max")
-    most = jnp.where(most == -jnp.inf, 0, most)
-    weight = jnp.exp(lse - most)[..., None]
-    both = combined(jnp.concatenate([out * weight, weight], axis=-1), "add")
-    sums, total = both[..., :-1], both[..., -1]
-    result = sums / jnp.where(total == 0, 1, total)[..., None]
-    return [result.astype(shards.equation.outputs[0].dtype), most + jnp.log(total)]
+    """Merges the results for parts of the keys, on all devices."""
+    largest = shards.all_reduce(lse, atoms, "max")
+    largest = jnp.where(largest == -jnp.inf, 0, largest)
+    weight = jnp.exp(lse - largest)[..., None]
+    sums = shards.all_reduce(jnp.concatenate([out * weight, weight], axis=-1), atoms, "add")
+    weighted, total = sums[..., :-1], sums[..., -1]
+    result = weighted / jnp.where(total == 0, 1, total)[..., None]
+    return [result.astype(shards.equation.outputs[0].dtype), largest + jnp.log(total)]

@@ -25,34 +25,34 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
 
 from gshard.comm.collectives import sent_bytes
 from gshard.comm.halo import Window
-from gshard.comm.shards import Shards, along, mask, rest_bytes
+from gshard.comm.shards import Shards, along
 from gshard.comm.steps import ALL_REDUCE
-from gshard.core.context import NO_CONTEXT
-from gshard.core.jax_adapter_context import in_context
 from gshard.core.mesh import Mesh
+from gshard.core.program import itemsize
 from gshard.core.rule import Rule, RuleMaker
 from gshard.core.split import Split
 from gshard.core.xla_workarounds import taken
+from gshard.language.function_primitive import function_primitive
 from gshard.language.registry import Call, rule
+from gshard.rules.along_axis import AlongAxis
 
-MOST = 64  # elements that a result reads; a matrix unit multiplies 128 at a time, and takes no longer for zeros
-
-banded_p = Primitive("banded")
+# The largest number of elements that a result may read. A matrix unit multiplies 128 elements at a time, and takes no
+# longer if most of them are zero.
+MOST = 64
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Band:
-    """What is not zero of a table.
+    """The nonzero weights of a table.
 
     Attributes:
-        n: how many elements results are made of.
-        starts: for each result the first element that it reads, before 0 and from ``n`` on where weights are zero.
-        weights: for each result, those of the elements from there on.
+        n: the number of elements that are multiplied.
+        starts: int [m]; the first element that each result reads. It may be outside of 0 to ``n``, where weights are
+            zero.
+        weights: [m, k]; the weights of the ``k`` elements that each result reads.
     """
 
     n: int
@@ -61,129 +61,138 @@ class Band:
 
     @property
     def m(self) -> int:
-        """How many results there are."""
+        """The number of results."""
         return self.starts.shape[0]
 
     @property
     def width(self) -> int:
-        """How many elements a result reads."""
+        """The number of elements that a result reads."""
         return int(self.weights.shape[1])
 
     def window(self, parts: int) -> Window:
-        """The elements that each part of the results reads."""
+        """The window of elements that each part of the results reads."""
         size = -(-self.m // parts)
         firsts = self.starts[::size]
         used = len(firsts)
         step = round((int(firsts[-1]) - int(firsts[0])) / (used - 1)) if used > 1 else 0
-        own = self.starts - step * (np.arange(self.m) // size)
-        first = int(own.min())
-        return Window(self.n, first, step, parts, int(own.max()) + self.width - first, taking=used)
+        relative = self.starts - step * (np.arange(self.m) // size)
+        first = int(relative.min())
+        return Window(self.n, first, step, parts, int(relative.max()) + self.width - first, taking=used)
 
     def sent(self, parts: int) -> int:
-        """How many elements along the dimension each device sends, the count of those that are not finite included."""
+        """The elements along the dimension that each device sends, with two for the count of nonfinite elements."""
         return sum(self.window(parts).messages(-(-self.n // parts))) + 2
 
     def within(self, parts: int) -> tuple[np.ndarray, np.ndarray]:
-        """For each part, where in its window its results begin to read; and its weights, zero where there are none."""
+        """The starts and weights of each part's results.
+
+        Args:
+            parts: the number of parts.
+
+        Returns:
+            int [parts, size], the start of each result in the window of its part; [parts, size, k], the weights, which
+            are zero for results that are padding.
+        """
         size, window = -(-self.m // parts), self.window(parts)
-        at, weights = _rows(self.starts, size * parts), _rows(self.weights, size * parts)
+        starts, weights = _padded_rows(self.starts, size * parts), _padded_rows(self.weights, size * parts)
         weights[self.m :] = 0
-        at = at.reshape(parts, size) - window.position(np.arange(parts))[:, None]
-        at = np.clip(at, 0, window.extent - self.width)
-        at.reshape(-1)[self.m :] = np.broadcast_to(at[0], at.shape).reshape(-1)[self.m :]
-        return at, weights.reshape(parts, size, self.width)
+        starts = starts.reshape(parts, size) - window.position(np.arange(parts))[:, None]
+        starts = np.clip(starts, 0, window.extent - self.width)
+        starts.reshape(-1)[self.m :] = np.broadcast_to(starts[0], starts.shape).reshape(-1)[self.m :]
+        return starts, weights.reshape(parts, size, self.width)
 
 
-def _rows(x: np.ndarray, m: int) -> np.ndarray:
-    """The rows of an array, the last one repeated until there are ``m``."""
+def _padded_rows(x: np.ndarray, m: int) -> np.ndarray:
+    """The rows of an array, with copies of the last row up to ``m`` rows."""
     return np.concatenate([x, np.repeat(x[-1:], m - x.shape[0], 0)])
 
 
-def _pattern(at: np.ndarray, width: int) -> tuple[int, int] | None:
-    """In how many phases results are read, and the stride of one, if they are read in one pattern."""
-    for p in (p for p in range(1, MOST // width + 1) if at.size % p == 0):
-        strides = set((at[p:] - at[:-p]).tolist())
+def _pattern(starts: np.ndarray, width: int) -> tuple[int, int] | None:
+    """The number of phases and the stride of a phase, if starts repeat in a pattern."""
+    for phases in range(1, MOST // width + 1):
+        if starts.size % phases:
+            continue
+        strides = set((starts[phases:] - starts[:-phases]).tolist())
         if len(strides) <= 1 and min(strides, default=1) > 0:
-            return p, min(strides, default=1)
+            return phases, min(strides, default=1)
     return None
 
 
-def _product(x: Any, count: Any, at: Any, weights: Any, dim: int, dtype: Any) -> Any:
-    """The results of a window.
+def _product(x: Any, nonfinite: Any, starts: Any, weights: Any, dim: int, dtype: Any) -> Any:
+    """The results that read a window.
 
     Args:
         x: the window.
-        count: how many elements of the whole array are not finite; None if that is not needed.
-        at: int [m], where in the window each result begins to read; known before the program runs, or not.
-        weights: [m, k].
-        dim: along which dimension.
-        dtype: of the results.
+        nonfinite: the number of elements of the whole array that are not finite; None for dtypes without them.
+        starts: int [m]; the start of each result in the window: a NumPy array, or a value of the program.
+        weights: [m, k]; the weights of each result.
+        dim: the dimension along which results read.
+        dtype: the dtype of the results.
     """
     m, width = weights.shape
-    pattern = _pattern(at, width) if isinstance(at, np.ndarray) else None
+    pattern = _pattern(starts, width) if isinstance(starts, np.ndarray) else None
     phases, stride = pattern or (1, 1)
     wide = dtype if jnp.issubdtype(dtype, jnp.integer) else jnp.promote_types(dtype, jnp.float32)
     weights = weights.astype(wide).reshape(m // phases, phases, width)
 
-    def read(r: int, k: int) -> Any:
-        """What is read of the window for the results of a phase."""
+    def elements_read(phase: int, k: int) -> Any:
+        """Element ``k`` of each result of a phase."""
         if not pattern:
-            return taken(x, jnp.asarray(at, jnp.int32) + k, dim)
-        first = int(at[r]) + k
+            return taken(x, jnp.asarray(starts, jnp.int32) + k, dim)
+        first = int(starts[phase]) + k
         return lax.slice_in_dim(x, first, first + (m // phases - 1) * stride + 1, stride, dim)
 
-    def phase(r: int) -> Any:
-        products, more = [], count
+    def results_of(phase: int) -> Any:
+        products = []
+        unread = nonfinite  # the nonfinite elements that a result does not read
         for k in range(width):
-            element, weight = read(r, k), along(weights[:, r, k], dim, x.ndim)
-            products.append(element.astype(wide) * weight)
-            if more is not None:
-                more = more - (~jnp.isfinite(element)).astype(more.dtype)
+            element = elements_read(phase, k)
+            products.append(element.astype(wide) * along(weights[:, phase, k], dim, x.ndim))
+            if unread is not None:
+                unread = unread - (~jnp.isfinite(element)).astype(unread.dtype)
         total = functools.reduce(operator.add, products)
-        return total if more is None else jnp.where(more > 0, jnp.asarray(np.nan, wide), total)
+        return total if unread is None else jnp.where(unread > 0, jnp.asarray(np.nan, wide), total)
 
-    found = [phase(r) for r in range(phases)]
+    results = [results_of(phase) for phase in range(phases)]
     if phases > 1:
-        return jnp.stack(found, dim + 1).reshape(*x.shape[:dim], m, *x.shape[dim + 1 :]).astype(dtype)
-    return found[0].astype(dtype)
+        return jnp.stack(results, dim + 1).reshape(*x.shape[:dim], m, *x.shape[dim + 1 :]).astype(dtype)
+    return results[0].astype(dtype)
 
 
 def _count_dtype(width: int, parts: int) -> Any:
-    """A dtype that counts to ``width + 1`` on each device: more than that is as good as infinitely many."""
+    """A dtype for sums over ``parts`` devices of counts up to ``width + 1``."""
     return np.dtype(np.uint8 if (width + 1) * parts < 256 else np.int32)
 
 
-def _counted(x: Any, dim: int, width: int, parts: int) -> Any:
-    """How many elements along a dimension are not finite, up to one more than a result reads."""
-    found = jnp.sum(~jnp.isfinite(x), dim, keepdims=True, dtype=jnp.int32)
-    return jnp.minimum(found, width + 1).astype(_count_dtype(width, parts))
+def _count_nonfinite(x: Any, dim: int, width: int, parts: int) -> Any:
+    """The number of elements along a dimension that are not finite, at most one more than a result reads."""
+    count = jnp.sum(~jnp.isfinite(x), dim, keepdims=True, dtype=jnp.int32)
+    return jnp.minimum(count, width + 1).astype(_count_dtype(width, parts))
 
 
 def _has_infinities(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.floating))
 
 
-@banded_p.def_impl
 def _run(x: Any, *, band: Band, dim: int, dtype: Any) -> Any:
     window = band.window(1)
-    (at,), (weights,) = band.within(1)
-    count = _counted(x, dim, band.width, 1) if _has_infinities(x.dtype) else None
+    (starts,), (weights,) = band.within(1)
+    nonfinite = _count_nonfinite(x, dim, band.width, 1) if _has_infinities(x.dtype) else None
     room = (-window.first, window.first + window.extent - band.n)
     x = lax.pad(x, jnp.zeros((), x.dtype), [(*room, 0) if d == dim else (0, 0, 0) for d in range(x.ndim)])
-    return _product(x, count, at, jnp.asarray(weights), dim, dtype)
+    return _product(x, nonfinite, starts, jnp.asarray(weights), dim, dtype)
 
 
-@banded_p.def_abstract_eval
 def _shape(x: Any, *, band: Band, dim: int, dtype: Any) -> Any:
     return jax.core.ShapedArray((*x.shape[:dim], band.m, *x.shape[dim + 1 :]), dtype)
 
 
-mlir.register_lowering(banded_p, mlir.lower_fun(_run, multiple_results=False))
+banded_p = function_primitive("banded", _run, _shape)
 
 
 @rule("banded")
 def banded(call: Call) -> Rule:
-    """The dimension exchanges a halo, the others are parallel.
+    """Shards exchange a halo along the dimension of the table. The other dimensions are parallel.
 
     >>> band = Band(4, np.arange(8) // 2, np.ones((8, 1), np.float32))
     >>> print(banded(Call("banded", {"band": band, "dim": 1, "dtype": np.float32}, ((3, 4),), ((3, 8),), ("f4",))))
@@ -191,39 +200,37 @@ def banded(call: Call) -> Rule:
     """
     band, dim, dtype = call.params["band"], call.params["dim"], call.params["dtype"]
     make = RuleMaker()
-    shape = call.out_shapes[0]
-    dims = [make.communicate(max(band.n, band.m)) if d == dim else make.factor(n) for d, n in enumerate(shape)]
+    array = AlongAxis.of(make, call.in_shapes[0], dim, lambda n: make.communicate(max(n, band.m)))
     counts = bool(call.in_dtypes) and _has_infinities(call.in_dtypes[0])
 
     def local(shards: Shards, x: Any) -> list[Any]:
-        if not (atoms := shards.atoms(dims[dim][0])):
+        atoms = array.atoms(shards)
+        if not atoms:
             return shards.bind(x)
-        parts, count = shards.mesh.count(atoms), None
+        parts = shards.mesh.count(atoms)
+        nonfinite = None
         if counts:
-            own = mask(x, dim, band.n, atoms, 0) if band.n % parts else x
-            count = _counted(own, dim, band.width, parts)
-            if shards.note is not None:
-                shards.note(ALL_REDUCE, atoms, sent_bytes(ALL_REDUCE, count.size * count.dtype.itemsize, parts), count)
-            with in_context(NO_CONTEXT):
-                count = lax.psum(count, atoms)
+            count = _count_nonfinite(array.fill_padding(shards, x, 0), dim, band.width, parts)
+            nonfinite = shards.all_reduce(count, atoms, "add")
         x = shards.window(x, dim, atoms, band.window(parts), 0)
-        at, weights = band.within(parts)
-        me = lax.axis_index(atoms)
-        alike = bool((at == at[0]).all())
-        where = at[0] if alike else lax.dynamic_index_in_dim(jnp.asarray(at, jnp.int32), me, 0, keepdims=False)
-        own_weights = lax.dynamic_index_in_dim(jnp.asarray(weights), me, 0, keepdims=False)
-        return [_product(x, count, where, own_weights, dim, dtype)]
+        starts, weights = band.within(parts)
+        part = lax.axis_index(atoms)
+        if (starts == starts[0]).all():
+            starts_here: Any = starts[0]
+        else:
+            starts_here = lax.dynamic_index_in_dim(jnp.asarray(starts, jnp.int32), part, 0, keepdims=False)
+        weights_here = lax.dynamic_index_in_dim(jnp.asarray(weights), part, 0, keepdims=False)
+        return [_product(x, nonfinite, starts_here, weights_here, dim, dtype)]
 
     def sends(mesh: Mesh, split: Split) -> int:
-        parts = mesh.count(split.get(dims[dim][0], ()))
+        parts = array.parts(mesh, split)
         if parts == 1:
             return 0
-        each = rest_bytes(call.in_shapes[0], call.in_dtypes[0], dim, dims, split, mesh)
-        sent = band.window(parts).bytes(-(-band.n // parts), each)
+        others = array.others(mesh, split)
+        sent = band.window(parts).bytes(-(-band.n // parts), others * itemsize(call.in_dtypes[0]))
         if counts:
-            of_count = rest_bytes(call.in_shapes[0], _count_dtype(band.width, parts), dim, dims, split, mesh)
-            sent += sent_bytes(ALL_REDUCE, of_count, parts)
+            sent += sent_bytes(ALL_REDUCE, others * itemsize(_count_dtype(band.width, parts)), parts)
         return sent
 
     flops = 2 * band.width * math.prod(call.out_shapes[0])
-    return make.rule([dims], [dims], local=local, flops=flops, sends=sends)
+    return make.rule([array.dims], [array.dims], local=local, flops=flops, sends=sends)

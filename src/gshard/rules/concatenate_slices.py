@@ -1,8 +1,8 @@
-"""Concatenation of slices as one equation, so that each element moves once (``rewrite.compose_movement`` finds them).
+"""Concatenates slices in one equation, so that each element moves once (``rewrite.compose_movement``).
 
-It communicates: part ``i`` of the result takes from each operand the window where its segment and the part overlap. An
-operand without dimensions is a number; as many copies of it as its segment is long are made in place. In derivatives a
-concatenation is a sum: each segment with zeros in the place of the others.
+Each part of the result fetches from each operand the elements of its segment that the part contains. A scalar operand
+fills its segment with copies, and nothing is sent. In derivatives a concatenation is a sum of padded segments
+(``added``).
 
     concatenate(x[7:], x[:7]) of 8 elements over 4 parts      each part sends one element to its neighbour
 """
@@ -16,31 +16,27 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
 
 from gshard.core.rule import Rule
+from gshard.language.function_primitive import function_primitive
 from gshard.language.registry import Call, rule
 from gshard.rules.joining import joined
 
-concatenate_slices_p = Primitive("concatenate_slices")
 
-
-@concatenate_slices_p.def_impl
 def _run(*xs: Any, dimension: int, slices: Sequence[tuple[int, int]], added: bool) -> Any:
-    like = next(x for x in xs if x.shape)
+    array = next(x for x in xs if x.shape)
 
     def segment(x: Any, start: int, end: int) -> Any:
         if x.shape:
             return lax.slice_in_dim(x, start, end, axis=dimension)
-        return lax.full([end - start if d == dimension else n for d, n in enumerate(like.shape)], x, like.dtype)
+        return lax.full([end - start if d == dimension else n for d, n in enumerate(array.shape)], x, array.dtype)
 
     x = lax.concatenate([segment(x, start, end) for x, (start, end) in zip(xs, slices, strict=True)], dimension)
     return with_zero(x) if added else x
 
 
 def with_zero(x: Any) -> Any:
-    """What is left of a sum with zeros: -0.0 + 0.0 is 0.0."""
+    """The sum of an array and zeros: -0.0 + 0.0 is 0.0."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return x
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
@@ -48,27 +44,29 @@ def with_zero(x: Any) -> Any:
     return jnp.where(x == 0, jnp.zeros((), x.dtype), x)
 
 
-@concatenate_slices_p.def_abstract_eval
 def _shape(*xs: Any, dimension: int, slices: Sequence[tuple[int, int]], added: bool) -> Any:
-    like = next(x for x in xs if x.shape)
-    length = sum(b - a for a, b in slices)
-    return jax.core.ShapedArray(tuple(length if d == dimension else n for d, n in enumerate(like.shape)), like.dtype)
+    array = next(x for x in xs if x.shape)
+    length = sum(end - start for start, end in slices)
+    return jax.core.ShapedArray(tuple(length if d == dimension else n for d, n in enumerate(array.shape)), array.dtype)
 
 
-mlir.register_lowering(concatenate_slices_p, mlir.lower_fun(_run, multiple_results=False))
+concatenate_slices_p = function_primitive("concatenate_slices", _run, _shape)
 
 
 @rule("concatenate_slices", same_on_parts=True)
 def concatenate_slices(call: Call) -> Rule:
-    """
+    """Like ``concatenate``, for slices of the operands.
+
     >>> params = {"dimension": 0, "slices": ((7, 8), (0, 7)), "added": False}
     >>> print(concatenate_slices(Call("concatenate_slices", params, ((8, 2), (8, 2)), ((8, 2),), ("f", "f"))))
     a b, a b -> a b; communicate a
     """
-    made = joined(call, call.params["dimension"], call.params["slices"])
+    joined_rule = joined(call, call.params["dimension"], call.params["slices"])
     if not call.params["added"]:
-        return made
-    join = made.local
+        return joined_rule
+    join = joined_rule.local
     assert join is not None
-    ways = tuple(way for way in made.linear if way[0] in ("add", "pick"))
-    return dataclasses.replace(made, local=lambda shards, *xs: [*map(with_zero, join(shards, *xs))], linear=ways)
+    linear = tuple(way for way in joined_rule.linear if way[0] in ("add", "pick"))
+    return dataclasses.replace(
+        joined_rule, local=lambda shards, *xs: [with_zero(x) for x in join(shards, *xs)], linear=linear
+    )

@@ -1,4 +1,4 @@
-"""Contractions: ``dot_general``."""
+"""Contractions (``dot_general``)."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ from gshard.language.registry import Call, rule
 
 
 def in_either_operand(call: Call) -> Ways:
-    """``linear`` of a product whose other operand is known only when the program runs (``language.passing``)."""
-    wanted = call.params.get("preferred_element_type")
-    exact = bool(call.in_dtypes) and all(is_exact(dtype) and wanted in (None, dtype) for dtype in call.in_dtypes)
+    """The value of ``linear`` for a product: parts of sums of integers pass from either operand."""
+    preferred = call.params.get("preferred_element_type")
+    exact = bool(call.in_dtypes) and all(is_exact(dtype) and preferred in (None, dtype) for dtype in call.in_dtypes)
     return [("add", (0,)), ("add", (1,))] if exact else []
 
 
 def in_either_finite_operand(call: Call) -> Ways:
-    """``finite`` of a product: parts of sums of floats pass from either operand."""
-    types = (*call.in_dtypes[:2], call.params.get("preferred_element_type"))
-    floats = all(dtype is None or jnp.issubdtype(dtype, jnp.inexact) for dtype in types)
-    return if_finite(call.in_dtypes[0], (0,), (1,)) if call.in_dtypes and floats else []
+    """The value of ``finite`` for a product: parts of sums of floats pass from either operand."""
+    dtypes = (*call.in_dtypes[:2], call.params.get("preferred_element_type"))
+    are_floats = all(dtype is None or jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes)
+    return if_finite(call.in_dtypes[0], (0,), (1,)) if call.in_dtypes and are_floats else []
 
 
 def _merged(a: Maker, e: Equation) -> bool:
     lhs, rhs = map(a.either, e.inputs)
     summed, batch = e.params["dimension_numbers"]
-    for ours, theirs in (*zip(*summed, strict=True), *zip(*batch, strict=True)):
-        if lhs.groups[ours] != rhs.groups[theirs]:
+    for lhs_dim, rhs_dim in (*zip(*summed, strict=True), *zip(*batch, strict=True)):
+        if lhs.groups[lhs_dim] != rhs.groups[rhs_dim]:
             return False
-    numbers = tuple((lhs.all_dims(ours), rhs.all_dims(theirs)) for ours, theirs in (summed, batch))
-    free = [[g for d, g in enumerate(x.groups) if d not in (*own, *shared)]
-            for x, own, shared in zip((lhs, rhs), summed, batch, strict=True)]  # fmt: skip
-    groups = (*(lhs.groups[d] for d in batch[0]), *free[0], *free[1])
-    return emit(a, e, (lhs.array, rhs.array), groups, dimension_numbers=numbers)
+    numbers = tuple((lhs.all_dims(lhs_dims), rhs.all_dims(rhs_dims)) for lhs_dims, rhs_dims in (summed, batch))
+    groups = [lhs.groups[d] for d in batch[0]]
+    for x, summed_dims, batch_dims in zip((lhs, rhs), summed, batch, strict=True):
+        groups += [group for d, group in enumerate(x.groups) if d not in (*summed_dims, *batch_dims)]
+    return emit(a, e, (lhs.array, rhs.array), tuple(groups), dimension_numbers=numbers)
 
 
 @rule("dot_general", merged=_merged)
 def dot_general(call: Call) -> Rule:
-    """Every dimension is a factor; the contracted ones are reduced by ``add``.
+    """Batch and free dimensions are parallel. Contracted dimensions are reduced by ``add``.
 
-    Batch and free factors split for nothing. A split contracted factor leaves each device a part of the sum (the
-    Einsum case study of the GShard paper, section 3.3.2), which whoever reads the result must finish.
+    If a contracted dimension is split, each device computes a part of the sum (the Einsum case study of the GShard
+    paper, section 3.3.2). gshard adds the parts where the result is read.
 
     >>> dims = (((2,), (1,)), ((0,), (0,)))
     >>> print(dot_general(Call("dot_general", {"dimension_numbers": dims}, ((2, 4, 8), (2, 8, 6)), ((2, 4, 6),), ())))
@@ -56,14 +56,12 @@ def dot_general(call: Call) -> Rule:
     """
     (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = call.params["dimension_numbers"]
     lhs_shape, rhs_shape = call.in_shapes
-    wanted = call.params.get("preferred_element_type")
-    # Booleans are multiplied by "and" and added by "or".
-    logical = bool(call.in_dtypes) and jnp.bool_ == (call.in_dtypes[0] if wanted is None else wanted)
+    preferred = call.params.get("preferred_element_type")
+    # Products of booleans are "and", sums are "or".
+    logical = bool(call.in_dtypes) and jnp.bool_ == (call.in_dtypes[0] if preferred is None else preferred)
+    monoid = "or" if logical else "add"
     make = RuleMaker()
-    lhs = [
-        make.factor(n, REDUCE, "or" if logical else "add") if d in lhs_sum else make.factor(n)
-        for d, n in enumerate(lhs_shape)
-    ]
+    lhs = [make.factor(n, REDUCE, monoid) if d in lhs_sum else make.factor(n) for d, n in enumerate(lhs_shape)]
     shared = dict(zip((*rhs_batch, *rhs_sum), (*lhs_batch, *lhs_sum), strict=True))
     rhs = [lhs[shared[d]] if d in shared else make.factor(n) for d, n in enumerate(rhs_shape)]
     batch = [lhs[d] for d in lhs_batch]
@@ -76,9 +74,9 @@ def dot_general(call: Call) -> Rule:
 
 
 def _part(shards: Shards, lhs: Any, rhs: Any) -> Any:
-    """The product of parts; low-precision floats stay in float32, in which those of whole arrays are added up too."""
+    """The product of parts. Low-precision floats stay in float32, in which XLA also adds products of whole arrays."""
     dtype, precision = shards.equation.outputs[0].dtype, shards.params.get("precision")
-    chosen = isinstance(precision, lax.DotAlgorithm | lax.DotAlgorithmPreset)
-    if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 and not chosen:
+    has_algorithm = isinstance(precision, lax.DotAlgorithm | lax.DotAlgorithmPreset)
+    if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 and not has_algorithm:
         return shards.bind(lhs, rhs, preferred_element_type=jnp.dtype(jnp.float32))[0]
     return shards.bind(lhs, rhs)[0]

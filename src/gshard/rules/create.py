@@ -1,7 +1,7 @@
-"""Arrays made from nothing: counters and random bits. Every device makes its own part of the same whole array.
+"""Arrays without operands: counters and random bits. Each device computes its own part.
 
-Random bits are computed from a counter for each element, so the part that a device makes is bit for bit what the
-unpartitioned program has there, for every mesh (JAX's ``jax_threefry_partitionable``, on by default).
+Random bits are computed from a counter for each element. So the parts are bit for bit equal to the array of the
+unpartitioned program on every mesh (JAX's ``jax_threefry_partitionable``, on by default).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from gshard.language.traits import Part, Places, set_traits
 
 def _iota_values(params: Mapping[str, Any]) -> np.ndarray:
     shape, d = params["shape"], params["dimension"]
-    counted = np.arange(shape[d], dtype=params["dtype"])
-    return np.broadcast_to(counted.reshape([-1 if i == d else 1 for i in range(len(shape))]), shape)
+    counter = np.arange(shape[d], dtype=params["dtype"])
+    return np.broadcast_to(along(counter, d, len(shape)), shape)
 
 
 def _iota_at(part: Part, e: Equation, at: Places) -> Any:
@@ -37,21 +37,21 @@ def _iota_at(part: Part, e: Equation, at: Places) -> Any:
 
 @rule("iota", free=True, shape_in="shape", values=_iota_values, placed=_iota_at)
 def iota(call: Call) -> Rule:
-    """Each device counts from where its part begins."""
+    """Each device counts from the beginning of its part."""
     make = RuleMaker()
     result = make.parallel(call.out_shapes[0])
-    along = call.params["dimension"]
+    d = call.params["dimension"]
 
     def local(shards: Shards) -> list[Any]:
-        count = lax.broadcasted_iota(jnp.int32, shards.out_shape(), along) + shards.offset(result[along])
-        return [count.astype(call.params["dtype"])]
+        counter = lax.broadcasted_iota(jnp.int32, shards.out_shape(), d) + shards.offset(result[d])
+        return [counter.astype(call.params["dtype"])]
 
     return make.rule([], [result], local=local)
 
 
 @rule("empty")
 def empty(call: Call) -> Rule:
-    """Memory that is still to be written; each device takes that for its part."""
+    """Uninitialised memory. Each device allocates its own part."""
     make = RuleMaker()
     result = make.parallel(call.out_shapes[0])
 
@@ -63,13 +63,13 @@ def empty(call: Call) -> Rule:
 
 @rule("platform_index")
 def platform_index(call: Call) -> Rule:
-    """Which of several platforms the program is compiled for: the same number everywhere."""
+    """The index of the platform for which the program is compiled: the same scalar on all devices."""
     return RuleMaker().rule([], [[]], flops=0)
 
 
 @rule("iota_2x32_shape")
 def iota_2x32_shape(call: Call) -> Rule:
-    """The row-major number of every element, as two words (high, low): the counters of random bits."""
+    """The row-major index of each element as two words (high, low): the counters of random bits."""
     make = RuleMaker()
     result = make.parallel(call.out_shapes[0])
 
@@ -89,7 +89,7 @@ def iota_2x32_shape(call: Call) -> Rule:
 
 
 def _times(x: Any, constant: int) -> tuple[Any, Any]:
-    """A 64-bit product of 32-bit words and a 64-bit constant, as (high, low) words."""
+    """The product of 32-bit words and a 64-bit constant, modulo 2**64, as (high, low) words."""
     c_high, c_low = jnp.uint32(constant >> 32 & 0xFFFFFFFF), constant & 0xFFFFFFFF
     x0, x1 = x & jnp.uint32(0xFFFF), x >> jnp.uint32(16)
     c0, c1 = jnp.uint32(c_low & 0xFFFF), jnp.uint32(c_low >> 16)
@@ -99,33 +99,15 @@ def _times(x: Any, constant: int) -> tuple[Any, Any]:
     return high + x * c_high, x * jnp.uint32(c_low)
 
 
-@rule("random_wrap")
-def random_wrap(call: Call) -> Rule:
-    """The words of a key (the last dimension) are whole."""
-    make = RuleMaker()
-    dims = make.parallel(call.out_shapes[0])
-    words = [make.replicate(n) for n in call.in_shapes[0][len(dims) :]]
-    return make.rule([[*dims, *words]], [dims])
-
-
-@rule("random_unwrap")
-def random_unwrap(call: Call) -> Rule:
-    """The words of a key (the last dimension) are whole."""
-    make = RuleMaker()
-    dims = make.parallel(call.in_shapes[0])
-    words = [make.replicate(n) for n in call.out_shapes[0][len(dims) :]]
-    return make.rule([dims], [[*dims, *words]])
-
-
-# Implementations that make of each of many keys what they make of it alone. ``unsafe_rbg`` is none of them: what it
-# makes of many keys depends on the first of them and on how many there are.
-_EACH_BY_ITSELF = ("key<fry>", "key<rbg>")
+# Implementations that treat each key independently. ``unsafe_rbg`` does not: its results depend on the first key and on
+# the number of keys.
+_INDEPENDENT_KEYS = ("key<fry>", "key<rbg>")
 
 
 def _per_key(call: Call, make: RuleMaker, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """The dimensions of keys: parallel where each is by itself."""
-    alone = not call.on_keys or call.in_dtypes[0].name in _EACH_BY_ITSELF
-    return make.parallel(shape) if alone else [make.replicate(n) for n in shape]
+    """New dimensions of keys: parallel if the implementation treats each key independently."""
+    independent = not call.on_keys or call.in_dtypes[0].name in _INDEPENDENT_KEYS
+    return make.parallel(shape) if independent else [make.replicate(n) for n in shape]
 
 
 @rule("random_seed", "random_fold_in")
@@ -139,20 +121,20 @@ def per_key(call: Call) -> Rule:
 
 @rule("random_split")
 def random_split(call: Call) -> Rule:
-    """Keys are parallel; the new dimension, over the keys made of each, is replicated."""
+    """Keys are parallel. The new dimensions, over the keys that each key is split into, cannot be split."""
     make = RuleMaker()
     dims = _per_key(call, make, call.in_shapes[0])
     return make.rule([dims], [[*dims, *(make.replicate(n) for n in call.params["shape"])]])
 
 
-set_traits("rng_uniform", pure=False, shared=False, fixed=True)  # each run draws other numbers; it has no rule
+set_traits("rng_uniform", pure=False, shared=False, fixed=True)  # every run gives other numbers; it has no rule
 
 
 @rule("rng_bit_generator", fixed=True)
 def rng_bit_generator(call: Call) -> Rule:
-    """Whole: which bits an element gets depends on the algorithm and on the shape of all of them.
+    """Nothing can be split: the bits of an element depend on the algorithm and on the shape of the whole array.
 
-    Every device makes all bits from the whole state and keeps its part.
+    Every device computes all bits from the whole state and keeps its part.
     """
     make = RuleMaker()
     state = [make.replicate(n) for n in call.in_shapes[0]]
@@ -161,9 +143,9 @@ def rng_bit_generator(call: Call) -> Rule:
 
 @rule("random_gamma")
 def random_gamma(call: Call) -> Rule:
-    """Keys are parallel; the samples drawn with keys split from each of them are whole.
+    """Keys of threefry are parallel. The samples of one key cannot be split.
 
-    Only those of threefry: what else draws bits for many keys draws them all at once.
+    Other implementations draw the bits for all keys at once.
     """
     keys, shape = call.in_shapes
     make = RuleMaker()

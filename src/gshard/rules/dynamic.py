@@ -1,12 +1,12 @@
-"""Windows whose place is known only when the program runs: dynamic_slice and dynamic_update_slice.
+"""Slices and updates at positions that are known at run time (dynamic_slice, dynamic_update_slice).
 
-The start is clamped for the whole array, as JAX does, before any shard looks at its own part; also where nothing is
-split, because XLA merges a slice of a slice (the second may be ours) and forgets to clamp the first.
+Each device first clamps the start for the whole array, as JAX does. It does so even if nothing is split, because XLA
+merges a slice of a slice (the second slice may come from gshard) and then does not clamp the first start.
 
-    dynamic_slice            a split dimension that is cut is a ``reduce`` factor: every device contributes the elements
-                             that it holds and zero bits for the others, so as many bytes are sent as the result has
-    dynamic_update_slice     a split dimension stays split: every device writes what falls into its part, and touches no
-                             more than a window of it
+    dynamic_slice            a cut dimension is a ``reduce`` factor: each device contributes the elements that it holds,
+                             and zero bits for the others, so devices send as many bytes as the result has
+    dynamic_update_slice     a cut dimension is parallel: each device writes the elements that fall into its part, and
+                             reads and writes only a window of the part
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gshard.language.registry import Call, rule
 
 @rule("dynamic_slice", handed_on=True)
 def dynamic_slice(call: Call) -> Rule:
-    """Dimensions taken whole are parallel.
+    """Dimensions that are not cut are parallel.
 
     >>> params, dtypes = {"slice_sizes": (4, 2)}, ("f", "i", "i")
     >>> print(dynamic_slice(Call("dynamic_slice", params, ((4, 6), (), ()), ((4, 2),), dtypes)))
@@ -43,18 +43,19 @@ def dynamic_slice(call: Call) -> Rule:
             result.append(make.replicate(m))
 
     def local(shards: Shards, x: Any, *starts: Any) -> list[Any]:
-        split = [d for d in range(len(shape)) if sizes[d] != shape[d] and shards.atoms(operand[d][0])]
-        take = [m if n != m else local for n, m, local in zip(shape, sizes, x.shape, strict=True)]
-        for d in split:
-            take[d] = x.shape[d]
-        starts = tuple(clamped(s, n, m) for s, n, m in zip(starts, shape, sizes, strict=True))
-        begins = [jnp.zeros_like(s) if d in split else s for d, s in enumerate(starts)]
-        (x,) = shards.bind(x, *begins, slice_sizes=tuple(take))
-        for d in split:
+        starts = tuple(_clamped(start, n, m) for start, n, m in zip(starts, shape, sizes, strict=True))
+        cut_across_parts = [d for d in range(len(shape)) if sizes[d] != shape[d] and shards.atoms(operand[d][0])]
+        local_starts = [jnp.zeros_like(start) if d in cut_across_parts else start for d, start in enumerate(starts)]
+        local_sizes = [
+            local if n == m or d in cut_across_parts else m
+            for d, (n, m, local) in enumerate(zip(shape, sizes, x.shape, strict=True))
+        ]
+        (x,) = shards.bind(x, *local_starts, slice_sizes=tuple(local_sizes))
+        for d in cut_across_parts:
             index = starts[d] - shards.offset(operand[d]) + jnp.arange(sizes[d], dtype=jnp.int32)
-            held = (index >= 0) & (index < x.shape[d])
+            is_held = along((index >= 0) & (index < x.shape[d]), d, x.ndim)
             x = taken(opaque_for_slice(x, d, sizes[d]), index, d)
-            x = jnp.where(along(held, d, x.ndim), x, jnp.zeros((), x.dtype))
+            x = jnp.where(is_held, x, jnp.zeros((), x.dtype))
         return [x]
 
     starts: list[list[tuple[int, ...]]] = [[] for _ in operand]
@@ -63,7 +64,7 @@ def dynamic_slice(call: Call) -> Rule:
 
 @rule("dynamic_update_slice", same_on_parts=True)
 def dynamic_update_slice(call: Call) -> Rule:
-    """Dimensions of the operand are parallel; the update is replicated where it covers only a part.
+    """Dimensions of the operand are parallel. The update cannot be split along dimensions that it covers only partly.
 
     >>> params, shapes = {}, ((4, 6), (4, 2), (), ())
     >>> print(dynamic_update_slice(Call("dynamic_update_slice", params, shapes, ((4, 6),), ("f", "f", "i", "i"))))
@@ -76,33 +77,35 @@ def dynamic_update_slice(call: Call) -> Rule:
     update = [dim if n == m else make.replicate(m) for dim, n, m in zip(operand, shape, sizes, strict=True)]
 
     def local(shards: Shards, x: Any, values: Any, *starts: Any) -> list[Any]:
-        covered = [d for d in range(len(shape)) if partial[d]]
-        starts = tuple(clamped(s, n, m) for s, n, m in zip(starts, shape, sizes, strict=True))
-        if not any(shards.atoms(operand[d][0]) for d in covered) or not values.size:
-            return shards.bind(x, values, *starts) if values.size else [x]
-        # Only the window is read and written, or what of it may be in this part.
+        starts = tuple(_clamped(start, n, m) for start, n, m in zip(starts, shape, sizes, strict=True))
+        if not values.size:
+            return [x]
+        if not any(p and shards.atoms(dim[0]) for p, dim in zip(partial, operand, strict=True)):
+            return shards.bind(x, values, *starts)
+        # The device reads and writes only a window of its part, of the size of the update.
         sizes_here = [min(m, length) if p else length for m, length, p in zip(sizes, x.shape, partial, strict=True)]
-        begins, written = list(starts), jnp.ones((1,) * x.ndim, jnp.bool_)
+        local_starts = list(starts)
+        is_written = jnp.ones((1,) * x.ndim, jnp.bool_)
         for d, size in enumerate(sizes_here):
             if not partial[d]:
-                begins[d] = jnp.zeros((), jnp.int32)
+                local_starts[d] = jnp.zeros((), jnp.int32)
             elif shards.atoms(operand[d][0]):
                 first = starts[d] - shards.offset(operand[d])
-                begins[d] = jnp.clip(first, 0, x.shape[d] - size)
-                index = begins[d] - first + jnp.arange(size, dtype=jnp.int32)
+                local_starts[d] = jnp.clip(first, 0, x.shape[d] - size)
+                index = local_starts[d] - first + jnp.arange(size, dtype=jnp.int32)
                 if sizes[d] > 1:
                     values = taken(opaque_for_slice(values, d, size), index, d)
-                written &= along((index >= 0) & (index < sizes[d]), d, x.ndim)
+                is_written &= along((index >= 0) & (index < sizes[d]), d, x.ndim)
         x = opaque_for_one(x, math.prod(sizes_here))
-        there = lax.dynamic_slice(x, begins, sizes_here)
-        return [lax.dynamic_update_slice(x, jnp.where(written, values, there), begins)]
+        old_values = lax.dynamic_slice(x, local_starts, sizes_here)
+        return [lax.dynamic_update_slice(x, jnp.where(is_written, values, old_values), local_starts)]
 
     starts: list[list[tuple[int, ...]]] = [[] for _ in operand]
     return make.rule([operand, update, *starts], [operand], local=local, linear=moves(0, 1))
 
 
-def clamped(start: Any, n: int, size: int) -> Any:
-    """A start index moved so that a window of ``size`` fits into ``n`` elements, as int32."""
+def _clamped(start: Any, n: int, size: int) -> Any:
+    """A start index (int32), clamped so that a window of ``size`` elements fits into ``n`` elements."""
     start = jnp.asarray(start)
     if start.dtype.itemsize < 4:
         start = start.astype(jnp.int32)

@@ -1,7 +1,6 @@
-"""Elementwise primitives: every dimension of the result is a parallel factor that all operands share.
+"""Elementwise primitives: each dimension of the result is a parallel factor that all operands share.
 
-Operands may be scalars, or have dimensions of size 1 where the result is larger: such a dimension is broadcast
-and has no factor.
+Operands may be scalars, or have dimensions of size 1 that are broadcast and have no factor.
 
     f32[8,6] + f32[8,6]      a b, a b -> a b
     f32[8,6] * f32[1,6]      a b, 1 b -> a b
@@ -42,7 +41,7 @@ shift_right_logical sub threefry2x32 xor zeta
 
 @rule(*UNARY, *N_ARY, elementwise=True)
 def elementwise(call: Call) -> Rule:
-    """One factor a dimension, shared by all operands and results.
+    """Each dimension is one factor, which all operands and results share.
 
     >>> print(elementwise(Call("mul", {}, ((8, 6), (1, 6)), ((8, 6),), ("f", "f"))))
     a b, 1 b -> a b
@@ -51,29 +50,31 @@ def elementwise(call: Call) -> Rule:
     shape = call.out_shapes[0]
     dims = make.parallel(shape)
 
-    def operand(own: tuple[int, ...]) -> list[tuple[int, ...]]:
-        if not own:
+    def operand(operand_shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+        if not operand_shape:
             return []
-        return [dim if n == m else () for dim, n, m in zip(dims, own, shape, strict=True)]
+        return [dim if n == m else () for dim, n, m in zip(dims, operand_shape, shape, strict=True)]
 
     operands = [operand(s) for s in call.in_shapes]
-    slow = [i for i in _SLOW_IN.get(call.name, (0,) if call.name in _SLOW else ()) if call.literal(i) is None]
+    may_be_slow = _SLOW_OPERANDS.get(call.name, (0,) if call.name in _SLOW else ())
+    slow = [i for i in may_be_slow if call.literal(i) is None]
     return make.rule(operands, [dims for _ in call.out_shapes], linear=_linear(call), finite=_finite(call), slow=slow)
 
 
-def _divided(x: np.ndarray, y: np.ndarray) -> np.ndarray | None:
-    floats = "f" in (x.dtype.kind, y.dtype.kind)
-    exact = floats and all(np.frexp(n)[0] in (0.5, -0.5) for n in np.unique(y))
-    return np.divide(x, y) if exact else None  # some devices multiply by the inverse
+def _divide(x: np.ndarray, y: np.ndarray) -> np.ndarray | None:
+    """The quotient, if all divisors are powers of two: some devices multiply by the inverse."""
+    are_floats = "f" in (x.dtype.kind, y.dtype.kind)
+    exact = are_floats and all(np.frexp(n)[0] in (0.5, -0.5) for n in np.unique(y))
+    return np.divide(x, y) if exact else None
 
 
-def _selected(which: np.ndarray, *cases: np.ndarray) -> np.ndarray:
-    at = np.clip(np.broadcast_to(which, cases[0].shape).astype(np.int64), 0, len(cases) - 1)
-    return np.take_along_axis(np.stack(cases), at[None], 0)[0]
+def _select(index: np.ndarray, *cases: np.ndarray) -> np.ndarray:
+    index = np.clip(np.broadcast_to(index, cases[0].shape).astype(np.int64), 0, len(cases) - 1)
+    return np.take_along_axis(np.stack(cases), index[None], 0)[0]
 
 
 _VALUES: dict[str, Callable[..., np.ndarray | None]] = {
-    "convert_element_type": lambda x: x, "select_n": _selected, "floor": np.floor, "ceil": np.ceil, "div": _divided,
+    "convert_element_type": lambda x: x, "select_n": _select, "floor": np.floor, "ceil": np.ceil, "div": _divide,
     "neg": np.negative, "add": np.add, "sub": np.subtract, "mul": np.multiply, "and": np.bitwise_and,
     "rem": lambda x, y: np.fmod(x, y) if y.all() else None,
     "max": np.maximum, "min": np.minimum, "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
@@ -88,34 +89,36 @@ set_traits("copy", "copy_p", "name", "stop_gradient", handed_on=True)
 set_traits("convert_element_type", free=True)
 
 
-# What XLA calls expensive: roots, transcendental functions, and divisions but for those by a number.
+# Operations that XLA calls expensive: roots, transcendental functions, and divisions except by a number.
 _SLOW = frozenset(
     """
     acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt cos cosh digamma erf erf_inv erfc exp exp2 expm1 lgamma
     log log1p log2 logistic rsqrt sin sinh sqrt tan tanh
     """.split()
 )
-_SLOW_IN = {"div": (1,), "rem": (1,), "pow": (0, 1), "atan2": (0, 1)}
+# Operations that are slow if these operands are arrays.
+_SLOW_OPERANDS = {"div": (1,), "rem": (1,), "pow": (0, 1), "atan2": (0, 1)}
 
 
-_MOVES = ("copy", "copy_p", "name", "stop_gradient")
-_ADDING = {"add": (0, 1), "add_any": (0, 1), "sub": (0, 1), "complex": (0, 1), "real": (0,), "imag": (0,)}
-_KEEPING_ZERO = ("abs", "ceil", "floor", "round", "sign", "sqrt", "square")  # 0.0 becomes 0.0, and no -0.0
-_COMBINING = ("max", "min", "and", "or", "xor")
+_COPIES = ("copy", "copy_p", "name", "stop_gradient")
+# Operations that are linear in these operands together.
+_ADDITIVE = {"add": (0, 1), "add_any": (0, 1), "sub": (0, 1), "complex": (0, 1), "real": (0,), "imag": (0,)}
+_KEEPS_ZERO = ("abs", "ceil", "floor", "round", "sign", "sqrt", "square")  # map 0.0 to 0.0, not to -0.0
+_COMBINES = ("max", "min", "and", "or", "xor")
 
 
 def _linear(call: Call) -> Ways:
-    """The ways in which unreduced operands pass."""
+    """The value of ``linear``: the ways in which unreduced operands pass."""
     name, dtypes = call.name, call.in_dtypes
     if name == "select_n":
         return moves(*range(1, len(dtypes)))
-    if name in _MOVES:
+    if name in _COPIES:
         return moves(0)
-    if name in _ADDING:
-        return [*added(dtypes[0], *_ADDING[name]), *([("pick", (0,))] if len(dtypes) == 1 else [])]
-    if name in _COMBINING:
-        return [*combined(name, dtypes[0], 0, 1), *_bounded(call)]
-    if name in _KEEPING_ZERO or (name == "integer_pow" and call.params["y"] > 0):
+    if name in _ADDITIVE:
+        return [*added(dtypes[0], *_ADDITIVE[name]), *([("pick", (0,))] if len(dtypes) == 1 else [])]
+    if name in _COMBINES:
+        return [*combined(name, dtypes[0], 0, 1), *_clipping(call)]
+    if name in _KEEPS_ZERO or (name == "integer_pow" and call.params["y"] > 0):
         return [("pick", (0,))]
     if name == "neg":
         return [*added(dtypes[0], 0), ("pick", (0,))] if is_exact(dtypes[0]) else []
@@ -127,104 +130,128 @@ def _linear(call: Call) -> Ways:
 
 
 def _finite(call: Call) -> Ways:
-    """The ways in which parts of sums of floats pass that are finite, and stay so."""
+    """The value of ``finite``: the ways in which finite parts of sums of floats pass and stay finite."""
     name, dtype = call.name, call.in_dtypes[0] if call.in_dtypes else None
-    if name in _ADDING:
-        return if_finite(dtype, _ADDING[name])
+    if name in _ADDITIVE:
+        return if_finite(dtype, _ADDITIVE[name])
     if name in ("neg", "conj"):
         return if_finite(dtype, (0,))
     if name == "mul":
-        by = [(i, call.literal(1 - i)) for i in (0, 1) if call.literal(i) is None]
-        return if_finite(dtype, *((i,) for i, c in by if c is None or math.isfinite(c)))
+        arrays = [(i, call.literal(1 - i)) for i in (0, 1) if call.literal(i) is None]
+        return if_finite(dtype, *((i,) for i, scale in arrays if scale is None or math.isfinite(scale)))
     if name == "div":
         return [] if call.literal(1) == 0 else if_finite(dtype, (0,))
     if name == "convert_element_type":
-        return if_finite(dtype, (0,)) if _holds_all(dtype, call.params["new_dtype"]) else []
+        return if_finite(dtype, (0,)) if _represents_all(dtype, call.params["new_dtype"]) else []
     return []
 
 
-def _holds_all(before: Any, after: Any) -> bool:
-    """Whether a type of floats has every number of another one."""
+def _represents_all(before: Any, after: Any) -> bool:
+    """Whether a dtype of floats (``after``) contains every number of another one (``before``)."""
     if not all(jax.dtypes.issubdtype(dtype, np.inexact) for dtype in (before, after)):
         return False
-    real = jax.dtypes.issubdtype(after, np.floating) and jax.dtypes.issubdtype(before, np.complexfloating)
-    a, b = jnp.finfo(before), jnp.finfo(after)
-    return not real and b.nmant >= a.nmant and b.maxexp >= a.maxexp and b.minexp <= a.minexp
+    if jax.dtypes.issubdtype(after, np.floating) and jax.dtypes.issubdtype(before, np.complexfloating):
+        return False
+    old, new = jnp.finfo(before), jnp.finfo(after)
+    return new.nmant >= old.nmant and new.maxexp >= old.maxexp and new.minexp <= old.minexp
 
 
-def _bounded(call: Call) -> Ways:
-    """Operators that leave zero unchanged: ``max`` with a number not above zero, ``min`` with one not below."""
+def _clipping(call: Call) -> Ways:
+    """The ways of ``max`` with a number up to zero, and of ``min`` with a number from zero on: both keep zeros."""
     if call.name not in ("max", "min"):
         return []
 
-    def keeps_zero(c: float | None) -> bool:
-        if c is None or c == 0:  # of 0.0 and -0.0 either one may be taken
-            return c is not None and math.copysign(1, c) > 0
-        return c < 0 if call.name == "max" else c > 0
+    def keeps_zero(bound: float | None) -> bool:
+        if bound is None:
+            return False
+        if bound == 0:  # the result for 0.0 and -0.0 may be either of them
+            return math.copysign(1, bound) > 0
+        return bound < 0 if call.name == "max" else bound > 0
 
     return [("pick", (i,)) for i in (0, 1) if keeps_zero(call.literal(1 - i))]
 
 
 def _scaling(call: Call) -> Ways:
-    """A product of integers; of floats what was looked up, by a number of the program that makes no zero a NaN.
+    """The ways of products and quotients. Integers pass; picked floats pass if the other operand is a positive number.
 
-    Parts of a sum of floats do not pass: 1/8 of 2e-38 is zero on most devices, eight eighths of it are not.
+    Parts of a sum of floats do not pass: 1/8 of 2e-38 is zero on most devices, but the sum of eight such parts is not.
     """
-    dtype, multiplies = call.in_dtypes[0], call.name == "mul"
+    dtype, is_product = call.in_dtypes[0], call.name == "mul"
     if is_exact(dtype):
-        return [("add", (0,)), ("add", (1,)), ("mul", (0, 1))] if multiplies else []
+        return [("add", (0,)), ("add", (1,)), ("mul", (0, 1))] if is_product else []
     if not jax.dtypes.issubdtype(dtype, np.floating) or not sums_in_range(dtype):
         return []
-    numbers = [call.literal(1), call.literal(0) if multiplies else None]
-    scales = [c if multiplies or not c else 1 / c for c in numbers]
-    picked = [("pick", (i,)) for i, c in enumerate(scales) if c is not None and 0 < c < math.inf]
-    return [*(("add", (i,)) for i, c in enumerate(scales) if c == 1), *picked]
+    numbers = [call.literal(1), call.literal(0) if is_product else None]
+    scales = [number if is_product or not number else 1 / number for number in numbers]
+    picked = [("pick", (i,)) for i, scale in enumerate(scales) if scale is not None and 0 < scale < math.inf]
+    return [*(("add", (i,)) for i, scale in enumerate(scales) if scale == 1), *picked]
 
 
 def _conversion(before: Any, after: Any) -> Ways:
-    """Rounding keeps the order of numbers, so extremes pass; sums pass where nothing is rounded away.
+    """The ways of a conversion. Rounding keeps the order, so extremes pass. Sums pass if nothing is rounded.
 
-    A sum that is infinite must not be finite because its parts were added in a wider type: bfloat16 may become float32,
-    which ends where it does, but not float64. Floats without infinities make NaN of those that parts of extremes hold.
+    Sums may only pass to a wider dtype with the same largest number, such as bfloat16 to float32. In float64 an
+    infinite sum of float32 would be finite. Extremes do not pass to floats without infinities: the identity of their
+    monoid would become NaN.
     """
     if before == after:
         return moves(0)
     picked: Ways = [("pick", (0,))]
     if not all(jax.dtypes.issubdtype(dtype, np.floating) for dtype in (before, after)):
         return picked
-    wider = jnp.finfo(after).bits > jnp.finfo(before).bits and jnp.finfo(after).maxexp == jnp.finfo(before).maxexp
+    old, new = jnp.finfo(before), jnp.finfo(after)
     extremes: Ways = [("max", (0,)), ("min", (0,))] if has_infinities(after) else []
-    return [*picked, *extremes, *(added(before, 0) if wider else [])]
+    sums = added(before, 0) if new.bits > old.bits and new.maxexp == old.maxexp else []
+    return [*picked, *extremes, *sums]
+
+
+def _unchanged(call: Call, **attributes: Any) -> Rule:
+    """The rule of operators that return their operands, each with its own parallel dimensions."""
+    make = RuleMaker()
+    arrays = [make.parallel(shape) for shape in call.in_shapes]
+    return make.rule(arrays, arrays[: len(call.out_shapes)], **attributes)
 
 
 @rule("gshard_mark", "sharding_constraint", "reshard")
 def mark(call: Call) -> Rule:
-    """A mark changes nothing: its result is its operand, sharded as the user wants it."""
-    make = RuleMaker()
-    dims = make.parallel(call.in_shapes[0])
-    return make.rule([dims], [dims], local=lambda shards, x: [x], flops=0)
+    """A mark returns its operand, with the sharding that the user wants."""
+    return _unchanged(call, local=lambda shards, x: [x], flops=0)
+
+
+@rule("inspect_sharding", pure=False)
+def inspect_sharding(call: Call) -> Rule:
+    """An inspection accepts every sharding of the array. gshard does not run it (``tracing.looks``).
+
+    >>> print(inspect_sharding(Call("inspect_sharding", {}, ((3, 4),), (), ("f4",))))
+    a b ->
+    """
+    return _unchanged(call, local=lambda shards, x: [], flops=0)
 
 
 @rule("xla_metadata_value")
 def annotated(call: Call) -> Rule:
-    """The annotation goes to the operation that made the array on each device."""
-    make = RuleMaker()
-    dims = make.parallel(call.in_shapes[0])
-    return make.rule([dims], [dims], linear=moves(0), flops=0)
+    """Each device annotates the operation that computes its part."""
+    return _unchanged(call, linear=moves(0), flops=0)
+
+
+@rule("layout_constraint")
+def layout_constraint(call: Call) -> Rule:
+    """Each part has the same order of dimensions in memory.
+
+    >>> print(layout_constraint(Call("layout_constraint", {}, ((4, 6),), ((4, 6),), ("f4",))))
+    a b -> a b
+    """
+    return _unchanged(call, linear=moves(0), passes=True)
 
 
 @rule("device_put", shared=False)
 def device_put(call: Call) -> Rule:
     """A transfer to another memory (``language.transfer``): each device moves its own part."""
-    make = RuleMaker()
-    dims = make.parallel(call.in_shapes[0])
     to_host = call.params["devices"] == (space(True),)
-    return make.rule([dims], [dims], local=lambda shards, x: [transferred(x, to_host)], flops=0)
+    return _unchanged(call, local=lambda shards, x: [transferred(x, to_host)], flops=0)
 
 
 @rule("optimization_barrier", shared=False, fixed=True, handed_on=True)
-def each_by_itself(call: Call) -> Rule:
-    """Operands that pass through side by side: each has its own factors."""
-    make = RuleMaker()
-    tensors = [make.parallel(shape) for shape in call.in_shapes]
-    return make.rule(tensors, tensors, passes=True)
+def optimization_barrier(call: Call) -> Rule:
+    """A barrier returns its operands."""
+    return _unchanged(call, passes=True)

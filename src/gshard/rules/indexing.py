@@ -1,21 +1,21 @@
 """Look-ups by index and their transposes: gather and the scatter family.
 
-What splits:
+The dimensions are split as follows:
 
-    batching dimensions             parallel, shared by operand, indices and result
-    window dimensions taken whole   parallel, shared by operand and result (or updates)
-    dimensions of the indices       parallel for a gather; for a scatter that accumulates, a reduce factor: every
-                                    device scatters its own updates and the results are combined
-    dimensions of the operand       where one element or a part is taken. Gather: a reduce factor, every device looks up
-                                    what it holds and contributes zero bits for the rest; scatter: parallel, every
-                                    device writes what falls into its part
+    batching dimensions            parallel, shared by operand, indices and result
+    windows of the whole size      parallel, shared by operand and result (or updates)
+    dimensions of the indices      gather: parallel. Scatters that accumulate: a reduce factor; each device scatters
+                                   its own updates, and gshard combines the results
+    other operand dimensions       gather: a reduce factor; each device looks up the elements that it holds, and
+                                   contributes zero bits for the others. Scatter: parallel; each device writes the
+                                   updates that fall into its part
 
-Indices out of range keep JAX's meaning for the whole array (clip, drop or fill): that is decided before the part's
-offset is subtracted. Where JAX was promised that there are none, as for indices that NumPy made, XLA decides: a gather
-clips, a scatter drops, so the gradient of what was clipped is dropped. A window that reaches over an end of a part
-finds, or writes to, some elements more there; a single element to be written elsewhere is out of the part's range and
-dropped, since what it would be combined with is not to be touched (-0.0 + 0.0 is 0.0, and sums lose what is very
-small).
+Indices out of range are clipped, dropped or filled for the whole array, as in JAX: gshard does this before it subtracts
+the offset of the part. If the user promises that there are none, XLA decides: a gather clips and a scatter drops.
+
+A window may overlap an end of a part. gshard then extends the part by some elements for the look-up or the update. An
+update of one element that lies in another part gets an index out of range, so that XLA drops it: writing to an element
+that must not change is not safe, because -0.0 + 0.0 is 0.0 and sums round.
 """
 
 from __future__ import annotations
@@ -35,18 +35,22 @@ from gshard.core.rule import REDUCE, Rule, RuleMaker, moves
 from gshard.core.xla_workarounds import opaque_for_one, taken, update_window
 from gshard.language.registry import Call, rule
 
+Dim = tuple[int, ...]
+Combine = Callable[[Any, Any], Any]
+
 _FILL = lax.GatherScatterMode.FILL_OR_DROP
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Partial:
-    """A dimension of the operand; only a part (a window) is read or written.
+    """A dimension of the operand along which a look-up reads or writes only a window.
 
     Attributes:
-        dim: the dimension, of ``n`` elements.
-        size: of the window.
-        column: the component of the indices that says where a window begins; None if all begin at 0.
-        axis: the window's dimension in the result or the updates; None where it is dropped, being of size 1.
+        dim: the dimension of the operand.
+        n: its size.
+        size: the size of the window.
+        column: the component of the indices at which windows begin; None if all begin at 0.
+        axis: the dimension of the window in the result or the updates; None for a dropped dimension of size 1.
     """
 
     dim: int
@@ -58,7 +62,8 @@ class _Partial:
 
 @rule("gather")
 def gather(call: Call) -> Rule:
-    """
+    """Dimensions of the indices, batches and whole windows are parallel. Other dimensions of the operand are reduced.
+
     >>> import jax
     >>> numbers = jax.lax.GatherDimensionNumbers((1,), (0,), (0,))
     >>> params = {"dimension_numbers": numbers, "slice_sizes": (1, 6), "mode": None}
@@ -69,75 +74,59 @@ def gather(call: Call) -> Rule:
     operand_shape, indices_shape = call.in_shapes
     make = RuleMaker()
     batch = make.parallel(indices_shape[:-1])
-    # Result dimensions that are not offsets are the indices' dimensions, in order.
-    result: list[tuple[int, ...]] = [() for _ in call.out_shapes[0]]
-    outside = [d for d in range(len(result)) if d not in numbers.offset_dims]
-    for d, dim in zip(outside, batch, strict=True):
-        result[d] = dim
-    shared = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
-    offsets = iter(numbers.offset_dims)
-    operand: list[tuple[int, ...]] = []
-    partial: list[_Partial] = []
-    for d, n in enumerate(operand_shape):
-        if d in shared:
-            operand.append(batch[shared[d]])
-            continue
-        axis = None if d in numbers.collapsed_slice_dims else next(offsets)
-        if axis is not None and slice_sizes[d] == n:
-            operand.append(make.factor(n))
-            result[axis] = operand[-1]
-            continue
-        column = numbers.start_index_map.index(d) if d in numbers.start_index_map else None
-        if call.on_keys or not slice_sizes[d]:
-            operand.append(make.replicate(n))
-        else:
-            operand.append(make.factor(n, REDUCE, "pick"))
-            partial.append(_Partial(d, n, slice_sizes[d], column, axis))
-        if axis is not None:
-            result[axis] = make.replicate(slice_sizes[d])
+    batching = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
+    operand, result, partial = _look_up_dims(
+        call, make, call.out_shapes[0], {d: batch[index_dim] for d, index_dim in batching.items()}, batch,
+        numbers.offset_dims, numbers.collapsed_slice_dims, numbers.start_index_map,
+        lambda n: make.factor(n, REDUCE, "pick"),
+    )  # fmt: skip
 
     def local(shards: Shards, x: Any, indices: Any) -> list[Any]:
         sizes = tuple(x.shape[d] if size == n else size for d, (n, size) in enumerate(zip(operand_shape, slice_sizes)))
-        split, ndim = [p for p in partial if shards.atoms(operand[p.dim][0])], len(call.out_shapes[0])
-        fills, counted = call.params["mode"] == _FILL, shards.passing("add")
+        ndim = len(call.out_shapes[0])
+        split = [p for p in partial if shards.atoms(operand[p.dim][0])]
+        fills = call.params["mode"] == _FILL
+        unreduced = shards.passing("add")
         if not split:
-            (found,) = shards.bind(x, indices, slice_sizes=sizes)
-            if fills and counted:  # of parts of a sum one is filled in; what is added to it changes nothing
-                there = over_windows(_is_inside(signed(indices), partial), ndim, numbers.offset_dims)
-                nothing = jnp.asarray(identity("add", found.dtype), found.dtype)
-                found = jnp.where(there | shards.is_first(counted), found, nothing)
-            return [found]
+            (out,) = shards.bind(x, indices, slice_sizes=sizes)
+            if fills and unreduced:
+                # Only one part of the sum gets the fill value. The others get the identity of the sum.
+                inside = over_windows(_is_inside(signed(indices), partial), ndim, numbers.offset_dims)
+                zero = jnp.asarray(identity("add", out.dtype), out.dtype)
+                out = jnp.where(inside | shards.is_first(unreduced), out, zero)
+            return [out]
         indices = signed(indices)
-        valid: Any = _is_inside(indices, partial if fills and counted else ())
+        valid: Any = _is_inside(indices, partial if fills and unreduced else ())
         held: Any = jnp.ones((1,) * ndim, jnp.bool_)
         for p in split:
-            at, length = -shards.offset(operand[p.dim]), x.shape[p.dim]
+            length = x.shape[p.dim]
+            offset = shards.offset(operand[p.dim])
             if p.column is None:
-                # Every window is the first elements: those that are here, and others that count for nothing.
-                at = at + jnp.arange(p.size, dtype=jnp.int32)
+                # Every window consists of the first elements. The device looks up those that it holds.
+                at = jnp.arange(p.size, dtype=jnp.int32) - offset
                 x = taken(x, at, p.dim)
                 at = at if p.axis is None else along(at, p.axis, ndim)
             else:
                 start = jnp.clip(indices[..., p.column], 0, p.n - p.size)
                 if fills:
                     valid &= start == indices[..., p.column]
-                at = start + at
+                at = start - offset
                 x = _extended(x, p.dim, p.size - 1, p.size - 1)
                 indices = with_column(indices, p.column, jnp.clip(at + p.size - 1, 0, length + p.size - 2))
                 at = over_windows(at, ndim, numbers.offset_dims)
                 if p.axis is not None:
                     at = at + along(jnp.arange(p.size, dtype=jnp.int32), p.axis, ndim)
             held = held & (at >= 0) & (at < length)
-        (found,) = shards.bind(x, indices, slice_sizes=sizes, indices_are_sorted=False)
+        (out,) = shards.bind(x, indices, slice_sizes=sizes, indices_are_sorted=False)
         valid = over_windows(valid, ndim, numbers.offset_dims)
-        found = jnp.where(held & valid, found, jnp.zeros((), found.dtype))
+        out = jnp.where(held & valid, out, jnp.zeros((), out.dtype))
         if fills:
-            first = shards.is_first(shards.reduced_atoms())
-            fill = _fill_value(call.params["fill_value"], found.dtype)
-            if counted:
-                fill = jnp.where(shards.is_first(counted), fill, jnp.asarray(identity("add", found.dtype), fill.dtype))
-            found = jnp.where(first & ~valid, fill, found)
-        return [found]
+            is_first = shards.is_first(shards.reduced_atoms())
+            fill = _fill_value(call.params["fill_value"], out.dtype)
+            if unreduced:
+                fill = jnp.where(shards.is_first(unreduced), fill, jnp.asarray(identity("add", out.dtype), fill.dtype))
+            out = jnp.where(is_first & ~valid, fill, out)
+        return [out]
 
     indices = [*batch, make.replicate(indices_shape[-1])]
     flops = math.prod(call.out_shapes[0])
@@ -145,41 +134,86 @@ def gather(call: Call) -> Rule:
     return make.rule([operand, indices], [result], local=local, flops=flops, masks_itself=True, linear=linear)
 
 
+def _look_up_dims(
+    call: Call,
+    make: RuleMaker,
+    shape: Sequence[int],
+    batching: Mapping[int, Dim],
+    batch: Sequence[Dim],
+    window_dims: Sequence[int],
+    dropped: Container[int],
+    columns: Sequence[int],
+    create: Callable[[int], Dim],
+) -> tuple[list[Dim], list[Dim], list[_Partial]]:
+    """The dimensions of the operand and of the windows (the result of a gather, the updates of a scatter).
+
+    Args:
+        call: the equation.
+        make: the maker of the rule.
+        shape: the shape of the windows.
+        batching: the batching dimensions of the operand.
+        batch: the dimensions of the indices.
+        window_dims: the dimensions of ``shape`` that belong to windows; the others belong to the indices.
+        dropped: the dimensions of the operand that windows do not have.
+        columns: for each component of the indices the dimension of the operand.
+        create: creates a dimension of the operand along which only windows are read or written.
+    """
+    indices, axes = iter(batch), iter(window_dims)
+    windows = [() if d in window_dims else next(indices) for d in range(len(shape))]
+    operand: list[Dim] = []
+    partial: list[_Partial] = []
+    for d, n in enumerate(call.in_shapes[0]):
+        if d in batching:
+            operand.append(batching[d])
+            continue
+        axis = None if d in dropped else next(axes)
+        size = min(1, n) if axis is None else shape[axis]
+        if axis is not None and size == n:
+            windows[axis] = make.factor(n)
+            operand.append(windows[axis])
+            continue
+        operand.append(make.replicate(n) if call.on_keys or not size else create(n))
+        partial.append(_Partial(d, n, size, columns.index(d) if d in columns else None, axis))
+        if axis is not None:
+            windows[axis] = make.replicate(size)
+    return operand, windows, partial
+
+
 def _is_inside(indices: Any, partial: Sequence[_Partial]) -> Any:
     """For each index, whether its window is inside of the whole array."""
-    columns = [(indices[..., p.column], p.n - p.size) for p in partial if p.column is not None]
-    inside = [(at >= 0) & (at <= last) for at, last in columns]
+    starts = [(indices[..., p.column], p.n - p.size) for p in partial if p.column is not None]
+    inside = [(start >= 0) & (start <= last) for start, last in starts]
     return functools.reduce(jnp.logical_and, inside, jnp.ones(indices.shape[:-1], jnp.bool_))
 
 
 def signed(indices: Any) -> Any:
-    """Indices that an offset can be subtracted from; unsigned ones beyond the array stay beyond it."""
+    """Indices with a signed dtype, for offsets to be subtracted. Indices beyond the array stay beyond it."""
     if jnp.issubdtype(indices.dtype, jnp.unsignedinteger):
         return jnp.minimum(indices.astype(jnp.uint32), jnp.iinfo(jnp.int32).max).astype(jnp.int32)
     return indices if indices.dtype.itemsize >= 4 else indices.astype(jnp.int32)
 
 
 def with_column(indices: Any, column: int, values: Any) -> Any:
-    """Indices with another component."""
+    """The indices with one component replaced."""
     return indices.at[..., column].set(values.astype(indices.dtype))
 
 
 def _extended(x: Any, dim: int, low: int, high: int) -> Any:
-    """An array with some elements more at the ends of a dimension."""
+    """The array with additional elements at the ends of a dimension."""
     if not low and not high:
         return x
     return jnp.pad(x, [(low, high) if d == dim else (0, 0) for d in range(x.ndim)])
 
 
 def over_windows(flags: Any, ndim: int, window_dims: Sequence[int]) -> Any:
-    """One flag for each index, spread over the dimensions of its window."""
+    """Reshapes one flag for each index, so that it is broadcast over the dimensions of its window."""
     return jnp.expand_dims(flags, tuple(d for d in range(ndim) if d in window_dims))
 
 
-def _fill_value(given: Any, dtype: Any) -> Any:
-    """What a gather gives for an index out of range: as JAX chooses it if it is not said."""
-    if given is not None:
-        return jnp.asarray(given, dtype)
+def _fill_value(value: Any, dtype: Any) -> Any:
+    """The result of a gather for an index out of range; JAX's default if the value is None."""
+    if value is not None:
+        return jnp.asarray(value, dtype)
     if jnp.issubdtype(dtype, jnp.inexact):
         return jnp.asarray(jnp.nan, dtype)
     if dtype == jnp.bool_:
@@ -198,7 +232,7 @@ _MONOIDS = {
 }
 
 
-_COMBINATIONS: dict[str, Callable[[Any, Any], Any]] = {
+_COMBINATIONS: dict[str, Combine] = {
     "scatter": lambda x, y: y,
     "scatter-add": lax.add,
     "scatter-sub": lax.sub,
@@ -208,21 +242,21 @@ _COMBINATIONS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def combination(name: str, params: Mapping[str, Any]) -> Callable[[Any, Any], Any] | None:
-    """What a scatter makes of an element and its update; None if the user's function does that."""
+def combination(name: str, params: Mapping[str, Any]) -> Combine | None:
+    """The function with which a scatter combines an element and its update; None for a function of the user."""
     return None if name == "scatter" and params.get("update_jaxpr") is not None else _COMBINATIONS.get(name)
 
 
 def drops(params: Mapping[str, Any]) -> bool:
-    """Whether a scatter leaves out windows that are not inside of the array, instead of moving them there."""
+    """Whether a scatter drops windows that are not inside of the array, instead of clipping their starts."""
     return params["mode"] in (_FILL, lax.GatherScatterMode.PROMISE_IN_BOUNDS)
 
 
 @rule(*_MONOIDS)
 def scatter(call: Call) -> Rule:
-    """The transpose of ``gather``; updates that are split are scattered apart and combined.
+    """The transpose of ``gather``. If updates are split, devices scatter their own updates, and gshard combines them.
 
-    The operand itself must count once: all devices but the first along the split start from the monoid's identity.
+    The operand must count once, so all devices except the first start from the identity of the monoid.
 
     >>> import jax
     >>> numbers = jax.lax.ScatterDimensionNumbers((1,), (0,), (0,))
@@ -244,28 +278,10 @@ def scatter(call: Call) -> Rule:
             batch.append(make.factor(n))
         else:
             batch.append(make.factor(n, REDUCE, monoid) if accumulates else make.replicate(n))
-    updates: list[tuple[int, ...]] = [() for _ in updates_shape]
-    outside = [d for d in range(len(updates)) if d not in numbers.update_window_dims]
-    for d, dim in zip(outside, batch, strict=True):
-        updates[d] = dim
-    windows = iter(numbers.update_window_dims)
-    operand: list[tuple[int, ...]] = []
-    partial: list[_Partial] = []
-    for d, n in enumerate(operand_shape):
-        if d in batching:
-            operand.append(batch[batching[d]])
-            continue
-        axis = None if d in numbers.inserted_window_dims else next(windows)
-        size = 1 if axis is None else updates_shape[axis]
-        if axis is not None and size == n:
-            operand.append(make.factor(n))
-            updates[axis] = operand[-1]
-            continue
-        mapped = numbers.scatter_dims_to_operand_dims
-        operand.append(make.replicate(n) if call.on_keys or not size else make.factor(n))
-        partial.append(_Partial(d, n, size, mapped.index(d) if d in mapped else None, axis))
-        if axis is not None:
-            updates[axis] = make.replicate(size)
+    operand, updates, partial = _look_up_dims(
+        call, make, updates_shape, {d: batch[index_dim] for d, index_dim in batching.items()}, batch,
+        numbers.update_window_dims, numbers.inserted_window_dims, numbers.scatter_dims_to_operand_dims, make.factor,
+    )  # fmt: skip
 
     def local(shards: Shards, x: Any, indices: Any, changes: Any) -> list[Any]:
         atoms = shards.reduced_atoms()
@@ -275,55 +291,55 @@ def scatter(call: Call) -> Rule:
         split = [p for p in partial if shards.atoms(operand[p.dim][0])]
         if not split:
             return shards.bind(x, indices, changes)
-        indices, before = signed(indices), x
-        # Single elements that are not ours are out of range, and dropped.
+        indices, old = signed(indices), x
+        split_columns = {p.column for p in split}
+        # Updates of single elements in other parts get an index out of range, and XLA drops them.
         single = all(p.size == 1 and p.column is not None for p in split)
-        mine: Any = jnp.ones(indices.shape[:-1], jnp.bool_)
-        places: dict[int, tuple[int, Any]] = {}  # for each column the elsewhere of its dimension, and where to write
-        written: Any = jnp.ones((1,) * x.ndim, jnp.bool_)
+        overlaps: Any = jnp.ones(indices.shape[:-1], jnp.bool_)  # whether the window of an index overlaps the part
+        starts: dict[int, tuple[int, Any]] = {}  # for each column a start out of range, and the starts of windows
+        is_written: Any = jnp.ones((1,) * x.ndim, jnp.bool_)
         for p in split:
             offset, length = shards.offset(operand[p.dim]), x.shape[p.dim]
             if p.column is None:
-                # Every window is the first elements: this part's share of it covers the part, and what is too much
-                # is taken back afterwards.
+                # Every window consists of the first elements. The update is extended to the part, and the elements
+                # beyond the window are restored afterwards.
                 at = offset + jnp.arange(length, dtype=jnp.int32)
                 if p.axis is not None:
                     changes = taken(changes, at, p.axis)
-                    written &= along(at < p.size, p.dim, x.ndim)
+                    is_written &= along(at < p.size, p.dim, x.ndim)
                 else:
-                    written &= along(at == 0, p.dim, x.ndim)
+                    is_written &= along(at == 0, p.dim, x.ndim)
                 continue
             start = jnp.clip(indices[..., p.column], 0, p.n - p.size)
             if drops(call.params):
-                mine &= start == indices[..., p.column]
+                overlaps &= start == indices[..., p.column]
             start = start - offset
-            mine &= (start > -p.size) & (start < length)
-            # Windows may begin up to ``size - 1`` elements before the part; those that do not touch it are behind it.
+            overlaps &= (start > -p.size) & (start < length)
+            # Windows may begin up to ``size - 1`` elements before the part. Others are written behind the part.
             x = x if single else _extended(x, p.dim, p.size - 1, p.size)
-            places[p.column] = (length + p.size - 1, start + p.size - 1)
-        for column, (elsewhere, start) in places.items():
-            indices = with_column(indices, column, jnp.where(mine, start, elsewhere))
-        changed: dict[str, Any] = {"indices_are_sorted": False, "unique_indices": False}
-        if single and math.prod(indices.shape[:-1]) == 1:
+            starts[p.column] = (length + p.size - 1, start + p.size - 1)
+        for column, (out_of_range, start) in starts.items():
+            indices = with_column(indices, column, jnp.where(overlaps, start, out_of_range))
+        unordered: dict[str, Any] = {"indices_are_sorted": False, "unique_indices": False}
+        if not single:
+            (result,) = shards.bind(x, indices, changes, **unordered)
+            for p in split:
+                if p.column is not None:
+                    result = lax.slice_in_dim(result, p.size - 1, p.size - 1 + old.shape[p.dim], axis=p.dim)
+            return [jnp.where(is_written, result, old) if None in split_columns else result]
+        if math.prod(indices.shape[:-1]) == 1:
             combine = combination(call.name, call.params)
             if combine is not None:
-                ours = {p.column for p in split}
-                return [_one_window(x, indices.reshape(-1), changes, mine.reshape(()), ours, combine)]
+                return [_one_window(x, indices.reshape(-1), changes, overlaps.reshape(()), split_columns, combine)]
             x = opaque_for_one(x, 1)
-        if single:
-            if not drops(call.params):
-                indices = _clipped(indices, x.shape, {p.column for p in split})
-            return shards.bind(x, indices, changes, mode=_FILL, **changed)
-        (result,) = shards.bind(x, indices, changes, **changed)
-        for p in split:
-            if p.column is not None:
-                result = lax.slice_in_dim(result, p.size - 1, p.size - 1 + before.shape[p.dim], axis=p.dim)
-        return [jnp.where(written, result, before) if any(p.column is None for p in split) else result]
+        if not drops(call.params):
+            indices = _clipped(indices, x.shape, split_columns)
+        return shards.bind(x, indices, changes, mode=_FILL, **unordered)
 
     def _one_window(
-        x: Any, index: Any, changes: Any, mine: Any, ours: Container[int | None], combine: Callable[..., Any]
+        x: Any, index: Any, changes: Any, overlaps: Any, split_columns: Container[int | None], combine: Combine
     ) -> Any:
-        """Writes one window, or what is there already."""
+        """Writes one window, or the old values if the window does not overlap the part."""
         windows = iter(numbers.update_window_dims)
         sizes, start = [], [jnp.zeros((), index.dtype)] * x.ndim
         for d, n in enumerate(x.shape):
@@ -331,18 +347,18 @@ def scatter(call: Call) -> Rule:
             sizes.append(n if size == operand_shape[d] else size)
         for column, d in enumerate(numbers.scatter_dims_to_operand_dims):
             start[d] = jnp.clip(index[column], 0, x.shape[d] - sizes[d])
-            if drops(call.params) and column not in ours:
-                mine &= start[d] == index[column]
+            if drops(call.params) and column not in split_columns:
+                overlaps &= start[d] == index[column]
         new = jnp.asarray(changes, x.dtype).reshape(sizes)
-        return update_window(x, start, sizes, lambda there: combine(there, new), mine)
+        return update_window(x, start, sizes, lambda old: combine(old, new), overlaps)
 
-    def _clipped(indices: Any, shape: Sequence[int], but: Container[int | None]) -> Any:
-        """Indices along other dimensions than those of some columns, moved so that windows fit."""
+    def _clipped(indices: Any, shape: Sequence[int], split_columns: Container[int | None]) -> Any:
+        """The indices with all columns except those of split dimensions clipped, so that windows fit."""
         outer = {*numbers.inserted_window_dims, *batching}
         kept = (d for d in range(len(shape)) if d not in outer)
         windows = dict(zip(kept, numbers.update_window_dims, strict=True))
         for column, d in enumerate(numbers.scatter_dims_to_operand_dims):
-            if column not in but:
+            if column not in split_columns:
                 size = updates_shape[windows[d]] if d in windows else 1
                 last = 0 if size == operand_shape[d] else operand_shape[d] - size
                 indices = with_column(indices, column, jnp.clip(indices[..., column], 0, last))

@@ -1,9 +1,10 @@
-"""Kernels of the user's (``pallas_call``): what ``vmap`` mapped them over is parallel, all else is theirs.
+"""The user's kernels (``pallas_call``): dimensions that ``jax.vmap`` added are parallel, others cannot be split.
 
-A kernel may do anything with its blocks and knows where in its grid it is, so its own dimensions are whole. Those that
-``jax.vmap`` (and so ``gshard.manual``) added are steps of the grid that the kernel does not see: a device takes fewer.
+A kernel may combine its blocks in any way and reads its position in the grid, so its own dimensions cannot be split.
+The dimensions that ``jax.vmap`` (and so ``gshard.manual``) added are steps of the grid that the kernel does not see.
+Each device runs fewer of these steps.
 
-    vmap(kernel)    grid (rows, *own), block i of an operand is its row i       a b -> a c; replicate b c
+    vmap(kernel)    grid (rows, ...); block i of an operand is its row i        a b -> a c; replicate b c
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from gshard.language.registry import Call, rule
 
 @rule("pallas_call")
 def pallas_call(call: Call) -> Rule:
-    """Mapped dimensions are parallel, all others whole, as are sizes of the grid and scalars, which come first.
+    """Mapped dimensions are parallel. All others, and the leading operands without blocks, cannot be split.
 
     >>> import jax
     >>> from jax.experimental import pallas
@@ -31,50 +32,59 @@ def pallas_call(call: Call) -> Rule:
     """
     grid = call.params["grid_mapping"]
     first = grid.num_dynamic_grid_bounds + grid.num_index_operands  # operands without blocks
-    places = {g: _places(grid.block_mappings, g, first) for g in grid.vmapped_dims if isinstance(grid.grid[g], int)}
     make = RuleMaker()
-    factors = {g: make.factor(grid.grid[g]) for g, found in places.items() if found is not None}
-    of_dim = {place: factors[g] for g in factors for place in places[g] or ()}
+    factors: dict[int, tuple[int, ...]] = {}  # by dimension of the grid
+    mapped: dict[tuple[int, int], tuple[int, ...]] = {}  # by array and dimension
+    for g in grid.vmapped_dims:
+        dims = _mapped_dims(grid.block_mappings, g, first) if isinstance(grid.grid[g], int) else None
+        if dims is not None:
+            factors[g] = make.factor(grid.grid[g])
+            mapped |= dict.fromkeys(dims, factors[g])
     arrays = [
-        [of_dim[i, d] if (i, d) in of_dim else make.replicate(n) for d, n in enumerate(shape)]
+        [mapped[i, d] if (i, d) in mapped else make.replicate(n) for d, n in enumerate(shape)]
         for i, shape in enumerate((*call.in_shapes, *call.out_shapes))
     ]
 
     def local(shards: Shards, *parts: Any) -> list[Any]:
-        count = len(call.in_shapes)
-        shapes = [shards.in_shape(i) for i in range(count)]
-        shapes += [shards.out_shape(i) for i in range(len(call.out_shapes))]
+        in_shapes = [shards.in_shape(i) for i in range(len(call.in_shapes))]
+        out_shapes = [shards.out_shape(i) for i in range(len(call.out_shapes))]
         steps = [shards.size(factors[g][0]) if g in factors else n for g, n in enumerate(grid.grid)]
         blocks = tuple(
             block.replace(array_aval=block.array_aval.update(shape=shape))
-            for block, shape in zip(grid.block_mappings, shapes[first:], strict=True)
+            for block, shape in zip(grid.block_mappings, (*in_shapes, *out_shapes)[first:], strict=True)
         )
-        made = tuple(x.update(shape=shape) for x, shape in zip(call.params["out_avals"], shapes[count:], strict=True))
-        changed = grid.replace(grid=tuple(steps), block_mappings=blocks)
-        return shards.bind(*parts, grid_mapping=changed, out_avals=made)
+        out_avals = tuple(x.update(shape=shape) for x, shape in zip(call.params["out_avals"], out_shapes, strict=True))
+        local_grid = grid.replace(grid=tuple(steps), block_mappings=blocks)
+        return shards.bind(*parts, grid_mapping=local_grid, out_avals=out_avals)
 
     return make.rule(arrays[: len(call.in_shapes)], arrays[len(call.in_shapes) :], local=local, known=bool(factors))
 
 
-def _places(blocks: Any, g: int, first: int) -> set[tuple[int, int]] | None:
-    """The dimensions (array, dimension) whose step is that of the grid along ``g``; None if it counts elsewhere too.
+def _mapped_dims(blocks: Any, g: int, first: int) -> set[tuple[int, int]] | None:
+    """The dimensions whose index is the step of the grid along dimension ``g``.
 
-    Blocks are of all arrays but the ``first`` ones.
+    Args:
+        blocks: the block mappings of all arrays except the ``first`` ones.
+        g: a dimension of the grid.
+        first: the number of operands without blocks.
+
+    Returns:
+        pairs of an array and a dimension; None if the step is also used in another way.
     """
-    found = set()
+    mapped = set()
     for i, block in enumerate(blocks, first):
         index, _ = closed(block.index_map_jaxpr)
         step = index.invars[g]
         if any(step is v for e in index.eqns for v in e.invars):
             return None
-        at = [d for d, v in enumerate(index.outvars[: len(block.block_shape)]) if v is step]
-        if any(type(block.block_shape[d]).__name__ != "Squeezed" for d in at):
+        dims = [d for d, v in enumerate(index.outvars[: len(block.block_shape)]) if v is step]
+        if any(type(block.block_shape[d]).__name__ != "Squeezed" for d in dims):
             return None
-        found |= {(i, d) for d in at}
-    return found
+        mapped |= {(i, d) for d in dims}
+    return mapped
 
 
 @rule("gshard_kernel")
 def gshard_kernel(call: Call) -> Rule:
-    """A kernel of ``gshard.kernel`` is split as its plain function allows."""
+    """A kernel of ``gshard.kernel`` has the splits of its plain function."""
     return kernel_rule(call)

@@ -1,11 +1,11 @@
-"""Manual regions: parts of a program that the user has partitioned already.
+"""Manual regions: parts of a program that the user has already partitioned.
 
-    shard_map(body, mesh, in_specs, out_specs)      JAX's own: operands are cut as ``in_specs`` says, the body runs on
-                                                    each device's parts unchanged, with its collectives
-    auto_to_manual(x, dim, n) ... manual_to_auto    the GShard paper's (section 3.2): from here to there a value is
-                                                    one device's part of it
+    shard_map(body, mesh, in_specs, out_specs)      JAX's regions: ``in_specs`` determine the parts of the operands;
+                                                    the body runs unchanged on the parts, with its collectives
+    auto_to_manual(x, dim, n) ... manual_to_auto    the regions of the GShard paper (section 3.2): between the two
+                                                    calls, a value is one device's part
 
-Such an equation has no choice: its rule names the one split in which it can run (``Rule.fixed``).
+Each of these equations has only one possible split (``Rule.fixed``).
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import jaxpr_as_fun
 
-from gshard.comm.collectives import collectives_of
 from gshard.comm.shards import Shards, mask
 from gshard.core.errors import ShardingError
 from gshard.core.mark import Mark, atoms_of_partitions, resolve
@@ -33,11 +31,11 @@ from gshard.language.registry import Call, rule
 
 @rule("auto_to_manual")
 def auto_to_manual(call: Call) -> Rule:
-    """The part of an array that a device holds, as an array by itself; what is cut unevenly ends in zeros.
+    """The part of an array that a device holds, as an array of its own. Padding is zero.
 
     >>> from gshard.core.mesh import Mesh
-    >>> found = auto_to_manual(Call("auto_to_manual", {"dim": 0, "partitions": 4}, ((8, 3),), ((2, 3),), ("f4",)))
-    >>> print(found, found.fixed(Mesh.abstract(x=4)))
+    >>> rule = auto_to_manual(Call("auto_to_manual", {"dim": 0, "partitions": 4}, ((8, 3),), ((2, 3),), ("f4",)))
+    >>> print(rule, rule.fixed(Mesh.abstract(x=4)))
     a b -> c d; replicate b c d {0: ('x.0', 'x.1')}
     """
     dim, partitions = call.params["dim"], call.params["partitions"]
@@ -58,23 +56,23 @@ def auto_to_manual(call: Call) -> Rule:
 
 @rule("manual_to_auto")
 def manual_to_auto(call: Call) -> Rule:
-    """Parts become one array again: laid side by side along ``dim``, or added where there is none."""
+    """The array that consists of the parts: concatenated along ``dim``, or added if ``dim`` is None."""
     dim, partitions = call.params["dim"], call.params["partitions"]
     (part,), (shape,) = call.in_shapes, call.out_shapes
     make = RuleMaker()
     operand = [make.replicate(n) for n in part]
     result = [make.factor(n) if d == dim else make.replicate(n) for d, n in enumerate(shape)]
-    (between,) = make.factor(partitions, REDUCE, "add") if dim is None else result[dim]
+    (partition,) = make.factor(partitions, REDUCE, "add") if dim is None else result[dim]
 
     def fixed(mesh: Mesh) -> Split:
-        return {between: atoms_of_partitions(partitions, mesh)}
+        return {partition: atoms_of_partitions(partitions, mesh)}
 
     return make.rule([operand], [result], local=lambda shards, x: [x], fixed=fixed, flops=0)
 
 
 @rule("part_index")
 def part_index(call: Call) -> Rule:
-    """Which of the parts a device works on."""
+    """The number of the part that a device works on."""
     partitions = call.params["partitions"]
 
     def local(shards: Shards) -> list[Any]:
@@ -86,9 +84,10 @@ def part_index(call: Call) -> Rule:
 
 @rule("shard_map")
 def shard_map(call: Call) -> Rule:
-    """Every array is cut as its spec says; each has factors of its own, for the body is not looked into.
+    """The spec of an array determines its split. Each array has its own factors, because the body is opaque.
 
-    One that leaves axes automatic is opened before (``tracing.partly_manual``); here those have one device each.
+    gshard has already opened a ``shard_map`` with automatic axes (``tracing.partly_manual``), unless these axes have
+    one device each.
     """
     user_mesh, body = call.params["mesh"], call.params["jaxpr"]
     axes, devices = axes_of_mesh(user_mesh)
@@ -106,17 +105,13 @@ def shard_map(call: Call) -> Rule:
         return split
 
     def local(shards: Shards, *arrays: Any) -> list[Any]:
-        closed = jax.make_jaxpr(renamed(body, atoms_of_axes(axes, shards.mesh)))(*arrays)
-        if shards.note is not None:
-            for kind, atoms, sent, operand in collectives_of(closed, shards.mesh.atom_sizes):
-                shards.note(kind, atoms, sent, operand)
-        return list(jaxpr_as_fun(closed)(*arrays))
+        return shards.run_program(renamed(body, atoms_of_axes(axes, shards.mesh)), arrays)
 
     return make.rule(operands, results, local=local, fixed=fixed)
 
 
 def axes_of_mesh(mesh: Any) -> tuple[tuple[tuple[str, int], ...], tuple[Any, ...]]:
-    """Names and sizes of the axes of a mesh of JAX's, and its devices in row-major order, if it has any."""
+    """Names and sizes of the axes of a JAX mesh, and its devices in row-major order; () for an abstract mesh."""
     devices = tuple(mesh.devices.flat) if isinstance(mesh, jax.sharding.Mesh) else ()
     return tuple((str(name), int(size)) for name, size in mesh.shape.items()), devices
 
@@ -125,10 +120,10 @@ def check_devices(axes: tuple[tuple[str, int], ...], devices: tuple[Any, ...], m
     """Refuses a ``shard_map`` over a mesh that is not the program's.
 
     Raises:
-        ShardingError: it has other devices, or has them in another order.
+        ShardingError: the mesh has other devices, or the same devices in another order.
     """
-    other = bool(devices) and mesh.devices is not None and devices != mesh.devices
-    if math.prod(size for _, size in axes) != mesh.size or other:
+    differ = bool(devices) and mesh.devices is not None and devices != mesh.devices
+    if math.prod(size for _, size in axes) != mesh.size or differ:
         raise ShardingError(
             "a shard_map inside the program is over other devices than the program.",
             got=f"its mesh: {dict(axes)}; the program's: {mesh}",

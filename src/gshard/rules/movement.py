@@ -17,40 +17,39 @@ from gshard.language.traits import Places
 
 
 def index_of(e: Equation) -> tuple[Index, ...] | None:
-    """For each result of an equation where its elements come from; None if it does more than move them in order."""
+    """For each result the spans of the operands that it consists of; None if elements do not just move in order."""
     return None if e.rule is None else e.rule.index
 
 
 def one_array(e: Equation) -> list[list[Span]]:
-    """For each result of an equation that only cuts its operand, and for each dimension, what is left of it."""
-    sizes = e.inputs[0].shape
-
-    def kept(index: Index) -> list[Span]:
-        return [spans[0] if spans else Span(0, 0, n) for spans, n in zip(index, sizes, strict=True)]
-
-    return [kept(index) for index in index_of(e) or ()]
+    """For each result of an equation that only cuts its operand, and for each dimension, the span that is kept."""
+    shape = e.inputs[0].shape
+    return [
+        [spans[0] if spans else Span(0, 0, n) for spans, n in zip(index, shape, strict=True)]
+        for index in index_of(e) or ()
+    ]
 
 
 def elements(index: Index, arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """A result, of the operands.
+    """The result that consists of these elements of the operands.
 
     >>> elements(((Span(1, 0, 1), Span(0, 0, 3)),), [np.arange(4), np.array(9)])
     array([9, 0, 1, 2])
     """
     first = next((i for i, x in enumerate(arrays) if x.ndim), 0)
-    found = arrays[first]
+    result = arrays[first]
     for d, spans in enumerate(index):
         parts = []
         for span in spans:
-            x = found if span.operand == first else arrays[span.operand]
+            x = result if span.operand == first else arrays[span.operand]
             if x.ndim:
-                at = span.start + span.step * np.arange(span.count)
-                parts.append(np.take(x, at, d))
+                positions = span.start + span.step * np.arange(span.count)
+                parts.append(np.take(x, positions, d))
             else:
-                shape = [span.count if i == d else n for i, n in enumerate(found.shape)]
-                parts.append(np.full(shape, x, found.dtype))
-        found = np.concatenate(parts, d) if parts else found
-    return found
+                shape = [span.count if i == d else n for i, n in enumerate(result.shape)]
+                parts.append(np.full(shape, x, result.dtype))
+        result = np.concatenate(parts, d) if parts else result
+    return result
 
 
 def at_places(x: Any, at: Places) -> Any:

@@ -1,10 +1,10 @@
-"""Contractions by groups: ``ragged_dot_general``, whose rows belong to groups of sizes known only when it runs.
+"""Contractions by groups (``ragged_dot_general``): rows belong to groups, whose sizes are known at run time.
 
-    f32[rows,k], f32[groups,k,n], sizes -> f32[rows,n]       rows are ragged: each meets the matrix of its group
-    f32[rows,m], f32[rows,n], sizes -> f32[groups,m,n]       contracted rows are ragged: a sum for each group
+    f32[rows,k], f32[groups,k,n], sizes -> f32[rows,n]       ragged rows: each row is multiplied by its group's matrix
+    f32[rows,m], f32[rows,n], sizes -> f32[groups,m,n]       ragged contracted rows: a sum for each group
 
-Every device cuts the groups' first and last rows, counted in the whole array, to the rows and groups that it holds.
-Where each batch has sizes of its own, a batch is one product by itself, and devices share out batches.
+Each device computes the range of rows of each group in the whole array, and clips it to the rows and groups that it
+holds. If batches have their own sizes, only the batches are split.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from gshard.rules.contract import in_either_finite_operand
 
 @rule("ragged_dot_general")
 def ragged_dot_general(call: Call) -> Rule:
-    """Rows and free dimensions are parallel; groups of matrices are reduced like contracted dimensions.
+    """Rows and free dimensions are parallel. Contracted dimensions, and the groups of matrices, are reduced.
 
-    Sizes that differ from batch to batch leave the dimensions that they concern whole, but for the batches themselves.
+    If sizes differ between batches, the dimensions that they refer to cannot be split, except the batches themselves.
 
     >>> import jax
     >>> numbers = jax.lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
@@ -37,71 +37,83 @@ def ragged_dot_general(call: Call) -> Rule:
     (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = numbers.dot_dimension_numbers
     (ragged,) = numbers.lhs_ragged_dimensions
     lhs_shape, rhs_shape, sizes_shape = call.in_shapes
-    alike = len(sizes_shape) == 1
-    by_rows, by_sums = ragged not in lhs_sum and ragged not in lhs_batch, ragged in lhs_sum
-    each_its_own = lhs_batch if not alike and (by_rows or by_sums) else ()  # batches whose sizes come first in `sizes`
+    same_sizes = len(sizes_shape) == 1  # of all batches
+    ragged_rows = ragged not in lhs_sum and ragged not in lhs_batch
+    ragged_sum = ragged in lhs_sum
+    sized_batches = lhs_batch if not same_sizes and (ragged_rows or ragged_sum) else ()  # leading dimensions of sizes
     make = RuleMaker()
 
-    def concerned(d: int) -> bool:
-        """Whether sizes that differ are about a dimension of the rows: the ragged one, and those before it."""
-        if alike:
+    def depends_on_batch(d: int) -> bool:
+        """Whether sizes that differ between batches refer to a dimension: the ragged one, and those before it."""
+        if same_sizes:
             return False
-        return (d <= ragged and d not in lhs_sum) if by_rows else not by_sums or d in lhs_sum
+        if ragged_rows:
+            return d <= ragged and d not in lhs_sum
+        return not ragged_sum or d in lhs_sum
 
-    def left(d: int, n: int) -> tuple[int, ...]:
-        if d in each_its_own:
+    def lhs_dim(d: int, n: int) -> tuple[int, ...]:
+        if d in sized_batches:
             return make.factor(n)
-        if concerned(d):
+        if depends_on_batch(d):
             return make.replicate(n)
         return make.factor(n, REDUCE, "add") if d in lhs_sum else make.factor(n)
 
-    lhs = [left(d, n) for d, n in enumerate(lhs_shape)]
+    lhs = [lhs_dim(d, n) for d, n in enumerate(lhs_shape)]
     shared = dict(zip((*rhs_batch, *rhs_sum), (*lhs_batch, *lhs_sum), strict=True))
-    grouped = numbers.rhs_group_dimensions[0] if by_rows else -1
-    rhs = [
-        lhs[shared[d]] if d in shared
-        else make.factor(n) if d != grouped
-        else make.factor(n, REDUCE, "add") if alike
-        else make.replicate(n)
-        for d, n in enumerate(rhs_shape)
-    ]  # fmt: skip
-    groups = rhs[grouped] if by_rows else make.factor(sizes_shape[-1]) if by_sums and alike else ()
+    group_dim = numbers.rhs_group_dimensions[0] if ragged_rows else -1
+
+    def rhs_dim(d: int, n: int) -> tuple[int, ...]:
+        if d in shared:
+            return lhs[shared[d]]
+        if d != group_dim:
+            return make.factor(n)
+        return make.factor(n, REDUCE, "add") if same_sizes else make.replicate(n)
+
+    rhs = [rhs_dim(d, n) for d, n in enumerate(rhs_shape)]
+    groups: tuple[int, ...] = ()
+    if ragged_rows:
+        groups = rhs[group_dim]
+    elif ragged_sum and same_sizes:
+        groups = make.factor(sizes_shape[-1])
     free = [dim for d, dim in enumerate(lhs) if d not in lhs_sum and d not in lhs_batch]
-    free += [dim for d, dim in enumerate(rhs) if d not in shared and d != grouped]
-    result = [*([groups or make.replicate(sizes_shape[-1])] if by_sums else []), *(lhs[d] for d in lhs_batch), *free]
+    free += [dim for d, dim in enumerate(rhs) if d not in shared and d != group_dim]
+    result = [*(lhs[d] for d in lhs_batch), *free]
+    if ragged_sum:
+        result.insert(0, groups or make.replicate(sizes_shape[-1]))
 
     def local(shards: Shards, x: Any, y: Any, sizes: Any) -> list[Any]:
-        rows, parted = x.shape[ragged], any(shards.atoms(f) for f in groups)
-        if not parted and not shards.atoms(lhs[ragged][0]):
+        rows = x.shape[ragged]
+        groups_are_split = any(shards.atoms(f) for f in groups)
+        if not groups_are_split and not shards.atoms(lhs[ragged][0]):
             return shards.bind(x, y, sizes)
         ends = jnp.cumsum(sizes)
-        # Groups that only fill up the last part are empty and begin where the last one ends.
+        # Groups that are padding of the last part are empty, and begin at the end of the last group.
         count = math.prod(map(shards.size, groups)) if groups else sizes.size
-        missing = (count * math.prod(shards.mesh.count(shards.atoms(f)) for f in groups)) - sizes.size
-        starts, ends = jnp.pad(ends - sizes, (0, missing), mode="edge"), jnp.pad(ends, (0, missing), mode="edge")
+        padding = (count * math.prod(shards.mesh.count(shards.atoms(f)) for f in groups)) - sizes.size
+        starts, ends = jnp.pad(ends - sizes, (0, padding), mode="edge"), jnp.pad(ends, (0, padding), mode="edge")
         starts = jnp.where(jnp.arange(starts.size) < sizes.size, starts, ends)
+        first_row = jnp.asarray(shards.offset(lhs[ragged]), ends.dtype)
+        first_group = shards.offset(groups)
         starts, ends = (
-            jnp.clip(lax.dynamic_slice_in_dim(at, shards.offset(groups), count) - first, 0, rows)
-            for first in [jnp.asarray(shards.offset(lhs[ragged]), ends.dtype)]
-            for at in (starts, ends)
+            jnp.clip(lax.dynamic_slice_in_dim(row, first_group, count) - first_row, 0, rows) for row in (starts, ends)
         )
-        own = ends - starts
-        if not parted:
-            return shards.bind(x, y, own)
-        # The rows of the groups held here come first while the product is computed.
+        local_sizes = ends - starts
+        if not groups_are_split:
+            return shards.bind(x, y, local_sizes)
+        # While the product is computed, the rows of the device's groups come first.
         x = jnp.roll(x, -starts[0], axis=ragged)
-        if by_sums:
+        if ragged_sum:
             y = jnp.roll(y, -starts[0], axis=rhs_sum[lhs_sum.index(ragged)])
-            return shards.bind(x, y, own)
-        (out,) = shards.bind(x, y, own)
+            return shards.bind(x, y, local_sizes)
+        (out,) = shards.bind(x, y, local_sizes)
         axis = result.index(lhs[ragged])
-        held = along(jnp.arange(rows, dtype=own.dtype) < jnp.sum(own), axis, out.ndim)
-        return [jnp.roll(jnp.where(held, out, jnp.zeros((), out.dtype)), starts[0], axis=axis)]
+        has_group = along(jnp.arange(rows, dtype=local_sizes.dtype) < jnp.sum(local_sizes), axis, out.ndim)
+        return [jnp.roll(jnp.where(has_group, out, jnp.zeros((), out.dtype)), starts[0], axis=axis)]
 
-    of_batches = [lhs[d] for d in each_its_own]
-    sizes = [*of_batches, *(make.replicate(n) for n in sizes_shape[len(of_batches) :])]
+    batches = [lhs[d] for d in sized_batches]
+    sizes = [*batches, *(make.replicate(n) for n in sizes_shape[len(batches) :])]
     flops = 2 * math.prod(lhs_shape) * math.prod(rhs_shape[d] for d in range(len(rhs_shape)) if rhs[d] in free)
     return make.rule(
-        [lhs, rhs, sizes], [result], local=local if alike else None, flops=flops, finite=in_either_finite_operand(call),
-        groups=sizes_shape[-1] if by_rows or by_sums else 1,
+        [lhs, rhs, sizes], [result], local=local if same_sizes else None, flops=flops,
+        finite=in_either_finite_operand(call), groups=sizes_shape[-1] if ragged_rows or ragged_sum else 1,
     )  # fmt: skip

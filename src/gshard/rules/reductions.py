@@ -1,4 +1,4 @@
-"""Reductions: sums, maxima and their kin, by any computation, positions of extremes, running sums."""
+"""Reductions: by monoids and by any computation, positions of extremes, and cumulative reductions."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gshard.comm.shards import Shards, along, identity, mask, rest_bytes
+from gshard.comm.shards import Shards, along, identity
 from gshard.core.mesh import Mesh
 from gshard.core.program import Equation, itemsize
-from gshard.core.rule import COMMUNICATE, REDUCE, REPLICATE, Rule, RuleMaker
+from gshard.core.rule import REDUCE, REPLICATE, Rule, RuleMaker
 from gshard.core.split import Split
 from gshard.core.xla_workarounds import with_initial
 from gshard.language.computation import monoid_of, skipping
@@ -21,6 +21,7 @@ from gshard.language.merged_dims import Maker, emit
 from gshard.language.passing import combined, if_finite
 from gshard.language.registry import Call, rule
 from gshard.language.traits import set_traits
+from gshard.rules.along_axis import AlongAxis
 
 _MONOIDS = {
     "reduce_sum": "add",
@@ -31,22 +32,21 @@ _MONOIDS = {
     "reduce_or": "or",
     "reduce_xor": "xor",
 }
-# Called as functions: from JAX 0.12 on these primitives need a parameter inside `shard_map` that they can do without
-# elsewhere.
+# gshard calls functions of JAX for these primitives: from JAX 0.12 on they need another parameter in a `shard_map`.
 _EXTREMES = {"reduce_max": lax.reduce_max, "reduce_min": lax.reduce_min}
 
 
 def _merged(a: Maker, e: Equation) -> bool:
-    own, axes = a.either(e.inputs[0]), e.params["axes"]
-    if len(e.inputs) > 1 or (e.name not in _MONOIDS and any(len(own.groups[d]) > 1 for d in axes)):
+    fine, axes = a.either(e.inputs[0]), e.params["axes"]
+    if len(e.inputs) > 1 or (e.name not in _MONOIDS and any(len(fine.groups[d]) > 1 for d in axes)):
         return False
-    groups = tuple(g for d, g in enumerate(own.groups) if d not in axes)
-    return emit(a, e, (own.array,), groups, axes=own.all_dims(axes))
+    groups = tuple(group for d, group in enumerate(fine.groups) if d not in axes)
+    return emit(a, e, (fine.array,), groups, axes=fine.all_dims(axes))
 
 
 @rule(*_MONOIDS, merged=_merged)
 def reduction(call: Call) -> Rule:
-    """Reduced dimensions combine by the primitive's monoid; the others are parallel.
+    """Reduced dimensions are combined by the monoid of the primitive. The others are parallel.
 
     >>> print(reduction(Call("reduce_max", {"axes": (1,)}, ((4, 6),), ((4,),), ("f",))))
     a b -> a; max over b=6
@@ -72,15 +72,16 @@ def reduction(call: Call) -> Rule:
 
 @rule("reduce")
 def any_reduction(call: Call) -> Rule:
-    """By a monoid as the reductions above; by any other computation each shard folds its own, then all fold the parts.
+    """A reduction by any computation. If it is not a monoid, each shard folds its elements, then all fold the parts.
 
     >>> import jax
     >>> params = {"dimensions": (1,), "jaxpr": jax.make_jaxpr(lambda x, y: x * y)(1.0, 1.0)}
     >>> print(any_reduction(Call("reduce", params, ((4, 6), ()), ((4,),), ("f4", "f4"))))
     a b, () -> a; mul over b=6
 
-    The initial values count once, whether or not they are identities. A computation that is no known monoid may depend
-    on the order, so only the outermost reduced dimension is split then: its parts, in order, are the elements in order.
+    Initial values count once, whether or not they are identities. The result of a computation that is not a known
+    monoid may depend on the order of the elements. So gshard splits only the first reduced dimension, whose parts
+    contain the elements in order.
     """
     reduced, jaxpr = call.params["dimensions"], call.params["jaxpr"]
     count = len(call.in_shapes) // 2
@@ -91,10 +92,13 @@ def any_reduction(call: Call) -> Rule:
     def dimension(d: int, n: int) -> tuple[int, ...]:
         if d not in reduced:
             return make.factor(n)
-        return make.factor(n, REDUCE, monoid) if monoid else make.communicate(n) if d == axis else make.replicate(n)
+        if monoid:
+            return make.factor(n, REDUCE, monoid)
+        return make.communicate(n) if d == axis else make.replicate(n)
 
     dims = [dimension(d, n) for d, n in enumerate(shape)]
-    left = [dim for d, dim in enumerate(dims) if d not in reduced]
+    kept = [d for d in range(len(shape)) if d not in reduced]
+    result = [dims[d] for d in kept]
 
     def local_monoid(shards: Shards, x: Any, init: Any) -> list[Any]:
         atoms = shards.reduced_atoms()
@@ -113,24 +117,23 @@ def any_reduction(call: Call) -> Rule:
         folded = _fold_valid(valid, xs, inits, jaxpr, tuple(reduced))
         used = -(-n // size) if size else 0
         parts = [shards.all_gather(jnp.expand_dims(x, 0), 0, atoms)[:used] for x in folded]
-        # The initial values are elements like the others, before them: see ``with_initial``.
+        # The initial values become elements before the others: see ``with_initial``.
         parts = [jnp.concatenate([jnp.broadcast_to(init, (1, *x.shape[1:])), x]) for x, init in zip(parts, inits)]
         return _fold_valid(jnp.ones(parts[0].shape, jnp.bool_), parts, inits, jaxpr, (0,))
 
     def sends(mesh: Mesh, split: Split) -> int:
-        sizes = [-(-n // mesh.count(split.get(dim[0], ()))) for d, (n, dim) in enumerate(zip(shape, dims))
-                 if d not in reduced]  # fmt: skip
+        elements = math.prod(-(-shape[d] // mesh.count(split.get(dims[d][0], ()))) for d in kept)
         each = sum(itemsize(dtype) for dtype in call.in_dtypes[:count])
-        return (mesh.count(split.get(dims[axis][0], ())) - 1) * math.prod(sizes) * each
+        return (mesh.count(split.get(dims[axis][0], ())) - 1) * elements * each
 
     operands = [*([dims] * count), *([[]] * count)]
     if monoid or not reduced:
-        return make.rule(operands, [left] * count, local=local_monoid if monoid else None)
-    return make.rule(operands, [left] * count, local=local, sends=sends)
+        return make.rule(operands, [result] * count, local=local_monoid if monoid else None)
+    return make.rule(operands, [result] * count, local=local, sends=sends)
 
 
 def _fold_valid(valid: Any, xs: Sequence[Any], inits: Sequence[Any], jaxpr: Any, axes: tuple[int, ...]) -> list[Any]:
-    """Folds the elements that are valid; where none is, the initial values come out."""
+    """Folds the valid elements. Without valid elements the results are the initial values."""
     return list(lax.reduce((valid, *xs), (np.False_, *inits), skipping(jaxpr), axes)[1:])
 
 
@@ -139,7 +142,7 @@ set_traits(*_EXTREMES, same_on_parts=True)
 
 @rule("argmax", "argmin", same_on_parts=True, merged=_merged)
 def arg_reduction(call: Call) -> Rule:
-    """Every shard offers its own extreme with its position; the best of them wins, the first among equals.
+    """Each shard finds its extreme and its position. The best of these is the result, the first of several equal ones.
 
     >>> print(arg_reduction(Call("argmax", {"axes": (1,), "index_dtype": "i4"}, ((4, 6),), ((4,),), ("f4",))))
     a b -> a; communicate b
@@ -147,83 +150,64 @@ def arg_reduction(call: Call) -> Rule:
     (axis,) = call.params["axes"]
     (shape,) = call.in_shapes
     make = RuleMaker()
-    dims = [make.communicate(n) if d == axis else make.factor(n) for d, n in enumerate(shape)]
-    worst = "max" if call.name == "argmax" else "min"
+    operand = AlongAxis.of(make, shape, axis)
+    monoid = "max" if call.name == "argmax" else "min"
 
     def local(shards: Shards, x: Any) -> list[Any]:
-        atoms = shards.atoms(dims[axis][0])
+        atoms = operand.atoms(shards)
         if not atoms:
             return shards.bind(x)
-        if shape[axis] % shards.mesh.count(atoms):
-            x = mask(x, axis, shape[axis], atoms, identity(worst, x.dtype))
-        (at,) = shards.bind(x)
-        at = jnp.expand_dims(at, axis)
-        best = jnp.take_along_axis(x, at, axis)
-        places = shards.all_gather(at + jnp.asarray(shards.offset(dims[axis]), at.dtype), axis, atoms)
-        (winner,) = shards.bind(shards.all_gather(best, axis, atoms))
-        return [jnp.squeeze(jnp.take_along_axis(places, jnp.expand_dims(winner, axis), axis), axis)]
+        x = operand.fill_padding(shards, x, identity(monoid, x.dtype))
+        (index,) = shards.bind(x)
+        index = jnp.expand_dims(index, axis)
+        extreme = jnp.take_along_axis(x, index, axis)
+        indices = shards.all_gather(index + jnp.asarray(shards.offset(operand.dim), index.dtype), axis, atoms)
+        (best_part,) = shards.bind(shards.all_gather(extreme, axis, atoms))
+        return [jnp.squeeze(jnp.take_along_axis(indices, jnp.expand_dims(best_part, axis), axis), axis)]
 
-    def sends(mesh: Mesh, split: Split) -> int:
-        parts = mesh.count(split.get(dims[axis][0], ()))
-        each = itemsize(call.in_dtypes[0]) + itemsize(call.params["index_dtype"])
-        return (
-            (parts - 1)
-            * rest_bytes(shape, call.in_dtypes[0], axis, dims, split, mesh)
-            * each
-            // max(itemsize(call.in_dtypes[0]), 1)
-        )
-
-    return make.rule([dims], [[dim for d, dim in enumerate(dims) if d != axis]], local=local, sends=sends)
+    sends = operand.gather_bytes((call.in_dtypes[0], call.params["index_dtype"]))
+    return make.rule([operand.dims], [operand.other_dims], local=local, sends=sends)
 
 
-_RUNNING = {"cumsum": "add", "cumprod": "mul", "cummax": "max", "cummin": "min", "cumlogsumexp": "logaddexp"}
+_CUMULATIVE = {"cumsum": "add", "cumprod": "mul", "cummax": "max", "cummin": "min", "cumlogsumexp": "logaddexp"}
 
 
-def _running_merged(a: Maker, e: Equation) -> bool:
-    own, axis = a.either(e.inputs[0]), e.params["axis"]
-    return len(own.groups[axis]) == 1 and emit(a, e, (own.array,), own.groups, axis=own.dims(axis)[0])
+def _cumulative_merged(a: Maker, e: Equation) -> bool:
+    fine, axis = a.either(e.inputs[0]), e.params["axis"]
+    return len(fine.groups[axis]) == 1 and emit(a, e, (fine.array,), fine.groups, axis=fine.dims(axis)[0])
 
 
-@rule(*_RUNNING, same_on_parts=True, merged=_running_merged)
+@rule(*_CUMULATIVE, same_on_parts=True, merged=_cumulative_merged)
 def cumulative(call: Call) -> Rule:
-    """Each shard runs by itself, and then continues where the shards before it ended: one number from each.
+    """Each shard reduces its own elements, and then adds the last results of the shards before it.
 
     >>> print(cumulative(Call("cumsum", {"axis": 1, "reverse": False}, ((4, 6),), ((4, 6),), ("f4",))))
     a b -> a b; communicate b
     """
     axis, reverse = call.params["axis"], call.params["reverse"]
     (shape,) = call.in_shapes
-    monoid = _RUNNING[call.name]
+    monoid = _CUMULATIVE[call.name]
     make = RuleMaker()
-    kind = REPLICATE if call.is_complex and monoid not in ("add", "mul") else COMMUNICATE
-    dims = [make.factor(n, kind) if d == axis else make.factor(n) for d, n in enumerate(shape)]
+    has_no_order = call.is_complex and monoid not in ("add", "mul")
+    array = AlongAxis.of(make, shape, axis, make.replicate if has_no_order else make.communicate)
 
     def local(shards: Shards, x: Any) -> list[Any]:
-        atoms = shards.atoms(dims[axis][0])
+        atoms = array.atoms(shards)
         if not atoms or not x.size:
             return shards.bind(x)
-        start = _start(monoid, x.dtype)
-        if shape[axis] % shards.mesh.count(atoms):
-            x = mask(x, axis, shape[axis], atoms, start)
-        (run,) = shards.bind(x)
-        end = lax.slice_in_dim(run, 0, 1, axis=axis) if reverse else lax.slice_in_dim(run, -1, None, axis=axis)
+        neutral = float("-inf") if monoid == "logaddexp" else identity(monoid, x.dtype)
+        (within,) = shards.bind(array.fill_padding(shards, x, neutral))
+        end = lax.slice_in_dim(within, 0, 1, axis=axis) if reverse else lax.slice_in_dim(within, -1, None, axis=axis)
         ends = shards.all_gather(end, axis, atoms)
         part, parts = lax.axis_index(atoms), jnp.arange(ends.shape[axis])
-        before = parts > part if reverse else parts < part
-        ends = jnp.where(along(before, axis, x.ndim), ends, jnp.asarray(start, x.dtype))
-        return [COMBINE[monoid](_ALL[monoid](ends, axis), run)]
+        is_before = parts > part if reverse else parts < part
+        ends = jnp.where(along(is_before, axis, x.ndim), ends, jnp.asarray(neutral, x.dtype))
+        return [COMBINE[monoid](_REDUCE[monoid](ends, axis), within)]
 
-    def sends(mesh: Mesh, split: Split) -> int:
-        parts = mesh.count(split.get(dims[axis][0], ()))
-        return (parts - 1) * rest_bytes(shape, call.in_dtypes[0], axis, dims, split, mesh)
-
+    sends = array.gather_bytes(call.in_dtypes)
     linear = [] if monoid == "logaddexp" else combined(monoid, call.in_dtypes[0], 0)
     finite = if_finite(call.in_dtypes[0], (0,)) if monoid == "add" else []
-    return make.rule([dims], [dims], local=local, sends=sends, linear=linear, finite=finite)
-
-
-def _start(monoid: str, dtype: Any) -> Any:
-    return float("-inf") if monoid == "logaddexp" else identity(monoid, dtype)
+    return make.rule([array.dims], [array.dims], local=local, sends=sends, linear=linear, finite=finite)
 
 
 COMBINE: dict[str, Any] = {
@@ -236,7 +220,7 @@ COMBINE: dict[str, Any] = {
     "xor": lax.bitwise_xor,
     "logaddexp": jnp.logaddexp,
 }
-_ALL: dict[str, Any] = {
+_REDUCE: dict[str, Any] = {
     "add": lambda x, axis: jnp.sum(x, axis, keepdims=True, dtype=x.dtype),
     "mul": lambda x, axis: jnp.prod(x, axis, keepdims=True, dtype=x.dtype),
     "max": lambda x, axis: jnp.max(x, axis, keepdims=True),

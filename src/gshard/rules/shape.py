@@ -1,4 +1,4 @@
-"""Primitives that only change the shape: broadcast, transpose, reshape, squeeze and so on."""
+"""Primitives that only change the shape: broadcasts, transpositions, reshapes and so on."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from gshard.core.split import Split, place
 from gshard.language.merged_dims import Fine, Maker, emit, flat
 from gshard.language.registry import Call, rule
 from gshard.language.traits import Part, Places
+from gshard.rules.along_axis import AlongAxis
 from gshard.rules.movement import at_places
 
 
@@ -31,23 +32,23 @@ def _broadcast_values(params: Mapping[str, Any], x: np.ndarray) -> np.ndarray:
 
 
 def _broadcast_merged(a: Maker, e: Equation) -> bool:
-    own, dims, shape = a.either(e.inputs[0]), e.params["broadcast_dimensions"], e.params["shape"]
+    fine, dims, shape = a.either(e.inputs[0]), e.params["broadcast_dimensions"], e.params["shape"]
     groups: list[tuple[int, ...]] = [(n,) for n in shape]
-    for d, group in zip(dims, own.groups, strict=True):
+    for d, group in zip(dims, fine.groups, strict=True):
         if math.prod(group) == shape[d]:
             groups[d] = group
         elif len(group) > 1:
             return False
-    made = Fine(e.outputs[0], tuple(groups), frozenset())
-    sizes = {"shape": flat(made.groups), "broadcast_dimensions": made.all_dims(dims)}
-    return emit(a, e, (own.array,), made.groups, **sizes)
+    result = Fine(e.outputs[0], tuple(groups), frozenset())
+    sizes = {"shape": flat(result.groups), "broadcast_dimensions": result.all_dims(dims)}
+    return emit(a, e, (fine.array,), result.groups, **sizes)
 
 
 def _broadcast_at(part: Part, e: Equation, at: Places) -> Any:
     (x,), dims = e.inputs[:1], e.params["broadcast_dimensions"]
     shape = [n if i is None else i.shape[0] for n, i in zip(e.outputs[0].shape, at, strict=True)]
-    own = tuple(None if n == 1 else at[d] for n, d in zip(x.shape, dims, strict=True))
-    return lax.broadcast_in_dim(part.of(x, own), shape, dims)
+    at_operand = tuple(None if n == 1 else at[d] for n, d in zip(x.shape, dims, strict=True))
+    return lax.broadcast_in_dim(part.of(x, at_operand), shape, dims)
 
 
 @rule(
@@ -55,7 +56,7 @@ def _broadcast_at(part: Part, e: Equation, at: Places) -> Any:
     values=_broadcast_values, merged=_broadcast_merged, placed=_broadcast_at,
 )  # fmt: skip
 def broadcast_in_dim(call: Call) -> Rule:
-    """Operand dimensions keep their factor; new ones, and those stretched from size 1, get one of their own.
+    """Operand dimensions keep their factors. New dimensions, and those broadcast from size 1, get new factors.
 
     >>> params = {"shape": (4, 3, 6), "broadcast_dimensions": (0, 2)}
     >>> print(broadcast_in_dim(Call("broadcast_in_dim", params, ((4, 1),), ((4, 3, 6),), ("f",))))
@@ -74,16 +75,16 @@ def broadcast_in_dim(call: Call) -> Rule:
 
 
 def _transpose_merged(a: Maker, e: Equation) -> bool:
-    own, order = a.either(e.inputs[0]), e.params["permutation"]
-    return emit(a, e, (own.array,), tuple(own.groups[d] for d in order), permutation=own.all_dims(order))
+    fine, order = a.either(e.inputs[0]), e.params["permutation"]
+    return emit(a, e, (fine.array,), tuple(fine.groups[d] for d in order), permutation=fine.all_dims(order))
 
 
 def _transpose_at(part: Part, e: Equation, at: Places) -> Any:
     order = e.params["permutation"]
-    own: list[Any] = [None] * len(order)
+    at_operand: list[Any] = [None] * len(order)
     for d, source in enumerate(order):
-        own[source] = at[d]
-    return lax.transpose(part.of(e.inputs[0], tuple(own)), order)
+        at_operand[source] = at[d]
+    return lax.transpose(part.of(e.inputs[0], tuple(at_operand)), order)
 
 
 @rule(
@@ -91,7 +92,8 @@ def _transpose_at(part: Part, e: Equation, at: Places) -> Any:
     merged=_transpose_merged, placed=_transpose_at,
 )  # fmt: skip
 def transpose(call: Call) -> Rule:
-    """
+    """The dimensions of the operand in another order.
+
     >>> print(transpose(Call("transpose", {"permutation": (2, 0, 1)}, ((4, 5, 6),), ((6, 4, 5),), ("f",))))
     a b c -> c a b
     """
@@ -101,16 +103,23 @@ def transpose(call: Call) -> Rule:
 
 
 def _squeeze_merged(a: Maker, e: Equation) -> bool:
-    own, dims = a.either(e.inputs[0]), {d % len(e.inputs[0].shape) for d in e.params["dimensions"]}
-    groups = tuple(g for d, g in enumerate(own.groups) if d not in dims)
-    return emit(a, e, (own.array,), groups, dimensions=own.all_dims(sorted(dims)))
+    fine = a.either(e.inputs[0])
+    dropped = _squeezed(e.inputs[0].shape, e.params)
+    groups = tuple(group for d, group in enumerate(fine.groups) if d not in dropped)
+    return emit(a, e, (fine.array,), groups, dimensions=fine.all_dims(sorted(dropped)))
 
 
 def _squeeze_at(part: Part, e: Equation, at: Places) -> Any:
-    (x,), dropped = e.inputs, {d % len(e.inputs[0].shape) for d in e.params["dimensions"]}
-    rest = iter(at)
-    own = tuple(None if d in dropped else next(rest) for d in range(len(x.shape)))
-    return lax.squeeze(part.of(x, own), tuple(dropped))
+    (x,) = e.inputs
+    dropped = _squeezed(x.shape, e.params)
+    positions = iter(at)
+    at_operand = tuple(None if d in dropped else next(positions) for d in range(len(x.shape)))
+    return lax.squeeze(part.of(x, at_operand), tuple(dropped))
+
+
+def _squeezed(shape: tuple[int, ...], params: Mapping[str, Any]) -> set[int]:
+    """The dropped dimensions; the parameter may count them from the end."""
+    return {d % len(shape) for d in params["dimensions"]}
 
 
 @rule(
@@ -118,8 +127,8 @@ def _squeeze_at(part: Part, e: Equation, at: Places) -> Any:
     merged=_squeeze_merged, placed=_squeeze_at,
 )  # fmt: skip
 def squeeze(call: Call) -> Rule:
-    """Dropped dimensions have no factor, the others are parallel."""
-    dropped = {d % len(call.in_shapes[0]) for d in call.params["dimensions"]}
+    """Dropped dimensions have no factor. The others are parallel."""
+    dropped = _squeezed(call.in_shapes[0], call.params)
     make = RuleMaker()
     dims = [() if d in dropped else make.factor(n) for d, n in enumerate(call.in_shapes[0])]
     return make.rule([dims], [[dim for d, dim in enumerate(dims) if d not in dropped]], linear=moves(0))
@@ -133,14 +142,17 @@ def _reshape_at(part: Part, e: Equation, at: Places) -> Any:
     (x,), target = e.inputs[:1], e.outputs[0].shape
     if e.params["dimensions"] is not None:
         return at_places(lax.reshape(part.of(x, (None,) * len(x.shape)), target, e.params["dimensions"]), at)
-    same = {(math.prod(x.shape[:d]), n): d for d, n in enumerate(x.shape)}
-    own: list[Any] = [None] * len(x.shape)
-    left, shape = list(at), list(target)
+    # A dimension is unchanged if its size and the number of elements in front of it are the same.
+    unchanged = {(math.prod(x.shape[:d]), n): d for d, n in enumerate(x.shape)}
+    at_operand: list[Any] = [None] * len(x.shape)
+    remaining, shape = list(at), list(target)
     for d, (n, i) in enumerate(zip(target, at, strict=True)):
-        source = same.get((math.prod(target[:d]), n))
+        source = unchanged.get((math.prod(target[:d]), n))
         if i is not None and n > 1 and source is not None:
-            own[source], left[d], shape[d] = i, None, i.shape[0]
-    return at_places(lax.reshape(part.of(x, tuple(own)), shape), tuple(left))
+            at_operand[source] = i
+            remaining[d] = None
+            shape[d] = i.shape[0]
+    return at_places(lax.reshape(part.of(x, tuple(at_operand)), shape), tuple(remaining))
 
 
 @rule(
@@ -148,7 +160,7 @@ def _reshape_at(part: Part, e: Equation, at: Places) -> Any:
     values=_reshape_values, placed=_reshape_at,
 )  # fmt: skip
 def reshape(call: Call) -> Rule:
-    """Dimensions that are regrouped share factors; of runs that do not line up the major dimensions communicate.
+    """Merged and split dimensions share factors. If two groups of dimensions do not align, the major ones communicate.
 
     >>> def show(*shapes): print(reshape(Call("reshape", {"dimensions": None}, shapes[:1], shapes[1:], ("f",))))
     >>> show((6, 4), (24,))
@@ -165,78 +177,86 @@ def reshape(call: Call) -> Rule:
     source, target = tuple(call.in_shapes[0][d] for d in order), call.out_shapes[0]
     if 0 in source:
         return make.rule(
-            [[make.replicate(n) for n in source]], [[make.replicate(n) for n in target]], local=_local_reshape
+            [[make.replicate(n) for n in source]],
+            [[make.replicate(n) for n in target]],
+            local=lambda shards, x: shards.bind(x, new_sizes=shards.out_shape()),
         )
-    lined, result, misaligned = _line_up(make, source, target, may_communicate=not call.on_keys)
-    operand = [lined[list(order).index(d)] for d in range(len(source))]
+    in_order, result, misaligned = _align(make, source, target, may_communicate=not call.on_keys)
+    operand = [in_order[list(order).index(d)] for d in range(len(source))]
 
     def local(shards: Shards, x: Any) -> list[Any]:
         x = x if call.params.get("dimensions") is None else lax.transpose(x, tuple(order))
-        for run in misaligned:
-            if atoms := shards.atoms(run.factor):
-                # Dimensions of size 1 keep the place of those laid end to end: later ones count from them.
-                flat = (math.prod(x.shape[run.begin : run.end]), *[1] * (run.end - run.begin - 1))
-                x = x.reshape(*x.shape[: run.begin], *flat, *x.shape[run.end :])
-                x = shards.window(x, run.begin, atoms, run.window(shards.mesh.count(atoms)), 0)
+        for group in misaligned:
+            if atoms := shards.atoms(group.factor):
+                # Dimensions of size 1 take the place of the merged ones, so that later dimensions keep their numbers.
+                merged = (math.prod(x.shape[group.begin : group.end]), *[1] * (group.end - group.begin - 1))
+                x = x.reshape(*x.shape[: group.begin], *merged, *x.shape[group.end :])
+                x = shards.window(x, group.begin, atoms, group.window(shards.mesh.count(atoms)), 0)
         return shards.bind(x, new_sizes=shards.out_shape(), dimensions=None)
 
     def sends(mesh: Mesh, split: Split) -> int:
         total = 0
-        sizes = [-(-n // mesh.count(a)) for n, a in zip(source, place(tuple(lined), split), strict=True)]
-        for run in misaligned:
-            parts = mesh.count(split.get(run.factor, ()))
+        sizes = [-(-n // mesh.count(a)) for n, a in zip(source, place(tuple(in_order), split), strict=True)]
+        for group in misaligned:
+            parts = mesh.count(split.get(group.factor, ()))
             if parts > 1:
-                each = math.prod(sizes[: run.begin]) * math.prod(sizes[run.end :]) * itemsize(call.in_dtypes[0])
-                total += run.window(parts).bytes(math.prod(sizes[run.begin : run.end]), each)
+                each = math.prod(sizes[: group.begin]) * math.prod(sizes[group.end :]) * itemsize(call.in_dtypes[0])
+                window = group.window(parts)
+                total += window.bytes(math.prod(sizes[group.begin : group.end]), each)
+                sizes[group.begin : group.end] = [window.extent, *[1] * (group.end - group.begin - 1)]
         return total
 
     return make.rule([operand], [result], local=local, sends=sends if misaligned else None, linear=moves(0))
 
 
-def _local_reshape(shards: Shards, x: Any) -> list[Any]:
-    return shards.bind(x, new_sizes=shards.out_shape())
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
-class _OutOfStep:
-    """Dimensions that hold the same elements and have no factor in common.
+class _Misaligned:
+    """Groups of dimensions of operand and result that contain the same elements and have no common factor.
 
-    Part ``i`` of the major dimension of either side is a stretch of these elements, laid end to end.
+    Each part of the major dimension, of the operand or the result, is a range of these elements in row-major order.
 
     Attributes:
-        factor: of the major dimension, on both sides.
-        begin, end: the dimensions of the operand.
-        n, m: sizes of the major dimension of operand and result.
-        total: elements.
+        factor: the factor of the major dimensions.
+        begin, end: the range of the operand's dimensions.
+        m: the size of the major dimension of the result.
+        total: the number of elements.
     """
 
     factor: int
     begin: int
     end: int
-    n: int
     m: int
     total: int
 
     def window(self, parts: int) -> Window:
-        """The stretch of the operand's elements that makes each part of the result."""
-        stretch = -(-self.m // parts) * (self.total // self.m)
-        return Window(self.total, 0, stretch, parts, stretch, inside=True)
+        """The range of the operand's elements that forms each part of the result."""
+        size = -(-self.m // parts) * (self.total // self.m)
+        return Window(self.total, 0, size, parts, size, inside=True)
 
 
-def _line_up(
+def _align(
     make: RuleMaker, source: tuple[int, ...], target: tuple[int, ...], *, may_communicate: bool
-) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], list[_OutOfStep]]:
-    """Walks both shapes from the major side and gives what they have in common a shared factor.
+) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], list[_Misaligned]]:
+    """Creates the factors of a reshape: walks both shapes from the major side, and shares common factors.
 
-    The part of each side not yet given out always has the same number of elements, so the greatest common divisor
-    of the two current dimensions is a factor of both. When it is 1 the two sides are out of step: each takes a whole
-    factor of its own until their products agree again, except for two entire dimensions that begin it.
+    The remaining parts of both shapes always have the same number of elements. So the greatest common divisor of the
+    two current dimensions is a factor of both. If it is 1, the shapes are misaligned: both sides get factors that
+    cannot be split until their products are equal again. If both current dimensions are still whole, these two share a
+    factor that communicates.
+
+    Args:
+        make: the maker of the rule.
+        source, target: the shapes of operand and result, without dimensions of size 0.
+        may_communicate: whether misaligned dimensions may communicate.
+
+    Returns:
+        the dimensions of operand and result, and the misaligned groups that communicate.
     """
     operand: list[tuple[int, ...]] = [() for _ in source]
     result: list[tuple[int, ...]] = [() for _ in target]
-    misaligned: list[_OutOfStep] = []
+    misaligned: list[_Misaligned] = []
     i = j = 0
-    left, right = 1, 1  # what remains of the current dimensions
+    left, right = 1, 1  # the remaining factors of the current dimensions, source[i - 1] and target[j - 1]
     while True:
         while left == 1 and i < len(source):
             left, i = source[i], i + 1
@@ -251,32 +271,31 @@ def _line_up(
             result[j - 1] += shared
             left, right = left // common, right // common
             continue
-        # Out of step: take factors on both sides until their products agree.
-        begin, n, m = i - 1, left, right
-        entire = may_communicate and not operand[i - 1] and not result[j - 1]
-        if entire:
+        begin = i - 1
+        communicates = may_communicate and not operand[i - 1] and not result[j - 1]
+        if communicates:
             operand[i - 1] = result[j - 1] = make.communicate(max(left, right))
         else:
             operand[i - 1] += make.replicate(left)
             result[j - 1] += make.replicate(right)
-        a, b = left, right
-        while a != b:
-            if a < b:
-                a *= source[i]
+        source_product, target_product = left, right
+        while source_product != target_product:
+            if source_product < target_product:
+                source_product *= source[i]
                 operand[i] += make.replicate(source[i]) if source[i] > 1 else ()
                 i += 1
             else:
-                b *= target[j]
+                target_product *= target[j]
                 result[j] += make.replicate(target[j]) if target[j] > 1 else ()
                 j += 1
-        if entire:
-            misaligned.append(_OutOfStep(operand[begin][0], begin, i, n, m, a))
+        if communicates:
+            misaligned.append(_Misaligned(operand[begin][0], begin, i, right, source_product))
         left = right = 1
 
 
 @rule("stack")
 def stack(call: Call) -> Rule:
-    """The new dimension is replicated, the others are parallel."""
+    """The new dimension cannot be split. The others are parallel."""
     make = RuleMaker()
     dims = make.parallel(call.in_shapes[0])
     result = list(dims)
@@ -286,17 +305,15 @@ def stack(call: Call) -> Rule:
 
 @rule("unstack")
 def unstack(call: Call) -> Rule:
-    """The dimension that is taken apart is replicated, the others are parallel."""
+    """The removed dimension cannot be split. The others are parallel."""
     make = RuleMaker()
-    axis = call.params["axis"]
-    operand = [make.replicate(n) if d == axis else make.factor(n) for d, n in enumerate(call.in_shapes[0])]
-    result = [dim for d, dim in enumerate(operand) if d != axis]
-    return make.rule([operand], [result for _ in call.out_shapes], linear=moves(0))
+    operand = AlongAxis.of(make, call.in_shapes[0], call.params["axis"], make.replicate)
+    return make.rule([operand.dims], [operand.other_dims for _ in call.out_shapes], linear=moves(0))
 
 
 @rule("tile")
 def tile(call: Call) -> Rule:
-    """Each result dimension is the number of copies times the operand's dimension.
+    """Each dimension of the result is the product of the number of copies and the operand's dimension.
 
     >>> print(tile(Call("tile", {"reps": (3, 1)}, ((4, 5),), ((12, 5),), ("f",))))
     a b -> (c a) b
@@ -312,14 +329,16 @@ def tile(call: Call) -> Rule:
     return make.rule([operand], [result], local=local, linear=moves(0))
 
 
-@rule("bitcast_convert_type")
-def bitcast_convert_type(call: Call) -> Rule:
-    """Elements are re-read in place; a dimension that appears or vanishes at the end (other width) is replicated."""
+@rule("bitcast_convert_type", "random_wrap", "random_unwrap")
+def reinterpreted(call: Call) -> Rule:
+    """Elements stay in place. The last dimensions, the words of an element, cannot be split if only one array has them.
+
+    >>> print(reinterpreted(Call("random_wrap", {}, ((4, 2),), ((4,),), ("u4",))))
+    a b -> a; replicate b
+    """
     make = RuleMaker()
-    operand, result = call.in_shapes[0], call.out_shapes[0]
-    dims = make.parallel(operand if len(operand) <= len(result) else result)
-    return make.rule(
-        [[*dims, *(make.replicate(n) for n in operand[len(dims) :])]],
-        [[*dims, *(make.replicate(n) for n in result[len(dims) :])]],
-        linear=[("pick", (0,))],
-    )
+    shapes = (call.in_shapes[0], call.out_shapes[0])
+    dims = make.parallel(min(shapes, key=len))
+    operand, result = ([*dims, *(make.replicate(n) for n in shape[len(dims) :])] for shape in shapes)
+    linear = [("pick", (0,))] if call.name == "bitcast_convert_type" else []
+    return make.rule([operand], [result], linear=linear)

@@ -1,8 +1,8 @@
-"""Static windows along dimensions: slice, pad and reverse (``rules.joining``: concatenate, split).
+"""Slices, pads and reversals (concatenations and splits: ``rules.joining``).
 
-An unchanged dimension is parallel. One that is cut, padded or reversed is a ``communicate`` factor:
-its operand and result are cut in parts of their own sizes, and each device fetches from its neighbours the elements
-that its part of the result needs (a halo exchange; ``comm.halo``).
+An unchanged dimension is parallel. A dimension that is cut, padded or reversed is a ``communicate`` factor. Operand and
+result have parts of their own sizes, and each device fetches the elements that its part of the result needs from its
+neighbours (a halo exchange; ``comm.halo``).
 
     slice 1:7 of 8 over 2 parts       result parts 1..3 and 4..6; operand parts 0..3 and 4..7: nothing is sent
     slice 2:8 of 8 over 2 parts       result parts 2..4 and 5..7: element 4 is sent
@@ -11,7 +11,7 @@ that its part of the result needs (a halo exchange; ``comm.halo``).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,14 +19,15 @@ import numpy as np
 from jax import lax
 
 from gshard.comm.halo import Window
-from gshard.comm.shards import Shards, along, rest_bytes
+from gshard.comm.halo_windows import HaloWindows
+from gshard.comm.shards import Shards, along
 from gshard.comm.steps import PERMUTE
 from gshard.core.context import NO_CONTEXT
 from gshard.core.jax_adapter_context import in_context
 from gshard.core.mesh import Atoms, Mesh
-from gshard.core.program import Equation, Value
+from gshard.core.program import Equation, Value, itemsize
 from gshard.core.rule import REDUCE, Rule, RuleMaker, Span, moves
-from gshard.core.split import Split
+from gshard.core.split import Split, place
 from gshard.core.xla_workarounds import ppermute
 from gshard.language.merged_dims import Groups, Maker, emit, flat
 from gshard.language.registry import Call, rule
@@ -34,62 +35,67 @@ from gshard.language.traits import Part, Places
 from gshard.rules.movement import one_array
 
 
-def parts_merged(a: Maker, e: Equation) -> bool:
-    """Parts of an array whose merged dimensions are apart."""
-    made = [_cut_merged(a, e, cuts) for cuts in one_array(e)]
-    return None not in made and all([a.note(e, *own, i) for i, own in enumerate(made) if own is not None])
+def cut_in_fine_form(a: Maker, e: Equation) -> bool:
+    """Writes an equation that cuts an array in fine form (``Traits.merged``)."""
+    parts = [_cut(a, e, spans) for spans in one_array(e)]
+    return None not in parts and all([a.note(e, *part, i) for i, part in enumerate(parts) if part is not None])
 
 
-def _cut_merged(a: Maker, e: Equation, cuts: Sequence[Span]) -> tuple[Value, Groups] | None:
-    """A part of an array: of a merged dimension all, or one of the first that it was merged from."""
-    own, out = a.either(e.inputs[0]), e.outputs[0]
-    every: list[tuple[int, int, int]] = []
+def _cut(a: Maker, e: Equation, spans: Sequence[Span]) -> tuple[Value, Groups] | None:
+    """A part of an array in fine form, and its groups.
+
+    Only two cuts of a merged dimension have a fine form: the whole dimension, and one element of its major dimension.
+    """
+    fine, dtype = a.either(e.inputs[0]), e.outputs[0].dtype
+    slices: list[tuple[int, int, int]] = []  # start, end and step in each dimension
     groups: list[tuple[int, ...]] = []
     dropped: list[int] = []
-    for d, (group, span) in enumerate(zip(own.groups, cuts, strict=True)):
-        start, step, end = span.start, span.step, span.start + span.step * (span.count - 1) + 1
-        inner = [(0, n, 1) for n in group[1:]]
-        m = math.prod(group[1:])
+    for d, (group, span) in enumerate(zip(fine.groups, spans, strict=True)):
+        start, step = span.start, span.step
+        end = start + step * (span.count - 1) + 1
+        minor = [(0, n, 1) for n in group[1:]]
+        minor_size = math.prod(group[1:])
         if len(group) == 1:
-            every.append((start, end, step))
+            slices.append((start, end, step))
             groups.append((span.count,))
         elif (start, end, step) == (0, math.prod(group), 1):
-            every += [(0, group[0], 1), *inner]
+            slices += [(0, group[0], 1), *minor]
             groups.append(group)
-        elif (end - start, start % m, step) == (m, 0, 1):
-            every += [(start // m, end // m, 1), *inner]
+        elif (end - start, start % minor_size, step) == (minor_size, 0, 1):
+            slices += [(start // minor_size, end // minor_size, 1), *minor]
             groups.append(group[1:])
-            dropped.append(own.dims(d)[0])
+            dropped.append(fine.dims(d)[0])
         else:
             return None
-    params = dict(zip(("start_indices", "limit_indices", "strides"), zip(*every, strict=True), strict=True))
-    shape = tuple(-(-(end - start) // step) for start, end, step in every)
-    made = a.add(e, params, (own.array,), shape, out.dtype, lax.slice_p)
+    starts, ends, steps = zip(*slices, strict=True)
+    params = {"start_indices": starts, "limit_indices": ends, "strides": steps}
+    shape = tuple(-(-(end - start) // step) for start, end, step in slices)
+    part = a.add(e, params, (fine.array,), shape, dtype, lax.slice_p)
     if dropped:
-        made = a.add(e, {"dimensions": tuple(dropped)}, (made,), flat(tuple(groups)), out.dtype, lax.squeeze_p)
-    return made, tuple(groups)
+        part = a.add(e, {"dimensions": tuple(dropped)}, (part,), flat(tuple(groups)), dtype, lax.squeeze_p)
+    return part, tuple(groups)
 
 
 def _slice_at(part: Part, e: Equation, at: Places) -> Any:
     (x,), starts, limits = e.inputs, e.params["start_indices"], e.params["limit_indices"]
     steps = e.params["strides"] or (1,) * len(starts)
-    own = tuple(i if i is None else a + s * i for i, a, s in zip(at, starts, steps, strict=True))
-    found = part.of(x, own)
+    at_operand = tuple(i if i is None else start + step * i for i, start, step in zip(at, starts, steps, strict=True))
+    result = part.of(x, at_operand)
     for d, i in enumerate(at):
         if i is None:
-            found = lax.slice_in_dim(found, starts[d], limits[d], steps[d], d)
-    return found
+            result = lax.slice_in_dim(result, starts[d], limits[d], steps[d], d)
+    return result
 
 
-@rule("slice", moves=True, handed_on=True, shape_in="limit_indices", merged=parts_merged, placed=_slice_at)
+@rule("slice", moves=True, handed_on=True, shape_in="limit_indices", merged=cut_in_fine_form, placed=_slice_at)
 def slice_(call: Call) -> Rule:
-    """Result part ``i`` begins at ``start + stride * i * size``.
+    """Part ``i`` of the result begins at element ``start + stride * i * size`` of the operand.
 
     >>> params = {"start_indices": (0, 2), "limit_indices": (4, 5), "strides": None}
     >>> print(slice_(Call("slice", params, ((4, 6),), ((4, 3),), ("f",))))
     a b -> a b; communicate b
 
-    A single element has no parts: the device that holds it contributes it, all others nothing.
+    A slice of one element cannot be split. The device that holds the element contributes it to the result.
 
     >>> params = {"start_indices": (0, 2), "limit_indices": (4, 3), "strides": None}
     >>> print(slice_(Call("slice", params, ((4, 6),), ((4, 1),), ("f",))))
@@ -116,10 +122,12 @@ def slice_(call: Call) -> Rule:
         extent, taking = ((size - 1) * strides[d] + 1, -(-target[d] // size)) if size else (0, 0)
         return Window(source[d], starts[d], strides[d] * size, parts, extent, taking=taking, inside=True)
 
+    halos = HaloWindows(dims, moved, window)
+
     def local(shards: Shards, x: Any) -> list[Any]:
-        # What is whole is cut first: less is left to be sent.
-        split = {d: shards.atoms(dim[0]) for d, dim in enumerate(dims) if moved[d] and shards.atoms(dim[0])}
-        whole = [d for d, m in enumerate(moved) if m and d not in split]
+        # Dimensions that are not split are cut first, so that less is sent.
+        windows = halos.split_over(shards.mesh, shards.split)
+        whole = [d for d in range(x.ndim) if moved[d] and d not in windows]
         for d in single:
             x = _element(shards, x, d, starts[d], dims[d][0])
         if whole:
@@ -129,23 +137,15 @@ def slice_(call: Call) -> Rule:
                 [limits[d] if d in whole else n for d, n in enumerate(x.shape)],
                 [strides[d] if d in whole else 1 for d in range(x.ndim)],
             )
-        for d, atoms in split.items():
-            x = shards.window(x, d, atoms, window(d, shards.mesh.count(atoms)), 0)
+        for d, w in windows.items():
+            x = shards.window(x, d, shards.atoms(dims[d][0]), w, 0)
             x = x if strides[d] == 1 else lax.slice_in_dim(x, 0, x.shape[d], strides[d], d)
         return [x]
 
     def sends(mesh: Mesh, split: Split) -> int:
-        shape, total = [1 if d in single else n for d, n in enumerate(source)], 0
-        cut = {d: mesh.count(split.get(dim[0], ())) for d, dim in enumerate(dims) if moved[d]}
-        for d, parts in cut.items():
-            if parts == 1:
-                shape[d] = target[d]
-        for d, parts in cut.items():
-            if parts > 1:
-                rest = rest_bytes(tuple(shape), call.in_dtypes[0], d, dims, split, mesh)
-                total += window(d, parts).bytes(-(-source[d] // parts), rest)
-                shape[d] = target[d]
-        return total
+        windows = halos.split_over(mesh, split)
+        shape = [n if d in windows else m for d, (n, m) in enumerate(zip(source, target, strict=True))]
+        return halos.sent_bytes(shape, call.in_dtypes[0], mesh, split, lambda d, w: -(-target[d] // w.parts))
 
     spans = zip(source, starts, target, strides, strict=True)
     index = tuple(taken_spans(n, int(start), m, int(stride)) for n, start, m, stride in spans)
@@ -154,47 +154,48 @@ def slice_(call: Call) -> Rule:
 
 
 def taken_spans(n: int, start: int, count: int, step: int = 1) -> tuple[Span, ...]:
-    """The spans of one dimension of the first operand; none for all of it."""
+    """The spans of a cut dimension of the first operand; () if the cut is the whole dimension."""
     return () if (start, count, step) == (0, n, 1) else (Span(0, start, count, step),)
 
 
 def _element(shards: Shards, x: Any, dim: int, index: int, factor: int) -> Any:
-    """One element along a dimension, on devices that do not hold it zero."""
-    if not (atoms := shards.atoms(factor)):
+    """One element along a dimension; zero on devices that do not hold it."""
+    atoms = shards.atoms(factor)
+    if not atoms:
         return lax.slice_in_dim(x, index, index + 1, axis=dim)
     holder, at = divmod(index, x.shape[dim])
-    mine = lax.axis_index(atoms) == holder
-    return jnp.where(mine, lax.slice_in_dim(x, at, at + 1, axis=dim), jnp.zeros((), x.dtype))
+    is_holder = lax.axis_index(atoms) == holder
+    return jnp.where(is_holder, lax.slice_in_dim(x, at, at + 1, axis=dim), jnp.zeros((), x.dtype))
 
 
 def _pad_merged(a: Maker, e: Equation) -> bool:
-    own, out = a.either(e.inputs[0]), e.outputs[0]
+    fine, out = a.either(e.inputs[0]), e.outputs[0]
     config = [tuple(map(int, c)) for c in e.params["padding_config"]]
-    if any(len(g) > 1 and any(c) for g, c in zip(own.groups, config, strict=True)):
+    if any(len(group) > 1 and any(c) for group, c in zip(fine.groups, config, strict=True)):
         return False
-    groups = tuple(g if len(g) > 1 else (n,) for g, n in zip(own.groups, out.shape, strict=True))
-    every = tuple(c for g, c in zip(groups, config, strict=True) for _ in g)
-    return emit(a, e, (own.array, e.inputs[1]), groups, padding_config=every)
+    groups = tuple(group if len(group) > 1 else (n,) for group, n in zip(fine.groups, out.shape, strict=True))
+    fine_config = tuple(c for group, c in zip(groups, config, strict=True) for _ in group)
+    return emit(a, e, (fine.array, e.inputs[1]), groups, padding_config=fine_config)
 
 
 def _pad_at(part: Part, e: Equation, at: Places) -> Any:
-    (x, value), config = e.inputs, [(int(a), int(b), int(c)) for a, b, c in e.params["padding_config"]]
-    own: list[Any] = list(at)
+    x, padding_value = e.inputs
+    config = [(int(low), int(high), int(interior)) for low, high, interior in e.params["padding_config"]]
+    at_operand: list[Any] = list(at)
     inside = jnp.ones((1,) * len(at), jnp.bool_)
     for d, (n, i, (low, _, interior)) in enumerate(zip(x.shape, at, config, strict=True)):
         if i is not None:
-            k, left = (i - low) // (interior + 1), (i - low) % (interior + 1)
-            own[d] = jnp.clip(k, 0, max(n - 1, 0))
-            inside &= along((left == 0) & (k >= 0) & (k < n), d, len(at))
-    number = part.of(value, ())
+            index, between = (i - low) // (interior + 1), (i - low) % (interior + 1)
+            at_operand[d] = jnp.clip(index, 0, max(n - 1, 0))
+            inside &= along((between == 0) & (index >= 0) & (index < n), d, len(at))
+    fill = part.of(padding_value, ())
     remaining = [c if i is None else (0, 0, 0) for c, i in zip(config, at, strict=True)]
-    found = lax.pad(part.of(x, tuple(own)), number, remaining)
-    return jnp.where(inside, found, number)
+    return jnp.where(inside, lax.pad(part.of(x, tuple(at_operand)), fill, remaining), fill)
 
 
 @rule("pad", moves=True, same_on_parts=True, merged=_pad_merged, placed=_pad_at)
 def pad(call: Call) -> Rule:
-    """Result part ``i`` begins at ``i * size - low``, in the coordinates of the operand spread by the interior padding.
+    """Part ``i`` of the result begins at position ``i * size - low`` of the operand with interior padding.
 
     >>> print(pad(Call("pad", {"padding_config": ((0, 0, 0), (1, 1, 0))}, ((4, 6), ()), ((4, 8),), ("f", "f"))))
     a b, () -> a b; communicate b
@@ -210,26 +211,29 @@ def pad(call: Call) -> Rule:
         low, _, interior = config[d]
         return Window(source[d], -low, size, parts, size, interior + 1)
 
+    halos = HaloWindows(dims, moved, window)
+
     def local(shards: Shards, x: Any, value: Any) -> list[Any]:
         remaining = list(config)
-        for d, dim in enumerate(dims):
-            atoms = shards.atoms(dim[0])
-            if moved[d] and atoms:
-                x = shards.window(x, d, atoms, window(d, shards.mesh.count(atoms)), value)
-                remaining[d] = (0, 0, 0)
+        for d, w in halos.split_over(shards.mesh, shards.split).items():
+            x = shards.window(x, d, shards.atoms(dims[d][0]), w, value)
+            remaining[d] = (0, 0, 0)
         return [lax.pad(x, value, remaining)]
 
-    sends = sends_of(call, 0, dims, moved, window)
-    index = tuple(_filled(*c, n) for c, n in zip(config, source, strict=True))
-    left = [n + min(low, 0) + min(high, 0) for n, (low, high, _) in zip(source, config, strict=True)]
-    in_order = min(left, default=0) > 0 and not any(interior for _, _, interior in config)
-    linear = moves(0, 1)
-    return make.rule([dims, []], [dims], local=local, sends=sends, linear=linear, index=[index] if in_order else None)
+    def sends(mesh: Mesh, split: Split) -> int:
+        return halos.sent_bytes(source, call.in_dtypes[0], mesh, split, lambda d, w: w.extent)
+
+    kept = [n + min(low, 0) + min(high, 0) for n, (low, high, _) in zip(source, config, strict=True)]
+    in_order = min(kept, default=0) > 0 and not any(interior for _, _, interior in config)
+    index = tuple(_padded_spans(low, high, n) for (low, high, _), n in zip(config, source, strict=True))
+    return make.rule(
+        [dims, []], [dims], local=local, sends=sends, linear=moves(0, 1), index=[index] if in_order else None
+    )
 
 
-def _filled(low: int, high: int, interior: int, n: int) -> tuple[Span, ...]:
-    """The spans of one dimension that is padded: copies of the number, the elements that are left, and copies."""
-    if (low, high, interior) == (0, 0, 0):
+def _padded_spans(low: int, high: int, n: int) -> tuple[Span, ...]:
+    """The spans of a padded dimension: copies of the padding value, the elements that are kept, and copies."""
+    if low == high == 0:
         return ()
     kept = Span(0, max(-low, 0), n + min(low, 0) + min(high, 0))
     return tuple(span for span in (Span(1, 0, low), kept, Span(1, 0, high)) if span.count > 0)
@@ -237,10 +241,10 @@ def _filled(low: int, high: int, interior: int, n: int) -> tuple[Span, ...]:
 
 def _rev_at(part: Part, e: Equation, at: Places) -> Any:
     (x,), dims = e.inputs, e.params["dimensions"]
-    own = tuple(
+    at_operand = tuple(
         n - 1 - i if i is not None and d in dims else i for d, (n, i) in enumerate(zip(x.shape, at, strict=True))
     )
-    return lax.rev(part.of(x, own), [d for d in dims if at[d] is None])
+    return lax.rev(part.of(x, at_operand), [d for d in dims if at[d] is None])
 
 
 @rule(
@@ -248,7 +252,7 @@ def _rev_at(part: Part, e: Equation, at: Places) -> Any:
     placed=_rev_at,
 )  # fmt: skip
 def rev(call: Call) -> Rule:
-    """Parts are reversed at home and change places, first with last; the padding, now in front, is shifted out."""
+    """Devices reverse their parts and exchange them, the first with the last. Then padding moves to the end."""
     (shape,) = call.in_shapes
     make = RuleMaker()
     moved = [d in call.params["dimensions"] for d in range(len(shape))]
@@ -258,59 +262,37 @@ def rev(call: Call) -> Rule:
         size = -(-shape[d] // parts)
         return Window(size * parts, size * parts - shape[d], size, parts, size, inside=True)
 
+    halos = HaloWindows(dims, moved, window)
+
     def local(shards: Shards, x: Any) -> list[Any]:
         (x,) = shards.bind(x)
-        for d, dim in enumerate(dims):
-            atoms = shards.atoms(dim[0])
-            if moved[d] and atoms and x.size:
-                x = _mirrored(shards, x, atoms)
-                parts = shards.mesh.count(atoms)
-                x = shards.window(x, d, atoms, window(d, parts), 0) if shape[d] % parts else x
+        if not x.size:
+            return [x]
+        for d, w in halos.split_over(shards.mesh, shards.split).items():
+            atoms = shards.atoms(dims[d][0])
+            x = _exchange_mirrored(shards, x, atoms)
+            x = shards.window(x, d, atoms, w, 0) if shape[d] % w.parts else x
         return [x]
 
     def sends(mesh: Mesh, split: Split) -> int:
-        total = 0
-        for d, dim in enumerate(dims):
-            parts = mesh.count(split.get(dim[0], ()))
-            if moved[d] and parts > 1:
-                size, rest = -(-shape[d] // parts), rest_bytes(shape, call.in_dtypes[0], d, dims, split, mesh)
-                total += size * rest + window(d, parts).bytes(size, rest)
-        return total
+        sizes = (-(-n // mesh.count(atoms)) for n, atoms in zip(shape, place(tuple(dims), split), strict=True))
+        part = math.prod(sizes) * itemsize(call.in_dtypes[0])
+        exchanged = part * len(halos.split_over(mesh, split))
+        return exchanged + halos.sent_bytes(shape, call.in_dtypes[0], mesh, split, lambda d, w: w.extent)
 
     return make.rule([dims], [dims], local=local, sends=sends, linear=moves(0))
 
 
 @in_context(NO_CONTEXT)
-def _mirrored(shards: Shards, x: Any, atoms: Atoms) -> Any:
-    """The part that is as far from the end as this device's from the beginning."""
+def _exchange_mirrored(shards: Shards, x: Any, atoms: Atoms) -> Any:
+    """The part that is as far from the end as this device's part is from the beginning."""
     if shards.note is not None:
         shards.note(PERMUTE, atoms, x.size * x.dtype.itemsize, x)
-    # From the other end every atom counts backwards, whatever their order; JAX wants that of the mesh.
+    # Counted from the end, the positions along every atom are reversed. So JAX may number devices in the mesh's order.
     last = shards.mesh.count(atoms) - 1
     return ppermute(x, tuple(a for a in shards.mesh.atoms if a in atoms), [(i, last - i) for i in range(last + 1)])
 
 
 def cut(call: Call, make: RuleMaker, n: int) -> tuple[int, ...]:
-    """A dimension along which elements move; those of PRNG keys stay whole, since halos are computed with."""
+    """A new dimension along which elements move. PRNG keys cannot be split along it: halos need arithmetic."""
     return make.replicate(n) if call.on_keys else make.communicate(n)
-
-
-def sends_of(
-    call: Call,
-    operand: int,
-    dims: Sequence[tuple[int, ...]],
-    moved: Sequence[bool],
-    window: Callable[[int, int], Window],
-) -> Callable[[Mesh, Split], int]:
-    """What the windows of an operand send: for each moved dimension that is split, its halo."""
-
-    def sends(mesh: Mesh, split: Split) -> int:
-        shape, total = call.in_shapes[operand], 0
-        for d, dim in enumerate(dims):
-            parts = mesh.count(split.get(dim[0], ())) if dim else 1
-            if moved[d] and parts > 1:
-                rest = rest_bytes(shape, call.in_dtypes[operand], d, dims, split, mesh)
-                total += window(d, parts).bytes(-(-shape[d] // parts), rest)
-        return total
-
-    return sends

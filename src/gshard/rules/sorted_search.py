@@ -1,13 +1,13 @@
-"""Searching in a sorted array that is split: each device counts what comes before, and the counts are added up.
+"""Searches in a split sorted array: each device counts the elements that come before a number, and gshard adds counts.
 
-``jnp.searchsorted`` is written as a loop that halves what is left, and each round looks up an element of an array that
-may be split. Where a call is exactly what JAX makes of it, it is one operator: the place of a number is how many
-elements come before it, and of these each device counts its own.
+JAX writes ``jnp.searchsorted`` as a loop of bisections, which looks up elements of an array that may be split. gshard
+replaces a call that is exactly the one of JAX by one operator. The position of a number is the number of elements that
+come before it, and each device counts those in its part.
 
-One whose elements fall is searched from its other end (``jnp.digitize`` asks which way they go, and searches both
-ways): each device counts its own part, turned around; turning around all of it would move it.
+An array in falling order is searched in reverse (``jnp.digitize`` searches in both orders). Each device reverses only
+its part, because a reversal of the array would move it.
 
-The array has to be sorted. Of one that is not, JAX says nothing: its methods differ, and so do ways to split it.
+The array must be sorted. For other arrays JAX defines no result, and its methods differ.
 """
 
 from __future__ import annotations
@@ -21,76 +21,77 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
 
 from gshard.comm.shards import Shards, identity
 from gshard.core.jax_adapter import shapes_of
 from gshard.core.rule import REDUCE, Rule, RuleMaker
+from gshard.language.function_primitive import function_primitive
 from gshard.language.registry import Call, rule
 
 _SIDES, _METHODS = ("left", "right"), ("scan", "scan_unrolled", "sort", "compare_all")
 
-search_p = Primitive("searchsorted")
+
+def _run(array: Any, numbers: Any, *, side: str, method: str, dtype: Any, falling: bool) -> Any:
+    array = lax.rev(array, (0,)) if falling else array
+    return jnp.searchsorted(array, numbers, side=side, method=method).astype(dtype)
 
 
-@search_p.def_impl
-def _run(places: Any, numbers: Any, *, side: str, method: str, dtype: Any, falling: bool) -> Any:
-    places = lax.rev(places, (0,)) if falling else places
-    return jnp.searchsorted(places, numbers, side=side, method=method).astype(dtype)
-
-
-@search_p.def_abstract_eval
-def _shape(places: Any, numbers: Any, *, side: str, method: str, dtype: Any, falling: bool) -> Any:
+def _shape(array: Any, numbers: Any, *, side: str, method: str, dtype: Any, falling: bool) -> Any:
     return jax.core.ShapedArray(numbers.shape, dtype)
 
 
-mlir.register_lowering(search_p, mlir.lower_fun(_run, multiple_results=False))
+search_p = function_primitive("searchsorted", _run, _shape)
 
 
 @rule("searchsorted")
 def searchsorted(call: Call) -> Rule:
-    """
+    """The array is reduced by ``add``, the numbers are parallel.
+
     >>> params = {"side": "left", "method": "scan", "dtype": np.dtype("int32"), "falling": False}
     >>> print(searchsorted(Call("searchsorted", params, ((8,), (3, 2)), ((3, 2),), ("f4", "f4"))))
     a, b c -> b c; add over a=8
     """
     (n,), shape = call.in_shapes
     make = RuleMaker()
-    places, numbers = make.factor(n, REDUCE, "add"), make.parallel(shape)
+    array, numbers = make.factor(n, REDUCE, "add"), make.parallel(shape)
 
     def local(shards: Shards, x: Any, numbers: Any) -> list[Any]:
-        size, atoms = x.shape[0], shards.atoms(places[0])
+        size, atoms = x.shape[0], shards.atoms(array[0])
         if n % shards.mesh.count(atoms) == 0:
             return shards.bind(x, numbers)
-        valid = jnp.clip(n - shards.offset(places), 0, size)
-        if call.params["falling"]:  # padding comes before everything, and is not counted
+        valid = jnp.clip(n - shards.offset(array), 0, size)
+        is_valid = jnp.arange(size) < valid
+        if call.params["falling"]:  # in reverse order padding comes first, and its count is subtracted
             least = jnp.asarray(identity("max", x.dtype), x.dtype)
-            (found,) = shards.bind(jnp.where(jnp.arange(size) < valid, x, least), numbers)
-            return [jnp.maximum(found - (size - valid).astype(found.dtype), 0)]
-        # Padding comes after everything, also after elements that are equal to it.
-        last = np.nan if jnp.issubdtype(x.dtype, jnp.inexact) else np.iinfo(x.dtype).max
-        x = jnp.where(jnp.arange(size) < valid, x, jnp.asarray(last, x.dtype))
-        (found,) = shards.bind(x, numbers)
-        return [jnp.minimum(found, valid.astype(found.dtype))]
+            (count,) = shards.bind(jnp.where(is_valid, x, least), numbers)
+            return [jnp.maximum(count - (size - valid).astype(count.dtype), 0)]
+        # Padding comes last, also after elements that are equal to it.
+        greatest = np.nan if jnp.issubdtype(x.dtype, jnp.inexact) else np.iinfo(x.dtype).max
+        (count,) = shards.bind(jnp.where(is_valid, x, jnp.asarray(greatest, x.dtype)), numbers)
+        return [jnp.minimum(count, valid.astype(count.dtype))]
 
     flops = math.prod(shape) * n.bit_length()
-    return make.rule([[places], numbers], [numbers], local=local, flops=flops, masks_itself=True)
+    return make.rule([[array], numbers], [numbers], local=local, flops=flops, masks_itself=True)
 
 
 def sorted_search(params: Mapping[str, Any], in_avals: Sequence[Any]) -> Any:
-    """The closed jaxpr of a search for a call, if the call is one as JAX writes it."""
+    """The closed jaxpr that replaces a call of ``jnp.searchsorted``; None for other calls.
+
+    Args:
+        params: the parameters of the call.
+        in_avals: the types of its operands.
+    """
     if params.get("name") != "searchsorted" or len(in_avals) != 2:
         return None
-    places, numbers = in_avals
+    array, numbers = in_avals
     kinds = [getattr(x.dtype, "kind", "") for x in in_avals]
-    if len(places.shape) != 1 or 0 in places.shape or places.dtype != numbers.dtype or not set(kinds) <= set("iuf"):
+    if len(array.shape) != 1 or 0 in array.shape or array.dtype != numbers.dtype or not set(kinds) <= set("iuf"):
         return None
     arguments = shapes_of(in_avals)
     for side in _SIDES:
         for method in _METHODS:
-            made = jax.make_jaxpr(functools.partial(jnp.searchsorted, side=side, method=method))(*arguments)
-            calls = [e for e in made.eqns if e.params.get("name") == "searchsorted"]
+            search = jax.make_jaxpr(functools.partial(jnp.searchsorted, side=side, method=method))(*arguments)
+            calls = [e for e in search.eqns if e.params.get("name") == "searchsorted"]
             if len(calls) == 1 and str(calls[0].params["jaxpr"]) == str(params["jaxpr"]):
                 (out,) = calls[0].outvars
                 bind = functools.partial(search_p.bind, side=side, method=method, dtype=out.aval.dtype, falling=False)

@@ -1,15 +1,15 @@
-"""Simulate: runs a per-device program for all devices of a mesh on one device.
+"""Simulates a per-device program for all devices of a mesh on one device.
 
-The mesh may have any number of devices; none of them need exist. What a device does alone runs compiled, device
-after device; what devices do together runs in numpy on the list of their arrays.
+The mesh may have any number of devices, and they need not exist. Equations between two collectives are compiled and run
+for one device after the other. Collectives run in NumPy on the list of all devices' arrays.
 
     >>> import jax, numpy as np
     >>> shifted = lambda x: x - jax.lax.pmax(x, "a")
     >>> simulate_function(shifted, {"a": 3}, np.array([2, 5, 3], np.int32))
     [array([-3,  0, -2], dtype=int32)]
 
-Devices whose operands are the same objects (literals, replicated arguments, results of an all-reduce) are
-computed once. Loops and branches are interpreted only where devices communicate inside them.
+If the operands of several devices are the same objects (literals, replicated arguments, results of an all-reduce),
+they are computed once. Loops and branches are interpreted only if devices communicate inside them.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ from gshard.simulator.simulated_runs import (
 def simulate(
     jaxpr: Any, consts: Sequence[Any], axis_sizes: Mapping[str, int], stacked_args: Sequence[Any]
 ) -> list[np.ndarray]:
-    """The results of a per-device program on every device.
+    """The results of a per-device program on all devices.
 
     Args:
-        jaxpr: the program of one device: the ``jaxpr`` of a ``shard_map`` equation traced with
-            ``check_vma=False``. A Jaxpr, or a ClosedJaxpr.
-        consts: the values of its constvars, the same on every device; empty if it carries its own.
+        jaxpr: the program of one device (Jaxpr or ClosedJaxpr). This is the ``jaxpr`` of a ``shard_map`` equation that
+            is traced with ``check_vma=False``.
+        consts: the values of its constvars, the same on every device; empty for a ClosedJaxpr.
         axis_sizes: the axes of the mesh and their sizes, major to minor.
         stacked_args: for each argument an array with a leading dimension over the D devices, or a list of D
-            arrays; devices count row-major over the axes.
+            arrays. Devices are numbered row-major over the axes.
 
     Returns:
-        each result as one array, stacked over the devices on a leading dimension (random keys as a JAX array).
+        each result as one array with a leading dimension over the devices (random keys as a JAX array).
 
     Raises:
-        TraceError: an argument does not fit, or a collective is not known.
-        RuleError: devices would wait for each other forever, or a permutation is none.
+        TraceError: an argument has another shape or dtype, or a collective has no simulation.
+        RuleError: devices would wait for each other forever, or the pairs of a ppermute are no permutation.
     """
     sizes = tuple(axis_sizes.items())
     devices = math.prod(axis_sizes.values())
@@ -73,11 +73,14 @@ def simulate(
 def simulate_function(
     function: Callable[..., Any], axis_sizes: Mapping[str, int], *stacked_args: Any
 ) -> list[np.ndarray]:
-    """Traces ``function``, written for one device, and simulates it; its results come as a flat list.
+    """Traces a function of one device's arrays, and simulates it.
 
     Args:
-        function: takes one device's arrays; may use ``jax.lax`` collectives over the axes of the mesh.
+        function: a function of one device's arrays. It may use ``jax.lax`` collectives over the axes of the mesh.
         axis_sizes, stacked_args: as for ``simulate``.
+
+    Returns:
+        the flat list of results, as for ``simulate``.
     """
     jaxpr, constants = local_jaxpr(function, axis_sizes, *(x[0] for x in stacked_args))
     devices = math.prod(axis_sizes.values())
@@ -87,34 +90,39 @@ def simulate_function(
 def local_jaxpr(
     function: Callable[..., Any], axis_sizes: Mapping[str, int], *local_args: Any
 ) -> tuple[Any, tuple[Any, ...]]:
-    """Traces the program of one device of a mesh that need not exist.
+    """Traces the program of one device. The devices of the mesh need not exist.
+
+    Args:
+        function: a function of one device's arrays.
+        axis_sizes: the axes of the mesh and their sizes, major to minor.
+        local_args: one device's arrays, or their types.
 
     Returns:
-        the jaxpr inside the ``shard_map``, and the arrays that the function has captured: they are the jaxpr's
-        first arguments, the same on every device.
+        the jaxpr inside the ``shard_map``, and the arrays that the function captures: the first arguments of the
+        jaxpr, the same on every device.
     """
     mesh = jax.sharding.AbstractMesh(tuple(axis_sizes.values()), tuple(axis_sizes))
-    whole = jax.sharding.PartitionSpec()
-    mapped = jax.shard_map(function, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+    replicated = jax.sharding.PartitionSpec()
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=replicated, out_specs=replicated, check_vma=False)
     outer, consts = jax_adapter.closed(jax.make_jaxpr(mapped)(*local_args))
     (eqn,) = outer.eqns
     return eqn.params["jaxpr"], consts
 
 
 def _on_host(x: Any) -> Any:
-    """An array of one device; random keys stay JAX arrays, numpy has no dtype for them."""
+    """A NumPy array. Random keys stay JAX arrays, because NumPy has no dtype for them."""
     is_key = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.extended)
     return x if is_key else np.asarray(x)
 
 
 def _unstack(position: int, aval: Any, stacked: Any, devices: int) -> PerDevice:
     values = [_on_host(x) for x in (stacked if isinstance(stacked, (list, tuple)) else _on_host(stacked))]
-    want = f"{devices} arrays {aval.dtype}{list(aval.shape)}"
+    needed = f"the mesh needs {devices} arrays {aval.dtype}{list(aval.shape)}"
     if len(values) != devices:
-        raise TraceError(f"argument {position} is given for {len(values)} devices.", got=f"the mesh needs {want}")
+        raise TraceError(f"argument {position} is given for {len(values)} devices.", got=needed)
     for x in values:
         if x.shape != aval.shape or x.dtype != aval.dtype:
-            raise TraceError(f"argument {position} has a part {x.dtype}{list(x.shape)}.", got=f"the mesh needs {want}")
+            raise TraceError(f"argument {position} has a part {x.dtype}{list(x.shape)}.", got=needed)
     return values
 
 
@@ -142,17 +150,17 @@ def _interpret(jaxpr: Any, axis_sizes: AxisSizes, devices: int, operands: list[P
 
 
 def _run(step: PlacedRun, operands: list[PerDevice], devices: int) -> list[PerDevice]:
-    """Calls the run for every device, once for devices whose operands are the same objects."""
+    """Calls a run for every device, but only once for devices whose operands are the same objects."""
     function = compiled(step.run)
-    done: dict[Any, list[Any]] = {}
+    results: dict[Any, list[Any]] = {}
     per_device = []
     for device in range(devices):
         local = [operand[device] for operand in operands]
         key = device if step.repeat else tuple(map(id, local))
-        if key not in done:
-            # On the host, since JAX gives arrays the type of a mesh, and the next program has another one.
-            done[key] = [_on_host(result) for result in function(*local)]
-        per_device.append(done[key])
+        if key not in results:
+            # As NumPy arrays, because the type of a JAX array contains a mesh, and the next program has another mesh.
+            results[key] = [_on_host(result) for result in function(*local)]
+        per_device.append(results[key])
     return [list(result) for result in zip(*per_device, strict=True)]
 
 
@@ -175,11 +183,11 @@ def _scan(eqn: core.JaxprEqn, axis_sizes: AxisSizes, devices: int, operands: lis
     xs = [[_on_host(x) for x in per_device] for per_device in operands[num_consts + num_carry :]]
     collected: list[list[PerDevice]] = [[] for _ in eqn.outvars[num_carry:]]
     for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
-        rows = [[x[i] for x in per_device] for per_device in xs]
-        results = _interpret(body, axis_sizes, devices, [*consts, *carry, *rows])
+        slices = [[x[i] for x in per_device] for per_device in xs]
+        results = _interpret(body, axis_sizes, devices, [*consts, *carry, *slices])
         carry = results[:num_carry]
-        for rows_so_far, row in zip(collected, results[num_carry:], strict=True):
-            rows_so_far.append(row)
+        for rows, row in zip(collected, results[num_carry:], strict=True):
+            rows.append(row)
     if eqn.params["reverse"]:
         collected = [rows[::-1] for rows in collected]
     avals: list[Any] = [var.aval for var in eqn.outvars[num_carry:]]
@@ -191,23 +199,24 @@ def _scan(eqn: core.JaxprEqn, axis_sizes: AxisSizes, devices: int, operands: lis
 
 
 def _while(eqn: core.JaxprEqn, axis_sizes: AxisSizes, devices: int, operands: list[PerDevice]) -> list[PerDevice]:
-    """Devices that need more rounds than others go on alone, if none of them communicates."""
+    """Runs a while loop. If devices do not communicate, some may run more iterations than others."""
     params = eqn.params
-    test_consts = operands[: params["cond_nconsts"]]
-    body_consts = operands[params["cond_nconsts"] :][: params["body_nconsts"]]
-    carry = operands[params["cond_nconsts"] + params["body_nconsts"] :]
-    together = communicates(params["cond_jaxpr"]) or communicates(params["body_jaxpr"])
+    num_condition, num_body = params["cond_nconsts"], params["body_nconsts"]
+    condition_consts = operands[:num_condition]
+    body_consts = operands[num_condition : num_condition + num_body]
+    carry = operands[num_condition + num_body :]
+    communicate = communicates(params["cond_jaxpr"]) or communicates(params["body_jaxpr"])
     while True:
-        (tests,) = _interpret(params["cond_jaxpr"], axis_sizes, devices, [*test_consts, *carry])
-        going = [bool(test) for test in tests]
-        if not any(going):
+        (conditions,) = _interpret(params["cond_jaxpr"], axis_sizes, devices, [*condition_consts, *carry])
+        continues = [bool(condition) for condition in conditions]
+        if not any(continues):
             return carry
-        if together and not all(going):
-            raise _divergence(eqn, "a while loop ends", going)
-        stepped = _interpret(params["body_jaxpr"], axis_sizes, devices, [*body_consts, *carry])
+        if communicate and not all(continues):
+            raise _divergence(eqn, "a while loop ends", continues)
+        results = _interpret(params["body_jaxpr"], axis_sizes, devices, [*body_consts, *carry])
         carry = [
-            [new if go else old for go, new, old in zip(going, after, before, strict=True)]
-            for after, before in zip(stepped, carry, strict=True)
+            [new if is_running else old for is_running, new, old in zip(continues, after, before, strict=True)]
+            for after, before in zip(results, carry, strict=True)
         ]
 
 

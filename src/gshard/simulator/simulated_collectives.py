@@ -1,15 +1,14 @@
-"""Simulates each collective on one NumPy array for each device.
+"""Simulates each collective on lists of NumPy arrays, one array for each device.
 
-A value that lives on D devices is a list of D arrays, in row-major order over the axes of the mesh. A
-collective works on *groups* of devices: those that differ only in the axes it names, in the order in which it
-names them.
+A value on D devices is a list of D arrays, in row-major order over the axes of the mesh. A collective works on *groups*
+of devices. The devices of a group differ only in the axes of the collective, and are ordered by these axes.
 
     >>> device_groups((("a", 2), ("b", 3)), ("a",))
     ((0, 3), (1, 4), (2, 5))
     >>> device_groups((("a", 2), ("b", 3)), ("b", "a"))
     ((0, 3, 1, 4, 2, 5),)
 
-Sums run in the order of the group. Sums of 16-bit floats are added in float32 and rounded once.
+Sums are computed in the order of the group. Sums of 16-bit floats are computed in float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ PerDevice = list[Any]
 
 @tabulated(1024)
 def device_groups(axis_sizes: AxisSizes, axes: tuple[str, ...], index_groups: Groups | None = None) -> Groups:
-    """The devices that communicate in a collective over ``axes``.
+    """The groups of devices of a collective over ``axes``.
 
     Args:
         axis_sizes: the axes of the mesh with their sizes, major to minor.
-        axes: the axes of the collective, in any order: the first is the major one within a group.
-        index_groups: JAX's ``axis_index_groups``: parts of every group, as positions in it.
+        axes: the axes of the collective. The first is the major one within a group.
+        index_groups: JAX's ``axis_index_groups``: parts of each group, as positions in the group.
     """
     names = [name for name, _ in axis_sizes]
     sizes = [size for _, size in axis_sizes]
@@ -50,7 +49,7 @@ def device_groups(axis_sizes: AxisSizes, axes: tuple[str, ...], index_groups: Gr
 
 
 def run_collective(name: str, params: dict[str, Any], axis_sizes: AxisSizes, operands: list[PerDevice]) -> PerDevice:
-    """The result of the collective ``name`` on every device; ``name`` is one of ``COLLECTIVES``."""
+    """The results of a collective on all devices. The name is a key of ``COLLECTIVES``."""
     return COLLECTIVES[name](params, axis_sizes, *operands)
 
 
@@ -64,7 +63,7 @@ def _groups(params: dict[str, Any], axis_sizes: AxisSizes) -> Groups:
 def _on_groups(
     params: dict[str, Any], axis_sizes: AxisSizes, x: PerDevice, f: Callable[..., Sequence[Any]]
 ) -> PerDevice:
-    """Applies ``f``, from the arrays of a group to the results of its members, to every group."""
+    """Applies ``f``, which maps the arrays of a group to the results of the group, to every group."""
     result: PerDevice = [None] * len(x)
     for group in _groups(params, axis_sizes):
         for device, value in zip(group, f([np.asarray(x[d]) for d in group]), strict=True):
@@ -82,7 +81,7 @@ def _all_reduce(combine: Callable[[list[np.ndarray]], np.ndarray]) -> Callable[.
     def all_reduce(params: dict[str, Any], axis_sizes: AxisSizes, x: PerDevice) -> PerDevice:
         named = tuple(a for a in params["axes"] if not isinstance(a, int))
         positional = tuple(a for a in params["axes"] if isinstance(a, int))
-        if positional:  # a named axis that vmap has turned into a dimension of the array
+        if positional:  # vmap has replaced a named axis by a dimension of the array
             moved = [np.moveaxis(np.asarray(v), positional, range(len(positional))) for v in x]
             x = [combine(list(v.reshape(-1, *v.shape[len(positional) :]))) for v in moved]
         if not named:
@@ -109,7 +108,7 @@ def _reduce_scatter(params: dict[str, Any], axis_sizes: AxisSizes, x: PerDevice)
 
 
 def _all_to_all(params: dict[str, Any], axis_sizes: AxisSizes, x: PerDevice) -> PerDevice:
-    """The primitive always works on tiles; ``lax.all_to_all(tiled=False)`` adds and removes a dimension around it."""
+    """The primitive is always tiled: ``lax.all_to_all(tiled=False)`` adds and removes a dimension around it."""
 
     def exchange(parts: list[np.ndarray]) -> list[np.ndarray]:
         sent = [np.split(part, len(parts), axis=params["split_axis"]) for part in parts]
@@ -128,22 +127,24 @@ def _ragged_all_to_all(
     output_offsets: PerDevice,
     recv_sizes: PerDevice,
 ) -> PerDevice:
-    """Rows from the sender's ``input_offsets`` land at the sender's ``output_offsets`` in the receiver's output."""
+    """Each sender writes rows from its ``input_offsets`` on to its ``output_offsets`` in the receivers' outputs."""
     result = [np.array(v) for v in output]
     for group in _groups(params, axis_sizes):
         for sender in group:
             starts, sizes, targets = (np.asarray(v[sender]) for v in (input_offsets, send_sizes, output_offsets))
-            rows, each = np.asarray(operand[sender]), len(starts) // len(group)
+            rows = np.asarray(operand[sender])
+            chunks_per_receiver = len(starts) // len(group)
             for i, (start, size, target) in enumerate(zip(starts, sizes, targets, strict=True)):
-                result[group[i // each]][target : target + size] = rows[start : start + size]
+                receiver = group[i // chunks_per_receiver]
+                result[receiver][target : target + size] = rows[start : start + size]
     return result
 
 
 def _ppermute(params: dict[str, Any], axis_sizes: AxisSizes, x: PerDevice) -> PerDevice:
-    """Devices that receive nothing hold zeros.
+    """Devices that receive nothing get zeros.
 
-    Axes must be named in the order of the mesh: with another order JAX 0.10 counts positions in the mesh's order
-    all the same, and JAX 0.12 refuses.
+    The axes must be in the order of the mesh. For another order, JAX 0.10 still counts positions in the order of the
+    mesh, and JAX 0.12 raises an error.
     """
     pairs = list(params["perm"])
     sources, targets = {s for s, _ in pairs}, {t for _, t in pairs}
@@ -168,7 +169,7 @@ def _broadcast(params: dict[str, Any], axis_sizes: AxisSizes, x: PerDevice) -> P
 
 def _axis_index(params: dict[str, Any], axis_sizes: AxisSizes) -> PerDevice:
     groups = _groups(params, axis_sizes)
-    positions = [np.asarray(i, np.int32) for i in range(len(groups[0]))]  # shared: equal devices compute once
+    positions = [np.asarray(i, np.int32) for i in range(len(groups[0]))]  # the same objects for equal devices
     index = {device: positions[i] for group in groups for i, device in enumerate(group)}
     return [index[d] for d in range(len(index))]
 
@@ -193,4 +194,4 @@ COLLECTIVES: dict[str, Callable[..., PerDevice]] = {
     "pvary": _same,
     "pcast": _same,
 }
-"""Primitives that name mesh axes, each as a function of its parameters, the axes of the mesh and its operands."""
+"""For each primitive that names mesh axes, a function of its parameters, the axes of the mesh and its operands."""

@@ -1,22 +1,22 @@
-"""Runs: the stretches of a per-device program between two collectives, each compiled once.
+"""Divides a per-device program into runs, the equations between two collectives, and compiles each run once.
 
-A jaxpr is first made flat (jit, remat and their like mean their bodies) and then put on a time line: pure
-equations at odd times, equations that communicate at even times, each as early as its operands allow. All pure
-equations of one time form a *run*, compiled as one function and called once for every device.
+A jaxpr is first flattened: calls such as jit and remat are replaced by their bodies. Then each equation gets a time, as
+early as its operands allow. Equations without communication get odd times, others even times. All equations of an odd
+time form a *run*, which is compiled as one function and called for every device.
 
-    time 0   p = axis_index a                 no operands: before everything
+    time 0   p = axis_index a                 no operands
     time 1   y = sin x;  z = mul x x          one run
     time 2   s = psum y                       needs the run
     time 3   r = add s z                      the next run
 
-Compiling is what costs (some 40 ms, against 10 us for a call), so a run is a *value*: two runs with the same
-primitives, parameters and wiring are equal, and equal runs share one compiled function across programs.
+A compilation takes some 40 ms, a call 10 us. So runs are values: two runs with the same primitives, parameters and
+operands are equal, and equal runs of all programs share one compiled function.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -50,12 +50,12 @@ class Scalar:
 
 
 Operand = int | Scalar
-"""A slot (every value of a flat program has a number) or a literal."""
+"""A slot (the number of a value of a flat program) or a literal."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Operation:
-    """One equation with its variables as slots."""
+    """One equation, with slots instead of variables."""
 
     primitive: core.Primitive
     params: tuple[tuple[str, Any], ...]
@@ -65,7 +65,7 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Run:
-    """A pure function: its slots are its own, ``0 .. operands - 1`` for the operands."""
+    """A function without communication. Its slots are numbered from 0; the operands come first."""
 
     operands: int
     operations: tuple[Operation, ...]
@@ -74,18 +74,23 @@ class Run:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlacedRun:
-    """A run with the slots of the program that it reads and writes."""
+    """A run in a program.
+
+    Attributes:
+        run: the run.
+        reads, writes: the slots of the program for its operands and results.
+        repeat: whether it must be called for each device, even if operands are the same, because it has effects.
+    """
 
     run: Run
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     repeat: bool
-    """Whether it must be called for each device even if their operands are the same (it has effects)."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Communication:
-    """An equation that a device cannot do alone: a collective, or a region with one inside."""
+    """An equation that several devices run together: a collective, or a region that contains one."""
 
     eqn: core.JaxprEqn
     reads: tuple[Operand, ...]
@@ -94,7 +99,14 @@ class Communication:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FlatProgram:
-    """A jaxpr on its time line."""
+    """A flattened jaxpr.
+
+    Attributes:
+        operands: the slots of its operands.
+        constants: the slots and values of its constants.
+        steps: runs and communications, in the order of their times.
+        results: the slots of its results, or literals.
+    """
 
     operands: tuple[int, ...]
     constants: tuple[tuple[int, Any], ...]
@@ -104,14 +116,14 @@ class FlatProgram:
 
 @tabulated(1024)
 def communicates(jaxpr: Any) -> bool:
-    """Whether devices depend on each other anywhere inside; ``axis_index`` alone is no communication."""
+    """Whether devices communicate inside a jaxpr. ``axis_index`` is not communication."""
     eqns = jax_adapter.closed(jaxpr)[0].eqns
     return any(_communicates(eqn) and eqn.primitive.name != "axis_index" for eqn in eqns)
 
 
 @tabulated(1024)
 def names_axes(jaxpr: Any) -> bool:
-    """Whether something inside names a mesh axis, so that it cannot run on a single device as it stands."""
+    """Whether an equation inside a jaxpr names a mesh axis, so that the jaxpr cannot run on a single device."""
     eqns = jax_adapter.closed(jaxpr)[0].eqns
     return any(_names_axes(eqn) for eqn in eqns)
 
@@ -130,7 +142,7 @@ def _names_axes(eqn: core.JaxprEqn) -> bool:
 
 @tabulated(256)
 def flat_program(jaxpr: Any) -> FlatProgram:
-    """The time line of a jaxpr, ClosedJaxpr or Jaxpr."""
+    """The flattened form of a ClosedJaxpr or Jaxpr."""
     timeline = _Timeline()
     opened, consts = jax_adapter.closed(jaxpr)
     operands = tuple(timeline.slot(0) for _ in (*opened.constvars[len(consts) :], *opened.invars))
@@ -140,25 +152,27 @@ def flat_program(jaxpr: Any) -> FlatProgram:
 
 
 class _Timeline:
-    """Collects the equations of one jaxpr and of the bodies that it calls."""
+    """Collects the equations of a jaxpr and of the bodies that it calls, by their times."""
 
     def __init__(self) -> None:
-        self.times: list[int] = []  # of each slot: when it is there
+        self.times: list[int] = []  # for each slot the time at which it is computed
         self.constants: list[tuple[int, Any]] = []
         self.pure: dict[int, list[tuple[Operation, bool]]] = {}
         self.communications: dict[int, list[Communication]] = {}
 
     def slot(self, time: int) -> int:
+        """A new slot."""
         self.times.append(time)
         return len(self.times) - 1
 
     def constants_for(self, values: tuple[Any, ...]) -> tuple[int, ...]:
+        """New slots for constants."""
         slots = tuple(self.slot(0) for _ in values)
         self.constants.extend(zip(slots, values, strict=True))
         return slots
 
     def inline(self, jaxpr: core.Jaxpr, operands: tuple[Operand, ...]) -> tuple[Operand, ...]:
-        """Adds the equations of ``jaxpr``, applied to ``operands`` (those of its constvars first)."""
+        """Adds the equations of ``jaxpr``, applied to ``operands`` (constvars first); returns its results."""
         env = dict(zip((*jaxpr.constvars, *jaxpr.invars), operands, strict=True))
 
         def read(atom: Any) -> Operand:
@@ -169,14 +183,12 @@ class _Timeline:
         return tuple(map(read, jaxpr.outvars))
 
     def add(self, eqn: core.JaxprEqn, operands: tuple[Operand, ...]) -> tuple[Operand, ...]:
-        """Adds one equation; gives its results."""
+        """Adds one equation; returns its results."""
         body = jax_adapter.called_jaxpr(eqn)
         if body is not None:
             opened, consts = jax_adapter.closed(body)
             return self.inline(opened, (*self.constants_for(consts), *operands))
-        if (
-            eqn.primitive.name == "layout_constraint"
-        ):  # simulated arrays have any sharding; taken away by what is disabled
+        if eqn.primitive.name == "layout_constraint":  # the simulation has no layouts
             return operands
         ready = max((self.times[o] for o in operands if isinstance(o, int)), default=0)
         if _names_axes(eqn):
@@ -190,65 +202,76 @@ class _Timeline:
         return writes
 
     def steps(self, results: tuple[Operand, ...]) -> tuple[PlacedRun | Communication, ...]:
-        """Everything in the order of time; a run returns only what others read."""
-        made_at = {w: time for time, placed in self.pure.items() for i, _ in placed for w in i.results}
-        kept = {o for o in results if isinstance(o, int)}
-        kept |= {o for cs in self.communications.values() for c in cs for o in c.reads if isinstance(o, int)}
-        for time, placed in self.pure.items():
-            reads = {o for i, _ in placed for o in i.operands if isinstance(o, int)}
-            kept |= {o for o in reads if made_at.get(o) != time}
+        """All steps in the order of their times. A run returns only values that other steps or the results read."""
+        computed_at = {slot: time for time, run in self.pure.items() for op, _ in run for slot in op.results}
+        needed = _slots(results)
+        needed |= _slots(x for steps in self.communications.values() for step in steps for x in step.reads)
+        for time, run in self.pure.items():
+            reads = _slots(x for op, _ in run for x in op.operands)
+            needed |= {slot for slot in reads if computed_at.get(slot) != time}
         steps: list[PlacedRun | Communication] = []
         for time in sorted({*self.pure, *self.communications}):
             if time % 2:
-                steps.append(_place(self.pure[time], kept))
+                steps.append(_place(self.pure[time], needed))
             else:
                 steps.extend(self.communications[time])
         return tuple(steps)
 
 
-def _place(placed: list[tuple[Operation, bool]], kept: set[int]) -> PlacedRun:
-    """Numbers the slots of one run from zero, in the order of first use, so that equal runs are equal values."""
-    made = {w for i, _ in placed for w in i.results}
-    reads = list(dict.fromkeys(o for i, _ in placed for o in i.operands if isinstance(o, int) and o not in made))
+def _slots(operands: Iterable[Operand]) -> set[int]:
+    return {operand for operand in operands if isinstance(operand, int)}
+
+
+def _place(operations: list[tuple[Operation, bool]], needed: set[int]) -> PlacedRun:
+    """The run of these operations. Slots are numbered in the order of first use, so that equal runs are equal values.
+
+    Args:
+        operations: operations, and whether they have effects.
+        needed: the slots of the program that other steps or the results read.
+    """
+    computed = {slot for op, _ in operations for slot in op.results}
+    slots = (x for op, _ in operations for x in op.operands if isinstance(x, int))
+    reads = list(dict.fromkeys(slot for slot in slots if slot not in computed))
     number = {slot: n for n, slot in enumerate(reads)}
-    operations = []
-    for i, _ in placed:
-        for w in i.results:
-            number[w] = len(number)
-        operands = tuple(number[o] if isinstance(o, int) else o for o in i.operands)
-        operations.append(dataclasses.replace(i, operands=operands, results=tuple(number[w] for w in i.results)))
-    writes = tuple(w for i, _ in placed for w in i.results if w in kept)
-    run = Run(len(reads), tuple(operations), tuple(number[w] for w in writes))
-    return PlacedRun(run, tuple(reads), writes, any(effects for _, effects in placed))
+    renumbered = []
+    for op, _ in operations:
+        for slot in op.results:
+            number[slot] = len(number)
+        operands = tuple(number[x] if isinstance(x, int) else x for x in op.operands)
+        results = tuple(number[slot] for slot in op.results)
+        renumbered.append(dataclasses.replace(op, operands=operands, results=results))
+    writes = tuple(slot for op, _ in operations for slot in op.results if slot in needed)
+    run = Run(len(reads), tuple(renumbered), tuple(number[slot] for slot in writes))
+    return PlacedRun(run, tuple(reads), writes, any(has_effects for _, has_effects in operations))
 
 
 def compiled(run: Run) -> Callable[..., list[Any]]:
-    """The run as a compiled function of its operands; shared by equal runs."""
+    """A run as a compiled function of its operands. Equal runs share it."""
     platform = _platform()
     try:
         return _COMPILED.get((run, platform), lambda: _compiled(run, platform))  # type: ignore[no-any-return]
-    except TypeError:  # a parameter that does not hash
+    except TypeError:  # a parameter without a hash
         return _compiled(run, platform)
 
 
-# As JAX keeps what it has compiled, and emptied with that.
+# `jax.clear_caches` empties it, as it does JAX's own caches.
 _COMPILED = Cache(1024)
 
 
 def _compiled(run: Run, platform: str) -> Callable[..., list[Any]]:
     def call(*operands: Any) -> list[Any]:
         env = dict(enumerate(operands))
-        for i in run.operations:
-            values = [env[o] if isinstance(o, int) else o.value for o in i.operands]
-            env.update(zip(i.results, jax_adapter.bind(i.primitive, dict(i.params), values), strict=True))
+        for op in run.operations:
+            values = [env[x] if isinstance(x, int) else x.value for x in op.operands]
+            env.update(zip(op.results, jax_adapter.bind(op.primitive, dict(op.params), values), strict=True))
         return [env[slot] for slot in run.results]
 
-    # Without its simplifier XLA:GPU ends the process at a sort of one element.
+    # Without the simplifier, XLA:GPU ends the process when it compiles a sort of one element.
     return jax.jit(call, compiler_options=AS_WRITTEN if platform == "cpu" else None)
 
 
 def _platform() -> str:
-    """The platform on which JAX runs what has no device of its own."""
+    """The platform on which JAX runs arrays that are on no particular device."""
     device = jax.config.jax_default_device  # type: ignore[attr-defined]
     return jax.default_backend() if device is None else getattr(device, "platform", device)
 

@@ -1,0 +1,100 @@
+"""The bytes that a rule states (``Rule.sends``) are the bytes that devices send in the program of a split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from gshard.comm.shards import Shards
+from gshard.core.mesh import Mesh
+from gshard.core.program import Equation
+from gshard.core.rule import COMMUNICATE, REPLICATE
+from gshard.core.split import Split, place
+from gshard.simulator.simulate import local_jaxpr
+from gshard.tracing.trace import trace
+from harness import Row, rows
+from laws.test_rules_sound import the_equation
+
+MESH = Mesh.abstract(a=2, b=3)
+
+
+def splits_of(equation: Equation) -> Iterator[Split]:
+    """Each factor over one axis, and each pair of factors over one axis each; factors of products in equal parts."""
+    rule = equation.rule
+    assert rule is not None
+    in_products = {f for dims in (*rule.operands, *rule.results) for dim in dims if len(dim) > 1 for f in dim}
+    sizes = [factor.size for factor in rule.factors]
+
+    def over(axis: str) -> list[Split]:
+        atoms = MESH.atoms_of[axis]
+        factors = [f for f, factor in enumerate(rule.factors) if factor.kind != REPLICATE and factor.size > 1]
+        return [{f: atoms} for f in factors if f not in in_products or sizes[f] % MESH.count(atoms) == 0]
+
+    yield from (*over("a"), *over("b"))
+    yield from (first | second for first in over("a") for second in over("b") if first.keys() != second.keys())
+
+
+def noted_bytes(equation: Equation, split: Split) -> int:
+    """The bytes that the collectives of the equation's program on one device send."""
+    rule = equation.rule
+    assert rule is not None
+    assert rule.local is not None
+    sent: list[int] = []
+    shards = Shards(equation, split, MESH, lambda kind, atoms, size, x, times=1: sent.append(size * times))
+    parts = []
+    for x, dims in zip(equation.inputs, rule.operands, strict=True):
+        sharding = place(dims, split)
+        shape = tuple(-(-n // MESH.count(atoms)) for n, atoms in zip(x.shape, sharding, strict=True))
+        parts.append(jax.ShapeDtypeStruct(shape, x.dtype))
+    local_jaxpr(lambda *arrays: list(rule.local(shards, *arrays)), MESH.atom_sizes, *parts)  # type: ignore[misc]
+    return sum(sent)
+
+
+def sending_rows() -> list[Row]:
+    """The rows of the harness whose rules communicate."""
+    found = []
+    for row in rows():
+        equation = the_equation(row.program, row.primitive)
+        if equation is not None and equation.rule is not None and equation.rule.sends is not None:
+            found.append(row)
+    return found
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("row", sending_rows(), ids=lambda row: row.name)
+def test_a_rule_states_the_bytes_that_its_program_sends(row: Row) -> None:
+    equation = the_equation(row.program, row.primitive)
+    assert equation is not None
+    assert equation.rule is not None
+    assert equation.rule.sends is not None
+    for split in splits_of(equation):
+        assert equation.rule.sends(MESH, split) == noted_bytes(equation, split), split
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("primitive", "function", "shapes", "dims"),
+    [
+        ("pad", lambda x: lax.pad(x, jnp.zeros((), x.dtype), [(2, 0, 0), (1, 0, 0)]), [(7, 9)], (0, 1)),
+        ("conv_general_dilated", lambda x, y: lax.conv(x, y, (1, 1), "SAME"), [(2, 3, 8, 9), (3, 3, 3, 3)], (2, 3)),
+        ("reshape", lambda x: x.reshape(4, 9, 10, 9), [(9, 4, 9, 10)], (0, 2)),
+    ],
+    ids=["pad", "convolution", "reshape"],
+)
+def test_windows_of_several_dimensions(
+    primitive: str, function: Callable[..., Any], shapes: list[tuple[int, ...]], dims: tuple[int, int]
+) -> None:
+    """A fetched window changes the size of the parts whose windows are fetched next."""
+    equation = the_equation(trace(function, *(jax.ShapeDtypeStruct(s, "float32") for s in shapes)), primitive)
+    assert equation is not None
+    assert equation.rule is not None
+    assert equation.rule.sends is not None
+    factors = [equation.rule.operands[0][d][0] for d in dims]
+    assert [equation.rule.factors[f].kind for f in factors] == [COMMUNICATE, COMMUNICATE]
+    split = dict(zip(factors, (MESH.atoms_of["a"], MESH.atoms_of["b"]), strict=True))
+    assert equation.rule.sends(MESH, split) == noted_bytes(equation, split) > 0
