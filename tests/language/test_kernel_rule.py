@@ -96,6 +96,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], str, str
     "halves": (
         lambda x: jnp.concatenate([x[:, :3] * 2, x[:, 3:]], 1), ((4, 6),), "a (b c) -> a (b c); replicate b c", ""
     ),
+    "a row of some columns": (lambda x: x[:, 1:2, 1:3], ((4, 6, 5),), "a b c -> a 1 c; replicate b c", ""),
     "loop": (scan, ((4, 6),), "a b -> a b; replicate a", "a b, a b -> a b; replicate a"),
     "recurrent": (
         recurrent, ((4, 5, 6), (6, 6)), "a b c, c c -> b a c; replicate b c",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from gshard.core.jax_adapter import bind, called_jaxpr, closed, jaxpr_without_de
 from gshard.language.ledger import RESULT_SHARDINGS
 from gshard.language.mark_primitive import name_p
 from gshard.language.per_device import CONSTRAINTS
+from gshard.language.traits import traits_of
 
 
 def flat(jaxpr: Any) -> Any:
@@ -33,8 +34,8 @@ def flat(jaxpr: Any) -> Any:
         if called is None:
             _refuse_shardings(eqn)
             params = {k: None if k in RESULT_SHARDINGS else _as_python(v) for k, v in eqn.params.items()}
-            if eqn.primitive.name == "slice":
-                params |= _slice_parameters(params, eqn.outvars[0].aval.shape)
+            if (normal := traits_of(eqn.primitive.name).normal) is not None:
+                params |= normal(params, eqn.outvars[0].aval.shape)
             if eqn.primitive.name == "scan":
                 params["jaxpr"] = flat(jaxpr_without_dead_code(params["jaxpr"]))
             return bind(eqn.primitive, params, operands)
@@ -42,17 +43,6 @@ def flat(jaxpr: Any) -> Any:
         return evaluate(inner, own, operands, run, lambda x: x)
 
     return jax.make_jaxpr(lambda *arrays: evaluate(body, consts, arrays, run, lambda x: x))(*shapes_of(jaxpr.in_avals))
-
-
-def _slice_parameters(params: Mapping[str, Any], shape: Sequence[int]) -> dict[str, Any]:
-    """The limits and strides of a slice as the rule of slices writes them: limits follow the last element."""
-    strides = params["strides"] or (1,) * len(shape)
-    strides = tuple(1 if n == 1 else stride for n, stride in zip(shape, strides, strict=True))
-    ends = zip(params["start_indices"], shape, strides, strict=True)
-    return {
-        "strides": strides,
-        "limit_indices": tuple(first + (n - 1) * stride + 1 if n else first for first, n, stride in ends),
-    }
 
 
 def _as_python(value: Any) -> Any:

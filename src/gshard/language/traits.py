@@ -9,7 +9,7 @@ of a primitive.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -47,6 +47,8 @@ class Traits:
         shape_in: the parameter that contains the shape of the result, or of the operand if the result is a part of it.
         values: ``values(params, *arrays)`` returns the result for NumPy arrays (floats are float64), or None if the
             result may depend on the rounding of a device.
+        normal: ``normal(params, shape)`` returns those parameters that can be written in several ways, as its rule
+            writes them for a result of this shape. So equal equations of two programs are equal texts.
         merged: computes an equation in fine form (``language.merged_dims``).
         placed: ``placed(part, equation, places)`` computes the elements of the result at some positions only.
     """
@@ -63,6 +65,7 @@ class Traits:
     same_on_parts: bool = False
     shape_in: str = ""
     values: Callable[..., np.ndarray | None] | None = None
+    normal: Callable[[Mapping[str, Any], Sequence[int]], Mapping[str, Any]] | None = None
     merged: Callable[[Maker, Equation], bool] | None = None
     placed: Callable[[Part, Equation, Places], Any] | None = None
 

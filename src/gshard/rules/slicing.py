@@ -11,7 +11,7 @@ neighbours (a halo exchange; ``comm.halo``).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -87,7 +87,26 @@ def _slice_at(part: Part, e: Equation, at: Places) -> Any:
     return result
 
 
-@rule("slice", moves=True, handed_on=True, shape_in="limit_indices", merged=cut_in_fine_form, placed=_slice_at)
+def _normal_slice(params: Mapping[str, Any], shape: Sequence[int]) -> Mapping[str, Any]:
+    """A stride is 1 if the slice has one element. The limit follows the last element."""
+    strides = params["strides"] or (1,) * len(shape)
+    strides = tuple(1 if n == 1 else stride for n, stride in zip(shape, strides, strict=True))
+    starts = params["start_indices"]
+    limits = tuple(
+        start + (n - 1) * stride + 1 if n else start for start, n, stride in zip(starts, shape, strides, strict=True)
+    )
+    return {"strides": strides, "limit_indices": limits}
+
+
+@rule(
+    "slice",
+    moves=True,
+    handed_on=True,
+    shape_in="limit_indices",
+    normal=_normal_slice,
+    merged=cut_in_fine_form,
+    placed=_slice_at,
+)
 def slice_(call: Call) -> Rule:
     """Part ``i`` of the result begins at element ``start + stride * i * size`` of the operand.
 
@@ -127,9 +146,10 @@ def slice_(call: Call) -> Rule:
     def local(shards: Shards, x: Any) -> list[Any]:
         # Dimensions that are not split are cut first, so that less is sent.
         windows = halos.split_over(shards.mesh, shards.split)
-        whole = [d for d in range(x.ndim) if moved[d] and d not in windows]
-        for d in single:
-            x = _element(shards, x, d, starts[d], dims[d][0])
+        in_parts = [d for d in single if shards.atoms(dims[d][0])]
+        whole = [d for d in range(x.ndim) if (moved[d] or d in single) and d not in (*windows, *in_parts)]
+        for d in in_parts:
+            x = _element(x, d, starts[d], shards.atoms(dims[d][0]))
         if whole:
             x = lax.slice(
                 x,
@@ -158,11 +178,8 @@ def taken_spans(n: int, start: int, count: int, step: int = 1) -> tuple[Span, ..
     return () if (start, count, step) == (0, n, 1) else (Span(0, start, count, step),)
 
 
-def _element(shards: Shards, x: Any, dim: int, index: int, factor: int) -> Any:
-    """One element along a dimension; zero on devices that do not hold it."""
-    atoms = shards.atoms(factor)
-    if not atoms:
-        return lax.slice_in_dim(x, index, index + 1, axis=dim)
+def _element(x: Any, dim: int, index: int, atoms: Atoms) -> Any:
+    """One element along a dimension that is split over some atoms; zero on devices that do not hold it."""
     holder, at = divmod(index, x.shape[dim])
     is_holder = lax.axis_index(atoms) == holder
     return jnp.where(is_holder, lax.slice_in_dim(x, at, at + 1, axis=dim), jnp.zeros((), x.dtype))
