@@ -133,7 +133,7 @@ def _together(
     }
     for i, passing in ties:
         v = e.inputs[i]
-        if v in same_shape and not (result_monoids and itemsize(v.dtype) != itemsize(result.dtype)):
+        if v in same_shape and not _is_moved_first(v, result, is_sum=bool(result_monoids)):
             if passing.issuperset(result_monoids) and passing.issuperset(monoids.get(v, ())):
                 passing_operands[i] = v
     for monoid in result_monoids:
@@ -142,6 +142,12 @@ def _together(
     if len(same_shape) > 1:
         found = [v for v in found if v not in shared or v is result]
     return found if len(found) > 1 else []
+
+
+def _is_moved_first(operand: Value, result: Value, *, is_sum: bool) -> bool:
+    """Whether it can send less to move the operand of a conversion: it is narrower, or a sum that is combined first."""
+    thin, wide = itemsize(operand.dtype), itemsize(result.dtype)
+    return thin < wide or (is_sum and thin != wide)
 
 
 def _passing_together(
