@@ -31,7 +31,7 @@ def narrow_sources(graph: Graph, x: Value, length: int | None = None) -> tuple[V
             dimensions will do.
     """
     sources = _sources(graph, x, length, {})
-    return None if x in sources else sources
+    return None if x in sources or not sources else sources
 
 
 def computed_from(graph: Graph, x: Value, sources: Sequence[Value], *, slices: bool) -> Callable[..., Any]:
@@ -54,7 +54,7 @@ def computed_from(graph: Graph, x: Value, sources: Sequence[Value], *, slices: b
                 e = graph.producer(v)
                 assert e is not None, "what nothing produces is a source"
                 operands = [computed(operand) for operand in e.inputs]
-                known[v] = _broadcast(e, *operands, slices) if e.name == _BROADCAST else again(e, operands)
+                known[v] = _broadcast(e, operands[0], slices) if e.name == _BROADCAST else again(e, operands)
             return known[v]
 
         return computed(x)
@@ -63,14 +63,22 @@ def computed_from(graph: Graph, x: Value, sources: Sequence[Value], *, slices: b
 
 
 def is_only_sliced(graph: Graph, x: Value) -> bool:
-    """Whether nothing but loops reads an array, and each as a stack."""
+    """Whether nothing but loops reads an array, and each iteration a slice of it, perhaps in a loop inside of it."""
     readers = graph.readers(x)
-    return bool(readers) and x not in graph.outputs and all(_slices(e, x) for e in readers)
+    return bool(readers) and x not in graph.outputs and all(_slices(graph, e, x) for e in readers)
 
 
-def _slices(e: Equation, x: Value) -> bool:
-    """Whether an equation is a loop that reads an array as a stack only."""
-    return e.name == "scan" and x not in e.inputs[: sum(scan_counts(e.params))]
+def _slices(graph: Graph, e: Equation, x: Value) -> bool:
+    """Whether an equation is a loop that reads only slices of an array."""
+    if e.name != "scan":
+        return False
+    consts, carry = scan_counts(e.params)
+    (body,) = e.blocks
+    if x in e.inputs[consts : consts + carry]:
+        return False
+    whole = [inner for outer, inner in zip(e.inputs[:consts], body.inputs, strict=False) if outer is x]
+    inside = Graph(body.equations, body.outputs, graph.writer)
+    return all(is_only_sliced(inside, v) for v in whole)
 
 
 def _broadcast(e: Equation, x: Any, slices: bool) -> Any:
@@ -80,13 +88,12 @@ def _broadcast(e: Equation, x: Any, slices: bool) -> Any:
     return lax.broadcast_in_dim(x, shape, dims)
 
 
-def _sources(
-    graph: Graph, x: Value, length: int | None, known: dict[Value, tuple[Value, ...]]
-) -> tuple[Value, ...]:
+def _sources(graph: Graph, x: Value, length: int | None, known: dict[Value, tuple[Value, ...]]) -> tuple[Value, ...]:
     """The sources of an array, of the fewest bytes."""
     if x not in known:
         found: dict[Value, None] = {}
-        for operand in _operands(graph, x, length) or (x,):
+        operands = _operands(graph, x, length)
+        for operand in (x,) if operands is None else operands:
             found.update(dict.fromkeys((x,) if operand is x else _sources(graph, operand, length, known)))
         known[x] = tuple(found) if sum(v.bytes for v in found) < x.bytes else (x,)
     return known[x]
@@ -109,4 +116,6 @@ def _keeps_first(e: Equation, length: int | None) -> bool:
     """Whether an equation broadcasts, and keeps dimension 0 of its operand where it must."""
     if e.name != _BROADCAST or len(e.inputs) != 1:
         return False
+    if not e.inputs[0].shape:  # a number
+        return True
     return length is None or (e.params["broadcast_dimensions"][:1] == (0,) and e.params["shape"][0] == length)
