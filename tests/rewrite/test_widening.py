@@ -12,6 +12,7 @@ import pytest
 from jax import lax
 
 import gshard
+from gshard.core.jax_adapter import scan_counts
 from gshard.core.program import Equation, Program, Value
 from gshard.language.interpret import Interpreter
 
@@ -43,8 +44,7 @@ def loops(program: Program) -> list[Equation]:
 
 def stacks(e: Equation) -> list[str]:
     """The dtypes of the arrays that a loop reads as stacks."""
-    consts, carry = e.params["num_consts"], e.params["num_carry"]
-    return [v.dtype_name for v in e.inputs[consts + carry :] if isinstance(v, Value)]
+    return [v.dtype_name for v in e.inputs[sum(scan_counts(e.params)) :] if isinstance(v, Value)]
 
 
 def fired(program: Program) -> list[str]:

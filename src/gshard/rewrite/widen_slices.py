@@ -58,5 +58,5 @@ def widen_slices(graph: Graph, e: Equation) -> Sequence[Equation] | None:
     equations = in_segments([*widenings, *body.equations], body.outputs, widened_inside)
     loop = Block(tuple(v for group in inner_operands for v in group), tuple(equations), body.outputs)
     inputs = tuple(x for group in operands for x in group)
-    params = {**e.params, "num_consts": len(operands[0])}
+    params = {**e.params, "num_consts": len(operands[0]), "num_carry": carry}
     return [with_edges(dataclasses.replace(e, params=params, inputs=inputs, blocks=(loop,)))]
