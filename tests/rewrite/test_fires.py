@@ -109,6 +109,11 @@ EXAMPLES: Mapping[str, Example] = {
         lambda x: lax.map(jnp.sum, lax.round(x).astype(np.int8).astype(x.dtype) * x[:1]),
         (X,),
     ),
+    "widen_late": Example(
+        lambda x, w: [w := gshard.split(w, 0, "x", send="int8"), jnp.tanh(x) @ w][1],
+        lambda x, w: [y := jnp.tanh(x), y @ gshard.split(w, 0, "x", send="int8")][1],
+        (X, whole(6, 5)),
+    ),
     "shard_scan": Example(
         rows_split(lambda x: lax.map(jnp.sum, x)),
         rows_split(lambda x: lax.scan(lambda c, r: (c * r, c), x[0], x)[1]),

@@ -188,3 +188,22 @@ def test_a_stack_that_an_outer_loop_passes_on(narrow: np.ndarray, scale: np.ndar
         lambda q, s, x: lax.scan(lambda c, x: (c + (x * widened(q, s)).sum(), None), 0.0, x)[0], narrow, scale, scale
     )
     assert "widen_slices" not in fired(used)
+
+
+@pytest.mark.parametrize("send", ["bfloat16", "int8"])
+def test_marks_of_a_layer_are_widened_one_by_one(rng: np.random.Generator, send: str) -> None:
+    def layer(x: Any, weights: Any) -> Any:
+        a, b, c, d = (gshard.split(w, 0, "x", send=send) for w in weights)
+        return jnp.tanh(jnp.tanh(x[0] @ a) @ (b + c)) @ d + d
+
+    program = check(layer, *rng.standard_normal((2, 4, 4, 4)).astype(np.float32))
+    equations = program.block.equations
+    order = [i for i, e in enumerate(equations) if e.name == "tanh"]
+    narrow = (jnp.int8, jnp.bfloat16)
+    is_widening = [e.name == "convert_element_type" and e.inputs[0].dtype in narrow for e in equations]
+    widened = [i for i, found in enumerate(is_widening) if found]
+    assert len(widened) == 4
+    first, *middle, last = widened
+    assert first < order[0] < min(middle)
+    assert max(middle) < order[1] < last
+    assert fired(program) == ["widen_late"]

@@ -17,6 +17,7 @@ from gshard.rewrite.split_merged_dims import split_merged_dims
 from gshard.rewrite.stack_narrow import stack_narrow
 from gshard.rewrite.sum_of_scatter import sum_of_scatter
 from gshard.rewrite.transpose_of_dot import transpose_of_dot
+from gshard.rewrite.widen_late import widen_late
 from gshard.rewrite.widen_slices import widen_slices
 
 TRACE = (
@@ -32,6 +33,7 @@ TRACE = (
     search_of_rev,
     stack_narrow,
     widen_slices,
+    widen_late,
 )
 """Rewrites that run while a program is traced. They do not depend on the split of values."""
 

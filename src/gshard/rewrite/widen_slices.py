@@ -30,7 +30,7 @@ def widen_slices(graph: Graph, e: Equation) -> Sequence[Equation] | None:
     # For constants, the carry, and stacks: the operands, and the inputs of the body.
     operands: tuple[list[Array], ...] = ([], [], [])
     inner_operands: tuple[list[Value], ...] = ([], [], [])
-    widenings: list[Equation] = []
+    widenings: dict[Value, list[Equation]] = {}
     for i, (x, inner) in enumerate(zip(e.inputs, body.inputs, strict=True)):
         kind = (i >= consts) + (i >= consts + carry)
         sources = None
@@ -48,14 +48,21 @@ def widen_slices(graph: Graph, e: Equation) -> Sequence[Equation] | None:
         producer = graph.producer(x)
         assert producer is not None, "what nothing produces has no narrower sources"
         function = computed_from(graph, x, sources, slices=is_stack)
-        widenings += written(graph.writer, function, narrow, [inner], producer)
+        widenings[inner] = written(graph.writer, function, narrow, [inner], producer)
     if not widenings:
         return None
 
     def widened_inside(context: Context, equations: Sequence[Equation], outputs: Sequence[Any]) -> Sequence[Equation]:
         return run((widen_slices,), equations, outputs, graph.writer)[0]
 
-    equations = in_segments([*widenings, *body.equations], body.outputs, widened_inside)
+    late: list[Equation] = []  # each slice is gathered where it is widened, so not before it is read
+    for q in body.equations:
+        for v in q.inputs:
+            if isinstance(v, Value):
+                late += widenings.pop(v, ())
+        late.append(q)
+    late += [q for widening in widenings.values() for q in widening]
+    equations = in_segments(late, body.outputs, widened_inside)
     loop = Block(tuple(v for group in inner_operands for v in group), tuple(equations), body.outputs)
     inputs = tuple(x for group in operands for x in group)
     params = {**e.params, "num_consts": len(operands[0]), "num_carry": carry}
