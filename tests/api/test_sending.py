@@ -229,6 +229,78 @@ def test_bfloat16_weights_are_sent_as_int8(w: np.ndarray, x: np.ndarray) -> None
     assert gathered_bytes(lambda w, x: product(w, x, None), half, same) == SIZE * SIZE * 2 * 7 // 8
 
 
+@pytest.mark.parametrize("send", SENT)
+def test_an_open_mark_rounds_what_a_layout_shards(send: str, stack: np.ndarray, x: np.ndarray) -> None:
+    is_open = P(P.UNCONSTRAINED, P.UNCONSTRAINED)
+
+    def f(w: Any, x: Any) -> Any:
+        def layer(x: Any, w: Any) -> Any:
+            w = gshard.shard(gshard.name(w, "embed hidden"), is_open, send=send)
+            return gshard.name(jnp.tanh(x @ w), "batch hidden"), None
+
+        return jax.lax.scan(layer, gshard.name(x, "batch hidden"), w)[0]
+
+    layout = gshard.Layout(embed="data", batch="data")
+    found = gshard.explain(gshard.jit(f, mesh={"data": 8}, layout=layout, names={"w": "_ embed hidden"}), stack, x)
+    assert found.bytes_by_kind == {"all_gather": LAYERS * SIZE * (SIZE * ELEMENT[send] + SCALE[send]) * 7 // 8}
+    assert found.low_precision
+
+
+@pytest.mark.parametrize("send", SENT)
+def test_layers_inside_of_a_loop_over_micro_batches(send: str, stack: np.ndarray, x: np.ndarray) -> None:
+    """The marked stack is a constant of the outer loop."""
+
+    def accumulated(w: Any, x: Any, send: Any) -> Any:
+        w = gshard.split(w, 1, "data", send=send)
+
+        def add(total: Any, x: Any) -> Any:
+            return total + _layers(w, x, lambda w: w, jax.checkpoint).sum(), None
+
+        batches = gshard.split(x.reshape(2, -1, SIZE), 1, "data")
+        return jax.lax.scan(add, jnp.float32(0), batches)[0]
+
+    step = jax.value_and_grad(lambda w, x: accumulated(w, x, send))
+    sizes = {
+        s: gathered_bytes(jax.value_and_grad(lambda w, x, s=s: accumulated(w, x, s)), stack, x) for s in (send, None)
+    }
+    narrow = ELEMENT[send] + SCALE[send] / SIZE
+    assert sizes[send] <= sizes[None] * narrow / 4 * 1.01
+    want_value, want = jax.jit(step)(stack, x)
+    mesh = mesh_of(data=8)
+    for value, gradient in in_every_way(gshard.jit(step, mesh=mesh), (stack, x), mesh):
+        np.testing.assert_allclose(value, want_value, rtol=1e-5)
+        np.testing.assert_allclose(gradient, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.optimised
+@pytest.mark.parametrize("send", SENT)
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda ws, send: jax.vmap(lambda w: gshard.split(w, 0, "data", send=send))(ws),
+        lambda ws, send: jax.vmap(lambda w: gshard.split(w, 1, "data", send=send) * 2, in_axes=2)(ws),
+        lambda ws, send: jax.vmap(lambda w: gshard.shard(w, np.arange(8).reshape(4, 2), send=send))(ws),
+        lambda ws, send: jax.lax.map(lambda w: gshard.shard(w, P(None, "data"), send=send), ws),
+        lambda ws, send: jax.lax.fori_loop(0, 3, lambda i, ws: gshard.split(ws, 1, "data", send=send) * 3, ws),
+        lambda ws, send: jax.lax.cond(ws[0, 0, 0] > 0, lambda: gshard.split(ws, 1, "data", send=send), lambda: ws * 2),
+    ],
+)
+def test_inside_of_transformations(f: Callable[..., Any], send: str, rng: np.random.Generator) -> None:
+    ws = rng.standard_normal((6, 16, 24)).astype(np.float32)
+    mesh = mesh_of(data=8)
+    for got in in_every_way(gshard.jit(lambda ws: f(ws, send), mesh=mesh), (ws,), mesh):
+        np.testing.assert_array_equal(got, f(ws, send))
+
+
+@pytest.mark.parametrize("send", SENT)
+def test_the_derivative_of_a_partitioned_function(send: str, w: np.ndarray, x: np.ndarray) -> None:
+    def f(w: Any, x: Any) -> Any:
+        return product(w, x, send).sum()
+
+    got = jax.grad(gshard.jit(f, mesh={"data": 8}))(w, x)
+    np.testing.assert_allclose(got, jax.grad(f)(w, x), rtol=1e-4, atol=1e-4)
+
+
 # -- pytrees ---------------------------------------------------------------------------------------------------------
 
 
@@ -263,6 +335,18 @@ def test_an_array_that_has_the_precision_stays(w: np.ndarray) -> None:
     np.testing.assert_array_equal(got["w"], half.astype(np.float32))
 
 
+def test_by_path(w: np.ndarray) -> None:
+    params = {"layers": {"w": w, "count": np.arange(16, dtype=np.int32)}, "head": w}
+    got = gshard.shard_by_path(params, {"layers/*": P("data")}, send="int8")
+    np.testing.assert_array_equal(got["layers"]["w"], gshard.split(w, 0, "data", send="int8"))
+    np.testing.assert_array_equal(got["layers"]["count"], params["layers"]["count"])
+    np.testing.assert_array_equal(got["head"], w)
+    with pytest.raises(ShardingError, match="no array of the pytree has floats to round"):
+        gshard.shard_by_path(params, {"layers/count": P("data")}, send="int8")
+    with pytest.raises(ShardingError, match="cannot be sent as int7"):
+        gshard.shard_by_path(params, {"layers/*": P("data")}, send="int7")
+
+
 # -- reports ---------------------------------------------------------------------------------------------------------
 
 
@@ -295,6 +379,8 @@ def test_explain_names_the_array_the_dtype_and_the_error(w: np.ndarray, x: np.nd
         (np.ones(8, np.float32), np.float32, "cannot be sent as float32", "Use"),
         (np.ones(8, np.float32), 8, "cannot be sent as 8", "Use"),
         (np.ones(8, np.int32), "int8", "int32 is sent as it is", "it rounds floats"),
+        (3, "int8", "a Python number is sent as it is", "it rounds floats"),
+        (0.5, "int8", "a Python number is sent as it is", "it rounds floats"),
         (np.ones(8, bool), "bfloat16", "bool is sent as it is", "it rounds floats"),
         ({"a": np.ones(8, np.int32)}, "int8", "no array of the pytree has floats", "Leave out send='int8'"),
         (np.ones(8, np.complex64), "int8", "complex numbers cannot be sent as int8", "real"),
@@ -305,8 +391,8 @@ def test_explain_names_the_array_the_dtype_and_the_error(w: np.ndarray, x: np.nd
 @pytest.mark.parametrize(
     "mark",
     [
-        lambda x, send: gshard.split(x, 0, "data", send=send),
-        lambda x, send: gshard.shard(x, P("data"), send=send),
+        lambda x, send: gshard.split(x, 0, "data", send=send) if np.ndim(x) else gshard.replicate(x, send=send),
+        lambda x, send: gshard.shard(x, P("data") if np.ndim(x) else P(), send=send),
         lambda x, send: gshard.replicate(x, send=send),
     ],
 )

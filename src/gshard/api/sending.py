@@ -30,7 +30,7 @@ def marked(x: Any, leaves: Sequence[tuple[str, Any]], marks: Sequence[Mark | Non
         ShardingError: no such dtype, or an array cannot be sent in it.
     """
     given, tree = jax.tree.flatten(x)
-    sent_as = None if send is None else _name_of(send)
+    sent_as = precision_of(send)
     if sent_as is not None:
         marks = _with_precision(leaves, marks, sent_as, is_one=jax.tree_util.all_leaves([x]))
     found = zip(given, leaves, marks, strict=True)
@@ -41,8 +41,14 @@ def _bound(x: Any, mark: Mark) -> Any:
     return rounded(jnp.asarray(x), mark) if mark.send else bind_mark(x, mark)
 
 
-def _name_of(send: Any) -> str:
-    """The name of the dtype that ``send=`` gives."""
+def precision_of(send: Any) -> str | None:
+    """The name of the dtype that ``send=`` gives; None for None.
+
+    Raises:
+        ShardingError: arrays cannot be sent in it.
+    """
+    if send is None:
+        return None
     try:
         name = send if isinstance(send, str) else str(jnp.dtype(send))
     except TypeError:
@@ -61,12 +67,27 @@ def _with_precision(
         for (name, array), mark in zip(leaves, marks, strict=True)
     ]
     arrays = [array for (_, array), mark in zip(leaves, marks, strict=True) if mark is not None and array is not None]
-    floats = [array for array in arrays if jnp.issubdtype(array.dtype, jnp.floating)]
-    if arrays and not floats:
-        what = f"{arrays[0].dtype} is sent as it is." if is_one else "no array of the pytree has floats to round."
-        hint = f"Leave out send={send!r}: it rounds floats."
-        raise ShardingError(what, user_line(), f"{describe(arrays[0])}; send={send!r}", hint)
+    if arrays and not any(map(holds_floats, arrays)):
+        raise nothing_to_send(describe(arrays[0]), send, arrays[0] if is_one else None)
     return found
+
+
+def nothing_to_send(shown: str, send: str, array: Any = None) -> ShardingError:
+    """The error for a pytree without floats, or for one array of something else."""
+    what = "no array of the pytree has floats to round."
+    if array is not None:
+        what = f"{'a Python number' if _is_python_number(array) else array.dtype} is sent as it is."
+    hint = f"Leave out send={send!r}: it rounds floats."
+    return ShardingError(what, user_line(), f"{shown}; send={send!r}", hint)
+
+
+def holds_floats(x: Any) -> bool:
+    """Whether it is an array of floats, which ``send`` may round."""
+    return hasattr(x, "dtype") and bool(jnp.issubdtype(x.dtype, jnp.floating)) and not _is_python_number(x)
+
+
+def _is_python_number(x: Any) -> bool:
+    return not x.shape and getattr(x, "weak_type", False)
 
 
 def _mark_of(name: str, array: Any, mark: Mark, send: str) -> Mark:
@@ -79,9 +100,7 @@ def _mark_of(name: str, array: Any, mark: Mark, send: str) -> Mark:
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
         hint = "Mark its real and its imaginary part, or leave out send=."
         raise ShardingError(f"complex numbers cannot be sent as {send}.", user_line(), shown, hint)
-    if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype == send:
-        return mark
-    if getattr(array, "weak_type", False) and not array.shape:  # a Python number, which has no dtype of its own
+    if not holds_floats(array) or array.dtype == send:
         return mark
     if array.dtype.itemsize <= jnp.dtype(send).itemsize:
         what = f"{array.dtype} has no wider elements than {send}."
