@@ -163,6 +163,18 @@ def test_a_slice_that_is_a_stack_already_is_not_stacked_again(narrow: np.ndarray
     assert set(second.inputs) & set(first.inputs)
 
 
+def test_a_stack_in_host_memory_stays_there(narrow: np.ndarray, scale: np.ndarray) -> None:
+    def f(q: Any, s: Any) -> Any:
+        wide = jax.device_put(widened(q, s), jax.memory.Space.Host)
+        return lax.scan(lambda c, x: (c * 0.5 + jax.device_put(x, jax.memory.Space.Device).sum(), c), 1.0, wide)
+
+    program = gshard.trace(f, narrow, scale)
+    assert "widen_slices" not in fired(program)
+    got, want = gshard.jit(f, mesh={"data": 8})(narrow, scale), jax.jit(f)(narrow, scale)
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-6)
+    np.testing.assert_allclose(got[1], want[1], rtol=1e-6)
+
+
 def test_in_nested_loops(rng: np.random.Generator) -> None:
     q = rng.integers(-9, 9, (3, 4, 5)).astype(np.int8)
     s = rng.standard_normal((3, 4, 1)).astype(np.float32)

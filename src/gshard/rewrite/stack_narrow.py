@@ -44,7 +44,7 @@ def stack_narrow(graph: Graph, e: Equation) -> Sequence[Equation] | None:
             if v in stack_of:  # a slice of a stack that the loop reads
                 narrow.append(stack_of[v])
                 continue
-            narrow.append(result := graph.writer.fresh((e.trip_count, *v.shape), v.dtype))
+            narrow.append(result := graph.writer.fresh((e.trip_count, *v.shape), v.dtype, v.weak))
             results.append(result)
             ends.append(v)
         assert isinstance(end, Value)

@@ -42,7 +42,7 @@ def widen_slices(graph: Graph, e: Equation) -> Sequence[Equation] | None:
             continue
         assert isinstance(x, Value)
         is_stack = kind == 2
-        narrow = [graph.writer.fresh(v.shape[is_stack:], v.dtype) for v in sources]
+        narrow = [graph.writer.fresh(v.shape[is_stack:], v.dtype, v.weak) for v in sources]
         operands[kind].extend(sources)
         inner_operands[kind].extend(narrow)
         producer = graph.producer(x)

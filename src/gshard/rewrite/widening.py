@@ -107,6 +107,8 @@ def _operands(graph: Graph, x: Value, length: int | None) -> Sequence[Value] | N
     if not traits_of(e.name).pure or any(isinstance(v, Constant) and v.shape for v in e.inputs):
         return None
     operands = [v for v in e.inputs if isinstance(v, Value)]
+    if x.on_host or any(v.on_host for v in operands):
+        return None
     if length is not None and any(v.shape[:1] != (length,) for v in operands):
         return None
     return operands
