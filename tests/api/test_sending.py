@@ -292,6 +292,23 @@ def test_inside_of_transformations(f: Callable[..., Any], send: str, rng: np.ran
         np.testing.assert_array_equal(got, f(ws, send))
 
 
+@pytest.mark.optimised
+def test_marks_that_differ_in_precision_only(w: np.ndarray) -> None:
+    """No cache takes one for the other."""
+
+    def f(w: Any) -> Any:
+        return [gshard.split(w, 0, "data", send=send) for send in (None, "int8", "bfloat16", None, "bfloat16")]
+
+    def looped(w: Any) -> Any:
+        return jax.lax.map(f, jnp.stack([w, 2 * w]))
+
+    for g in (f, looped, jax.vmap(lambda w: f(w[None])), lambda w: jax.jvp(f, (w,), (w,))[0]):
+        want = [np.asarray(v) for v in g(w)]
+        assert len({v.tobytes() for v in want}) == 3
+        for got in (jax.jit(g)(w), gshard.jit(g, mesh={"data": 8})(w)):
+            assert [np.asarray(v).tobytes() for v in got] == [v.tobytes() for v in want]
+
+
 @pytest.mark.parametrize("send", SENT)
 def test_the_derivative_of_a_partitioned_function(send: str, w: np.ndarray, x: np.ndarray) -> None:
     def f(w: Any, x: Any) -> Any:

@@ -71,8 +71,8 @@ class Mark:
     leaf: str = dataclasses.field(default="", compare=False, repr=False)
     names: tuple[str | None, ...] = dataclasses.field(default=(), compare=False, repr=False)
     source_text: str = dataclasses.field(default="", compare=False, repr=False)
-    send: str = dataclasses.field(default="", compare=False, repr=False)
-    wide: str = dataclasses.field(default="", compare=False, repr=False)
+    send: str = dataclasses.field(default="", repr=False)
+    wide: str = dataclasses.field(default="", repr=False)
 
     def with_batch_dimension(self, dim: int) -> Mark:
         """The same mark for an array with one more dimension, at ``dim``."""

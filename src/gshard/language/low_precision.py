@@ -100,8 +100,6 @@ def steps_of_rounding(mark: Mark) -> int:
 def error_bound(dtype: Any, send: str) -> float:
     """The largest error of a rounded element: relative to the element (bfloat16) or to the row's largest (int8).
 
-    Without arithmetic of its own: what products of rounded arrays differ by depends on them.
-
     Args:
         dtype: of the array, or its name.
         send: the dtype in which it is sent.
