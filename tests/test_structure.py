@@ -57,6 +57,7 @@ NAMING = {
     "gshard/rewrite/split_merged_dims.py": "broadcast_in_dim iota reshape",
     "gshard/rewrite/sum_of_scatter.py": "broadcast_in_dim neg reduce_sum scatter-add",
     "gshard/rewrite/transpose_of_dot.py": "dot_general transpose",
+    "gshard/rewrite/widening.py": "broadcast_in_dim",
     "gshard/tracing/changed_objects.py": "jit",
     "gshard/tracing/expand.py": "custom_linear_solve device_put pmax pmin psum random_bits remat2 sharding_constraint",
     "gshard/rewrite/constant_indices.py": "broadcast_in_dim concatenate slice",

@@ -99,6 +99,21 @@ EXAMPLES: Mapping[str, Example] = {
     "search_of_rev": Example(
         lambda x, a: jnp.searchsorted(a[::-1], x), lambda x, a: jnp.searchsorted(a, x)[::-1], (X, np.arange(16.0)[::-1])
     ),
+    "stack_narrow": Example(
+        lambda x: lax.map(jnp.sum, lax.map(lambda r: lax.round(r).astype(np.int8).astype(r.dtype) * r.sum(), x)),
+        lambda x: 2 * lax.map(lambda r: lax.round(r).astype(np.int8).astype(r.dtype) * r.sum(), x),
+        (X,),
+    ),
+    "widen_slices": Example(
+        lambda x: lax.map(jnp.sum, lax.round(x).astype(np.int8).astype(x.dtype) * jnp.broadcast_to(x[:, :1], x.shape)),
+        lambda x: lax.map(jnp.sum, lax.round(x).astype(np.int8).astype(x.dtype) * x[:1]),
+        (X,),
+    ),
+    "widen_late": Example(
+        lambda x, w: [w := gshard.split(w, 0, "x", send="int8"), jnp.tanh(x) @ w][1],
+        lambda x, w: [y := jnp.tanh(x), y @ gshard.split(w, 0, "x", send="int8")][1],
+        (X, whole(6, 5)),
+    ),
     "shard_scan": Example(
         rows_split(lambda x: lax.map(jnp.sum, x)),
         rows_split(lambda x: lax.scan(lambda c, r: (c * r, c), x[0], x)[1]),

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 
 from gshard.api.marks import shard
+from gshard.api.sending import holds_floats, nothing_to_send, precision_of
 from gshard.core.errors import ShardingError, known_names
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames
@@ -19,7 +21,7 @@ _SHOWN = 12  # paths in a message
 
 
 @without_our_frames
-def shard_by_path(x: T, assignments: Mapping[str, Any]) -> T:
+def shard_by_path(x: T, assignments: Mapping[str, Any], *, send: Any = None) -> T:
     """Marks the arrays of a pytree whose paths match a pattern; all other arrays stay open.
 
     Args:
@@ -28,9 +30,10 @@ def shard_by_path(x: T, assignments: Mapping[str, Any]) -> T:
         assignments: for each pattern what ``shard`` takes for one array, such as a ``PartitionSpec``. In a pattern
             ``*`` stands for anything inside of a component and ``**`` for any number of components. A pattern is for
             all that is below the paths that it matches. The first pattern that matches counts.
+        send: ``"int8"`` or ``"bfloat16"``: see ``split``.
 
     Returns:
-        the same values.
+        the same values; with ``send`` floats that a pattern matches are rounded.
 
     Raises:
         ShardingError: a pattern matches nothing, or nothing that an earlier one does not match; or an assignment does
@@ -45,13 +48,16 @@ def shard_by_path(x: T, assignments: Mapping[str, Any]) -> T:
     leaves, tree = jax.tree_util.tree_flatten_with_path(x)
     used: set[str] = set()
     marked, paths = [], []
+    send, is_sent = precision_of(send), False
     for keys, leaf in leaves:
         path = "/".join(map(component, keys))
         paths.append(path)
         pattern = next((p for p in assignments if is_below(p, path)), None)
         if pattern is not None:
             used.add(pattern)
-            leaf = _sharded(leaf, assignments[pattern], path, pattern)
+            may_send = send is not None and (holds_floats(leaf) or jnp.iscomplexobj(leaf))  # complex: an error
+            is_sent |= may_send
+            leaf = _sharded(leaf, assignments[pattern], path, pattern, send if may_send else None)
         marked.append(leaf)
     for pattern in assignments:
         if pattern not in used:
@@ -59,11 +65,13 @@ def shard_by_path(x: T, assignments: Mapping[str, Any]) -> T:
             what = "matches only what an earlier pattern matches" if hidden else "matches no path"
             hint = "Put it in front." if hidden else known_names(pattern, paths[:_SHOWN], "Paths are")
             raise ShardingError(f"the pattern {pattern!r} {what}.", user_line(), f"a pytree of {len(paths)}", hint)
+    if send is not None and used and not is_sent:
+        raise nothing_to_send(f"a pytree of {len(paths)}", send)
     return jax.tree.unflatten(tree, marked)
 
 
-def _sharded(leaf: Any, assignment: Any, path: str, pattern: str) -> Any:
+def _sharded(leaf: Any, assignment: Any, path: str, pattern: str, send: str | None) -> Any:
     try:
-        return shard(leaf, assignment)
+        return shard(leaf, assignment, send=send)
     except ShardingError as error:
         raise ShardingError(error.what, error.where, f"{path} ({pattern!r}): {error.got}", error.hint) from None

@@ -17,14 +17,15 @@ mesh is checked when a program is traced (``core.mark``).
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, overload
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
+from gshard.api.mark_arguments import dimension_of, partitions_of
+from gshard.api.sending import marked
 from gshard.api.specs import as_array, describe, hidden_by_vmap, is_spec, mark_of_spec, spread
 from gshard.core.errors import ShardingError
 from gshard.core.jax_adapter import user_line
@@ -33,42 +34,43 @@ from gshard.core.keywords import keywords
 from gshard.core.layout import Names
 from gshard.core.mark import Mark
 from gshard.core.partition_spec import entries_of
-from gshard.language.mark_primitive import bind_mark, bind_names
+from gshard.language.mark_primitive import bind_names
 
 T = TypeVar("T")  # an array or a pytree of arrays: marks return what they get
 
 
 @without_our_frames
-def replicate(x: T) -> T:
+def replicate(x: T, *, send: Any = None) -> T:
     """Marks an array, or every array of a pytree, to be whole on every device.
 
     Args:
         x: array or pytree of arrays, any shape and dtype.
+        send: ``"int8"`` or ``"bfloat16"``: see ``split``.
 
     Returns:
-        the same values.
+        the same values; with ``send`` floats are rounded.
 
     Raises:
-        ShardingError: a leaf is no array.
+        ShardingError: a leaf is no array, or cannot be sent like this.
 
     >>> import jax.numpy as jnp
     >>> replicate(jnp.arange(3)).tolist()
     [0, 1, 2]
     """
     leaves = _arrays(x, "replicate(x)")
-    return _marked(x, leaves, [Mark("replicate", leaf=name) for name, _ in leaves])
+    return marked(x, leaves, [Mark("replicate", leaf=name) for name, _ in leaves], send)
 
 
 @overload
-def split(x: T, dim: int, over: int | str | Sequence[str]) -> T: ...
+def split(x: T, dim: int, over: int | str | Sequence[str], *, send: Any = None) -> T: ...
 
 
 @overload
-def split(x: T, dim: Mapping[int, str | Sequence[str]]) -> T: ...
+def split(x: T, dim: Mapping[int, str | Sequence[str]], *, send: Any = None) -> T: ...
 
 
 @keywords("Write split(x, 0, 'data'), split(x, 0, 8) or split(x, {0: 'data', 1: 'model'}).", num_partitions="over")
-def split(x: Any, dim: Any, over: Any = None) -> Any:
+def split(x: Any, dim: Any, over: Any = None, *, send: Any = None) -> Any:
     """Marks dimension ``dim`` of an array to be split over mesh axes or in a number of parts, all others whole.
 
     With fewer parts than devices each part is held by several consecutive devices. A size that the number of parts
@@ -82,40 +84,44 @@ def split(x: Any, dim: Any, over: Any = None) -> Any:
             optimizer) are left open.
         dim: the dimension, from 0; negative counts from the end. Or a dictionary from dimensions to names of axes.
         over: the name of a mesh axis, a tuple of names, the first one major, or a number of parts.
+        send: the dtype in which devices send the array: ``"bfloat16"``, or ``"int8"`` with a float32 scale for each row
+            along the last dimension. The result is rounded to it, also without a mesh; its dtype and its derivative
+            stay (``docs/marks.md``). Arrays of a pytree that hold no floats are not rounded.
 
     Returns:
-        the same values.
+        the same values; with ``send`` floats are rounded.
 
     Raises:
         ShardingError: the dimension does not exist, in any array of a pytree; a leaf is no array; or ``over`` is
-            neither a number from 1 on nor the name of an axis or several.
+            neither a number from 1 on nor the name of an axis or several. Or ``send`` is no such dtype, or an array is
+            complex, or has no wider elements, or is no array of floats.
 
     >>> import jax.numpy as jnp
     >>> split(jnp.zeros((8, 4)), 0, 4).shape
     (8, 4)
     """
     if isinstance(dim, Mapping):
-        return _split_over_axes(x, dim, over)
+        return _split_over_axes(x, dim, over, send)
     call = f"split(x, {dim!r}{'' if over is None else f', {over!r}'})"
-    dim = _dimension(dim, over, call)
+    dim = dimension_of(dim, over, call)
     if over is None:
         hint = f"Write split(x, {dim}, 'data') for a mesh axis, or split(x, {dim}, 8) for a number of parts."
         raise ShardingError("split does not say over what the dimension is split.", user_line(), call, hint)
-    parts = _partitions(over, call)
+    parts = partitions_of(over, call)
     leaves = _arrays(x, call)
     ndims, has = _having((dim,), x, leaves, call)
     marks = [
         Mark("split", dim=dim % ndim, partitions=parts, leaf=name) if found else None
         for (name, _), ndim, found in zip(leaves, ndims, has, strict=True)
     ]
-    return _marked(x, leaves, marks)
+    return marked(x, leaves, marks, send)
 
 
-def _split_over_axes(x: Any, axes: Mapping[Any, Any], over: Any) -> Any:
+def _split_over_axes(x: Any, axes: Mapping[Any, Any], over: Any, send: Any) -> Any:
     """``split`` by a dictionary from dimensions to names of mesh axes."""
     call = f"split(x, {dict(axes)!r}{'' if over is None else f', {over!r}'})"
-    dims = {_dimension(dim, over, call): said for dim, said in axes.items()}
-    names = {dim: _partitions(said, call) for dim, said in dims.items()}
+    dims = {dimension_of(dim, over, call): said for dim, said in axes.items()}
+    names = {dim: partitions_of(said, call) for dim, said in dims.items()}
     if over is not None or not names or any(isinstance(said, int) for said in names.values()):
         hint = "For one dimension and a number of parts write split(x, 0, 8); to split none use replicate(x)."
         if over is not None:
@@ -131,7 +137,7 @@ def _split_over_axes(x: Any, axes: Mapping[Any, Any], over: Any) -> Any:
             raise ShardingError("a dimension is split twice.", user_line(), f"{describe(array)}; {call}", hint)
         entries = tuple(spec.get(d) for d in range(ndim))
         marks.append(Mark("spec", spec=entries, leaf=leaf, source_text=call) if found else None)
-    return _marked(x, leaves, marks)
+    return marked(x, leaves, marks, send)
 
 
 def _dimensions(n: int) -> str:
@@ -161,7 +167,7 @@ def _having(dims: Sequence[int], x: Any, leaves: Sequence[tuple[str, Any]], call
 
 
 @keywords("Write shard(x, P('data', None)).", device_assignment="spec")
-def shard(x: T, spec: Any) -> T:
+def shard(x: T, spec: Any, *, send: Any = None) -> T:
     """Marks how an array is cut along all its dimensions.
 
     Args:
@@ -174,13 +180,14 @@ def shard(x: T, spec: Any) -> T:
             results and arguments are sharded as it says, and the program runs with the devices in that order. A
             ``PartitionSpec`` with ``unreduced={"model"}`` keeps the value in parts along these axes and states that
             they are finite; they may pass products then (``docs/marks.md``).
+        send: ``"int8"`` or ``"bfloat16"``: see ``split``.
 
     Returns:
-        the same values.
+        the same values; with ``send`` floats are rounded.
 
     Raises:
-        ShardingError: wrong rank, a device id given twice or negative, a leaf that is no array, or a pytree that is
-            no prefix of ``x``.
+        ShardingError: wrong rank, a device id given twice or negative, a leaf that is no array, a pytree that is
+            no prefix of ``x``, or an array that cannot be sent like this.
 
     >>> import jax.numpy as jnp
     >>> shard(jnp.zeros((8, 4)), np.arange(8).reshape(4, 2)).shape
@@ -196,7 +203,7 @@ def shard(x: T, spec: Any) -> T:
         None if array is None else (mark_of_spec if is_spec(s) else _mark_of_ids)(s, array, name)
         for (name, array), s in zip(leaves, each, strict=True)
     ]
-    return _marked(x, leaves, marks)
+    return marked(x, leaves, marks, send)
 
 
 @without_our_frames
@@ -290,67 +297,9 @@ def _arrays(x: Any, call: str) -> list[tuple[str, Any]]:
     return [(name, as_array(leaf, name, call)) for name, (_, leaf) in zip(names, leaves, strict=True)]
 
 
-def _marked(x: T, leaves: Sequence[tuple[str, Any]], marks: Sequence[Mark | None]) -> T:
-    """The tree with its leaves marked; those without a mark as they are."""
-    given, tree = jax.tree.flatten(x)
-    found = zip(given, leaves, marks, strict=True)
-    return jax.tree.unflatten(tree, [old if m is None or a is None else bind_mark(a, m) for old, (_, a), m in found])
-
-
 def _listed(leaves: Sequence[tuple[str, Any]]) -> str:
     shown = [f"{name}: {describe(array)}" if name else describe(array) for name, array in leaves[:3]]
     return ", ".join(shown) + (", ..." if len(leaves) > 3 else "")
-
-
-def _dimension(dim: Any, partitions: Any, call: str) -> int:
-    is_name = isinstance(dim, str) or (isinstance(dim, tuple | list) and all(isinstance(n, str) for n in dim))
-    if is_name or isinstance(dim, PartitionSpec | NamedSharding | bool | np.bool_):
-        hint = "Give a number, from 0; negative counts from the end."
-        if isinstance(dim, PartitionSpec | NamedSharding):
-            hint = "A PartitionSpec goes to shard: shard(x, P(...))."
-        elif is_name and (partitions is None or isinstance(partitions, int | np.integer)):
-            first = int(partitions) if isinstance(partitions, int | np.integer) else 0
-            hint = f"split takes the dimension first: split(x, {first}, {dim!r})."
-        raise ShardingError(f"{dim!r} is no dimension of an array.", user_line(), call, hint)
-    try:
-        return operator.index(dim)
-    except TypeError as error:
-        if isinstance(dim, jax.core.Tracer):
-            raise  # JAX says best that a value is needed
-        raise ShardingError(
-            f"a dimension is a whole number, not {type(dim).__name__}.",
-            user_line(),
-            call,
-            "Give a number, from 0; negative counts from the end.",
-        ) from error
-
-
-def _partitions(partitions: Any, call: str) -> int | str | tuple[str, ...]:
-    """A number of parts or names of axes, checked to be one or the other."""
-    if isinstance(partitions, str):
-        return partitions
-    if isinstance(partitions, tuple | list) and partitions and all(isinstance(n, str) for n in partitions):
-        return tuple(partitions)
-    try:
-        number = None if isinstance(partitions, bool | np.bool_) else operator.index(partitions)
-    except TypeError:
-        if isinstance(partitions, jax.core.Tracer):
-            raise
-        number = None
-    if number is not None and number >= 1:
-        return number
-    hint = "Give a number from 1 to the number of devices, or the name of a mesh axis, or a tuple of names."
-    if number is not None:
-        what = f"an array cannot be split in {number} partitions."
-    elif isinstance(partitions, tuple | list) and not partitions:
-        what, hint = "an array cannot be split over no axes.", "Name an axis, or use replicate(x)."
-    elif isinstance(partitions, PartitionSpec | NamedSharding):
-        what, hint = "a PartitionSpec says how all dimensions are cut.", "Use shard(x, P(...))."
-    else:
-        what = f"{partitions!r} is neither a number of partitions nor names of mesh axes."
-        if isinstance(partitions, float) and partitions.is_integer() and partitions >= 1:
-            hint = f"Give a whole number: {int(partitions)}."
-    raise ShardingError(what, user_line(), call, hint)
 
 
 def _is_assignment(x: Any) -> bool:

@@ -51,6 +51,8 @@ class Mark:
         leaf: the marked leaf of a pytree, for messages: ``x['l1']['w']``.
         names: the names of the dimensions, if a layout created this mark.
         source_text: the user's source text, if the other attributes do not contain it.
+        send: the dtype in which devices send the array; empty if it is that of the array.
+        wide: the dtype of the array that is sent like this.
     """
 
     kind: str
@@ -69,6 +71,8 @@ class Mark:
     leaf: str = dataclasses.field(default="", compare=False, repr=False)
     names: tuple[str | None, ...] = dataclasses.field(default=(), compare=False, repr=False)
     source_text: str = dataclasses.field(default="", compare=False, repr=False)
+    send: str = dataclasses.field(default="", repr=False)
+    wide: str = dataclasses.field(default="", repr=False)
 
     def with_batch_dimension(self, dim: int) -> Mark:
         """The same mark for an array with one more dimension, at ``dim``."""
@@ -89,8 +93,11 @@ class Mark:
         return dims
 
     def __str__(self) -> str:
-        if self.source_text:
-            return self.source_text
+        call = self.source_text or self._call
+        return f"{call.removesuffix(')')}, send={self.send!r})" if self.send else call
+
+    @property
+    def _call(self) -> str:
         match self.kind:
             case "replicate":
                 return "replicate(x)"

@@ -78,6 +78,7 @@ class Explanation:
         by_bytes: whether it is the plan that sends least.
         dropped: what the program says and gshard does not keep: line, parameter, value, what is done instead.
         choice: what planning or a search chose, and from what; None for a plan that was given, or is a preset.
+        low_precision: arrays that marks with ``send`` round: line, arrays, dtype, error bound.
         returned: results that a ``jax.Array`` cannot hold in the shards of the plan: these, those that are returned,
             the bytes of both on a device, the way out.
     """
@@ -104,6 +105,7 @@ class Explanation:
     marked_by_bytes: Callable[[Program], SpmdProgram] | None = dataclasses.field(default=None, repr=False)
     choice: Callable[[], Compared | None] | None = dataclasses.field(default=None, repr=False)
     returned: tuple[str, ...] = ()
+    low_precision: tuple[str, ...] = ()
 
     def cost(self, machine: Machine | str | None = None) -> Cost:
         """Time, FLOPs, bytes and memory of one call.
@@ -291,6 +293,7 @@ class Explanation:
             ("work that every device repeats, and devices without work", self.replicated),
             ("operands gathered because moving the larger arrays sends less", moved),
             ("results returned in fewer shards than they have inside: a jax.Array cannot have these", self.returned),
+            ("arrays in low precision, by marks with send=", self.low_precision),
             ("layout", self.layout),
             (
                 "marks and rows of the layout without effect, probably by mistake (strict=True refuses them)",

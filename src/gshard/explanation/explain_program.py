@@ -16,6 +16,7 @@ from gshard.explanation.layout_usage import unused_of_layout, uses_of_layout
 from gshard.explanation.replicated import notes_of_whole_values, replicated_work
 from gshard.explanation.returned import returned_in_fewer_shards
 from gshard.explanation.rows import rows_of_collectives, rows_of_equal_layers, rows_of_tensors
+from gshard.explanation.sent_narrow import sent_narrow
 from gshard.explanation.value_costs import Compared
 from gshard.naming.array_names import ArrayNames
 
@@ -70,4 +71,5 @@ def explain_program(
         marked_by_bytes,
         choice,
         returned_in_fewer_shards(plan, names),
+        sent_narrow(program, names),
     )

@@ -16,8 +16,10 @@ import jax
 
 from gshard.comm.collectives import KINDS
 from gshard.core.jax_adapter import is_transposed, scopes_of
+from gshard.core.mark import Mark
 from gshard.core.program import Block, Equation, Program, Value
 from gshard.core.rule import REDUCE
+from gshard.language.low_precision import steps_of_rounding
 from gshard.naming.short_names import Path, ShortName, equal_layers, short_names, tokens_of, without_number
 
 GRADIENT, UPDATE = "gradient of ", "update of "
@@ -173,9 +175,26 @@ class ArrayNames:
                         self._roots.setdefault(edge.inner, self._roots[edge.outer])
             for body in e.blocks:
                 self._find_roots(body)
+            if e.mark is not None and e.mark.send:
+                self._follow_rounded(e, e.mark)
             for v, source in zip(e.outputs, _in_another_form(e), strict=False):
                 if source in self._roots:
                     self._roots[v] = self._roots[source]
+
+    def _follow_rounded(self, e: Equation, mark: Mark) -> None:
+        """Notes the argument that a mark with ``send`` rounds for the values in between, scales among them."""
+        rounded = narrow = e.inputs[0]
+        for _ in range(steps_of_rounding(mark)):
+            producer = self._producers.get(rounded) if isinstance(rounded, Value) else None
+            operands = () if producer is None else producer.inputs
+            rounded = next((x for x in operands if x.shape == narrow.shape), rounded)
+        root = self._roots.get(rounded) if isinstance(rounded, Value) else None
+        waiting = [narrow] if root is not None else []
+        while waiting:
+            v = waiting.pop()
+            if root is not None and isinstance(v, Value) and v not in self._roots:
+                self._roots[v] = root
+                waiting += self._producers[v].inputs if v in self._producers else ()
 
     def _read_by_products(self, block: Block) -> Iterator[Value]:
         """The arguments that products and look-ups read: equations with several arrays that are not elementwise."""

@@ -6,7 +6,8 @@ To reshard one of them alone would cost a collective and save nothing that a res
 marked value, an argument and a value at the boundary of a loop each start a group of their own, because a sharding may
 change there. In ``x + y``, a value that other equations read too is a group of its own: these readers may need another
 sharding than the sum. A sum over devices and its conversion to another type are two groups if their elements differ in
-size: gshard combines a sum in bfloat16 before it becomes float32, with half the bytes.
+size: gshard combines a sum in bfloat16 before it becomes float32, with half the bytes. A conversion to a wider type
+separates two groups if its operand is computed elementwise: gshard moves an array in int8 before it widens it.
 """
 
 from __future__ import annotations
@@ -71,12 +72,14 @@ def sharding_groups_of(
         return v
 
     tied: list[Equation] = []
+    in_place: set[Value] = set()  # results that are in a group with operands
     for v in program.block.values():
         root(v)
     for e in program.block.walk():
-        together = _together(e, alone, monoids, read_by_several)
+        together = _together(e, alone, monoids, read_by_several, in_place)
         for v in together[1:]:
             parent[root(v)] = root(together[0])
+        in_place.update(together[:1])
         if _has_no_choice(e, together, monoids):
             tied.append(e)
     members: dict[Value, list[Value]] = {}
@@ -116,13 +119,17 @@ def _read_by_several(program: Program) -> set[Value]:
 
 
 def _together(
-    e: Equation, alone: Collection[Value], monoids: Mapping[Value, Collection[str]], shared: Collection[Value]
+    e: Equation,
+    alone: Collection[Value],
+    monoids: Mapping[Value, Collection[str]],
+    shared: Collection[Value],
+    in_place: Collection[Value],
 ) -> list[Value]:
     """The arrays of an elementwise equation that share a sharding: its result, and operands of the same dimensions.
 
     An operand that may be unreduced is among them only if it passes together with the others and its elements have the
-    same size. If the equation reads several operands, those that other equations read too are left out, even if only
-    one operand remains.
+    same size. One that may send less before it is widened is not among them. If the equation reads several operands,
+    those that other equations read too are left out, even if only one operand remains.
     """
     if e.rule is None or e.mark is not None or not (ties := _ties(e.rule)) or e.outputs[0] in alone:
         return []
@@ -133,7 +140,7 @@ def _together(
     }
     for i, passing in ties:
         v = e.inputs[i]
-        if v in same_shape and not (result_monoids and itemsize(v.dtype) != itemsize(result.dtype)):
+        if v in same_shape and not _may_move_first(v, result, bool(result_monoids), v in in_place):
             if passing.issuperset(result_monoids) and passing.issuperset(monoids.get(v, ())):
                 passing_operands[i] = v
     for monoid in result_monoids:
@@ -142,6 +149,15 @@ def _together(
     if len(same_shape) > 1:
         found = [v for v in found if v not in shared or v is result]
     return found if len(found) > 1 else []
+
+
+def _may_move_first(operand: Value, result: Value, is_sum: bool, in_place: bool) -> bool:
+    """Whether moving the operand of a conversion can send less: a sum is combined first, a narrow array widened later.
+
+    What another kind of equation makes needs no group of its own: it is narrow where it is moved to its group.
+    """
+    thin, wide = itemsize(operand.dtype), itemsize(result.dtype)
+    return (is_sum and thin != wide) or (in_place and thin < wide)
 
 
 def _passing_together(

@@ -14,8 +14,11 @@ from gshard.rewrite.shard_scan import shard_scan
 from gshard.rewrite.sink_elementwise import sink_elementwise
 from gshard.rewrite.sink_pad import sink_pad
 from gshard.rewrite.split_merged_dims import split_merged_dims
+from gshard.rewrite.stack_narrow import stack_narrow
 from gshard.rewrite.sum_of_scatter import sum_of_scatter
 from gshard.rewrite.transpose_of_dot import transpose_of_dot
+from gshard.rewrite.widen_late import widen_late
+from gshard.rewrite.widen_slices import widen_slices
 
 TRACE = (
     match_associative_scan,
@@ -28,6 +31,9 @@ TRACE = (
     fold_pad_into_window,
     transpose_of_dot,
     search_of_rev,
+    stack_narrow,
+    widen_slices,
+    widen_late,
 )
 """Rewrites that run while a program is traced. They do not depend on the split of values."""
 

@@ -37,6 +37,7 @@ NO_MACHINE = (
     'No machine is named, so that no times are modelled. Name one: machine="h100:1x8", '
     "on the command line --machine h100:1x8."
 )
+_ONLY_GSHARD = ("gathered", "dropped", "replicated", "returned", "low_precision", "layout", "unused")
 _HIDDEN = 0.005  # of the network's time: less is nothing
 _READERS = 40  # lines that read an argument, at most
 
@@ -93,7 +94,7 @@ class CompiledReport:
             "memory": self._memory(),
             "time": self._time() if is_timed else [],
             "notes": self._notes(),
-            **{name: [] for name in ("gathered", "dropped", "replicated", "returned", "layout", "unused")},
+            **{name: [] for name in _ONLY_GSHARD},
             "searched": "",
             "lines": lines,
             "groups": dict(map(self._groups, self.rows)),

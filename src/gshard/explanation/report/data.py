@@ -59,6 +59,8 @@ class Explained(Protocol):
     @property
     def returned(self) -> tuple[str, ...]: ...
     @property
+    def low_precision(self) -> tuple[str, ...]: ...
+    @property
     def layout(self) -> tuple[str, ...]: ...
     @property
     def unused(self) -> tuple[str, ...]: ...
@@ -123,6 +125,7 @@ def report_data(
         "dropped": list(explanation.dropped),
         "replicated": list(explanation.replicated),
         "returned": list(explanation.returned),
+        "low_precision": list(explanation.low_precision),
         "layout": list(explanation.layout),
         "unused": list(explanation.unused),
         "searched": "",  # what a search tells of its plan
@@ -177,6 +180,7 @@ def _notes(explanation: Explained) -> list[tuple[str, list[str]]]:
         ("Results returned in fewer shards than they have inside", explanation.returned),
         ("No rule, so operands are gathered", explanation.gathered),
         ("Said by the program and not kept", explanation.dropped),
+        ("Arrays in low precision, by marks with send=", explanation.low_precision),
         ("Layout", explanation.layout),
         ("Marks and rows of the layout without effect", explanation.unused),
     )
