@@ -90,6 +90,7 @@ def test_search_prints_what_it_found_and_writes_the_plan(model, tmp_path, capsys
         (["--export", "rows.txt", "--export-as", "metadata:x"], "checked: XLA sends"),
     ],
 )
+@pytest.mark.one_in(2)
 def test_search_exports_the_plan(model, options, part, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     command = ["search", f"{model}:example", "--mesh", "data=4", "--machine", "h100:1x4", *options]

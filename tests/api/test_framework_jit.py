@@ -141,7 +141,7 @@ def losses(framework: str, f: Any, arguments: list[Any]) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", ["nnx", pytest.param("equinox", marks=pytest.mark.slow)])
 def test_a_searched_plan_runs_in_a_block(framework: str, tmp_path: Path) -> None:
     """All calls run the plan, wherever the arguments are; also one that was read from a file."""
     f, arguments = fresh(framework)

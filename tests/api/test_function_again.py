@@ -92,6 +92,7 @@ STEPS: dict[str, tuple[Any, tuple[Any, ...], str]] = {
 
 
 @pytest.mark.parametrize("name", STEPS)
+@pytest.mark.one_in(2)
 def test_shardings_of_its_arguments_are_tried(name: str) -> None:
     f, arguments, weight = STEPS[name]
     found = gshard.explain(f, *arguments)

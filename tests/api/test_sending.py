@@ -102,6 +102,7 @@ MARKS: dict[str, Callable[[Any, Any], Any]] = {
 @pytest.mark.parametrize("send", SENT)
 @pytest.mark.parametrize("mark", MARKS)
 @pytest.mark.parametrize("shape", [(16, 24), (13, 9), (3, 5)])
+@pytest.mark.one_in(4)
 def test_the_mark_has_the_same_bits_on_any_mesh(
     rng: np.random.Generator, mark: str, send: str, shape: tuple[int, int]
 ) -> None:
@@ -127,6 +128,7 @@ def test_the_mark_has_the_same_bits_on_any_mesh(
 @pytest.mark.parametrize("send", SENT)
 @pytest.mark.parametrize("mark", ["rows", "columns", "both", "replicated"])
 @pytest.mark.parametrize("shape", [(16, 24), (13, 9), (3, 5)])
+@pytest.mark.one_in(4)
 def test_the_simulator_has_the_same_bits(
     rng: np.random.Generator, mark: str, send: str, shape: tuple[int, int]
 ) -> None:
@@ -148,6 +150,7 @@ def test_the_simulator_has_the_same_bits(
 
 @pytest.mark.parametrize("send", SENT)
 @pytest.mark.parametrize("f", LOOPS)
+@pytest.mark.one_in(3)
 def test_a_step_computes_what_one_device_does(
     f: Callable[..., Any], send: str, stack: np.ndarray, x: np.ndarray
 ) -> None:
@@ -189,6 +192,7 @@ def test_int8_is_int8_in_the_compiled_program(w: np.ndarray, x: np.ndarray) -> N
 
 @pytest.mark.parametrize("send", [None, *SENT])
 @pytest.mark.parametrize("f", LOOPS)
+@pytest.mark.one_in(4)
 def test_each_layer_is_gathered_in_low_precision_forward_and_backward(
     f: Callable[..., Any], send: Any, stack: np.ndarray, x: np.ndarray
 ) -> None:
@@ -285,6 +289,7 @@ def test_layers_inside_of_a_loop_over_micro_batches(send: str, stack: np.ndarray
         lambda ws, send: jax.lax.cond(ws[0, 0, 0] > 0, lambda: gshard.split(ws, 1, "data", send=send), lambda: ws * 2),
     ],
 )
+@pytest.mark.one_in(4)
 def test_inside_of_transformations(f: Callable[..., Any], send: str, rng: np.random.Generator) -> None:
     ws = rng.standard_normal((6, 16, 24)).astype(np.float32)
     mesh = mesh_of(data=8)
@@ -322,6 +327,7 @@ def test_the_derivative_of_a_partitioned_function(send: str, w: np.ndarray, x: n
 
 
 @pytest.mark.parametrize("send", [*SENT, jnp.int8, np.dtype("int8"), jnp.bfloat16])
+@pytest.mark.one_in(2)
 def test_of_a_pytree_floats_are_rounded_and_nothing_else(rng: np.random.Generator, send: Any) -> None:
     given = {
         "w": rng.standard_normal((16, 8)).astype(np.float32),
@@ -413,6 +419,7 @@ def test_explain_names_the_array_the_dtype_and_the_error(w: np.ndarray, x: np.nd
         lambda x, send: gshard.replicate(x, send=send),
     ],
 )
+@pytest.mark.one_in(4)
 def test_a_mistake_is_an_error_with_the_line(mark: Any, x: Any, send: Any, what: str, hint: str) -> None:
     for call in (lambda: mark(x, send), lambda: gshard.jit(lambda x: mark(x, send), mesh={"data": 8})(x)):
         with pytest.raises(ShardingError) as error:

@@ -47,6 +47,7 @@ def test_zigzag_pairs_both_ends(parts: int) -> None:
 @pytest.mark.parametrize("parts", [2, 3, 8])
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("fewer", [0, 1])
+@pytest.mark.one_in(3)
 def test_every_device_uses_the_parts_that_pass(parts: int, sign: int, fewer: int) -> None:
     """The state is a sum of the parts, each with a weight by its distance; sums get the visitors."""
     steps, x = parts - 1 - fewer, np.arange(1, parts + 1, dtype=np.float32)

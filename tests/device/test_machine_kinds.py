@@ -77,6 +77,7 @@ def test_renaming_a_machine_changes_its_name_only(kind: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("kind", ["v3", "v5e", "tpu7x", "h100", "mi300x", "cpu"])
+@pytest.mark.one_in(2)
 def test_a_calibrated_machine_behaves_as_its_kind(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its figures are measured; what its compiler does, and so peak memory and messages, are those of the kind."""
     monkeypatch.setattr("gshard.xla.calibrate.kind_of_devices", lambda mesh: kind)

@@ -42,6 +42,7 @@ EXCHANGES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name, mesh", crossed(list(EXCHANGES), [{"x": 3, "y": 2}, {"x": 2, "y": 4}], one_in=2))
+@pytest.mark.one_in(2)
 def test_exchanges_of_what_was_exchanged(name: str, mesh: dict[str, int]) -> None:
     f, a = EXCHANGES[name], np.arange(-40, 7 * 17 - 40, dtype=np.int32).reshape(1, 7, 17)
     same_in_three_calls(gshard.jit(f, mesh), f, a)
@@ -71,6 +72,7 @@ EMPTY: dict[str, Callable[[Any, Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", EMPTY)
+@pytest.mark.one_in(3)
 def test_of_empty_arrays(name: str) -> None:
     f, a, b = EMPTY[name], np.zeros((0, 8, 2), np.float16), np.zeros((0, 12, 5), np.float32)
     step = gshard.jit(f, 3)

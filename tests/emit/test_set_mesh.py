@@ -53,6 +53,7 @@ REDUCED: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name, n, kind", crossed(list(REDUCED), [8, 13], [AxisType.Auto, AxisType.Explicit], one_in=4))
+@pytest.mark.one_in(3)
 def test_reductions_by_a_computation_of_ones_own(name: str, n: int, kind: AxisType) -> None:
     f, x = REDUCED[name], np.arange(-3, n - 3, dtype=np.int32)
     want = jax.tree.map(np.asarray, jax.jit(f)(x))

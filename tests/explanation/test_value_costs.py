@@ -84,6 +84,7 @@ def forced(choice: Choice, v: Value, sharding: str) -> float:
 @pytest.mark.parametrize(
     ("name", "machine"), [("step", None), ("step", "h100:1x8"), ("crossed", None), ("stacked", None)]
 )
+@pytest.mark.one_in(2)
 def test_a_cost_is_that_of_the_best_plan_with_its_sharding_and_the_sum_of_its_parts(
     name: str, machine: str | None
 ) -> None:
@@ -117,6 +118,7 @@ def test_a_cost_is_that_of_the_best_plan_with_its_sharding_and_the_sum_of_its_pa
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.one_in(2)
 def test_causes_add_up_to_what_states_cost(name: str, rng: np.random.Generator) -> None:
     f, arguments = PROGRAMS[name]
     machine = gshard.Machine.of("h100:1x8")

@@ -1533,6 +1533,7 @@ def test_like_jax_jit(name: str, mesh: int) -> None:
 
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("derivative", [False, True])
+@pytest.mark.one_in(2)
 def test_a_dropped_function_is_freed(mesh: int, derivative: bool) -> None:
     def dropped() -> list[weakref.ref[Any]]:
         weight = jnp.arange(8.0) + 1

@@ -83,6 +83,7 @@ PROGRAMS: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
 
 
 @pytest.mark.parametrize(("name", "function", "arguments"), PROGRAMS, ids=[p[0] for p in PROGRAMS])
+@pytest.mark.one_in(3)
 def test_bytes_by_kind(name: str, function: Any, arguments: Any, mesh_2x4: jax.sharding.Mesh) -> None:
     jitted = gshard.jit(function, mesh=mesh_2x4)
     lowered = jitted.lower(*arguments)

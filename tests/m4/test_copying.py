@@ -264,6 +264,7 @@ _SHORT, _LONG = 15_000, 60_000
     [" ", "<a ", "<", "{", "{{", "${", "[%", "%", "$", "%(a", "@A_", "&#1", "&a", "http://", "http://.", "(_", "\\",
      "%1", "%0", "%.", "\u3042 (_"],
 )  # fmt: skip
+@pytest.mark.one_in(3)
 def test_the_longest_line_is_read_in_linear_time(begun: str) -> None:
     """Anybody may send one: what begins like a placeholder and does not end like one, again and again.
 

@@ -28,6 +28,7 @@ def random_case(seed, size, skew):
 @pytest.mark.parametrize(
     "routing, second_expert, size", crossed(["paper", "lingvo"], ["random", "all"], SIZES, one_in=4)
 )
+@pytest.mark.one_in(2)
 def test_equals_algorithm_1(routing, second_expert, size):
     G, S, E, capacity = size
     for seed in range(8):

@@ -207,6 +207,7 @@ class TestOnAMachine:
 
 @pytest.mark.parametrize("both_ways", [False, True])
 @pytest.mark.parametrize("rows", [8, 15, 61])
+@pytest.mark.one_in(2)
 def test_every_element_of_memory_that_is_not_zeroed_is_written(
     rows: int, both_ways: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,6 +324,7 @@ def test_an_unknown_machine_is_refused_at_once() -> None:
 
 
 @pytest.mark.parametrize("dtype", [jnp.bool_, jnp.int8, jnp.complex64, jnp.float16])
+@pytest.mark.one_in(2)
 def test_other_dtypes(dtype: Any) -> None:
     """Sums of whole numbers are exact, wrap around alike, or are of truth values, which do not rotate."""
     x, w = (

@@ -45,6 +45,7 @@ BETWEEN: dict[str, tuple[Callable[[Any], Any], tuple[int, ...], P]] = {
 
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("name", BETWEEN)
+@pytest.mark.one_in(3)
 def test_weights_are_gathered_one_layer_at_a_time(name: str, remat: bool) -> None:
     """Nothing that is gathered or summed up is larger than one layer."""
     between, shape, spec = BETWEEN[name]

@@ -13,6 +13,7 @@ import gshard
 
 
 @pytest.mark.parametrize("shape", [(2, 8, 12), (6, 12, 4), (4, 8, 8), (3, 5, 7)])
+@pytest.mark.one_in(2)
 def test_a_state_is_sharded_alike_after_every_call(shape: tuple[int, ...]) -> None:
     """So that a run that is resumed from a checkpoint runs the programs that the whole run would have run."""
 

@@ -191,6 +191,7 @@ TINY = np.float32(2e-38)  # normal, and half of it is not
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+@pytest.mark.one_in(3)
 def test_a_mean_of_small_numbers_is_not_zero(f: Any, dtype: Any) -> None:
     """Each device's part of it would be."""
     x, y = np.full(8, TINY).astype(dtype), np.full(8, 3 * TINY).astype(dtype)

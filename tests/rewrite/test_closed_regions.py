@@ -146,6 +146,7 @@ def test_gradients(how: str, what: str) -> None:
 
 
 @pytest.mark.parametrize(("how", "what"), FEW[::3])
+@pytest.mark.one_in(3)
 def test_what_is_no_number_and_infinite(how: str, what: str, rng: np.random.Generator) -> None:
     """In what is cut off, in the small array, in the last elements that are kept."""
     f, x, y = case(how, what)
@@ -163,6 +164,7 @@ def test_what_is_no_number_and_infinite(how: str, what: str, rng: np.random.Gene
         one_in=6,
     ),
 )
+@pytest.mark.one_in(2)
 def test_other_types(dtype: Any, how: str) -> None:
     x, y = (np.abs(data(3, n)).astype(dtype) for n in (40, 2))
     whole = not jnp.issubdtype(dtype, jnp.inexact)
@@ -185,6 +187,7 @@ def test_other_types(dtype: Any, how: str) -> None:
         one_in=6,
     ),
 )
+@pytest.mark.one_in(2)
 def test_labels_out_of_range(mode: str, how: str, differentiated: bool) -> None:
     x, y = data(6, 41), data(6, 2)
     size = JOINED[how](x, y).shape[1]
@@ -242,6 +245,7 @@ OPEN: dict[str, Function] = {
 
 
 @pytest.mark.parametrize("name", OPEN)
+@pytest.mark.one_in(2)
 def test_what_is_not_closed_stays(name: str) -> None:
     x, y = data(3, 40), data(3, 2)
     found, program = ours(OPEN[name], SPECS, x, y)

@@ -80,6 +80,7 @@ def test_what_they_become(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.uint8, jnp.complex64, jnp.bool_])
+@pytest.mark.one_in(2)
 def test_whatever_is_looked_up(dtype: Any) -> None:
     functions = {name: LOOKED_UP[name][0] for name in ("labels", "each twice", "turned", "mixed", "one row read")}
     x = jnp.abs(jnp.nan_to_num(X)).astype(dtype)
@@ -222,6 +223,7 @@ def test_indices_from_outside_of_a_loop(f: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("size", [8, 16, 24, 32, 40, 48, 64])
 @pytest.mark.parametrize("dtype", [np.float32, np.int32])
+@pytest.mark.one_in(3)
 def test_images_made_larger_and_smaller(size: int, dtype: Any) -> None:
     """Indices that are computed with floats: exact for powers of two, and left to the device otherwise."""
     x = RNG.integers(-99, 99, (2, 16, 16, 3)).astype(dtype)

@@ -106,6 +106,7 @@ def test_nothing_comes_from_padding(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("name", ["all levels are needed", "something else", "of matrices", "by an array"])
+@pytest.mark.one_in(2)
 def test_what_is_no_scan_or_more_stays(name: str) -> None:
     def almost(x: Any) -> Any:
         """A level of a scan, and then another operation."""

@@ -30,6 +30,7 @@ def updates(*shape: int) -> np.ndarray:
 @pytest.mark.parametrize("mode", ["drop", "clip", "promise_in_bounds"])
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("negated", [False, True])
+@pytest.mark.one_in(3)
 def test_the_same_bits(mode: str, count: int, negated: bool) -> None:
     labels = np.stack([np.roll(LABELS, i) for i in range(count)], 1)
     labels = np.clip(labels, 0, 12) if mode == "promise_in_bounds" else labels

@@ -118,6 +118,7 @@ def test_nothing_is_merged(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "dim"), crossed(list(PROGRAMS), [None, 0, 1, 2], one_in=6))
+@pytest.mark.one_in(3)
 def test_the_same_comes_out(name: str, dim: int | None) -> None:
     f = PROGRAMS[name]
     found = jax.tree.leaves(gshard.jit(split(f, dim), mesh=8)(X, W, LABELS))
@@ -133,6 +134,7 @@ def test_nothing_is_sent_but_sums(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in ("loss", "embedded", "in_a_loop", "twice")])
+@pytest.mark.one_in(3)
 def test_gradients_are_the_same_and_send_sums_only(name: str) -> None:
     f = PROGRAMS[name]
 

@@ -72,6 +72,7 @@ def check(f: Callable[..., Any], *args: Any) -> Program:
         lambda q, s: (q.astype(jnp.float32) * s).astype(jnp.bfloat16).astype(jnp.float32),
     ],
 )
+@pytest.mark.one_in(4)
 def test_a_widened_stack_is_widened_in_the_loop(
     widen: Callable[..., Any], reverse: bool, narrow: np.ndarray, scale: np.ndarray
 ) -> None:
@@ -104,6 +105,7 @@ def test_two_loops_and_two_stacks(narrow: np.ndarray, scale: np.ndarray) -> None
         lambda q, s: summed(gshard.replicate(q.astype(jnp.float32))),  # a mark stays on what it marks
     ],
 )
+@pytest.mark.one_in(3)
 def test_what_is_not_moved(f: Callable[..., Any], narrow: np.ndarray, scale: np.ndarray) -> None:
     assert "widen_slices" not in fired(check(f, narrow, scale))
 

@@ -121,6 +121,7 @@ def test_products_of_short_integers_are_as_wide_as_asked(rng: np.random.Generato
 
 @pytest.mark.parametrize(("n", "m"), [(512, 1024), (512, 256), (512, 640), (500, 1000), (510, 255)])
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.one_in(3)
 def test_a_halo_is_sent(n: int, m: int, method: str) -> None:
     x = jax.ShapeDtypeStruct((n, 24), np.float32)
     found = lowered(resized(m, method), x)

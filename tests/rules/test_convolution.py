@@ -49,6 +49,7 @@ def test_each_device_does_an_eighth(f: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(16, 3, 2), (15, 4, 3), (24, 2, 3), (8, 5, 4), (6, 3, 2)])
+@pytest.mark.one_in(2)
 def test_dilated_elements_may_stand_anywhere_in_a_part(sizes: tuple[int, int, int]) -> None:
     n, k, base = sizes
     x, w = RNG.integers(1, 9, (1, n, 2)).astype(np.float32), RNG.integers(1, 9, (k, 2, 2)).astype(np.float32)
@@ -74,6 +75,7 @@ POOLS = {(2, 2, "VALID"): 0, (3, 2, "SAME"): 2, (3, 1, "SAME"): 4, (2, 4, "VALID
 
 
 @pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.one_in(2)
 def test_derivatives_of_averages_pad_by_themselves(pool: tuple[int, int, str]) -> None:
     f = pooled(*pool)
     program = gshard.trace(f, IMAGE)

@@ -18,6 +18,7 @@ def written(x: Any, updates: Any, *starts: Any) -> Any:
 
 
 @pytest.mark.parametrize("n, m", [(16, 1), (16, 3), (13, 1), (13, 2), (13, 11), (3, 2), (24, 3)])
+@pytest.mark.one_in(2)
 def test_a_window_is_written_wherever_it_begins(n: int, m: int) -> None:
     """Inside of a part, over the border of two or of many, and beyond both ends, where it is moved inside."""
     rng = np.random.default_rng(n + m)

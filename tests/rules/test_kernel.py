@@ -151,6 +151,7 @@ def in_branch(x: Any) -> Any:
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("shape", [(8,), (2, 4), (3,)])
+@pytest.mark.one_in(2)
 def test_in_shard_map_axes_have_several_atoms(shape: tuple[int, ...], kind: str, rng: np.random.Generator) -> None:
     names, count = ("a", "b")[: len(shape)], int(np.prod(shape))
     devices = np.array(jax.devices()[:count]).reshape(shape)

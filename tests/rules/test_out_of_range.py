@@ -111,6 +111,7 @@ def test_look_ups_and_their_gradients(name: str, mode: str, dim: int, x: np.ndar
 
 
 @pytest.mark.parametrize("name, mode, dim", crossed(list(WRITTEN), list(MODES), [0, 1], one_in=6))
+@pytest.mark.one_in(3)
 def test_updates(name: str, mode: str, dim: int, x: np.ndarray) -> None:
     f = WRITTEN[name](MODES[mode])
     with jax.disable_jit():

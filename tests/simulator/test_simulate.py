@@ -59,6 +59,7 @@ FAST = ("a", "c", "ac", "ba", "cb", "abc", "cab")
 @pytest.mark.parametrize(
     "axes", [pytest.param(x, id="".join(x), marks=() if "".join(x) in FAST else pytest.mark.slow) for x in ORDERS]
 )
+@pytest.mark.one_in(2)
 def test_collectives_over_axes_in_any_order(axes: tuple[str, ...], rng: np.random.Generator) -> None:
     n = 2 ** len(axes)
     ring = [(i, (i + 1) % n) for i in range(n)]

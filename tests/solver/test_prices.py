@@ -10,6 +10,7 @@ from random_problems import exhaustive, random_problem
 
 
 @pytest.mark.parametrize("seed", range(80))
+@pytest.mark.one_in(3)
 def test_the_bound_of_a_priced_problem_is_one_of_the_problem(seed):
     problem = random_problem(np.random.default_rng(seed), nodes=7, states=5)
     best = exhaustive(problem)

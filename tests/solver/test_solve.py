@@ -17,6 +17,7 @@ from random_problems import exhaustive, exhaustive_alternatives, layered, random
 
 
 @pytest.mark.parametrize("seed", range(300))
+@pytest.mark.one_in(3)
 def test_it_is_the_exhaustive_optimum(seed):
     problem = random_problem(np.random.default_rng(seed), nodes=7, memory=seed % 3 != 0)
     best = exhaustive(problem)
@@ -74,6 +75,7 @@ def highs(problem):
 
 
 @pytest.mark.parametrize("seed", range(20))
+@pytest.mark.one_in(3)
 def test_highs_finds_nothing_better(seed):
     problem = layered(seed, memory=seed % 2 == 0)
     best, found = highs(problem), solve(problem)

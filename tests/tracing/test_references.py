@@ -184,6 +184,7 @@ SLOW = [pytest.param(f, marks=pytest.mark.slow) for f in (others, beside_a_kerne
 
 
 @pytest.mark.parametrize("f", (*INSIDE, *SLOW), ids=lambda f: f.__name__)
+@pytest.mark.one_in(3)
 def test_references_inside_are_values(f: F) -> None:
     wanted = jax.jit(f)(X)
     g = gshard.jit(f, mesh=LINE)

@@ -59,6 +59,7 @@ def check(found: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.one_in(3)
 def test_the_same_numbers(name: str) -> None:
     f, x, _ = TRANSFORMS[name]
     check(gshard.jit(lambda x: split_of(name, x), mesh=8)(x), jax.jit(f)(x))
@@ -77,6 +78,7 @@ def test_nothing_is_gathered(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["rows and columns", "of real numbers", "there and back", "long"])
+@pytest.mark.one_in(2)
 def test_derivatives(name: str) -> None:
     f, x, _ = TRANSFORMS[name]
 

@@ -90,6 +90,7 @@ def test_a_mark_without_effect_is_listed_and_refused(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", READ)
+@pytest.mark.one_in(3)
 def test_all_others_have_one(case: str) -> None:
     f = READ[case]
     assert gshard.explain(f, X, mesh=MESH).unused == ()
