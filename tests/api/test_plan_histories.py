@@ -23,8 +23,12 @@ def step(w: Any, x: Any) -> Any:
     return w - 0.1 * gradient, loss
 
 
+TRACES: list[int] = []
+
+
 def typed(w: Any, x: Any) -> Any:
     """A function that cannot be traced without the types of its arguments."""
+    TRACES.append(1)
     assert jax.typeof(w).sharding.spec == P("d", None)
     return step(w, x)
 
@@ -83,7 +87,11 @@ def test_a_function_that_needs_the_types_is_traced_with_them() -> None:
     w = placements(mesh, W)[3]
     found = gshard.search(typed, w, X, mesh=mesh, machine="h100:1x8", progress=False)
     jitted = gshard.jit(typed, mesh=mesh, plan=found.plan)
+    jitted(w, X)
+    traced = len(TRACES)
     for _ in range(3):
+        jitted.lower(w, X)
+        assert len(TRACES) == traced, "what cannot be traced is not tried again"
         np.testing.assert_allclose(jitted(w, X)[0], jax.jit(step)(W, X)[0], rtol=1e-5, atol=1e-6)
 
 

@@ -37,8 +37,7 @@ def test_the_page_tells_what_collectives_are_for(attention):
     rows = notes["What the collectives are for"]
     assert len(rows) == len(attention.purposes) > 1
     assert sum(p.bytes for p in attention.purposes) == attention.total_bytes
-    for row, purpose in zip(rows, attention.purposes, strict=True):
-        assert row.startswith(f"{purpose.purpose}: {purpose.kind} over {purpose.axes} ×{purpose.times}, ")
+    assert rows == [str(purpose) for purpose in attention.purposes]
 
 
 def test_reasons_lead_to_marks(attention):

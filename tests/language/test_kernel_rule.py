@@ -98,6 +98,9 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], str, str
     ),
     "a row of some columns": (lambda x: x[:, 1:2, 1:3], ((4, 6, 5),), "a b c -> a 1 c; replicate b c", ""),
     "loop": (scan, ((4, 6),), "a b -> a b; replicate a", "a b, a b -> a b; replicate a"),
+    "loop without equations": (
+        lambda x, c: jax.lax.scan(lambda c, row: (row, c), c, x)[1], ((4, 6), (6,)), "a b, b -> a b; replicate a", ""
+    ),
     "recurrent": (
         recurrent, ((4, 5, 6), (6, 6)), "a b c, c c -> b a c; replicate b c",
         "a b c, c c, b a c -> a b c, c c; replicate a b c",

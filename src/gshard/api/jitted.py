@@ -300,13 +300,18 @@ class Jitted(OneObject, Generic[P, R]):
         call returned. A plan is for one program. A function that needs the types is traced with them.
         """
         untyped = signature.without_types()
-        if untyped != signature:
-            try:
-                self._closed(untyped)
-            except Exception as error:  # of any kind: it comes from the user's function
-                _log.debug("gshard: %s is traced with the types of its arguments: %s", name_of(self._f), error)
-                return signature
-        return untyped
+        if untyped == signature or self._traced.get((untyped.traced, "can be traced"), lambda: self._traces(untyped)):
+            return untyped
+        return signature
+
+    def _traces(self, signature: Signature) -> bool:
+        """Whether the function can be traced for a kind of arguments."""
+        try:
+            self._closed(signature)
+        except Exception as error:  # of any kind: it comes from the user's function
+            _log.debug("gshard: %s is traced with the types of its arguments: %s", name_of(self._f), error)
+            return False
+        return True
 
     def _lower(self, signature: Signature, target: Target) -> Lowered:
         program = self._traced.get((signature.traced, "program"), lambda: self._program(signature))

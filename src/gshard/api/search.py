@@ -101,8 +101,8 @@ def search(
 
     Args:
         f: a function, or one that ``gshard.jit`` returned: then its mesh, machine, limit, marks, static and donated
-            arguments count where others are not given. Of one that ``jax.jit`` returned all that it was given counts,
-            and so it does of one that ``flax.nnx.jit`` or ``equinox.filter_jit`` returned.
+            arguments count where others are not given. If ``jax.jit``, ``flax.nnx.jit`` or ``equinox.filter_jit``
+            returned it, the options that it was jitted with count.
         args, kwargs: its arguments: arrays or ``jax.ShapeDtypeStruct``, and values for static ones.
         mesh: as for ``jit``, or an abstract mesh of any size, or a list of ``Mesh`` of one size to choose from; a
             number of devices tries all shapes with up to two axes.

@@ -76,7 +76,7 @@ def nothing_to_send(shown: str, send: str, array: Any = None) -> ShardingError:
     """The error for a pytree without floats, or for one array of something else."""
     what = "no array of the pytree has floats to round."
     if array is not None:
-        what = f"{'a Python number' if _is_python_number(array) else array.dtype} is sent as it is."
+        what = f"{'a Python number' if _is_python_number(array) else array.dtype} is not rounded."
     hint = f"Leave out send={send!r}: it rounds floats."
     return ShardingError(what, user_line(), f"{shown}; send={send!r}", hint)
 

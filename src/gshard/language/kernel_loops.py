@@ -37,13 +37,13 @@ class Step:
         rule: its rule; None if none of its loops may be split, as in an equation with bodies that is no scan.
         loops: the loop of each factor.
         is_read: whether a result of the function depends on it.
-        body: the equations of the body of a scan.
+        body: the equations of the body of a scan; None for other equations.
     """
 
     rule: Rule | None
     loops: tuple[int, ...]
     is_read: bool
-    body: tuple[Step, ...] = ()
+    body: tuple[Step, ...] | None = None
 
 
 class LoopTable:

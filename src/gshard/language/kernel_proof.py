@@ -101,16 +101,17 @@ def _evaluate(
         step = next(following)
         if not step.is_read:
             return [_Part(None, {}) for _ in eqn.outvars]
-        one = _scan_on_shards if step.body else _on_shards
-        return one(eqn, step, operands, atoms_of_loop, mesh)
+        if step.body is not None:
+            return _scan_on_shards(eqn, step.body, operands, atoms_of_loop, mesh)
+        return _on_shards(eqn, step, operands, atoms_of_loop, mesh)
 
     return evaluate(body, consts, [_Part(x, {}) for x in arguments], run, lambda x: _Part(x, {}))
 
 
 def _scan_on_shards(
-    eqn: Any, step: Step, operands: Sequence[_Part], atoms_of_loop: Callable[[int], Atoms], mesh: Mesh
+    eqn: Any, steps: Sequence[Step], operands: Sequence[_Part], atoms_of_loop: Callable[[int], Atoms], mesh: Mesh
 ) -> list[_Part]:
-    """Runs a scan whose body runs on shards.
+    """Runs a scan whose body, with these equations, runs on shards.
 
     Raises:
         _NotProven: its body cannot be split so, or a value that enters or leaves it is unreduced.
@@ -124,7 +125,7 @@ def _scan_on_shards(
     avals[first:] = [aval.update(shape=aval.shape[1:]) for aval in avals[first:]]
 
     def body(*shards: Any) -> list[Any]:
-        results = _evaluate(eqn.params["jaxpr"], shards, step.body, atoms_of_loop, mesh)
+        results = _evaluate(eqn.params["jaxpr"], shards, steps, atoms_of_loop, mesh)
         if any(part.unreduced for part in results):
             raise _NotProven
         return [part.array for part in results]

@@ -31,7 +31,8 @@ SENT = ("bfloat16", "int8")
 """The names of the dtypes in which arrays can be sent."""
 
 _STEPS = 127.0  # int8 holds -127 ... 127; -128 is not used, so that the steps are symmetric
-# The largest scale is a little less than the largest number / 127, so that no finite element becomes infinite.
+# The largest scale is less than the largest number / 127, so that no finite element becomes infinite. The difference
+# exceeds the roundings of the scale and of the product, which are 2**-24 each in float32.
 _BELOW = 1 - 2.0**-20
 
 

@@ -154,7 +154,8 @@ def _together(
 def _may_move_first(operand: Value, result: Value, is_sum: bool, in_place: bool) -> bool:
     """Whether moving the operand of a conversion can send less: a sum is combined first, a narrow array widened later.
 
-    What another kind of equation makes needs no group of its own: it is narrow where it is moved to its group.
+    An operand that is not computed elementwise needs no group of its own. gshard moves it from its producer to the
+    sharding of the group, and it is narrow then.
     """
     thin, wide = itemsize(operand.dtype), itemsize(result.dtype)
     return (is_sum and thin != wide) or (in_place and thin < wide)

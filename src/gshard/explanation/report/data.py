@@ -9,7 +9,7 @@ import jax
 
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
-from gshard.core.program import Equation, Program, Value, format_bytes
+from gshard.core.program import Equation, Program, Value
 from gshard.core.spmd import Collective, SpmdProgram
 from gshard.device.cost import BOUNDS, Cost
 from gshard.device.fusion_model import COLLECTIVE
@@ -171,11 +171,8 @@ def _words(equations: int) -> dict[str, str]:
 
 def _notes(explanation: Explained) -> list[tuple[str, list[str]]]:
     """Lists that stand below the totals where they are not empty, with their titles."""
-    purposes = [
-        f"{p.purpose}: {p.kind} over {p.axes} ×{p.times}, {format_bytes(p.bytes)}" for p in explanation.purposes
-    ]
     notes = (
-        ("What the collectives are for", purposes),
+        ("What the collectives are for", tuple(map(str, explanation.purposes))),
         ("Work that every device repeats, and devices without work", explanation.replicated),
         ("Results returned in fewer shards than they have inside", explanation.returned),
         ("No rule, so operands are gathered", explanation.gathered),
