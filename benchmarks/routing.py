@@ -3,7 +3,8 @@
 A token that visits k experts of H hidden units takes the products of a dense layer of k * H, whatever E. What is above
 the dense layer is routing, moving rows, empty slots, and products that a form makes for nothing. Rows: the dense layer,
 ``einsum`` and ``gather`` with slots for 1.25 times an even load (they drop tokens), ``gather`` with slots for all,
-``blocks`` and ``ragged``, which drop nothing.
+``blocks`` and ``ragged``, which drop nothing, and ``ragged_all_to_all`` with room for 1.25 times an even load and for
+all.
 
 Columns: FLOPs a token that XLA counts in the compiled program (a scan's body counts once there, so ``blocks`` has none;
 with its rounds it comes to about k * R/(R-1) of the dense layer's), bytes of temporaries a token, microseconds a token,
@@ -35,6 +36,8 @@ ROWS = {
     "gather, all": {"dispatch": "gather", "capacity_factor": math.inf},
     "blocks": {"dispatch": "blocks"},
     "ragged": {"dispatch": "ragged"},
+    "all-to-all, 1.25": {"dispatch": "ragged_all_to_all", "capacity_factor": 1.25},
+    "all-to-all, all": {"dispatch": "ragged_all_to_all", "capacity_factor": math.inf},
 }
 
 
@@ -87,7 +90,7 @@ def measure(rows: dict[str, tuple[Layer, Any]], x_BLM: jax.Array, pairs: int) ->
         temporaries = run.memory_analysis().temp_size_in_bytes / tokens
         ratio = statistics.median(a / b for a, b in zip(taken[name], taken["dense"], strict=True))
         microseconds = statistics.median(taken[name]) / tokens * 1e6
-        print(f"  {name:<14}{flops:>12}{temporaries:>14,.0f}{microseconds:>14.2f}{ratio:>10.2f}", flush=True)
+        print(f"  {name:<18}{flops:>12}{temporaries:>14,.0f}{microseconds:>14.2f}{ratio:>10.2f}", flush=True)
 
 
 def main() -> None:
@@ -98,12 +101,13 @@ def main() -> None:
     rows = layers(options)
     x_BLM = jax.random.normal(jax.random.key(2), (1, options.tokens, options.model))
     with jax.default_matmul_precision("highest"):  # on a GPU the default is TF32
-        full = [f(params, x_BLM) for name, (f, params) in rows.items() if name in ("gather, all", "blocks", "ragged")]
+        dropless = ("gather, all", "blocks", "ragged", "all-to-all, all")
+        full = [f(params, x_BLM) for name, (f, params) in rows.items() if name in dropless]
     assert all(jnp.allclose(full[0], other, rtol=1e-3, atol=1e-4) for other in full[1:]), "dropless forms disagree"
     print(f"{options.tokens} tokens, M={options.model}, H={options.hidden}, E={options.experts}, k={options.top_k}, "
           f"{jax.devices()[0].device_kind}, jax {jax.__version__}")  # fmt: skip
     for what, change in (("forward", lambda f: f), ("forward and backward", with_gradients)):
-        print(f"\n{what:<16}{'MFLOP/token':>12}{'B/token':>14}{'us/token':>14}{'dense':>10}")
+        print(f"\n{what:<20}{'MFLOP/token':>12}{'B/token':>14}{'us/token':>14}{'dense':>10}")
         measure({name: (change(f), params) for name, (f, params) in rows.items()}, x_BLM, options.pairs)
 
 

@@ -20,6 +20,7 @@ from jax.experimental import pallas
 
 from gshard.api.attention_function import attention
 from gshard.api.kernel_function import kernel as gshard_kernel
+from gshard.api.row_functions import put_rows, take_rows
 from gshard.core.program import Program
 from gshard.core.xla_workarounds import AS_WRITTEN
 from gshard.rewrite.banded_product import band_of
@@ -638,6 +639,16 @@ def attention_rows() -> Iterator[Row]:
         yield row(f"gshard_attention_gradient{name}", back, q, k, v, normal(2, 10, 4, 5, seed=3), tolerance=1e-4)
 
 
+def rows_with_places() -> Iterator[Row]:
+    """Rows that move to places of their own; some have no place, and some places have no row."""
+    places = np.array([[3, -1], [12, 0], [40, 7], [1, 9], [5, 13], [11, 2], [10, 6]])
+    yield row("gshard_put_rows", lambda x, to: put_rows(x, to, 14), normal(7, 3), places)
+    yield row("gshard_put_rows, each its own", lambda x, to: put_rows(x, to, 5), N.astype(bool), places[:, 0])
+    yield row("gshard_take_rows", take_rows, normal(14, 3), places)
+    back = lambda x, ct: jax.vjp(lambda x: take_rows(x, places), x)[1](ct)  # noqa: E731
+    yield row("gshard_put_rows, of each choice", back, normal(14, 3), normal(7, 2, 3, seed=1))
+
+
 def grouped() -> Iterator[Row]:
     """Rows that belong to groups, some of them empty, the last rows to none; and what is kept whole or taken apart."""
     numbers = lax.RaggedDotDimensionNumbers
@@ -655,12 +666,19 @@ def grouped() -> Iterator[Row]:
     sums = numbers((((1,), (1,)), ((0,), (0,))), (1,), ())
     sums_of_each = lambda x, y, n: lax.ragged_dot_general(x, y, n, sums)  # noqa: E731
     yield row("ragged_dot_general, sums of each batch", sums_of_each, x, normal(3, 10, 4), each, tolerance=SUM)
+    free_first = numbers((((3,), (2,)), ((0,), (0,))), (2,), (1,))
+    for batches in (1, 3):  # batches of one, with sizes for each of the dimensions before the ragged one
+        rows_of = lambda x, y, n: lax.ragged_dot_general(x, y, n, free_first)  # noqa: E731
+        sizes_of = np.broadcast_to(each[:batches, None], (batches, 2, 5)).astype(np.int32)
+        x, y = normal(batches, 2, 10, 6), normal(batches, 5, 6, 4)
+        yield row(f"ragged_dot_general, {batches} of rows", rows_of, x, y, sizes_of, tolerance=SUM)
     batch_sizes = np.array([1, 0, 1, 1, 0], np.int32)
     which = lambda x, y, n: lax.ragged_dot_general(x, y, n, numbers((((2,), (1,)), ((0,), (0,))), (0,), ()))  # noqa: E731
     yield row("ragged_dot_general, ragged batch", which, x, normal(3, 6, 4), batch_sizes, tolerance=SUM)
     product = gshard_kernel(lambda x, w: x @ w, like=lambda x, w: x @ w)
     yield row("gshard_kernel, product", product, normal(7, 6), normal(6, 5), tolerance=1e-5)
     yield from attention_rows()
+    yield from rows_with_places()
     yield row("pallas_call, mapped", jax.vmap(kernel), normal(7, 5, 4), normal(7, 4))
     yield row("pallas_call, mapped twice", jax.vmap(jax.vmap(kernel, (0, None)), 1), normal(6, 3, 5, 4), normal(4, 3))
     key = np.arange(4, dtype=np.uint32)

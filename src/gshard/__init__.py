@@ -24,6 +24,7 @@ Besides::
     Machine, Cost               what a program takes on given devices; CollectiveMatmul: which products run so
     manual, auto_to_manual ...  parts of a program that you partition yourself
     attention                   dot-product attention, split by batch, heads or sequence (ring attention)
+    put_rows, take_rows         rows that move to places of their own, as tokens do to experts (ragged all-to-all)
     kernel                      a fast function (Pallas, cuDNN, ...) that is partitioned as a plain one
     rule                        register a rule of an operator (RuleMaker, Call, Shards, Rule)
     testing                     check a rule; limits and baselines of what a jitted function sends, for your tests
@@ -53,6 +54,8 @@ from gshard.api.marks import name as name
 from gshard.api.marks import replicate as replicate
 from gshard.api.marks import shard as shard
 from gshard.api.marks import split as split
+from gshard.api.row_functions import put_rows as put_rows
+from gshard.api.row_functions import take_rows as take_rows
 from gshard.api.search import search as search
 from gshard.comm.shards import Shards as Shards
 from gshard.core.errors import ArgumentError as ArgumentError
@@ -147,12 +150,14 @@ __all__ = [
     "part_index",
     "partition",
     "propagate",
+    "put_rows",
     "replicate",
     "rule",
     "search",
     "shard",
     "shard_by_path",
     "split",
+    "take_rows",
     "testing",
     "trace",
 ]

@@ -19,6 +19,7 @@ QUICK = functools.partial(jax.jit, compiler_options=FAST)
 layer = jax.jit(expert_layer, static_argnums=0, compiler_options=FAST)
 BASE = TransformerConfig.decoder_only(9, 2, model_dim=6, hidden_dim=10, experts=4, top_k=2, group_size=8,
     capacity_factor=math.inf)  # fmt: skip
+BOTH = ("ragged", "ragged_all_to_all")
 
 
 def case(config, seed=0):
@@ -46,7 +47,7 @@ def assert_trees_close(left, right):
         ({}, [("blocks", 1)]),
         (
             {"top_k": 3, "gates": "sigmoid", "gate_scale": 2.5, "balance": "bias", "shared_experts": 2},
-            [("ragged", 1), ("blocks", 1), ("gather", 1)],
+            [("ragged", 1), ("ragged_all_to_all", 1), ("blocks", 1), ("gather", 1)],
         ),
         ({"top_k": 1, "normalise_gates": False, "activation": "relu"}, []),
         ({"routing": "paper", "activation": "relu"}, [("ragged", 1)]),  # burnt slots are rows that nobody has
@@ -60,14 +61,15 @@ def test_equals_the_other_dispatches(change, others):
     arguments = case(config)
     expected = value_and_gradients(config)(*arguments)
     assert float(jnp.abs(expected[0][1][0]).max()) > 0.1
-    for dispatch, partitions in [("ragged", 2), *others]:
+    for dispatch, partitions in [("ragged", 2), ("ragged_all_to_all", 2), *others]:
         other = dataclasses.replace(config, dispatch=dispatch, partitions=partitions)
         assert_trees_close(value_and_gradients(other)(*arguments), expected)
 
 
 @pytest.mark.parametrize("partitions", [1, 2])
-def test_equals_a_loop_over_tokens(partitions):
-    config = dataclasses.replace(BASE, dispatch="ragged", partitions=partitions, shared_experts=1)
+@pytest.mark.parametrize("dispatch", BOTH)
+def test_equals_a_loop_over_tokens(dispatch, partitions):
+    config = dataclasses.replace(BASE, dispatch=dispatch, partitions=partitions, shared_experts=1)
     params, x_BLM, _ = case(config)
     got, metrics = layer(config, params, x_BLM)
     expected = naive.expert_layer(config, params, np.asarray(x_BLM, np.float64).reshape(-1, 6))
@@ -77,14 +79,16 @@ def test_equals_a_loop_over_tokens(partitions):
 
 
 @pytest.mark.parametrize("partitions", [1, 4])
-def test_nothing_is_dropped_when_all_want_the_same(partitions):
+@pytest.mark.parametrize("dispatch", BOTH)
+def test_nothing_is_dropped_when_all_want_the_same(dispatch, partitions):
     """One expert has every token, the others some or none; with partitions all of it is in one of them."""
-    config = dataclasses.replace(BASE, dispatch="ragged", partitions=partitions, top_k=1, normalise_gates=False)
+    config = dataclasses.replace(BASE, dispatch=dispatch, partitions=partitions, top_k=1, normalise_gates=False)
     params, x_BLM, _ = case(config)
     x_BLM = np.abs(x_BLM)
     params["wg"] = np.zeros_like(params["wg"])
     params["wg"][:, 2] = 1.0
-    got, metrics = layer(config, params, x_BLM)
+    run = layer if partitions == 1 else gshard.jit(expert_layer, mesh=partitions, static_argnums=0)
+    got, metrics = run(config, params, x_BLM)
     assert float(metrics["dead_experts"]) == 3
     assert float(metrics["dropped_share"]) == 0
     expected = naive.expert_layer(config, params, np.asarray(x_BLM, np.float64).reshape(-1, 6))
@@ -92,8 +96,9 @@ def test_nothing_is_dropped_when_all_want_the_same(partitions):
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def test_eight_devices_compute_what_one_does(dtype):
-    config = dataclasses.replace(BASE, experts=8, dispatch="ragged", partitions=8, group_size=4, dtype=dtype)
+@pytest.mark.parametrize("dispatch", BOTH)
+def test_eight_devices_compute_what_one_does(dispatch, dtype):
+    config = dataclasses.replace(BASE, experts=8, dispatch=dispatch, partitions=8, group_size=4, dtype=dtype)
     params, x_BLM, valid_BL = case(config)
     x_BLM = x_BLM.astype(dtype)
     on_eight = value_and_gradients(config, lambda f: gshard.jit(f, mesh=8))
@@ -118,15 +123,81 @@ def test_tokens_are_gathered_once_and_sums_scattered_once():
     assert large == [("all_gather", tokens * 7 // 8), ("reduce_scatter", tokens * 7 // 8)]
 
 
-def test_by_names_without_marks():
+def test_each_token_is_sent_to_its_experts_and_back():
+    """Forward: the numbers of rows are gathered once, and each device sends the rows of its own tokens."""
+    config = dataclasses.replace(
+        BASE, model_dim=64, experts=8, dispatch="ragged_all_to_all", partitions=8, group_size=32
+    )
+    params = shapes(expert_specs(config))
+    x_BLM = jax.ShapeDtypeStruct((8, 32, 64), "float32")
+    sent = gshard.jit(lambda p, x: expert_layer(config, p, x)[0], mesh=8).lower(params, x_BLM).spmd.collectives
+    rows = 2 * 32  # of the tokens of a device, to k = 2 experts each
+    exchanges = [(c.kind, c.total_bytes) for c in sent if c.kind == "all_to_all"]
+    assert exchanges == 2 * [("all_to_all", rows * 64 * 4 * 7 // 8)]
+    numbers = [c.total_bytes for c in sent if c.kind == "all_gather" and c.total_bytes >= rows * 4 * 7]
+    assert numbers == [rows * 4 * 7]
+    assert sum(c.total_bytes for c in sent) < sum(exchange[1] for exchange in exchanges) + rows * 4 * 7 + 2000
+
+
+@pytest.mark.parametrize("partitions", [1, 4])
+@pytest.mark.parametrize("factor", [0.25, 1.0, 2.5])
+def test_a_partition_has_room_for_its_experts_together(factor, partitions):
+    """The experts with the most tokens lose their last ones, and no token is dropped while there is room."""
+    config = dataclasses.replace(BASE, experts=8, dispatch="ragged_all_to_all", partitions=partitions,
+        capacity_factor=factor)  # fmt: skip
+    params, x_BLM, valid_BL = case(config)
+    tokens = x_BLM.reshape(-1, 6)
+    valid_T = np.asarray(valid_BL).reshape(-1)
+    logits_TE = np.asarray(tokens @ params["wg"])
+    chosen_TK = np.argsort(-logits_TE, axis=1, kind="stable")[:, :2]
+    room, own = int(factor * len(tokens) / partitions), 8 // partitions
+    sizes_E = [int(((chosen_TK == e).any(1) & valid_T).sum()) for e in range(8)]
+    taken = []
+    for part in range(partitions):  # experts of a partition have the same limit, the largest for which all fit
+        sizes = sizes_E[part * own : part * own + own]
+        limit = max(n for n in range(room + 1) if sum(min(size, n) for size in sizes) <= room)
+        taken += [min(size, limit) for size in sizes]
+    outputs, metrics = layer(config, params, x_BLM, valid_BL)
+    kept = 0
+    reached = np.zeros(len(tokens), bool)
+    seen = [0] * 8
+    for g in range(len(tokens) // config.group_size):  # in the order of places: groups, then choices, then tokens
+        group = range(g * config.group_size, (g + 1) * config.group_size)
+        for k in range(2):
+            for t in group:
+                e = chosen_TK[t, k]
+                if valid_T[t]:
+                    if seen[e] < taken[e]:
+                        kept += 1
+                        reached[t] = True
+                    seen[e] += 1
+    np.testing.assert_allclose(float(metrics["kept_share"]), kept / (2 * valid_T.sum()), rtol=1e-6)
+    np.testing.assert_allclose(float(metrics["dropped_share"]), (valid_T & ~reached).sum() / valid_T.sum(), atol=1e-6)
+    assert kept < sum(sizes_E) or factor == 2.5
+    np.testing.assert_array_equal(np.abs(np.asarray(outputs).reshape(-1, 6)).max(1) > 0, reached)
+    if partitions > 1:
+        run = gshard.jit(functools.partial(expert_layer, config), mesh=partitions)
+        for _ in range(3):
+            jax.tree.map(
+                lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
+                run(params, x_BLM, valid_BL), (outputs, metrics),
+            )  # fmt: skip
+
+
+@pytest.mark.parametrize("dispatch", BOTH)
+def test_by_names_without_marks(dispatch):
     """With a layout in place of partitions the product itself is split by experts."""
-    config = dataclasses.replace(BASE, dispatch="ragged")
+    config = dataclasses.replace(BASE, dispatch=dispatch)
     params, x_BLM, _ = case(config)
     layout = gshard.Layout(groups="devices", experts="devices", tokens=None, model=None, gates=None)
     f = gshard.jit(lambda p, x: expert_layer(config, p, x)[0], mesh=4, layout=layout)
     np.testing.assert_allclose(f(params, x_BLM), layer(config, params, x_BLM)[0], rtol=1e-4, atol=1e-5)
 
 
-def test_refused():
-    with pytest.raises(ModelError, match="as many experts as the others"):
-        dataclasses.replace(BASE, dispatch="ragged", partitions=3)
+@pytest.mark.parametrize("dispatch", BOTH)
+def test_refused(dispatch):
+    with pytest.raises(ModelError, match=f"dispatch '{dispatch}' gives each partition as many experts as the others"):
+        dataclasses.replace(BASE, dispatch=dispatch, partitions=3)
+    config = dataclasses.replace(BASE, dispatch="ragged_all_to_all", partitions=4, capacity_factor=0.1)
+    with pytest.raises(ModelError, match="the room of a partition is below 1"):
+        config.room(32)

@@ -417,6 +417,7 @@ def test_a_ragged_all_to_all_passes_and_is_counted(names: str) -> None:
     assert emitted(spmd.jaxpr, spmd.mesh.atom_sizes) == reported(spmd.collectives)
     rows = [c for c in spmd.collectives if c.kind == "all_to_all" and "f32" in c.shape]
     assert [c.total_bytes for c in rows] == [4 * 8 * 4 // 2]
+    assert gshard.explain(f, x, mesh=WIDE).cost("v5e:2x4").seconds > 0
     check = jax.export.DisabledSafetyCheck.custom_call("ragged_all_to_all")
     made = jax.export.export(jax.jit(g), platforms=["tpu"], disabled_checks=[check])(
         jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(WIDE, P("a")))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from gshard.core.jax_adapter import SENT_OPERANDS
 from gshard.core.mesh import Atoms
 from gshard.core.program import itemsize
 
@@ -20,8 +19,7 @@ KINDS = {
     "reduce_scatter": "reduce_scatter",
     "psum_scatter": "reduce_scatter",
     "all_to_all": "all_to_all",
-    # The bytes of a ragged all-to-all are known at run time only. It counts as an all-to-all of the whole operand.
-    **dict.fromkeys(SENT_OPERANDS, "all_to_all"),
+    "ragged_all_to_all": "all_to_all",
     "ppermute": "collective_permute",
 }
 
@@ -40,14 +38,28 @@ def collectives_of(jaxpr: Any, sizes: Mapping[str, int], times: int = 1) -> Iter
             axes = params.get("axes", params.get("axis_name"))
             axes = tuple(axes) if isinstance(axes, (tuple, list)) else (axes,)
             group = math.prod(sizes[a] for a in axes)
-            for var in eqn.invars[: SENT_OPERANDS.get(name)]:
-                each = math.prod(var.aval.shape) * itemsize(var.aval.dtype)
-                yield KINDS[name], axes, times * sent_bytes(KINDS[name], each, group), var.aval
+            held = [math.prod(var.aval.shape) * itemsize(var.aval.dtype) for var in eqn.invars]
+            for size, var in zip(sent_sizes(name, held), eqn.invars, strict=False):
+                yield KINDS[name], axes, times * sent_bytes(KINDS[name], size, group), var.aval
         times_of_bodies = times * params["length"] if name == "scan" else times
         for value in params.values():
             for body in value if isinstance(value, (tuple, list)) else (value,):
                 if isinstance(body, (Jaxpr, ClosedJaxpr)):
                     yield from collectives_of(body, sizes, times_of_bodies)
+
+
+def sent_sizes(name: str, sizes: Sequence[int]) -> Sequence[int]:
+    """The sizes of the arrays that a collective sends.
+
+    The bytes of a ragged all-to-all are known at run time only. It counts as an all-to-all of its operand, or of its
+    output if that is smaller: on average, devices send no more than they hold, and receive no more than they have room
+    for. They do not send offsets and sizes.
+
+    Args:
+        name: the name of its primitive.
+        sizes: bytes of each of its operands on one device.
+    """
+    return [min(sizes[:2])] if name == "ragged_all_to_all" else sizes
 
 
 def sent_bytes(kind: str, operand: int, group: int) -> int:

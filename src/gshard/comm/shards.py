@@ -106,14 +106,14 @@ class Shards:
 
     def fetch(self, x: Any, dim: int, atoms: Atoms, window: Window) -> Any:
         """The elements of this device's window. Elements outside of the array are undefined."""
-        return self._once((dim, atoms, window), x, lambda: self._laid_out(x, dim, atoms, window, 0))
+        return self.once((dim, atoms, window), x, lambda: self._laid_out(x, dim, atoms, window, 0))
 
     def _laid_out(self, x: Any, dim: int, atoms: Atoms, window: Window, fill: Any) -> Any:
         def sent() -> tuple[Any, ...]:
             self.permutes(x, dim, atoms, window.messages(x.shape[dim]))
             return received(x, dim, atoms, self.mesh, window)
 
-        return laid_out(x, self._once(("received", dim, atoms, window), x, sent), dim, atoms, window, fill)
+        return laid_out(x, self.once(("received", dim, atoms, window), x, sent), dim, atoms, window, fill)
 
     def give_back(self, x: Any, dim: int, atoms: Atoms, window: Window, size: int) -> Any:
         """This device's part, of ``size`` elements, of the sums over all windows (``comm.halo.add_windows``)."""
@@ -121,7 +121,7 @@ class Shards:
         self.permutes(part, dim, atoms, window.messages(size))
         return add_windows(x, dim, atoms, self.mesh, window, size)
 
-    def _once(self, name: Any, x: Any, compute: Callable[[], Any]) -> Any:
+    def once(self, name: Any, x: Any, compute: Callable[[], Any]) -> Any:
         """The result of ``compute`` on ``x``, or the equal result of another equation of this block.
 
         Args:
@@ -158,7 +158,7 @@ class Shards:
         if not is_number(fill):
             return self._window(x, dim, atoms, window, fill)
         # The key contains repr(fill), because -0.0 == 0.0.
-        return self._once((dim, atoms, window, repr(fill)), x, lambda: self._window(x, dim, atoms, window, fill))
+        return self.once((dim, atoms, window, repr(fill)), x, lambda: self._window(x, dim, atoms, window, fill))
 
     def _window(self, x: Any, dim: int, atoms: Atoms, window: Window, fill: Any) -> Any:
         if window.filled_outside(x.shape[dim]):

@@ -31,6 +31,7 @@ from jax._src.lax.lax import optimization_barrier_p as optimization_barrier_p
 from jax._src.lax.parallel import all_gather_p as all_gather_p
 from jax._src.lax.parallel import all_to_all_p as all_to_all_p
 from jax._src.lax.parallel import ppermute_p as ppermute_p
+from jax._src.lax.parallel import ragged_all_to_all_p as ragged_all_to_all_p
 from jax._src.random import prng as _prng
 from jax.extend import core as _extend_core
 from jax.extend import source_info_util as _public_source_info
@@ -197,10 +198,6 @@ def closed(jaxpr: Any) -> tuple[Any, tuple[Any, ...]]:
 def shapes_of(avals: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
     """Shapes and dtypes to trace a function with, without shardings."""
     return list(map(shape_of_type, avals))
-
-
-# The number of operands that a collective sends, if not all. ragged_all_to_all does not send its offsets and sizes.
-SENT_OPERANDS = {"ragged_all_to_all": 1}
 
 
 def as_weak(x: Any, weak: bool) -> Any:

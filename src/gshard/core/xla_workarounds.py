@@ -12,6 +12,7 @@
     all_to_all        CPU: an all-to-all of an all-to-all may not compile                 no issue
     all_gather,       CPU: collectives that move elements convert bfloat16 to float32     no issue
     ppermute
+    ragged_all_to_all CPU has none: "UNIMPLEMENTED: HLO opcode `ragged-all-to-all`"  no issue
     runnable          a shard_map that reads only empty arrays may not compile            no issue
 """
 
@@ -28,7 +29,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, mlir
 
-from gshard.core.jax_adapter import all_gather_p, all_to_all_p, ppermute_p
+from gshard.core.jax_adapter import all_gather_p, all_to_all_p, ppermute_p, ragged_all_to_all_p
 from gshard.core.jax_adapter_manual import with_mapping
 
 # Whether XLA for CPU keeps barriers, as it does for other devices.
@@ -158,6 +159,43 @@ def ppermute(x: Any, atoms: Sequence[str], pairs: Sequence[tuple[int, int]]) -> 
     return _ppermute_p.bind(x, axis_name=tuple(atoms), perm=tuple(map(tuple, pairs)))
 
 
+def ragged_all_to_all(
+    x: Any, output: Any, starts: Any, sizes: Any, targets: Any, received_sizes: Any, atoms: Sequence[str]
+) -> Any:
+    """``lax.ragged_all_to_all`` with one chunk for each receiver.
+
+    XLA for CPU has none. There, each device gathers the operands of all devices and reads its chunks from them. This is
+    a part of the lowering for CPU, so the traced program is the same for all devices.
+
+    Args:
+        x: the rows to send.
+        output: the rows that remain where no chunk arrives.
+        starts, sizes: ``[P]``, the chunk of ``x`` that each device receives.
+        targets: ``[P]``, where the chunk begins in the receiver's output.
+        received_sizes: ``[P]``, the sizes of the chunks that come from each device.
+        atoms: the axes of the ``P`` devices.
+    """
+    operands = (x, output, starts, sizes, targets, received_sizes)
+    return _ragged_all_to_all_p.bind(*operands, axis_name=tuple(atoms), axis_index_groups=None)
+
+
+def _gathered_chunks(
+    x: Any, output: Any, starts: Any, sizes: Any, targets: Any, _: Any, *, axis_name: Sequence[str], **params: Any
+) -> Any:
+    if not x.size or not output.size:
+        return output
+    index, count = lax.axis_index(axis_name), x.shape[0]
+    rows = all_gather(x, axis_name, 0)
+    table = all_gather(jnp.stack([starts, sizes, targets])[None], axis_name, 0)  # [sender, 3, receiver]
+    starts, sizes, targets = lax.dynamic_index_in_dim(table, index, axis=2, keepdims=False).T
+    offset = jnp.arange(output.shape[0], dtype=starts.dtype) - targets[:, None]  # [sender, row of the output]
+    arrives = (offset >= 0) & (offset < sizes[:, None])
+    sender = jnp.argmax(arrives, axis=0)
+    position = jnp.take_along_axis(offset + starts[:, None], sender[None], axis=0)[0]
+    read = taken(rows, sender.astype(position.dtype) * count + position, 0)
+    return jnp.where(jnp.any(arrives, axis=0).reshape(-1, *(1,) * (output.ndim - 1)), read, output)
+
+
 def _with_leading_dimension(x: Any, *, split_axis: int, concat_axis: int, **params: Any) -> Any:
     expanded = lax.reshape(x, (1, *x.shape))
     received = all_to_all_p.bind(expanded, split_axis=split_axis + 1, concat_axis=concat_axis + 1, **params)
@@ -185,14 +223,14 @@ def _like(jax_primitive: Any, on_cpu: Callable[..., Any]) -> Primitive:
     primitive = Primitive(jax_primitive.name)
     primitive.def_effectful_abstract_eval(jax_primitive.abstract_eval)
     mlir.register_lowering(primitive, mlir.lower_fun(jax_primitive.bind, multiple_results=False))
-    cpu_lowering = mlir.lower_fun(_moved_as_integers(on_cpu), multiple_results=False)
-    mlir.register_lowering(primitive, cpu_lowering, platform="cpu")
+    mlir.register_lowering(primitive, mlir.lower_fun(on_cpu, multiple_results=False), platform="cpu")
     return primitive
 
 
-_all_to_all_p = _like(all_to_all_p, _with_leading_dimension)
-_all_gather_p = _like(all_gather_p, all_gather_p.bind)
-_ppermute_p = _like(ppermute_p, ppermute_p.bind)
+_all_to_all_p = _like(all_to_all_p, _moved_as_integers(_with_leading_dimension))
+_all_gather_p = _like(all_gather_p, _moved_as_integers(all_gather_p.bind))
+_ppermute_p = _like(ppermute_p, _moved_as_integers(ppermute_p.bind))
+_ragged_all_to_all_p = _like(ragged_all_to_all_p, _gathered_chunks)
 
 
 def _permuted_back(cotangent: Any, _: Any, *, axis_name: Sequence[str], perm: Sequence[tuple[int, int]]) -> list[Any]:

@@ -19,7 +19,7 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from gshard.comm.collectives import KINDS, sent_bytes
+from gshard.comm.collectives import KINDS, sent_bytes, sent_sizes
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import Equation, Value, format_bytes, format_flops
@@ -332,7 +332,7 @@ def _collective(kernel: Kernel, mesh: Mesh, machine: Machine, joined: int) -> tu
     axes: Any = e.params.get("axes", e.params.get("axis_name"))
     atoms: Atoms = tuple(axes) if isinstance(axes, tuple) else (axes,)
     name = KINDS[e.name]
-    operands: Sequence[int] = [size(v) for v in e.inputs if isinstance(v, Value)]
+    operands = sent_sizes(e.name, [size(v) for v in e.inputs if isinstance(v, Value)])
     sent = sum(sent_bytes(name, operand, mesh.count(atoms)) for operand in operands)
     if "perm" in e.params:
         pairs = _pairs(e.params["perm"], atoms, mesh)

@@ -57,7 +57,7 @@ def _layouts(kernel: Kernel, operand: Value, result: Value, machine: Machine) ->
     """Whether a collective needs its operand, and makes its result, in a layout of its own."""
     params: Mapping[str, Any] = kernel.equation.params
     kind = KINDS[kernel.equation.name]
-    if kind == "all_to_all":
+    if "split_axis" in params:
         cut, joined = params["split_axis"], params["concat_axis"]
         part = tuple(min(a, b) for a, b in zip(operand.shape, result.shape, strict=True))
         return False, math.prod(operand.shape) > 0 and is_turned(part, cut, joined)

@@ -14,7 +14,7 @@ CHOICES: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
         "second_expert": ("random", "all"),
         "gates": ("softmax", "sigmoid"),
         "balance": ("loss", "bias"),
-        "dispatch": ("einsum", "gather", "blocks", "ragged"),
+        "dispatch": ("einsum", "gather", "blocks", "ragged", "ragged_all_to_all"),
         "activation": ("relu", "swiglu"),
         "positions": ("sinusoidal", "rotary"),
     }
@@ -47,7 +47,7 @@ class Choices(Protocol):
     @property
     def dispatch(self) -> str: ...
     @property
-    def drops_nothing(self) -> bool: ...
+    def has_slots(self) -> bool: ...
     @property
     def encoder_layers(self) -> int: ...
     @property
@@ -164,11 +164,11 @@ def _check_experts(config: Choices) -> None:
         config.dispatch != "blocks" or config.partitions == 1,
         "dispatch 'blocks' reads the weights of one expert after the other and cannot be split over experts.",
         f"dispatch='blocks', partitions={config.partitions}",
-        "Use dispatch='ragged', or 'gather' with capacity_factor=math.inf, which drop nothing either.",
+        "Use dispatch='ragged', or 'ragged_all_to_all' or 'gather' with capacity_factor=math.inf, which drop nothing.",
     )
     require(
-        config.dispatch != "ragged" or config.experts % config.partitions == 0,
-        "dispatch 'ragged' gives each partition as many experts as the others.",
+        not config.dispatch.startswith("ragged") or config.experts % config.partitions == 0,
+        f"dispatch {config.dispatch!r} gives each partition as many experts as the others.",
         f"experts={config.experts}, partitions={config.partitions}",
         "Use a number of partitions that divides the experts, or dispatch='gather'.",
     )
@@ -185,7 +185,7 @@ def _check_experts(config: Choices) -> None:
     require(
         config.capacity_factor > 0, "capacity_factor must be positive.", f"capacity_factor={config.capacity_factor}"
     )
-    if config.group_size is not None and not config.drops_nothing:
+    if config.group_size is not None and config.has_slots:
         config.capacity(config.group_size)
 
 
@@ -217,7 +217,7 @@ def _check_routing(config: Choices) -> None:
         "Use normalise_gates=False.",
     )
     require(
-        "expert_choice" not in kinds or not config.drops_nothing,
+        "expert_choice" not in kinds or config.has_slots,
         f"experts that choose have equal loads: dispatch {config.dispatch!r} has nothing to do.",
         f"routing='expert_choice', dispatch={config.dispatch!r}",
         "Use dispatch='gather'.",

@@ -42,9 +42,11 @@ class TransformerConfig:
             without a coin. With ``expert_choice`` experts choose their C tokens, so that all have the same load.
         second_expert: of ``paper`` and ``lingvo``: ``random`` sends a token to its second expert with probability
             2*g2, ``all`` always.
-        dispatch: ``einsum`` (one-hot matrices, Algorithm 2), ``gather`` (index tables), or one of two that drop nothing
-            whatever the capacity: ``blocks`` (small products one after the other; for one partition) and ``ragged``
-            (``jax.lax.ragged_dot``, each partition with experts of its own).
+        dispatch: ``einsum`` (one-hot matrices, Algorithm 2) and ``gather`` (index tables) give experts slots. ``blocks``
+            (small products one after the other; for one partition) and ``ragged`` (``jax.lax.ragged_dot``, each
+            partition with experts of its own, which gathers all tokens) drop nothing.
+            With ``ragged_all_to_all`` tokens are sent to the partitions of their experts, each of which has room for
+            ``capacity_factor`` * T / ``partitions`` of T tokens; ``math.inf`` drops nothing there.
         dropout: rate for embeddings and residual branches. The paper has 0.1.
         attention_dropout: rate for attention weights. The paper has 0.1; its random bits grow with the square
             of the length, so it is off unless asked for.
@@ -158,9 +160,9 @@ class TransformerConfig:
         return sum(stacks) // self.experts_every if self.experts else 0
 
     @property
-    def drops_nothing(self) -> bool:
-        """Whether the dispatch has no capacity."""
-        return self.dispatch in ("blocks", "ragged")
+    def has_slots(self) -> bool:
+        """Whether the dispatch gives each expert a number of slots for each group."""
+        return self.dispatch in ("einsum", "gather")
 
     def of_decoder(self) -> TransformerConfig:
         """The same model with the decoder's routing.
@@ -224,6 +226,31 @@ class TransformerConfig:
         )
         # 1e-9: a factor such as 1.1 must not lose a slot to its binary rounding.
         return math.floor(slots + 1e-9)
+
+    def room(self, tokens: int) -> int:
+        """X, the rows that a partition has room for in a dispatch with ragged products.
+
+        Args:
+            tokens: T, all tokens.
+
+        Raises:
+            ModelError: the room is below 1.
+
+        >>> config = TransformerConfig(9, 9, experts=8, partitions=4, dispatch="ragged_all_to_all", capacity_factor=2.5)
+        >>> config.room(64), dataclasses.replace(config, capacity_factor=math.inf).room(64)
+        (40, 128)
+        """
+        most = tokens * min(self.top_k, self.experts // self.partitions)
+        if self.dispatch == "ragged":
+            return most
+        rows = min(self.capacity_factor * tokens / self.partitions, float(most))
+        require(
+            rows >= 1,
+            "the room of a partition is below 1: every token would be dropped.",
+            f"capacity_factor {self.capacity_factor} * {tokens} tokens / {self.partitions} partitions = {rows:.3g}",
+            "Use a larger batch or a larger capacity_factor.",
+        )
+        return math.floor(rows + 1e-9)
 
     def dropless(self) -> TransformerConfig:
         """The same model routed such that no token is dropped and no batch mate matters.

@@ -31,6 +31,7 @@ from gshard.moe.feed_forward import feed_forward, feed_forward_specs, hidden
 from gshard.moe.gating import Gating, top_k_gating
 from gshard.moe.param import Param
 from gshard.moe.ragged import ragged_expert_layer
+from gshard.moe.sorted_rows import within_room
 
 # What experts are sent and send back, by the names that policies of ``jax.checkpoint`` know.
 SENT = ("dispatched", "returned")
@@ -92,7 +93,7 @@ def expert_layer(
     B, L, M = inputs_BLM.shape
     S = config.tokens_of_a_group(B * L)
     G = B * L // S
-    capacity = S if config.drops_nothing else config.capacity(S)
+    capacity = config.capacity(S) if config.has_slots else S
 
     inputs_GSM = _split(config, inputs_BLM.reshape(G, S, M), "groups tokens model")
     wg_ME = replicate(params["wg"]) if config.partitions > 1 else name(params["wg"], "model gates")
@@ -118,6 +119,10 @@ def expert_layer(
             key=key,
             valid_GS=valid_GS,
         )
+        if config.dispatch == "ragged_all_to_all":
+            gating = within_room(
+                gating, config.partitions, config.room(B * L), valid_GS, any_number=config.routing == "top_k"
+            )
     outputs_GSM = _run_experts(config, params, inputs_GSM, gating, capacity)
     outputs_BLM = outputs_GSM.astype(inputs_BLM.dtype).reshape(B, L, M)
     if config.shared_experts:
@@ -141,12 +146,16 @@ def _run_experts(
     }
     if isinstance(gating, Gating) and config.dispatch == "blocks":
         return blocks_expert_layer(gating, inputs_GSM, weights, config.activation)
-    if isinstance(gating, Gating) and config.dispatch == "ragged":
+    if isinstance(gating, Gating) and config.dispatch in ("ragged", "ragged_all_to_all"):
 
         def mark(x_PXM: jax.Array) -> jax.Array:
             return _split(config, x_PXM, "_ _ model")
 
-        outputs_GSM = ragged_expert_layer(gating, inputs_GSM, weights, config.activation, config.partitions, mark)
+        outputs_GSM = ragged_expert_layer(
+            gating, inputs_GSM, weights, activation=config.activation, partitions=config.partitions,
+            room=config.room(inputs_GSM.shape[0] * inputs_GSM.shape[1]), mark=mark,
+            sends_rows=config.dispatch == "ragged_all_to_all",
+        )  # fmt: skip
         # The sum over partitions goes back to the groups: without the mark it might come whole to every device.
         return _split(config, outputs_GSM, "groups tokens model")
 

@@ -204,6 +204,24 @@ def top_k_gating(
     )
 
 
+def keep(gating: Gating, kept: list[jax.Array], valid_GS: jax.Array | None, *, any_number: bool) -> Gating:
+    """The gating with some choices dropped, in its weights and its metrics too.
+
+    Args:
+        gating: the outcome of routing.
+        kept: bool [G, S] for each choice, whether it is kept if it was.
+        valid_GS: bool; None means that all tokens are.
+        any_number: whether ``routing`` is ``top_k``, whose metrics are others.
+    """
+    choices = tuple(
+        choice._replace(kept_GS=choice.kept_GS & kept_GS, weight_GS=jnp.where(kept_GS, choice.weight_GS, 0.0))
+        for choice, kept_GS in zip(gating.choices, kept, strict=True)
+    )
+    valid_GS = jnp.ones(kept[0].shape, bool) if valid_GS is None else valid_GS
+    shares = _shares([choice.kept_GS for choice in choices], valid_GS, any_number)
+    return gating._replace(choices=choices, metrics=gating.metrics | shares)
+
+
 def _best(logits_GSE: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The first of the largest, as an index and as a mask over E."""
     expert_GS = jnp.argmax(logits_GSE, axis=-1).astype(jnp.int32)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from gshard.moe.gating import Choice, Gating
+from gshard.moe.gating import Choice, Gating, keep
 
 
 def first_rows(gating: Gating, starts_E: jax.Array) -> jax.Array:
@@ -40,3 +40,60 @@ def table_of_tokens(rows_of_choices: list[jax.Array], rows: int) -> jax.Array:
     for row_T in rows_of_choices:
         table_X = table_X.at[row_T].set(token_T, mode="drop", wrap_negative_indices=False)
     return table_X
+
+
+def limits(sizes_E: jax.Array, partitions: int, room: int) -> jax.Array:
+    """How many rows an expert may have, so that those of a partition have at most ``room`` rows together: limit_E.
+
+    Experts of one partition have the same limit, the largest one. So only experts with the most tokens lose some.
+
+    Args:
+        sizes_E: int32, the tokens of each expert.
+        partitions: P; each has E/P experts that follow each other.
+        room: X, the rows of a partition.
+
+    >>> limits(jnp.array([9, 2, 6, 1]), 2, 8).tolist()
+    [6, 6, 7, 7]
+    """
+    sorted_PE = jnp.sort(sizes_E.reshape(partitions, -1), axis=1)
+    own_experts = sorted_PE.shape[1]
+    smaller_PE = jnp.cumsum(sorted_PE, axis=1) - sorted_PE
+    # If the i smallest experts have all of their rows, the others share what is left. The largest share is the limit.
+    shares_PE = (room - smaller_PE) // (own_experts - jnp.arange(own_experts, dtype=sizes_E.dtype))
+    return jnp.repeat(jnp.max(shares_PE, axis=1), own_experts)
+
+
+def rows_of_experts(gating: Gating, partitions: int, room: int) -> jax.Array:
+    """The rows of each expert, of all its tokens if the partition has room for them: sizes_E.
+
+    Args:
+        gating: routing with a capacity of at least S.
+        partitions, room: as in ``limits``.
+    """
+    sizes_E = jnp.sum(gating.slots_GE, axis=0)
+    return sizes_E if _fits(gating, partitions, room) else jnp.minimum(sizes_E, limits(sizes_E, partitions, room))
+
+
+def _fits(gating: Gating, partitions: int, room: int) -> bool:
+    """Whether a partition has room for whatever tokens choose."""
+    own_experts = gating.slots_GE.shape[1] // partitions
+    return room >= gating.first.expert_GS.size * min(len(gating.choices), own_experts)
+
+
+def within_room(gating: Gating, partitions: int, room: int, valid_GS: jax.Array | None, *, any_number: bool) -> Gating:
+    """The gating without the choices beyond the rows of their experts: the last tokens are dropped.
+
+    Args:
+        gating: routing with a capacity of at least S.
+        partitions, room: as in ``limits``.
+        valid_GS, any_number: as in ``gating.keep``.
+    """
+    if _fits(gating, partitions, room):
+        return gating
+    sizes_E = rows_of_experts(gating, partitions, room)
+    offset_GE = first_rows(gating, jnp.zeros_like(sizes_E))
+    kept = [
+        (row_of(choice, offset_GE, 0).reshape(choice.expert_GS.shape) < jnp.take(sizes_E, choice.expert_GS))
+        for choice in gating.choices
+    ]
+    return keep(gating, kept, valid_GS, any_number=any_number)

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from gshard.comm.collectives import KINDS, sent_bytes
+from gshard.comm.collectives import KINDS, sent_bytes, sent_sizes
 from gshard.core.jax_adapter import no_mesh_set, optimization_barrier_p, shapes_of
 from gshard.core.jax_adapter_manual import with_mapping
 from gshard.core.mesh import Mesh
@@ -101,8 +101,8 @@ def _attributes(kernels: Kernels, mesh: Mesh) -> Iterator[tuple[_Attributes, Equ
             e = kernel.equation
             axes: Any = e.params.get("axes", e.params.get("axis_name"))
             atoms = tuple(axes) if isinstance(axes, tuple | list) else (axes,)
-            for v in e.inputs:
-                if isinstance(v, Value):
-                    shape = f"{v.dtype_name}[{','.join(map(str, v.shape))}]"
-                    sent = sent_bytes(KINDS[e.name], size(v), mesh.count(atoms))
-                    yield (KINDS[e.name], atoms, sent, times, shape, e.line), e
+            operands = [v for v in e.inputs if isinstance(v, Value)]
+            for bytes_of_array, v in zip(sent_sizes(e.name, [size(v) for v in operands]), operands, strict=False):
+                shape = f"{v.dtype_name}[{','.join(map(str, v.shape))}]"
+                sent = sent_bytes(KINDS[e.name], bytes_of_array, mesh.count(atoms))
+                yield (KINDS[e.name], atoms, sent, times, shape, e.line), e

@@ -11,9 +11,8 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from gshard.comm.collectives import KINDS, sent_bytes
+from gshard.comm.collectives import KINDS, sent_bytes, sent_sizes
 from gshard.comm.shards import Shards
-from gshard.core.jax_adapter import SENT_OPERANDS
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.program import itemsize
 from gshard.core.rule import Manual, Rule, RuleMaker
@@ -98,13 +97,12 @@ def collective(call: Call) -> Rule:
         if name not in KINDS:
             return 0
         group = mesh.count(over(mesh))
-        total = 0
-        arrays = list(zip(call.in_shapes, operands, call.in_dtypes, strict=True))
-        for shape, dims, dtype in arrays[: SENT_OPERANDS.get(name)]:
+        sizes = []
+        for shape, dims, dtype in zip(call.in_shapes, operands, call.in_dtypes, strict=True):
             sharding = place(tuple(dims), split)
             elements = math.prod(-(-n // mesh.count(atoms)) for n, atoms in zip(shape, sharding, strict=True))
-            total += sent_bytes(KINDS[name], elements * itemsize(dtype), group)
-        return total
+            sizes.append(elements * itemsize(dtype))
+        return sum(sent_bytes(KINDS[name], size, group) for size in sent_sizes(name, sizes))
 
     def manual_atoms(mesh: Mesh) -> frozenset[str]:
         return frozenset(_atoms(original.manual, original.axes, mesh))

@@ -10,6 +10,7 @@ holds. If batches have their own sizes, only the batches are split.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -82,6 +83,8 @@ def ragged_dot_general(call: Call) -> Rule:
         result.insert(0, groups or make.replicate(sizes_shape[-1]))
 
     def local(shards: Shards, x: Any, y: Any, sizes: Any) -> list[Any]:
+        if not same_sizes:
+            return _without_lone_batches(shards, numbers, x, y, sizes)
         rows = x.shape[ragged]
         groups_are_split = any(shards.atoms(f) for f in groups)
         if not groups_are_split and not shards.atoms(lhs[ragged][0]):
@@ -114,6 +117,31 @@ def ragged_dot_general(call: Call) -> Rule:
     sizes = [*batches, *(make.replicate(n) for n in sizes_shape[len(batches) :])]
     flops = 2 * math.prod(lhs_shape) * math.prod(rhs_shape[d] for d in range(len(rhs_shape)) if rhs[d] in free)
     return make.rule(
-        [lhs, rhs, sizes], [result], local=local if same_sizes else None, flops=flops,
+        [lhs, rhs, sizes], [result], local=local, flops=flops,
         finite=in_either_finite_operand(call), groups=sizes_shape[-1] if ragged_rows or ragged_sum else 1,
     )  # fmt: skip
+
+
+def _without_lone_batches(shards: Shards, numbers: Any, x: Any, y: Any, sizes: Any) -> list[Any]:
+    """Runs the equation on batches that have their own sizes; without batch dimensions if a device has one batch.
+
+    XLA for TPU compiles ragged products without batch dimensions only.
+    """
+    (lhs_sum, rhs_sum), (lhs_batch, rhs_batch) = numbers.dot_dimension_numbers
+    (ragged,) = numbers.lhs_ragged_dimensions
+    if ragged in lhs_batch or any(x.shape[d] != 1 for d in lhs_batch) or not lhs_batch:
+        return shards.bind(x, y, sizes)
+
+    def renumbered(dims: Sequence[int], removed: Sequence[int]) -> tuple[int, ...]:
+        return tuple(d - sum(b < d for b in removed) for d in dims)
+
+    one_batch = lax.RaggedDotDimensionNumbers(
+        ((renumbered(lhs_sum, lhs_batch), renumbered(rhs_sum, rhs_batch)), ((), ())),
+        renumbered(numbers.lhs_ragged_dimensions, lhs_batch), renumbered(numbers.rhs_group_dimensions, rhs_batch),
+    )  # fmt: skip
+    leading = tuple(range(len(lhs_batch)))  # of sizes [*batches, *dimensions before the ragged one, groups]
+    arrays = lax.squeeze(x, lhs_batch), lax.squeeze(y, rhs_batch), lax.squeeze(sizes, leading)
+    (out,) = shards.bind(*arrays, ragged_dot_dimension_numbers=one_batch)
+    # The dimensions of batches come first; that of groups comes before them if rows are summed.
+    first = 1 if ragged in lhs_sum else 0
+    return [lax.expand_dims(out, tuple(range(first, first + len(lhs_batch))))]

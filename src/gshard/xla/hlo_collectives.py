@@ -24,6 +24,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
+from gshard.comm.collectives import sent_sizes
 from gshard.xla.hlo_parser import Computation, Instruction, Module, read_module, trip_count, type_bytes
 
 _OPCODES = (
@@ -42,8 +43,8 @@ class CompiledCollective:
     """One collective instruction of a compiled program.
 
     Attributes:
-        kind: all_gather, all_reduce, reduce_scatter, all_to_all, collective_permute, or the rarer ragged_all_to_all
-            and collective_broadcast (counted as if everything were sent).
+        kind: all_gather, all_reduce, reduce_scatter, all_to_all, collective_permute, ragged_all_to_all (counted
+            as if all devices received the same) and the rarer collective_broadcast (as if everything were sent).
         name: the instruction's.
         operand_bytes, result_bytes: on one device, all operands of a combined collective together.
         group_size: how many devices communicate (the largest group; all devices for a permutation).
@@ -252,7 +253,8 @@ def collective_of(
     """
     kind = opcode.replace("-", "_")
     types = [computation.instructions[o].type for o in made.operands if o in computation.instructions]
-    operand = sum(map(type_bytes, types)) if types else type_bytes(made.literal)
+    sizes = sent_sizes(kind, list(map(type_bytes, types)))
+    operand = sum(sizes) if sizes else type_bytes(made.literal)
     g = _group_size(made.attributes, module.devices)
     if starts:  # its type also lists operands and buffers
         result = {"all_gather": operand * g, "reduce_scatter": operand // g}.get(kind, operand)
@@ -263,6 +265,7 @@ def collective_of(
         "all_reduce": 2 * operand * (g - 1) // g,
         "reduce_scatter": operand * (g - 1) // g,
         "all_to_all": operand * (g - 1) // g,
+        "ragged_all_to_all": operand * (g - 1) // g,
         "collective_permute": 0 if _is_identity(made.attributes) else operand,
     }.get(kind, operand)
     return CompiledCollective(

@@ -1,0 +1,160 @@
+"""Rows that move to places of their own (``gshard.put_rows`` and ``gshard.take_rows``).
+
+    put     a b c, a d -> a c        tokens and places are one factor a: both are split over the same devices
+    take    a c, a d -> a d c
+
+Devices gather the numbers of places, and send each row to the device that holds its place (``comm.ragged_rows``). They
+send what is routed, where a gather would send all rows to all devices. Equations with the same numbers share the
+gathered numbers. The dimensions of a row are parallel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gshard.comm.collectives import sent_bytes
+from gshard.comm.ragged_rows import RowRoutes, inverse, routes_of
+from gshard.comm.shards import Shards, along
+from gshard.core.mesh import Mesh
+from gshard.core.program import itemsize
+from gshard.core.rule import Rule, RuleMaker, moves
+from gshard.core.split import Split
+from gshard.language.registry import Call, rule
+from gshard.language.row_primitives import put, read, take
+
+
+@rule("gshard_put_rows")
+def put_rows(call: Call) -> Rule:
+    """Tokens and places are one factor.
+
+    >>> print(put_rows(Call("", {"size": 9}, ((6, 1, 4), (6, 2)), ((9, 4),), ("f4", "i4"))))
+    a b c, a d -> a c; communicate a; replicate b d
+    """
+    make = RuleMaker()
+    rows = _Rows(make, call, places=call.params["size"])
+    (_, each, *row_shape), _ = call.in_shapes
+    row = rows.row(row_shape)
+
+    def local(shards: Shards, x: Any, numbers: Any) -> list[Any]:
+        if not rows.exchanges(shards):
+            return [put(x, numbers, shards.out_shape()[0])]
+        routes = rows.routes(shards, numbers)
+        order = routes.order // rows.choices if each == 1 else routes.order
+        sent = jnp.take(x.reshape(-1, *x.shape[2:]), order, axis=0)
+        arrived = rows.moved(shards, routes.there, sent)
+        return [read(arrived, routes.arrival_of_place)]
+
+    return make.rule(
+        [[rows.factor, make.replicate(each), *row], rows.numbers], [[rows.factor, *row]], local=local,
+        sends=rows.sends(row_shape, row), flops=math.prod(call.out_shapes[0]), linear=moves(0),
+    )  # fmt: skip
+
+
+@rule("gshard_take_rows")
+def take_rows(call: Call) -> Rule:
+    """Tokens and places are one factor.
+
+    >>> print(take_rows(Call("", {}, ((9, 4), (6, 2)), ((6, 2, 4),), ("f4", "i4"))))
+    a b, a c -> a c b; communicate a; replicate c
+    """
+    make = RuleMaker()
+    rows = _Rows(make, call, places=call.in_shapes[0][0])
+    (_, *row_shape), _ = call.in_shapes
+    row = rows.row(row_shape)
+
+    def local(shards: Shards, x: Any, numbers: Any) -> list[Any]:
+        if not rows.exchanges(shards):
+            return [take(x, numbers)]
+        routes = rows.routes(shards, numbers)
+        arrived = rows.moved(shards, routes.back, jnp.take(x, routes.place_of_arrival, axis=0, mode="clip"))
+        result = jnp.take(arrived, inverse(routes.order), axis=0)
+        has_row = along(rows.in_range(shards, numbers).reshape(-1), 0, result.ndim)
+        result = jnp.where(has_row, result, jnp.zeros((), result.dtype))
+        return [result.reshape(*numbers.shape, *x.shape[1:])]
+
+    return make.rule(
+        [[rows.factor, *row], rows.numbers], [[*rows.numbers, *row]], local=local,
+        sends=rows.sends(row_shape, row), flops=math.prod(call.out_shapes[0]), linear=moves(0),
+    )  # fmt: skip
+
+
+class _Rows:
+    """The factors of tokens and their places.
+
+    Args:
+        make: the maker of the rule.
+        call: the equation; its second operand are the numbers of places ``[tokens, choices]``.
+        places: the number of places.
+
+    Attributes:
+        factor: the dimension of tokens and of places.
+        numbers: the dimensions of the numbers of places.
+        choices: how many places each token has.
+    """
+
+    def __init__(self, make: RuleMaker, call: Call, places: int) -> None:
+        self._make, self._call, self._places = make, call, places
+        self._tokens, self.choices = call.in_shapes[1]
+        self._on_keys = jax.dtypes.issubdtype(call.in_dtypes[0], jax.dtypes.prng_key)
+        size = max(self._tokens, places)
+        is_whole = self._on_keys or not self._tokens or not places or not self.choices
+        self.factor = make.replicate(size) if is_whole else make.communicate(size)
+        self.numbers = [self.factor, make.replicate(self.choices)]
+
+    def row(self, shape: Sequence[int]) -> list[tuple[int, ...]]:
+        """The dimensions of a row."""
+        return self._make.parallel(shape)
+
+    def exchanges(self, shards: Shards) -> bool:
+        """Whether devices exchange rows."""
+        return bool(shards.atoms(self.factor[0])) and 0 not in shards.equation.outputs[0].shape
+
+    def in_range(self, shards: Shards, numbers: Any) -> Any:
+        """Which of this device's numbers are those of places. Padding is not."""
+        tokens = numbers.shape[0]
+        token = jax.lax.axis_index(shards.atoms(self.factor[0])) * tokens + jnp.arange(tokens, dtype=jnp.int32)
+        return (numbers >= 0) & (numbers < self._places) & (token < self._tokens)[:, None]
+
+    def routes(self, shards: Shards, numbers: Any) -> RowRoutes:
+        """The routes of this device's rows; equations with the same numbers share them."""
+        atoms = shards.atoms(self.factor[0])
+        parts = shards.mesh.count(atoms)
+
+        def compute() -> RowRoutes:
+            places = jnp.where(self.in_range(shards, numbers), numbers, -1).astype(jnp.int32)
+            gathered = shards.all_gather(places.reshape(1, -1), 0, atoms)
+            return routes_of(gathered, jax.lax.axis_index(atoms), -(-self._places // parts), self._room(parts))
+
+        return shards.once(("row routes", atoms, self._places), numbers, compute)
+
+    def moved(self, shards: Shards, move: Any, x: Any) -> Any:
+        """The rows after an exchange, with its note."""
+        atoms = shards.atoms(self.factor[0])
+        result = move(x, atoms)
+        if shards.note is not None and x.size:
+            size = min(x.size, result.size) * x.dtype.itemsize
+            shards.note("all_to_all", atoms, sent_bytes("all_to_all", size, shards.mesh.count(atoms)), x)
+        return result
+
+    def _room(self, parts: int) -> int:
+        """How many rows a device receives at most."""
+        return min(-(-self._places // parts), -(-self._tokens // parts) * parts * self.choices)
+
+    def sends(self, row_shape: Sequence[int], row: Sequence[tuple[int, ...]]) -> Any:
+        """The bytes that each device sends; of rows as many as if all devices received the same number."""
+
+        def sent(mesh: Mesh, split: Split) -> int:
+            parts = mesh.count(split.get(self.factor[0], ()))
+            if parts == 1:
+                return 0
+            tokens = -(-self._tokens // parts) * self.choices
+            width = math.prod(-(-n // mesh.count(split.get(dim[0], ()))) for n, dim in zip(row_shape, row, strict=True))
+            rows = min(tokens, self._room(parts)) * width * itemsize(self._call.in_dtypes[0])
+            return sent_bytes("all_gather", 4 * tokens, parts) + sent_bytes("all_to_all", rows, parts)
+
+        return sent

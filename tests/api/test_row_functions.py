@@ -1,0 +1,203 @@
+"""``put_rows`` and ``take_rows``: rows are sent to the devices that hold their places, whatever their placement."""
+
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+
+import gshard
+from gshard.device.jaxpr_collectives import emitted, reported
+
+MESH = {"a": 2, "b": 4}
+
+
+def case(tokens: int, size: int, copies: int, dtype: Any = np.float32, seed: int = 0) -> tuple[Any, Any, Any]:
+    """Rows, their places, and the result; a third of the numbers are out of range."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(tokens, 3)) * 10
+    x = (x > 0) if dtype is np.bool_ else x + 1j * x if dtype is np.complex64 else x
+    x = np.asarray(jnp.asarray(x).astype(dtype))
+    count = tokens * copies
+    places = rng.permutation(max(size, count) * 3 // 2)[:count] - size // 4
+    places = places.reshape(tokens, copies).astype(np.int32)
+    result = np.zeros((size, 3), x.dtype)
+    for t, k in itertools.product(range(tokens), range(copies)):
+        if 0 <= places[t, k] < size:
+            result[places[t, k]] = x[t]
+    return x, places, result
+
+
+def taken(x: Any, places: Any) -> Any:
+    inside = (places >= 0) & (places < len(x))
+    return np.where(inside[..., None], x[np.where(inside, places, 0)], np.zeros((), x.dtype))
+
+
+def both(x: Any, places: Any, size: int, axes: Any = ("a", "b")) -> Any:
+    """There and back, split over all devices."""
+    sent = gshard.split(gshard.put_rows(gshard.split(x, 0, axes), places, size), 0, axes)
+    return sent, gshard.take_rows(sent, places)
+
+
+@pytest.mark.parametrize("axes", [("a", "b"), ("b", "a"), "b"])
+@pytest.mark.parametrize(
+    "tokens, size, copies", [(16, 24, 1), (16, 40, 2), (13, 29, 2), (5, 3, 1), (3, 41, 3), (1, 1, 1)]
+)
+def test_rows_arrive_and_return(tokens: int, size: int, copies: int, axes: Any) -> None:
+    """Even and uneven, fewer rows than devices, more than places; three calls with arrays placed differently."""
+    x, places, want = case(tokens, size, copies)
+    f = gshard.jit(functools.partial(both, size=size, axes=axes), mesh=MESH)
+    np.testing.assert_array_equal(gshard.put_rows(x, places, size), want)
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    even = P(("a", "b")) if tokens % 8 == 0 else P()
+    placements: list[Any] = [None, SingleDeviceSharding(jax.devices()[3]), NamedSharding(mesh, even)]
+    for placement in placements:
+        args = (x, places) if placement is None else jax.device_put((x, places), placement)
+        sent, back = f(*args)
+        np.testing.assert_array_equal(sent, want)
+        np.testing.assert_array_equal(back, taken(want, places))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.int8, np.bool_, np.complex64, np.uint32, np.float16])
+def test_every_dtype(dtype: Any) -> None:
+    x, places, want = case(16, 40, 2, dtype)
+    for _ in range(3):
+        sent, back = gshard.jit(functools.partial(both, size=40), mesh=MESH)(x, places)
+        np.testing.assert_array_equal(sent, want)
+        np.testing.assert_array_equal(back, taken(want, places))
+
+
+def test_bits_stay() -> None:
+    """NaN, infinities and signed zeros reach their own places only."""
+    x = np.array([[np.nan, -0.0], [np.inf, 1.0], [-np.inf, 0.0], [2.0, np.nan]] * 4, np.float32)
+    places = np.random.default_rng(1).permutation(20)[:16].astype(np.int32)
+    want = np.zeros((20, 2), np.float32)
+    want[places] = x
+    sent, back = gshard.jit(lambda x, p: both(x, p, 20), mesh=MESH)(x, places)
+    np.testing.assert_array_equal(np.asarray(sent).view(np.int32), want.view(np.int32))
+    np.testing.assert_array_equal(np.asarray(back).view(np.int32), x.view(np.int32))
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint32, np.uint8, np.int16])
+def test_numbers_of_every_kind(kind: Any) -> None:
+    places = np.array([3, 0, 5, 2, 200, 1], kind)
+    x = np.arange(6.0, dtype=np.float32)
+    want = [1, 5, 3, 0]
+    with jax.enable_x64(True):
+        assert gshard.put_rows(x, places, 4).tolist() == want
+        assert gshard.take_rows(x, places).tolist() == [3, 0, 5, 2, 0, 1]
+        assert gshard.jit(lambda x, p: gshard.put_rows(gshard.split(x, 0, 8), p, 4), mesh=8)(x, places).tolist() == want
+    if kind is np.uint32:
+        assert gshard.take_rows(x, np.array([2**32 - 1], kind)).tolist() == [0]
+
+
+def test_derivatives() -> None:
+    x, places, _ = case(16, 40, 2)
+    weights = np.random.default_rng(3).normal(size=(40, 3)).astype(np.float32)
+
+    def loss(x: Any, places: Any, put: Any, take: Any) -> Any:
+        sent = jnp.sin(put(gshard.split(x, 0, 8), places, 40)) * weights
+        return jnp.sum(sent**2) + jnp.sum(take(sent, places) ** 3)
+
+    def plain_put(x: Any, places: Any, size: int) -> Any:
+        places = jnp.where(places < 0, size, places)
+        return jnp.zeros((size, 3)).at[places].set(jnp.broadcast_to(x[:, None], (*places.shape, 3)), mode="drop")
+
+    def plain_take(x: Any, places: Any) -> Any:
+        return x.at[jnp.where(places < 0, len(x), places)].get(mode="fill", fill_value=0)
+
+    plain = functools.partial(loss, put=plain_put, take=plain_take)
+    ours = functools.partial(loss, put=gshard.put_rows, take=gshard.take_rows)
+    for transform in (
+        jax.grad,
+        lambda f: jax.jacfwd(f),
+        lambda f: jax.grad(lambda x, p: jnp.sum(jax.grad(f)(x, p) ** 2)),
+    ):
+        want = transform(plain)(x, places)
+        np.testing.assert_allclose(transform(ours)(x, places), want, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(gshard.jit(transform(ours), mesh=8)(x, places), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dims", [(0, 0), (1, None), (None, 1), (0, 1)])
+def test_vmap(dims: tuple[int | None, int | None]) -> None:
+    cases = [case(8, 12, 2, seed=seed) for seed in range(3)]
+    xs, places = (np.stack([c[i] for c in cases]) for i in range(2))
+    x = np.moveaxis(xs, 0, dims[0]) if dims[0] is not None else xs[0]
+    to = np.moveaxis(places, 0, dims[1]) if dims[1] is not None else places[0]
+
+    def each(x: Any, to: Any) -> Any:
+        sent = gshard.put_rows(x, to, 12)
+        return sent, gshard.take_rows(x, to)
+
+    want = [each(xs[i if dims[0] is not None else 0], places[i if dims[1] is not None else 0]) for i in range(3)]
+    mapped = jax.vmap(each, dims)
+    split = gshard.jit(lambda x, to: mapped(gshard.split(x, 0 if dims[0] != 0 else 1, 8), to), mesh=8)
+    for got in (mapped(x, to), split(x, to)):
+        for i in range(3):
+            jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda y, i=i: y[i], got), want[i])
+
+
+@pytest.mark.parametrize("machine", [None, "v5e:2x4"])
+def test_bytes(machine: str | None) -> None:
+    """The numbers are gathered once for all equations, and each device sends its own rows."""
+    x, places = jax.ShapeDtypeStruct((4096, 512), "float32"), jax.ShapeDtypeStruct((4096, 2), "int32")
+    of_device = 4096 * 2 // 8
+
+    def f(x: Any, places: Any) -> Any:
+        sent, back = both(x, places, 16384)
+        return jnp.sum(sent**2) + jnp.sum(back)
+
+    for g, exchanges in ((f, 2), (jax.value_and_grad(f), 4)):
+        found = gshard.explain(g, x, places, mesh=gshard.Mesh.abstract(**MESH), machine=machine)
+        assert found.bytes_by_kind["all_to_all"] == exchanges * of_device * 512 * 4 * 7 // 8
+        assert found.bytes_by_kind["all_gather"] == of_device * 4 * 7
+        assert found.cost("v5e:2x4").seconds > 0
+        assert emitted(found.spmd.jaxpr, found.spmd.mesh.atom_sizes) == reported(found.spmd.collectives)
+
+
+def test_features_are_split_without_communication() -> None:
+    x, places, _ = case(64, 256, 2)
+    found = gshard.explain(lambda x, p: gshard.put_rows(gshard.split(x, 1, 3), p, 256), x, places, mesh=3)
+    assert not found.bytes_by_kind
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_accelerators_send_what_is_routed(platform: str) -> None:
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    x, places, _ = case(64, 256, 2)
+    args = [jax.ShapeDtypeStruct(y.shape, y.dtype, sharding=NamedSharding(mesh, P())) for y in (x, places)]
+    check = jax.export.DisabledSafetyCheck.custom_call("ragged_all_to_all")
+    f = jax.jit(gshard.jit(lambda x, p: both(x, p, 256, "a"), mesh=mesh))
+    text = jax.export.export(f, platforms=[platform], disabled_checks=[check])(*args).mlir_module()
+    assert text.count("@ragged_all_to_all") == 2
+
+
+def test_equal_places_reach_no_memory_of_others() -> None:
+    """The result is undefined, and nothing is written beyond the room."""
+    x = np.ones((16, 3), np.float32)
+    places = np.zeros(16, np.int32)
+    sent, _ = gshard.jit(lambda x, p: both(x, p, 8), mesh=MESH)(x, places)
+    assert sent.shape == (8, 3)
+    np.testing.assert_array_equal(np.asarray(sent)[1:], 0)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda x: gshard.put_rows(x, np.zeros(4, np.int32), 8), "rows has a number for each row of x"),
+        (lambda x: gshard.put_rows(x, np.zeros(6, np.float32), 8), "rows are integers"),
+        (lambda x: gshard.put_rows(x, np.zeros(6, np.int32), -1), "size is the number of places"),
+        (lambda x: gshard.put_rows(x, np.zeros(6, np.int32), jnp.int32(8)), "size is the number of places"),
+        (lambda x: gshard.take_rows(x, np.zeros((2, 2, 2), np.int32)), "rows are integers"),
+        (lambda x: gshard.take_rows(1.0, np.zeros(2, np.int32)), "at least one dimension"),
+    ],
+)
+def test_errors(call: Any, message: str) -> None:
+    with pytest.raises(gshard.ArgumentError, match=message) as caught:
+        call(np.ones((6, 2), np.float32))
+    assert "test_row_functions.py" in str(caught.value)
