@@ -667,11 +667,11 @@ def grouped() -> Iterator[Row]:
     sums_of_each = lambda x, y, n: lax.ragged_dot_general(x, y, n, sums)  # noqa: E731
     yield row("ragged_dot_general, sums of each batch", sums_of_each, x, normal(3, 10, 4), each, tolerance=SUM)
     free_first = numbers((((3,), (2,)), ((0,), (0,))), (2,), (1,))
-    for batches in (1, 3):  # batches of one, with sizes for each of the dimensions before the ragged one
+    for count in (1, 3):  # batches of one, with sizes for each of the dimensions before the ragged one
         rows_of = lambda x, y, n: lax.ragged_dot_general(x, y, n, free_first)  # noqa: E731
-        sizes_of = np.broadcast_to(each[:batches, None], (batches, 2, 5)).astype(np.int32)
-        x, y = normal(batches, 2, 10, 6), normal(batches, 5, 6, 4)
-        yield row(f"ragged_dot_general, {batches} of rows", rows_of, x, y, sizes_of, tolerance=SUM)
+        sizes_of = np.broadcast_to(each[:count, None], (count, 2, 5)).astype(np.int32)
+        of_rows, of_groups = normal(count, 2, 10, 6), normal(count, 5, 6, 4)
+        yield row(f"ragged_dot_general, {count} of rows", rows_of, of_rows, of_groups, sizes_of, tolerance=SUM)
     batch_sizes = np.array([1, 0, 1, 1, 0], np.int32)
     which = lambda x, y, n: lax.ragged_dot_general(x, y, n, numbers((((2,), (1,)), ((0,), (0,))), (0,), ()))  # noqa: E731
     yield row("ragged_dot_general, ragged batch", which, x, normal(3, 6, 4), batch_sizes, tolerance=SUM)

@@ -56,7 +56,8 @@ def check(f: Callable[..., Any], *args: Any) -> Program:
     program = gshard.trace(f, *args)
     want = jax.tree.leaves(f(*args))
     for got, one in zip(Interpreter().run(program.block, [*program.captured, *args]), want, strict=True):
-        np.testing.assert_allclose(got, one, rtol=1e-6, atol=1e-6)
+        # Sums of 15 terms of up to 400. Where XLA fuses a product and a sum, the product is not rounded (1.5e-5 each).
+        np.testing.assert_allclose(got, one, rtol=1e-6, atol=2e-4)
     return program
 
 

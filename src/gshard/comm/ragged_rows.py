@@ -21,7 +21,7 @@ from gshard.core.xla_workarounds import ragged_all_to_all
 
 
 class RowRoutes(NamedTuple):
-    """The routes of one device's rows. Each of ``P`` devices has ``n`` rows and ``m`` places, and receives up to ``room``.
+    """The routes of one device's rows. Each of ``P`` devices has ``n`` rows and ``m`` places, and can receive ``room``.
 
     Attributes:
         order: int32 [n], the rows sorted by the device that holds their place; rows without a place come last.

@@ -42,9 +42,9 @@ class TransformerConfig:
             without a coin. With ``expert_choice`` experts choose their C tokens, so that all have the same load.
         second_expert: of ``paper`` and ``lingvo``: ``random`` sends a token to its second expert with probability
             2*g2, ``all`` always.
-        dispatch: ``einsum`` (one-hot matrices, Algorithm 2) and ``gather`` (index tables) give experts slots. ``blocks``
-            (small products one after the other; for one partition) and ``ragged`` (``jax.lax.ragged_dot``, each
-            partition with experts of its own, which gathers all tokens) drop nothing.
+        dispatch: ``einsum`` (one-hot matrices, Algorithm 2) and ``gather`` (index tables) have slots for each expert.
+            ``blocks`` (small products one after the other; for one partition) and ``ragged`` (``jax.lax.ragged_dot``,
+            each partition with experts of its own, which gathers all tokens) drop nothing.
             With ``ragged_all_to_all`` tokens are sent to the partitions of their experts, each of which has room for
             ``capacity_factor`` * T / ``partitions`` of T tokens; ``math.inf`` drops nothing there.
         dropout: rate for embeddings and residual branches. The paper has 0.1.
