@@ -16,9 +16,10 @@ BIN := $(VENV)/bin
 PROJECTS := pyproject.toml packages/m4/pyproject.toml
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-# Test processes at a time (each has 8 virtual devices); `make test WORKERS=0` for one process.
+# Test processes at a time (each has 8 virtual devices); `make test WORKERS=0` for one process. A file's tests run in one
+# process, because they share what JAX has compiled.
 WORKERS ?= logical
-PYTEST_OPTIONS := --numprocesses $(WORKERS) --maxprocesses 4
+PYTEST_OPTIONS := --numprocesses $(WORKERS) --maxprocesses 4 --dist loadfile
 PYTEST := $(BIN)/python -m pytest $(PYTEST_OPTIONS)
 # XLA as users have it; in the fast tests LLVM does not optimise (tests/conftest.py).
 OPTIMISED := JAX_DISABLE_MOST_OPTIMIZATIONS=0
