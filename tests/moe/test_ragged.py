@@ -124,7 +124,7 @@ def test_tokens_are_gathered_once_and_sums_scattered_once():
 
 
 def test_each_token_is_sent_to_its_experts_and_back():
-    """Forward: the numbers of rows are gathered once, and each device sends the rows of its own tokens."""
+    """Forward: each device sends the numbers of rows once, and the rows of its own tokens there and back."""
     config = dataclasses.replace(
         BASE, model_dim=64, experts=8, dispatch="ragged_all_to_all", partitions=8, group_size=32
     )
@@ -132,11 +132,9 @@ def test_each_token_is_sent_to_its_experts_and_back():
     x_BLM = jax.ShapeDtypeStruct((8, 32, 64), "float32")
     sent = gshard.jit(lambda p, x: expert_layer(config, p, x)[0], mesh=8).lower(params, x_BLM).spmd.collectives
     rows = 2 * 32  # of the tokens of a device, to k = 2 experts each
-    exchanges = [(c.kind, c.total_bytes) for c in sent if c.kind == "all_to_all"]
-    assert exchanges == 2 * [("all_to_all", rows * 64 * 4 * 7 // 8)]
-    numbers = [c.total_bytes for c in sent if c.kind == "all_gather" and c.total_bytes >= rows * 4 * 7]
-    assert numbers == [rows * 4 * 7]
-    assert sum(c.total_bytes for c in sent) < sum(exchange[1] for exchange in exchanges) + rows * 4 * 7 + 2000
+    exchanges = [c.total_bytes for c in sent if c.kind == "all_to_all"]
+    assert exchanges == [rows * 4 * 7 // 8, rows * 64 * 4 * 7 // 8, rows * 64 * 4 * 7 // 8]
+    assert sum(c.total_bytes for c in sent) < sum(exchanges) + 2000
 
 
 @pytest.mark.parametrize("partitions", [1, 4])

@@ -5,15 +5,15 @@
     in order            1 0 | 4      | 5 3     by the device that holds the place
     arrivals            1 0          4 5 3     of the first sender, then of the second
 
-All devices gather the numbers of the places, 4 bytes for each row. From these each device computes what it sends and
-receives, and where. Rows return on the same routes (``RowRoutes.back``).
+All devices gather how many rows each has for each device. From these numbers a device computes what it sends and
+receives, and where. It sends the numbers of the places first, 4 bytes for each row. Rows return on the same routes
+(``RowRoutes.back``).
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -59,23 +59,21 @@ class RowRoutes(NamedTuple):
         return ragged_all_to_all(x, home, self.received_starts, self.received_sizes, self.sources, self.sizes, axes)
 
 
-def routes_of(all_places: Any, index: Any, held: int, room: int) -> RowRoutes:
+def routes_of(places: Any, sizes: Any, index: Any, held: int, room: int, axes: tuple[str, ...]) -> RowRoutes:
     """The routes of the rows of one device.
 
     Args:
-        all_places: int32 ``[P, n]``, the global numbers of the places of all devices' rows; negative for none.
+        places: int32 ``[n]``, the global numbers of the places of this device's rows; negative for none.
+        sizes: int32 ``[P, P]``, how many rows each device (first dimension) has for each device.
         index: the number of this device.
         held: the number of places that each device holds.
         room: how many rows a device can receive at most. If numbers occur twice, others are not sent.
+        axes: the axes of the ``P`` devices.
     """
-    parts, count = all_places.shape
-    owner = jnp.where(all_places < 0, parts, all_places // held)
-    mine = lax.dynamic_index_in_dim(owner, index, keepdims=False)
-    # [sender, receiver]
-    counts = jnp.sum(owner[:, :, None] == jnp.arange(parts, dtype=owner.dtype), axis=1, dtype=jnp.int32)
-    starts = jnp.cumsum(counts, axis=1) - counts
-    targets = jnp.cumsum(counts, axis=0) - counts
-    counts = jnp.clip(room - targets, 0, counts)
+    owner = owners(places, held, sizes.shape[0])
+    starts = jnp.cumsum(sizes, axis=1) - sizes
+    targets = jnp.cumsum(sizes, axis=0) - sizes
+    sizes = jnp.clip(room - targets, 0, sizes)
 
     def of_sender(x: Any) -> Any:
         return lax.dynamic_index_in_dim(x, index, axis=0, keepdims=False)
@@ -83,23 +81,21 @@ def routes_of(all_places: Any, index: Any, held: int, room: int) -> RowRoutes:
     def of_receiver(x: Any) -> Any:
         return lax.dynamic_index_in_dim(x, index, axis=1, keepdims=False)
 
-    comes_here = (owner == index).reshape(-1)
-    arrival = jnp.cumsum(comes_here, dtype=jnp.int32) - 1
-    place = all_places.reshape(-1) - index * held
-    return RowRoutes(
-        order=jnp.argsort(mine, stable=True).astype(jnp.int32),
-        starts=of_sender(starts), sizes=of_sender(counts), targets=of_sender(targets),
-        received_starts=of_receiver(targets), received_sizes=of_receiver(counts), sources=of_receiver(starts),
-        arrival_of_place=_table(held, jnp.where(comes_here, place, held), arrival, room),
-        place_of_arrival=_table(room, jnp.where(comes_here, arrival, room), place, held),
-    )  # fmt: skip
+    order = jnp.argsort(owner, stable=True).astype(jnp.int32)
+    sent = of_sender(starts), of_sender(sizes), of_sender(targets)
+    received = of_receiver(targets), of_receiver(sizes), of_receiver(starts)
+    arrived = jnp.full((room,), held, jnp.int32)
+    place_of_arrival = ragged_all_to_all((places - owner * held)[order], arrived, *sent, received[1], axes)
+    arrival = jnp.full((held,), room, jnp.int32)
+    arrival = arrival.at[place_of_arrival].set(jnp.arange(room, dtype=jnp.int32), mode="drop")
+    return RowRoutes(order, *sent, *received, arrival, place_of_arrival)
 
 
-def _table(size: int, at: Any, values: Any, default: int) -> Any:
-    """An array with ``values`` at the positions ``at``. Positions beyond the end are dropped."""
-    return jnp.full((size,), default, jnp.int32).at[at].set(values.astype(jnp.int32), mode="drop")
+def owners(places: Any, held: int, parts: int) -> Any:
+    """The number of the device that holds each place; ``parts`` for a row without a place."""
+    return jnp.where(places < 0, parts, places // held)
 
 
 def inverse(order: Any) -> Any:
     """The position of each element in ``order``, a permutation."""
-    return jnp.zeros_like(order).at[order].set(jax.lax.iota(order.dtype, order.size), unique_indices=True)
+    return jnp.zeros_like(order).at[order].set(lax.iota(order.dtype, order.size), unique_indices=True)

@@ -8,7 +8,7 @@ for all that could come, T * min(k, E/P), nothing is dropped. Rows come to parti
     ragged              each device gathers all tokens and reads those of its experts. The sums over partitions are
                         reduced and scattered: T * M numbers in each direction, however many experts a token has.
     ragged_all_to_all   each device sends its tokens to the partitions of their experts, which send their rows back:
-                        k * T / P * M numbers in each direction, and 4 bytes for each choice of all tokens.
+                        k * T / P * M numbers in each direction.
 """
 
 from __future__ import annotations

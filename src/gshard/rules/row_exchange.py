@@ -3,9 +3,9 @@
     put     a b c, a d -> a c        tokens and places are one factor a: both are split over the same devices
     take    a c, a d -> a d c
 
-Devices gather the numbers of places, and send each row to the device that holds its place (``comm.ragged_rows``). They
-send what is routed, where a gather would send all rows to all devices. Equations with the same numbers share the
-gathered numbers. The dimensions of a row are parallel.
+Each device sends the numbers of places, and the rows, to the devices that hold the places (``comm.ragged_rows``). So it
+sends what is routed, where a gather would send all rows to all devices. Equations with the same numbers send them once.
+The dimensions of a row are parallel.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from gshard.comm.collectives import sent_bytes
-from gshard.comm.ragged_rows import RowRoutes, inverse, routes_of
+from gshard.comm.ragged_rows import RowRoutes, inverse, owners, routes_of
 from gshard.comm.shards import Shards, along
 from gshard.core.mesh import Mesh
 from gshard.core.program import itemsize
@@ -126,9 +126,14 @@ class _Rows:
         parts = shards.mesh.count(atoms)
 
         def compute() -> RowRoutes:
-            places = jnp.where(self.in_range(shards, numbers), numbers, -1).astype(jnp.int32)
-            gathered = shards.all_gather(places.reshape(1, -1), 0, atoms)
-            return routes_of(gathered, jax.lax.axis_index(atoms), -(-self._places // parts), self._room(parts))
+            places = jnp.where(self.in_range(shards, numbers), numbers, -1).astype(jnp.int32).reshape(-1)
+            held, room = -(-self._places // parts), self._room(parts)
+            own_sizes = jnp.sum(
+                owners(places, held, parts)[:, None] == jnp.arange(parts, dtype=jnp.int32), axis=0, dtype=jnp.int32
+            )
+            sizes = shards.all_gather(own_sizes[None], 0, atoms)
+            self._noted(shards, min(places.size, room), places)
+            return routes_of(places, sizes, jax.lax.axis_index(atoms), held, room, atoms)
 
         return shards.once(("row routes", atoms, self._places), numbers, compute)
 
@@ -136,10 +141,14 @@ class _Rows:
         """The rows after an exchange, with its note."""
         atoms = shards.atoms(self.factor[0])
         result = move(x, atoms)
-        if shards.note is not None and x.size:
-            size = min(x.size, result.size) * x.dtype.itemsize
-            shards.note("all_to_all", atoms, sent_bytes("all_to_all", size, shards.mesh.count(atoms)), x)
+        self._noted(shards, min(x.size, result.size), x)
         return result
+
+    def _noted(self, shards: Shards, elements: int, x: Any) -> None:
+        if shards.note is not None and elements:
+            atoms = shards.atoms(self.factor[0])
+            sent = sent_bytes("all_to_all", elements * x.dtype.itemsize, shards.mesh.count(atoms))
+            shards.note("all_to_all", atoms, sent, x)
 
     def _room(self, parts: int) -> int:
         """How many rows a device receives at most."""
@@ -152,9 +161,9 @@ class _Rows:
             parts = mesh.count(split.get(self.factor[0], ()))
             if parts == 1:
                 return 0
-            tokens = -(-self._tokens // parts) * self.choices
+            rows = min(-(-self._tokens // parts) * self.choices, self._room(parts))
             width = math.prod(-(-n // mesh.count(split.get(dim[0], ()))) for n, dim in zip(row_shape, row, strict=True))
-            rows = min(tokens, self._room(parts)) * width * itemsize(self._call.in_dtypes[0])
-            return sent_bytes("all_gather", 4 * tokens, parts) + sent_bytes("all_to_all", rows, parts)
+            each = rows * 4, rows * width * itemsize(self._call.in_dtypes[0])
+            return sent_bytes("all_gather", 4 * parts, parts) + sum(sent_bytes("all_to_all", n, parts) for n in each)
 
         return sent
