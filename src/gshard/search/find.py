@@ -236,6 +236,17 @@ class MeshSearch:
         )
         return max((solution.bound for solution in applicable), default=0.0)
 
+    @property
+    def least_seconds(self) -> float:
+        """Seconds that every plan on this mesh takes at least in the model, in any memory; 0 if unknown."""
+        free = [solution.bound for solution in self._solved if solution.problem.limit is None]
+        return max(free, default=0.0) if math.isinf(self._others_bound) else 0.0
+
+    @property
+    def is_solved(self) -> bool:
+        """Whether the problem has a solution."""
+        return bool(self._solved)
+
     def finish(self, shown: tuple[PricedPlan, ...] | None = None) -> None:
         """Prices the plans of the solutions, solves again if they take too much memory, and prices the presets.
 
@@ -303,11 +314,16 @@ class MeshSearch:
         """Whether there is a plan to return."""
         return bool(self._priced or self.presets)
 
+    @property
+    def chosen(self) -> PricedPlan:
+        """The best plan so far. Requires ``has_found``."""
+        # A tie goes to the searched plan, because its alternatives are known.
+        return min([*self._priced, *self.presets], key=lambda option: option.rank(self.limit))
+
     def best(self, stopped: int | None = None) -> Best:
         """The best result so far. Requires ``has_found``."""
         limit = self.limit
-        # A tie goes to the searched plan, because its alternatives are known.
-        chosen = min([*self._priced, *self.presets], key=lambda option: option.rank(limit))
+        chosen = self.chosen
         searched = chosen if chosen in self._priced else None
         if self._priced and searched is None:
             searched = min(self._priced, key=lambda option: option.rank(limit))

@@ -19,9 +19,8 @@ from typing import Any
 import jax
 from jax.extend.core import Literal
 
-from gshard.core.context import context_of
 from gshard.core.jax_adapter import as_if_at, bind, closed
-from gshard.core.jax_adapter_context import in_context
+from gshard.core.jax_adapter_context import context_of, in_context
 from gshard.core.memory_kinds import is_on_host, shape_in_memory
 from gshard.core.program import Program, Value
 from gshard.device.fusion_model import is_product, size
