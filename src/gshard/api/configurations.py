@@ -14,6 +14,7 @@ from gshard.explanation.bounds import format_seconds, headline
 from gshard.search.how_near import ended, how_near
 
 _SHOWN = 5  # rows of the table
+_NONE = 1e-5  # a gap that counts as none, to the printed digits
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -171,7 +172,7 @@ class Configurations:
     def _bounds(self) -> list[str]:
         text = "in the simplified model of gshard.search"
         if self.bound:
-            gap = "" if self.gap is None else f", {100 * self.gap:.2g} % below the best there"
+            gap = "" if self.gap is None else f"; the best takes {_more(self.gap)} there"
             lines = [f"no configuration takes less than {format_seconds(self.bound)} {text}{gap}"]
         else:
             lines = ["there is no bound over all configurations, because some were not estimated"]
@@ -199,7 +200,7 @@ def _shown(keywords: dict[str, Any], key: str) -> str:
 
 
 def _percent(gap: float | None) -> str:
-    return "-" if gap is None else f"{100 * gap:.2g} %"
+    return "-" if gap is None else "0 %" if gap < _NONE else f"{100 * gap:.2g} %"
 
 
 def _plain(value: Any) -> Any:
@@ -209,3 +210,7 @@ def _plain(value: Any) -> Any:
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  " + "  ".join(f"{cell:<{n}}" for cell, n in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _more(gap: float) -> str:
+    return "no more" if gap < _NONE else f"at most {100 * gap / (1 - gap):.2g} % more"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -39,6 +40,7 @@ from gshard.search.time_budget import TimeBudget
 _SCREENING = 1 / 3  # of the time, what estimates may take
 _EXPLORING = 1 / 3  # of the time that is left then, what plans by hand may take
 _SOLVING = 1 / 2  # of the time that is left, what the problems of one configuration may take
+_FULL_PRICE = 0.95  # of the time of a plan in the simplified model, what its full price may be
 _RECOMPUTES = 4 / 3  # of the time of a step whose estimate does not fit: a second forward pass, at most
 
 
@@ -105,10 +107,20 @@ class Candidate:
         plans = [] if self.run is None else [one.chosen for one in self.run.begun if one.has_found]
         return min(plans, key=lambda plan: plan.rank(self.limit), default=None)
 
-    def rank(self, limit: float) -> tuple[bool, float]:
-        """Orders configurations with plans, the best first."""
+    def is_better(self, other: Candidate, limit: float) -> bool:
+        """Whether a configuration that fits by its estimate is no slower than another one by theirs.
+
+        They differ in one keyword, or in the memory of the state.
+        """
+        ours, theirs = self.built.keywords, other.built.keywords
+        changed = sum(ours[key] != theirs[key] for key in ours) + (bool(self.built.host) != bool(other.built.host))
+        fits = self.estimate.peak <= limit
+        return changed == 1 and fits and self.estimate.seconds <= other.estimate.seconds
+
+    def expected(self, limit: float) -> float:
+        """Seconds of the best plan by hand; longer if values have to be recomputed to fit."""
         assert self.chosen is not None
-        return self.chosen.rank(limit)
+        return self.chosen.cost.seconds * (_RECOMPUTES if self.chosen.cost.peak > limit else 1.0)
 
     def left_out(self, limit: float) -> NotSearched:
         """The configuration as one without a plan."""
@@ -129,7 +141,7 @@ class ConfigureRun:
         self.candidates: list[Candidate] = []
         self.others: list[NotSearched] = []
         self.notes: dict[str, None] = {}
-        self.meshes = list(task.meshes)
+        self.meshes = sorted(task.meshes, key=lambda mesh: _distance(mesh, task.machine))
         self.fastest: Candidate | None = None
         self.noted = 0.0  # seconds of the fastest when it was noted
 
@@ -210,27 +222,37 @@ class ConfigureRun:
     def _explore(self) -> None:
         """Prices plans that people write by hand, on the first mesh, for the most promising configurations first."""
         limit, share = self.task.limit, self.budget.part(_EXPLORING)
-        for candidate in sorted(self.candidates, key=lambda one: one.promise(limit)):
+        better = {one: sum(other.is_better(one, limit) for other in self.candidates) for one in self.candidates}
+        for candidate in sorted(self.candidates, key=lambda one: (better[one], one.promise(limit))):
             if candidate.estimate.least_bytes > limit:
                 least = format_bytes(int(candidate.estimate.least_bytes))
                 candidate.why = f"since a device holds at least {least} of arguments and results"
             elif not self._is_slower(candidate) and (self.fastest is None or not share.is_over):
                 with self._searching(candidate, share) as (run, budget):
                     one = run.begin(self.meshes[0], budget)
+                    one.pricing.makes_fit = False
                     one.price_marked()
                     one.price_expected()
+                    one.pricing.makes_fit = True
                 self._note(candidate)
 
     def _solve(self) -> None:
         """Solves the problems of the configurations with the best prices, and prices their solutions and presets."""
         begun = [candidate for candidate in self.candidates if candidate.chosen is not None]
-        for candidate in sorted(begun, key=lambda one: one.rank(self.task.limit)):
+        for candidate in sorted(begun, key=lambda one: one.expected(self.task.limit)):
             if self._is_slower(candidate):
                 continue
             if self.budget.is_over:
                 self.budget.left_out.append(f"the problems of {candidate.built.text}")
                 continue
             self._solve_on_all(candidate)
+        for candidate in begun if self.fastest is None else ():  # the plans by hand, with recomputed values
+            if self.fastest is None and not (candidate is not begun[0] and self.budget.is_over):
+                with self._searching(candidate, self.budget) as (run, budget):
+                    one = next(iter(run.begun))
+                    one.budget = budget
+                    one.price_expected()
+                self._note(candidate)
         if self.fastest is not None and not self.budget.is_over:
             with self._searching(self.fastest, self.budget) as (run, budget):
                 one = min(run.begun, key=lambda one: one.chosen.rank(self.task.limit) if one.has_found else (True, 0.0))
@@ -252,7 +274,8 @@ class ConfigureRun:
                 one.solve(1.0 if count <= FINISHED else EFFORT, 1 / (count - i))
                 one.budget = budget
             ranked = sorted(run.begun, key=lambda one: one.rank)
-            for one in ranked[:FINISHED]:
+            for one in [one for one in ranked if not self._is_beaten(one)][:FINISHED]:
+                one.always_prices = self.fastest is None
                 one.finish(())
                 run.finished.append(one)
         self._note(candidate)
@@ -289,6 +312,11 @@ class ConfigureRun:
             return False
         candidate.why = "since by its estimate it is no faster than the best"
         return True
+
+    def _is_beaten(self, one: MeshSearch) -> bool:
+        """Whether no plan on a mesh is faster than the fastest that was found, by the bound of its problem."""
+        fastest = None if self.fastest is None else self.fastest.chosen
+        return fastest is not None and one.least_seconds * _FULL_PRICE > fastest.cost.seconds
 
     def _note(self, candidate: Candidate) -> None:
         """Keeps a configuration that is the fastest so far and fits."""
@@ -358,3 +386,9 @@ class ConfigureRun:
         )
         error.needed = needed
         return error
+
+
+def _distance(mesh: Mesh, machine: Machine) -> tuple[bool, float]:
+    """Orders meshes: one axis first, then those whose last axis is as long as the last dimension of the network."""
+    sizes = [size for _, size in mesh.axes]
+    return len(sizes) > 1, abs(math.log(sizes[-1] / machine.network[-1].size))

@@ -145,6 +145,7 @@ class MeshSearch:
         self.shown: tuple[PricedPlan, ...] = ()  # the presets of another mesh
         self._solved: list[Solution] = []  # solutions of ``graph``, in order
         self._priced: dict[PricedPlan, Solution] = {}
+        self.always_prices = True  # the plans of solutions, even if the time is over
         self._others_bound = math.inf  # the bound of the same mesh with its axes in other groups
         self._mesh_text = ", ".join(f"{name}={size}" for name, size in mesh.axes)
 
@@ -271,11 +272,12 @@ class MeshSearch:
             self._price_preset(preset, self.machine)
 
     def price_solution(self) -> PricedPlan | None:
-        """Prices the first solution that is not priced yet; None if there is none."""
+        """Prices the first solution that is not priced yet; None if there is none, or if the time cut it."""
+        found = None
         if self.graph is None or len(self._priced) == len(self._solved):
             return None
         solution = self._solved[len(self._priced)]
-        with self.budget.step(f"the plan that was searched for mesh ({self._mesh_text})", always=True):
+        with self.budget.step(f"the plan that was searched for mesh ({self._mesh_text})", always=self.always_prices):
             found = self.pricing.add("searched", Planned(_plan(self.graph, solution, self.pricing)))
             self._priced[found] = solution
         return found
