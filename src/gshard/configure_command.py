@@ -43,7 +43,7 @@ def run_configure(options: argparse.Namespace) -> None:
     except MemoryLimitError as error:
         if not error.needed:
             raise
-        raise CheckFailed(f"MemoryLimitError: {error}") from error
+        raise CheckFailed("\n  ".join(filter(None, (error.what, error.got, error.hint)))) from error
     print(found)
     if options.html:
         print(f"wrote {found.html(options.html)}")

@@ -110,6 +110,6 @@ def _on_host(x: Any) -> Any:
     """The type of an array in the memory of the host. A sharding that it has stays."""
     given = getattr(x, "sharding", None)
     placed = isinstance(given, jax.sharding.NamedSharding)
-    sharding = given if placed else jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    sharding: Any = given if placed else jax.sharding.SingleDeviceSharding(jax.devices()[0])
     weak = bool(getattr(x, "weak_type", False))
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding.with_memory_kind(PINNED_HOST), weak_type=weak)

@@ -30,7 +30,7 @@ from gshard.search.priced import PricedPlan
 from gshard.tracing.by_jax import name_of
 
 _FORMAT = 1
-_FIELDS = set("format keywords fixed machine axes memory_limit global_batch own host plan".split())
+_FIELDS = tuple("format keywords fixed machine axes memory_limit global_batch own host plan".split())
 
 
 @without_our_frames_in_methods
@@ -247,6 +247,6 @@ def _read(path: Path) -> dict[str, Any]:
         data = json.loads(path.read_text("utf-8"))
     except (ValueError, UnicodeDecodeError) as error:
         raise ArgumentError(f"{path} is no saved configuration: {error}.", user_line(), hint=hint) from None
-    if not isinstance(data, dict) or not data.keys() >= _FIELDS or data["format"] != _FORMAT:
+    if not isinstance(data, dict) or any(name not in data for name in _FIELDS) or data["format"] != _FORMAT:
         raise ArgumentError(f"{path} is no saved configuration of this version.", user_line(), hint=hint)
     return data

@@ -189,10 +189,7 @@ def _folded(others: Sequence[NotSearched]) -> list[str]:
     of_reason: dict[str, list[NotSearched]] = {}
     for other in others:
         of_reason.setdefault(other.why, []).append(other)
-    return [
-        f"{len(some)} without a plan, {why}: {some[0].text}{', ...' * (len(some) > 1)}"
-        for why, some in of_reason.items()
-    ]
+    return [f"{len(some)} {why}: {some[0].text}{', ...' * (len(some) > 1)}" for why, some in of_reason.items()]
 
 
 def _shown(keywords: dict[str, Any], key: str) -> str:

@@ -77,8 +77,10 @@ def configure(
             is tried for plain functions, on machines with a figure of the link to the host.
         memory_limit, static_argnums, static_argnames, donate_argnums, donate_argnames, finite: as for
             ``gshard.search``; donate the training state.
-        budget_seconds: how long everything together may take; 300 seconds by default. It takes longer by no more than
-            one planning of one step, and of data parallelism and FSDP if no mark splits the step.
+        budget_seconds: how long everything together may take. It takes longer by no more than one planning of one step,
+            and of data parallelism and FSDP if no mark splits the step. With None it ends once all configurations are
+            searched or estimated to be no faster, after 300 seconds at the latest. With a number, the time that is left
+            then goes to the problems of the others, which raises the bound.
         on_better: called with each configuration that is the best so far and fits.
         progress: as for ``gshard.search``.
 
@@ -93,6 +95,7 @@ def configure(
         MemoryLimitError: no configuration fits. The message names the nearest.
         MachineError, MeshError, ShardingError, TraceError: as for ``gshard.search``.
 
+    >>> import jax
     >>> import jax.numpy as jnp
     >>> def build(micro_batches):
     ...     def step(w, x):
@@ -116,7 +119,7 @@ def configure(
     limit = float(on.memory if memory_limit is None else bytes_of(memory_limit))
     task = ConfigureTask(
         step_builder, found, fixed, {**own, "finite": finite}, tuple(meshes), machine, on, limit,
-        None if global_batch is None else int(global_batch), offload, on_better, configure,
+        None if global_batch is None else int(global_batch), offload, budget_seconds is not None, on_better, configure,
     )  # fmt: skip
     with stoppable() as stop:
         made = ConfigureRun(task, budget).found(stop)

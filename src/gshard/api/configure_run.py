@@ -18,6 +18,7 @@ from gshard.api.built_step import BuiltStep, built_by
 from gshard.api.call_errors import clear_call_errors
 from gshard.api.configuration import Configuration
 from gshard.api.configurations import Configurations, NotSearched
+from gshard.api.estimated_step import EstimatedStep
 from gshard.api.jitted import Jitted
 from gshard.api.search_run import EFFORT, FINISHED, OfArrays, SearchRun, SearchTask, searched_of
 from gshard.core.errors import ArgumentError
@@ -30,9 +31,8 @@ from gshard.device.machine import Machine
 from gshard.remat.rematerialise import MemoryLimitError
 from gshard.search.builder_choices import combinations, text_of
 from gshard.search.find import MeshSearch
-from gshard.search.priced import PricedPlan
 from gshard.search.progress import Progress
-from gshard.search.screening import Estimate, estimated
+from gshard.search.screening import estimated
 from gshard.search.state_on_host import state_to_offload
 from gshard.search.stopping import Stop
 from gshard.search.time_budget import TimeBudget
@@ -41,7 +41,6 @@ _SCREENING = 1 / 3  # of the time, what estimates may take
 _EXPLORING = 1 / 3  # of the time that is left then, what plans by hand may take
 _SOLVING = 1 / 2  # of the time that is left, what the problems of one configuration may take
 _FULL_PRICE = 0.95  # of the time of a plan in the simplified model, what its full price may be
-_RECOMPUTES = 4 / 3  # of the time of a step whose estimate does not fit: a second forward pass, at most
 
 
 @dataclasses.dataclass(eq=False)
@@ -77,60 +76,9 @@ class ConfigureTask:
     limit: float
     global_batch: int | None
     offload: bool
+    uses_all: bool
     on_better: Callable[[Configuration], None] | None
     caller: Callable[..., Any]
-
-
-@dataclasses.dataclass(eq=False)
-class Candidate:
-    """A configuration that is estimated, and its search if that has begun."""
-
-    built: BuiltStep
-    searched: Any
-    estimate: Estimate
-    limit: float
-    run: SearchRun | None = None
-    why: str = "because the time was over"
-
-    def promise(self, limit: float) -> float:
-        """Orders configurations, the most promising one first."""
-        return self.estimate.seconds * (_RECOMPUTES if self.estimate.peak > limit else 1.0)
-
-    def least_seconds(self, meshes: int) -> float:
-        """Seconds that it takes at least in the simplified model, on any mesh."""
-        solved = [max(one.least_seconds, self.estimate.least_seconds) for one in self.solved]
-        return min(solved) if len(solved) == meshes else self.estimate.least_seconds
-
-    @property
-    def chosen(self) -> PricedPlan | None:
-        """The best plan so far."""
-        plans = [] if self.run is None else [one.chosen for one in self.run.begun if one.has_found]
-        return min(plans, key=lambda plan: plan.rank(self.limit), default=None)
-
-    def is_better(self, other: Candidate, limit: float) -> bool:
-        """Whether a configuration that fits by its estimate is no slower than another one by theirs.
-
-        They differ in one keyword, or in the memory of the state.
-        """
-        ours, theirs = self.built.keywords, other.built.keywords
-        changed = sum(ours[key] != theirs[key] for key in ours) + (bool(self.built.host) != bool(other.built.host))
-        fits = self.estimate.peak <= limit
-        return changed == 1 and fits and self.estimate.seconds <= other.estimate.seconds
-
-    def expected(self, limit: float) -> float:
-        """Seconds of the best plan by hand; longer if values have to be recomputed to fit."""
-        assert self.chosen is not None
-        return self.chosen.cost.seconds * (_RECOMPUTES if self.chosen.cost.peak > limit else 1.0)
-
-    def left_out(self, limit: float) -> NotSearched:
-        """The configuration as one without a plan."""
-        fits = self.estimate.least_bytes <= limit
-        return NotSearched(self.built.text, self.why, fits, self.estimate.least_seconds)
-
-    @property
-    def solved(self) -> list[MeshSearch]:
-        """The meshes for which its problem is solved."""
-        return [] if self.run is None else [one for one in self.run.begun if one.is_solved]
 
 
 class ConfigureRun:
@@ -138,12 +86,13 @@ class ConfigureRun:
 
     def __init__(self, task: ConfigureTask, budget: TimeBudget):
         self.task, self.budget = task, budget
-        self.candidates: list[Candidate] = []
+        self.candidates: list[EstimatedStep] = []
         self.others: list[NotSearched] = []
         self.notes: dict[str, None] = {}
         self.meshes = sorted(task.meshes, key=lambda mesh: _distance(mesh, task.machine))
-        self.fastest: Candidate | None = None
+        self.fastest: EstimatedStep | None = None
         self.noted = 0.0  # seconds of the fastest when it was noted
+        self.covered: set[EstimatedStep] = set()  # no faster than others that fit
 
     def found(self, stop: Stop) -> Configurations | None:
         """The result; None if a signal ended the search before it had a plan."""
@@ -152,6 +101,8 @@ class ConfigureRun:
                 self._estimate()
                 self._explore()
                 self._solve()
+                if self.task.uses_all:
+                    self._prove()
         except KeyboardInterrupt:
             stop.number = stop.number or signal.SIGINT
         return self._result(stop)
@@ -166,7 +117,7 @@ class ConfigureRun:
                     self.candidates += self._estimated(keywords)
                     done = True
             if not done:
-                why = "because the time was over before they were estimated"
+                why = "not estimated, because the time was over"
                 self.others.append(NotSearched(text, why, True, is_estimated=False))
             first = first and not self.candidates
         if not self.candidates and all(not other.fits for other in self.others):
@@ -177,7 +128,7 @@ class ConfigureRun:
                 "Return (step, *arguments) for some of them.",
             )
 
-    def _estimated(self, keywords: Mapping[str, Any]) -> Iterator[Candidate]:
+    def _estimated(self, keywords: Mapping[str, Any]) -> Iterator[EstimatedStep]:
         """The configurations with these keywords: the state on the devices and, if possible, on the host."""
         task = self.task
         built = built_by(task.builder, keywords, task.fixed, task.own)
@@ -189,7 +140,7 @@ class ConfigureRun:
         with clear_call_errors(task.caller, built.step, built.arguments, {}):
             lowered = searched.lower(self.meshes[0])
         program, donated = lowered.program, lowered.donated
-        yield Candidate(built, searched, estimated(program, self.meshes[0], task.machine, donated), task.limit)
+        yield EstimatedStep(built, searched, estimated(program, self.meshes[0], task.machine, donated), task.limit)
         if task.offload and donated and self._can_offload(built, searched):
             pairs = state_to_offload(program, donated)
             if pairs:
@@ -197,7 +148,7 @@ class ConfigureRun:
                 searched = self._searched(on_host)
                 lowered = searched.lower(self.meshes[0])
                 figures = estimated(lowered.program, self.meshes[0], task.machine, lowered.donated)
-                yield Candidate(on_host, searched, figures, task.limit)
+                yield EstimatedStep(on_host, searched, figures, task.limit)
 
     def _searched(self, built: BuiltStep) -> Any:
         own = {key: value for key, value in self.task.own.items() if key != "finite"}
@@ -226,7 +177,7 @@ class ConfigureRun:
         for candidate in sorted(self.candidates, key=lambda one: (better[one], one.promise(limit))):
             if candidate.estimate.least_bytes > limit:
                 least = format_bytes(int(candidate.estimate.least_bytes))
-                candidate.why = f"since a device holds at least {least} of arguments and results"
+                candidate.why = f"for which a device holds at least {least} of arguments and results"
             elif not self._is_slower(candidate) and (self.fastest is None or not share.is_over):
                 with self._searching(candidate, share) as (run, budget):
                     one = run.begin(self.meshes[0], budget)
@@ -237,7 +188,7 @@ class ConfigureRun:
                 self._note(candidate)
 
     def _solve(self) -> None:
-        """Solves the problems of the configurations with the best prices, and prices their solutions and presets."""
+        """Solves the problems of the configurations with the best prices, and prices their solutions."""
         begun = [candidate for candidate in self.candidates if candidate.chosen is not None]
         for candidate in sorted(begun, key=lambda one: one.expected(self.task.limit)):
             if self._is_slower(candidate):
@@ -253,14 +204,15 @@ class ConfigureRun:
                     one.budget = budget
                     one.price_expected()
                 self._note(candidate)
-        if self.fastest is not None and not self.budget.is_over:
-            with self._searching(self.fastest, self.budget) as (run, budget):
-                one = min(run.begun, key=lambda one: one.chosen.rank(self.task.limit) if one.has_found else (True, 0.0))
-                one.budget = budget
-                one.finish()
-            self._note(self.fastest)
 
-    def _solve_on_all(self, candidate: Candidate) -> None:
+    def _prove(self) -> None:
+        """Solves the problems of the configurations that were left out, too, as long as there is time."""
+        left = [one for one in self.candidates if not one.solved and one.estimate.least_bytes <= self.task.limit]
+        for candidate in sorted(left, key=lambda one: one.promise(self.task.limit)):
+            if not self.budget.is_over:
+                self._solve_on_all(candidate)
+
+    def _solve_on_all(self, candidate: EstimatedStep) -> None:
         """Solves the problem of a configuration on every mesh, and prices the solutions of the most promising ones."""
         count = len(self.meshes)
         with self._searching(candidate, self.budget.part(_SOLVING)) as (run, budget):
@@ -284,7 +236,7 @@ class ConfigureRun:
         self.meshes.sort(key=lambda mesh: places.get(mesh, count))
 
     @contextlib.contextmanager
-    def _searching(self, candidate: Candidate, budget: TimeBudget) -> Iterator[tuple[SearchRun, TimeBudget]]:
+    def _searching(self, candidate: EstimatedStep, budget: TimeBudget) -> Iterator[tuple[SearchRun, TimeBudget]]:
         """The search of one configuration, and its time; what it leaves out gets the configuration's name."""
         task, text = self.task, candidate.built.text
         self.budget.progress.step(f"searching: {text}")
@@ -304,21 +256,29 @@ class ConfigureRun:
         finally:
             self.budget.left_out += [f"{text}: {name}" for name in own.left_out]
 
-    def _is_slower(self, candidate: Candidate) -> bool:
-        """Whether a configuration is estimated to be no faster than the fastest that was found."""
+    def _is_slower(self, candidate: EstimatedStep) -> bool:
+        """Whether a configuration is estimated to be no faster than the fastest, or than a similar one that fits."""
+        limit = self.task.limit
         if self.fastest is None or self.fastest is candidate or self.fastest.chosen is None:
             return False
-        if candidate.estimate.seconds < self.fastest.chosen.cost.seconds:
-            return False
-        candidate.why = "since by its estimate it is no faster than the best"
-        return True
+        if candidate.estimate.seconds >= self.fastest.chosen.cost.seconds:
+            candidate.why = "estimated to be no faster than the best"
+            return True
+        if any(
+            other.is_better(candidate, limit) and (other.fits_as_it_is(limit) or other in self.covered)
+            for other in self.candidates
+        ):
+            self.covered.add(candidate)
+            candidate.why = "estimated to be no faster than a similar one that fits"
+            return True
+        return False
 
     def _is_beaten(self, one: MeshSearch) -> bool:
         """Whether no plan on a mesh is faster than the fastest that was found, by the bound of its problem."""
         fastest = None if self.fastest is None else self.fastest.chosen
         return fastest is not None and one.least_seconds * _FULL_PRICE > fastest.cost.seconds
 
-    def _note(self, candidate: Candidate) -> None:
+    def _note(self, candidate: EstimatedStep) -> None:
         """Keeps a configuration that is the fastest so far and fits."""
         chosen, limit = candidate.chosen, self.task.limit
         if chosen is None or chosen.cost.peak > limit:
@@ -333,7 +293,7 @@ class ConfigureRun:
             if self.task.on_better is not None and (made := self._configuration(candidate, Stop())) is not None:
                 self.task.on_better(made)
 
-    def _configuration(self, candidate: Candidate, stop: Stop) -> Configuration | None:
+    def _configuration(self, candidate: EstimatedStep, stop: Stop) -> Configuration | None:
         found = None if candidate.run is None else candidate.run.result(stop)
         if found is None:
             return None

@@ -83,7 +83,7 @@ def choices_of(
     if batch is not None and (wrong := [n for n in found.get(MICRO_BATCHES, ()) if not _divides(n, batch)]):
         raise ArgumentError(
             f"a global batch of {batch} is not divided evenly by {wrong[0]!r} micro-batches.",
-            user_line(),
+            where,
             f"micro_batches: {', '.join(map(repr, found[MICRO_BATCHES]))}",
             "Give divisors of global_batch, or leave out choices of micro_batches to try all of them.",
         )
