@@ -93,6 +93,7 @@ def test_the_best_is_optimal_and_runs(found: Configurations, rng: np.random.Gene
     check_runs(best, numbers(rng))
 
 
+@pytest.mark.slow
 def test_no_configuration_is_better_that_was_left_out(found: Configurations) -> None:
     """Every configuration, searched alone, takes at least the time of the best, and at least the bound."""
     for micro_batches in (1, 4):
@@ -135,13 +136,19 @@ def test_the_state_is_on_the_host_where_memory_is_short(rng: np.random.Generator
     state = check_runs(best, numbers(rng))
     kinds = [x.sharding.memory_kind for x in jax.tree.leaves(state)]
     assert kinds == ["device"] * 2 + ["pinned_host"] * 4
-    kept = configured(choices=choices, memory_limit="400KiB", offload=False)
-    assert not kept.best.built.host
-    assert kept.best.seconds > best.seconds
     best.save(tmp_path / "best.json")
     loaded = Configuration.load(tmp_path / "best.json", build)
     assert loaded.built.host == best.built.host
     check_runs(loaded, numbers(rng))
+
+
+@pytest.mark.slow
+def test_the_host_is_used_only_where_it_is_faster() -> None:
+    choices = {"micro_batches": [1], "recompute": ["full"]}
+    some, kept = (configured(choices=choices, memory_limit="400KiB", offload=offload) for offload in (True, False))
+    assert not kept.best.built.host
+    assert kept.best.recomputes
+    assert kept.best.seconds > some.best.seconds
 
 
 def test_saved_configurations(found: Configurations, tmp_path: Path, rng: np.random.Generator) -> None:
