@@ -9,7 +9,10 @@ from pathlib import Path
 from gshard.device.machine_kinds import DIRECT, KINDS, Kind
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "machines.md"
-HEAD = "| name | devices | TFLOP/s | memory, GB/s | memory | network, GB/s | source |\n|---|---|---|---|---|---|---|\n"
+HEAD = (
+    "| name | devices | TFLOP/s | memory, GB/s | memory | network, GB/s | host, GB/s | source |\n"
+    "|---|---|---|---|---|---|---|---|\n"
+)
 TABLE = re.compile(re.escape(HEAD) + r"(?:\|.*\|\n)*")
 
 
@@ -29,7 +32,8 @@ def _row(name: str, kind: Kind) -> str:
     memory = f"{kind.memory / 2**30:.4g} GiB" if kind.memory % 2**30 == 0 else f"{kind.memory / 1e9:.4g} GB"
     devices = ", ".join(f"`{device}`" for device in kind.devices) or "CPUs, abstract meshes"
     rate, bandwidth = (_number(x) for x in (kind.flops["bf16"] / 1e12, kind.memory_bandwidth / 1e9))
-    cells = (f"`{name}`", devices, rate, bandwidth, memory, _network(kind), kind.source)
+    host = _number(kind.host_link / 1e9) if kind.host_link else ""
+    cells = (f"`{name}`", devices, rate, bandwidth, memory, _network(kind), host, kind.source)
     return f"| {' | '.join(cells)} |\n"
 
 

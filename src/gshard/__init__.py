@@ -36,6 +36,9 @@ import typing as _typing
 from gshard import testing as testing
 from gshard.api.attention_function import attention as attention
 from gshard.api.by_path import shard_by_path as shard_by_path
+from gshard.api.configuration import Configuration as Configuration
+from gshard.api.configurations import Configurations as Configurations
+from gshard.api.configure import configure as configure
 from gshard.api.dimensions import dimensions as dimensions
 from gshard.api.explained import explain as explain
 from gshard.api.export import export_plan as export_plan
@@ -104,6 +107,8 @@ __all__ = [
     "CollectiveMatmul",
     "Compiled",
     "CompiledExplanation",
+    "Configuration",
+    "Configurations",
     "Cost",
     "Dimensions",
     "Executable",
@@ -138,6 +143,7 @@ __all__ = [
     "attention",
     "auto_to_manual",
     "compile",
+    "configure",
     "dimensions",
     "explain",
     "export_plan",

@@ -1,4 +1,4 @@
-"""The command line: ``gshard explain``, ``search``, ``plan`` and ``calibrate``.
+"""The command line: ``gshard explain``, ``search``, ``configure``, ``plan`` and ``calibrate``.
 
 The exit status is 0; 1 after an error that is the user's to mend; 2 after one in the options themselves; 3 if
 ``explain`` found more than ``--fail-above`` or ``--baseline`` allows, or if what ``search`` or ``plan`` found does
@@ -27,6 +27,7 @@ from gshard.api.search import search
 from gshard.baselines import SIGNALLED, CheckFailed, check_fits, check_sent, end_search, explanation_in, limit_of
 from gshard.command_options import PRINTED, parsed
 from gshard.compiled_command import is_dump, mesh_of_arguments, of_dump, of_function
+from gshard.configure_command import run_configure
 from gshard.core.errors import ArgumentError, GShardError
 from gshard.core.mesh import Mesh
 from gshard.core.program import format_bytes
@@ -289,7 +290,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         the exit status.
     """
-    runs = {"explain": _explain, "search": _search, "plan": _plan, "calibrate": _calibrate}
+    runs = {
+        "explain": _explain, "search": _search, "configure": run_configure, "plan": _plan, "calibrate": _calibrate,
+    }  # fmt: skip
     options = parsed(sys.argv[1:] if arguments is None else arguments, runs)
     try:
         for name, value in vars(options).items():
@@ -320,7 +323,7 @@ def _told(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename:
         return f"{type(error).__name__}: {error.filename}: {error.strerror}."
     where = place_of(error)
-    at = f"\n  at {where}" if where else ""
+    at = "".join([f"\n  at {where}" if where else "", *(f"\n  {note}" for note in getattr(error, "__notes__", ()))])
     return f"{type(error).__name__}: {error}{at}\n  gshard --traceback {' '.join(sys.argv[1:2])} ... shows more."
 
 

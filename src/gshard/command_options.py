@@ -1,4 +1,4 @@
-"""Command options: the options of ``gshard explain``, ``search``, ``plan`` and ``calibrate``.
+"""Command options: the options of ``gshard explain``, ``search``, ``configure``, ``plan`` and ``calibrate``.
 
 An option of a command has the name of the argument of ``gshard.jit``, ``explain`` or ``search`` that it is.
 """
@@ -163,6 +163,44 @@ def _parser(runs: Mapping[str, Run]) -> argparse.ArgumentParser:
     command.set_defaults(run=runs["search"])
 
     command = commands.add_parser(
+        "configure",
+        help="the fastest configuration of a training step for a machine: micro-batches, recomputation, host memory, "
+        "mesh and plan",
+        epilog=_FITS,
+    )
+    command.add_argument(
+        "target", help="module:builder or file.py:builder: a function of keywords that returns (step, *arguments)"
+    )
+    command.add_argument(
+        "--devices", type=int, help="how many, in any mesh of up to two axes (default: those of --machine)"
+    )
+    command.add_argument("--mesh", help="data=8,model=8: this mesh only, instead of --devices")
+    command.add_argument("--machine", help=_MACHINES)
+    command.add_argument("--global-batch", type=int, metavar="512", help="examples of a step, in all micro-batches")
+    command.add_argument(
+        "--choice",
+        action="append",
+        default=[],
+        metavar="KEYWORD=A,B",
+        help="the values of a keyword of the builder to choose from; repeat for each",
+    )
+    command.add_argument(
+        "--offload",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="whether the optimizer state may be in the memory of the host (default: yes)",
+    )
+    command.add_argument(
+        "--memory-limit", metavar="70GiB", help="what a device may hold (default: the machine's memory)"
+    )
+    command.add_argument("--budget-seconds", type=float, help="how long everything may take (default: 300)")
+    command.add_argument("--html", type=Path, metavar="page.html", help="write the report of the best plan as one page")
+    command.add_argument("--json", type=Path, metavar="found.json", help="write the table and the bounds")
+    command.add_argument("--save", type=Path, metavar="best.json", help="write the best for gshard.Configuration.load")
+    _static_and_donated(command)
+    command.set_defaults(run=runs["configure"])
+
+    command = commands.add_parser(
         "plan",
         help="whether a function, or a named model, fits a machine, and what a step takes",
         description="In short: gshard explain shows where time and memory go, line by line.",
@@ -205,6 +243,10 @@ def _arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--arg", action="append", default=[], metavar="f32[64,512]", help="an argument; repeat for each"
     )
+    _static_and_donated(command)
+
+
+def _static_and_donated(command: argparse.ArgumentParser) -> None:
     for what, told in (("static", "that is a plain value"), ("donate", "whose memory results take")):
         command.add_argument(
             f"--{what}-argnums", type=int, action="append", metavar="0", help=f"an argument {told}, by number; repeat"

@@ -68,6 +68,21 @@ def _not_imported(module: str, error: ImportError) -> TargetError:
     return TargetError(f"{module!r} cannot be imported: {error}.", at)
 
 
+def named(text: str) -> Any:
+    """What a command line names, a function in general.
+
+    Args:
+        text: ``module:name`` or ``file.py:name``; the current folder is searched too.
+
+    Raises:
+        TargetError: there is nothing of this name, or it is no function.
+    """
+    found = _named(text)
+    if not callable(found):
+        raise TargetError(f"{text!r} is a {type(found).__name__} and no function.")
+    return found
+
+
 def load(text: str, shapes: Sequence[str] = (), stages: tuple[type, ...] = ()) -> tuple[Any, tuple[Any, ...]]:
     """The function and its arguments.
 
@@ -79,29 +94,7 @@ def load(text: str, shapes: Sequence[str] = (), stages: tuple[type, ...] = ()) -
     Raises:
         TargetError: there is nothing of this name, or its arguments are not known.
     """
-    module, colon, name = text.rpartition(":")
-    if not colon or not module or not name:
-        raise TargetError(f"{text!r} names no function.", hint="Write module:function or file.py:function.")
-    try:
-        found: Any = _module(module)
-    except ImportError as error:
-        raise _not_imported(module, error) from error
-    except GShardError:
-        raise
-    except (Exception, SystemExit) as error:
-        what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        raise TargetError(
-            f"{module!r} fails when it is imported: {what}.",
-            place_of(error),
-            hint="Keep what runs under `if __name__ == '__main__':`." if isinstance(error, SystemExit) else None,
-        ) from error
-    for part in name.split("."):
-        if not hasattr(found, part):
-            near = (
-                ", ".join(n for n in vars(found) if not n.startswith("_"))[:200] if hasattr(found, "__dict__") else ""
-            )
-            raise TargetError(f"{module!r} has no {name!r}.", got=f"it has: {near}")
-        found = getattr(found, part)
+    found = _named(text)
     if isinstance(found, stages) and not shapes:
         return found, ()
     if not callable(found):
@@ -138,6 +131,34 @@ def load(text: str, shapes: Sequence[str] = (), stages: tuple[type, ...] = ()) -
             hint="A function without parameters must return a tuple: (function, *arguments).",
         )
     return made[0], made[1:]
+
+
+def _named(text: str) -> Any:
+    """What a text names, of any type."""
+    module, colon, name = text.rpartition(":")
+    if not colon or not module or not name:
+        raise TargetError(f"{text!r} names no function.", hint="Write module:function or file.py:function.")
+    try:
+        found: Any = _module(module)
+    except ImportError as error:
+        raise _not_imported(module, error) from error
+    except GShardError:
+        raise
+    except (Exception, SystemExit) as error:
+        what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        raise TargetError(
+            f"{module!r} fails when it is imported: {what}.",
+            place_of(error),
+            hint="Keep what runs under `if __name__ == '__main__':`." if isinstance(error, SystemExit) else None,
+        ) from error
+    for part in name.split("."):
+        if not hasattr(found, part):
+            near = (
+                ", ".join(n for n in vars(found) if not n.startswith("_"))[:200] if hasattr(found, "__dict__") else ""
+            )
+            raise TargetError(f"{module!r} has no {name!r}.", got=f"it has: {near}")
+        found = getattr(found, part)
+    return found
 
 
 def need_folder(path: Path, option: str) -> None:

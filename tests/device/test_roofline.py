@@ -105,3 +105,31 @@ def test_a_step_that_only_cuts_is_a_copy(elements: int, machine: str) -> None:
     assert copy_seconds(on, 4 * elements) == roofline(on, "f32", moved=8 * elements).seconds
     assert taken == copy_seconds(on, 4 * elements) + (on.launch if elements <= 4 else 0.0)
     assert launch_seconds(on, 8 * elements) == (on.launch if elements > 4 else 0.0)
+
+
+@pytest.mark.parametrize("machine", [*MACHINES, "a100:1x8"])
+def test_a_transfer_takes_the_link_to_the_host_in_prices_and_in_searches(machine: str) -> None:
+    on = Machine.of(machine)
+    mesh, rows = Mesh.abstract(d=on.size), 4096
+
+    def step(m: Any, g: Any) -> Any:
+        m = jax.device_put(split(m, 0, "d"), jax.memory.Space.Device) + g
+        return jax.device_put(m, jax.memory.Space.Host)
+
+    kind = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    m = jax.ShapeDtypeStruct((rows, 512), "float32", sharding=kind)
+    g = jax.ShapeDtypeStruct((rows, 512), "float32")
+    lowered = gshard.jit(step, mesh=mesh, machine=on).lower(m, g)
+    found = cost(lowered.spmd, on)
+    part = rows // on.size * 512 * 4
+    link = on.host_link or on.memory_bandwidth / 2
+    transfers = [k for k in found.kernels if k.name == "device_put"]
+    assert len(transfers) == 2
+    for kernel in transfers:
+        assert kernel.seconds == pytest.approx(part / link + on.launch, rel=1e-12)
+    assert found.by_bound.get("host", 0.0) == pytest.approx(2 * part / link if on.host_link else 0.0)
+    objective = Seconds(mesh, on, axes_of(mesh))
+    planned = [k for k in kernels_of(lowered.plan.program.block).kernels if k.equation.name == "device_put"]
+    for kernel in planned:
+        (seconds,) = objective.split_costs(kernel, [lowered.plan.splits[kernel.equation]], 1.0)
+        assert seconds == pytest.approx(transfers[0].seconds, rel=1e-12)

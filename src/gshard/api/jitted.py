@@ -52,11 +52,13 @@ from gshard.core.layout import Layout
 from gshard.core.mesh import Mesh, MeshLike
 from gshard.core.paths import parameters_of
 from gshard.core.phases import phase
+from gshard.core.plan import Plan
 from gshard.core.planning_tables import Tables, with_tables
 from gshard.core.program import Program
 from gshard.core.uneven import UnevenArray
 from gshard.device.machine import Machine
 from gshard.language.registry import cleared_with_rules
+from gshard.planning.saved_plan import SavedPlan
 from gshard.remat.rematerialise import MemoryLimitError
 from gshard.tracing.by_jax import closed_of, leaked, name_of
 from gshard.tracing.trace import program_of
@@ -145,6 +147,13 @@ class Jitted(OneObject, Generic[P, R]):
     def under(self, layout: Layout | None) -> Jitted[P, R]:
         """The same function under another layout, its arguments without names."""
         return self._with(layout=layout, names=None)
+
+    def running(
+        self, plan: Plan | SavedPlan, mesh: MeshLike, machine: str | Machine | None, memory_limit: int | None
+    ) -> Jitted[P, R]:
+        """The same function with a plan; arguments as of ``jit``."""
+        recorded = SavedPlan.checked(plan)
+        return self._with(mesh=Mesh.of(mesh), machine=machine, memory_limit=memory_limit, recorded=recorded)
 
     def _with(self, **options: Any) -> Jitted[P, R]:
         return Jitted(self._f, self._parameters, dataclasses.replace(self._options, **options))

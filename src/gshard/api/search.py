@@ -2,46 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import signal
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, Protocol, overload
-
-import numpy as np
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, overload
 
 from gshard.api.call_errors import clear_call_errors
-from gshard.api.explained import refuse_options
-from gshard.api.framework_jit import is_from_framework, lowered_instead_of_jit, mesh_of_arguments
-from gshard.api.jit import jit
 from gshard.api.jitted import Jitted
-from gshard.api.lowered import Lowered
-from gshard.api.names import paths_of_arguments, with_names_of_arguments
-from gshard.core.errors import ArgumentError, MeshError
+from gshard.api.search_run import OfFramework, SearchRun, SearchTask, meshes_to_try, searched_of
+from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames
-from gshard.core.layout import Layout, Names
-from gshard.core.mesh import Mesh, MeshLike
-from gshard.core.paths import place_of_definition
-from gshard.core.planning_tables import tables
-from gshard.core.program import Program
-from gshard.device.hardware import machine_of
 from gshard.device.machine import Machine
 from gshard.explanation.found import SearchResult
 from gshard.remat.rematerialise import bytes_of
-from gshard.search.find import Best, MeshSearch
-from gshard.search.layouts import LayoutResult, Namable, layout_of
-from gshard.search.meshes import meshes
+from gshard.search.layouts import LayoutResult, layout_of
 from gshard.search.priced import PricedPlan
-from gshard.search.stopping import Stop, stoppable
+from gshard.search.stopping import stoppable
 from gshard.search.time_budget import TimeBudget, seconds_of
 from gshard.tracing.by_jax import name_of
 from gshard.xla_programs.compiled_ranking import devices_on, ranked
 
 _OVER = ("plan", "layout")
-_FINISHED = 3  # of the meshes that are tried, the most promising ones, whose plans are priced
-_EFFORT = 0.1  # for each of many meshes
-_SOLVING = 0.7  # of the time, what the problems of several meshes may take; pricing takes the rest
 _PLANS = 0.5  # of the time, what the search for a plan may take where a table is searched
 
 
@@ -163,29 +143,24 @@ def search(
             hint="Write over='plan', the sharding of every value, or over='layout', a table of names and axes.",
         )
     _check_number(compile_best, over)
+    searched = searched_of(f, args, kwargs, own, finite, search)
     if isinstance(f, Jitted):
-        refuse_options("search", f, finite, **own)
-        searched: _Searched = _OfArrays(f, args, kwargs)
         machine = f.options.machine if machine is None else machine
         memory_limit = f.options.memory_limit if memory_limit is None else memory_limit
-    elif is_from_framework(f):
-        if over == "layout":
-            raise ArgumentError(
-                f"a table of names is not searched for {name_of(f)}: its framework takes the arguments apart.",
-                user_line(),
-                got="over='layout'",
-                hint="Search with over='plan', or give a function of pytrees of arrays that is not jitted.",
-            )
-        searched = _OfFramework(f, args, kwargs, {**own, "finite": finite or None})
-    else:
-        searched = _OfArrays(jit(f, finite=finite, **own), args, kwargs)
+    elif isinstance(searched, OfFramework) and over == "layout":
+        raise ArgumentError(
+            f"a table of names is not searched for {name_of(f)}: its framework takes the arguments apart.",
+            user_line(),
+            got="over='layout'",
+            hint="Search with over='plan', or give a function of pytrees of arrays that is not jitted.",
+        )
     mesh = searched.mesh if mesh is None else mesh
     limit = None if memory_limit is None else bytes_of(memory_limit)
-    asked = _Asked(searched, list(_meshes(mesh)), machine, limit, on_better, budget_seconds, progress)
+    asked = SearchTask(searched, list(meshes_to_try(mesh)), machine, limit, on_better, budget_seconds, progress)
     if compile_best is not None:  # before the search, which takes long
         devices_on(asked.meshes[0], asked.machine_on(asked.meshes[0]))
     with stoppable() as stop:
-        run = _Run(asked, budget.part(_PLANS) if over == "layout" else budget)
+        run = SearchRun(asked, budget.part(_PLANS) if over == "layout" else budget)
         with clear_call_errors(search, f, args, kwargs):
             found = run.found(stop)
         if found is not None and over == "plan":
@@ -213,178 +188,3 @@ def _check_number(compile_best: int | None, over: str) -> None:
             if over == "plan"
             else "Leave out compile_best, or search with over='plan'.",
         )
-
-
-class _Searched(Protocol):
-    """A function with its arguments."""
-
-    @property
-    def mesh(self) -> MeshLike:
-        """The mesh that it was jitted for, or that its arguments are on."""
-
-    def lower(self, mesh: Mesh) -> Lowered:
-        """Traces it for a mesh."""
-
-    def namable(self, mesh: Mesh, lowered: Lowered) -> Namable | None:
-        """The function as its dimensions can be named; None if a table of names cannot be searched for it."""
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _OfArrays:
-    """A function whose arguments are pytrees of arrays."""
-
-    made: Jitted
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    @property
-    def mesh(self) -> MeshLike:
-        return self.made.options.mesh
-
-    def lower(self, mesh: Mesh) -> Lowered:
-        return self.made.on(mesh).lower_for_search(self.args, self.kwargs)
-
-    def namable(self, mesh: Mesh, lowered: Lowered) -> Namable:
-        return _namable(self.made.on(mesh), lowered, self.args, self.kwargs)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _OfFramework:
-    """A function that ``flax.nnx.jit``, ``equinox.filter_jit`` or the like returned."""
-
-    f: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    refused: Mapping[str, Any]
-
-    @property
-    def mesh(self) -> MeshLike:
-        return mesh_of_arguments(self.args, self.kwargs)
-
-    def lower(self, mesh: Mesh) -> Lowered:
-        return lowered_instead_of_jit(self.f, self.args, self.kwargs, mesh, {}, self.refused, search)
-
-    def namable(self, mesh: Mesh, lowered: Lowered) -> None:
-        return None
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Asked:
-    """What is searched: a function for its arguments, on meshes of one machine."""
-
-    searched: _Searched
-    meshes: Sequence[Mesh]
-    machine: str | Machine | None
-    limit: int | None
-    on_better: Callable[[PricedPlan], None] | None
-    budget_seconds: float | None
-    progress: bool | Callable[[str], object] | None
-
-    def machine_on(self, mesh: Mesh) -> Machine:
-        """The machine whose devices the mesh has."""
-        return Machine.read(machine_of(mesh) if self.machine is None else self.machine, mesh.size)
-
-
-class _Run:
-    """The search on all meshes; what it has found is kept, whenever time or a signal ends it."""
-
-    def __init__(self, asked: _Asked, budget: TimeBudget):
-        self.asked, self.budget = asked, budget
-        self.begun: dict[MeshSearch, Lowered] = {}
-        self.finished: list[MeshSearch] = []
-
-    def found(self, stop: Stop) -> SearchResult | None:
-        """The best of all meshes; None where a signal ended the search before there was any."""
-        try:
-            with tables():
-                self._search()
-        except KeyboardInterrupt:
-            stop.number = stop.number or signal.SIGINT
-            # What it left half done may be in the tables: from here on there are new ones.
-            promising = sorted(self.begun, key=lambda one: one.rank)[:1]
-            with contextlib.suppress(KeyboardInterrupt):
-                while promising and promising[0].price_solution() is not None:
-                    pass
-        bests = self.bests(stop)
-        if not bests:
-            return None
-        one, best = min(bests, key=lambda pair: pair[1].chosen.rank(pair[1].limit))
-        lowered = self.begun[one]
-        donated = tuple(sorted(lowered.donated))
-        return SearchResult(
-            best, tuple(best for _, best in bests), donated, lowered.in_tree, self.namable(one),
-            self.asked.budget_seconds, progress=self.asked.progress,
-            jitted_by_framework=isinstance(self.asked.searched, _OfFramework),
-        )  # fmt: skip
-
-    def _search(self) -> None:
-        asked, budget = self.asked, self.budget
-        meshes, several = len(asked.meshes), len(asked.meshes) > 1
-        problems = budget.part(_SOLVING) if several else budget
-        for i, mesh in enumerate(asked.meshes):
-            if self.begun and problems.is_over:
-                budget.left_out.append(f"mesh ({', '.join(f'{name}={size}' for name, size in mesh.axes)})")
-                continue
-            # A problem that is cut is lost: better some of them whole than a part of each.
-            one = self._begun(mesh, problems.part(1 / 2) if i + 1 < meshes else problems)
-            if not i:
-                one.price_marked()  # so that there is something to return
-                one.price_expected()
-            one.solve(1.0 if meshes <= _FINISHED else _EFFORT, 1 / (meshes - i))
-            one.budget = budget
-        for one in sorted(self.begun, key=lambda one: one.rank)[:_FINISHED]:
-            self.finished.append(one)
-            one.finish(tuple(self.finished[0].presets) if len(self.finished) > 1 else None)
-
-    def _begun(self, mesh: Mesh, budget: TimeBudget) -> MeshSearch:
-        asked = self.asked
-        machine = asked.machine_on(mesh)
-        budget.progress.step("tracing the function")
-        lowered = asked.searched.lower(mesh)
-        one = MeshSearch(
-            lowered.program, mesh, machine, donated=lowered.donated, memory_limit=asked.limit,
-            on_better=asked.on_better, budget=budget,
-        )  # fmt: skip
-        self.begun[one] = lowered
-        return one
-
-    def bests(self, stop: Stop) -> list[tuple[MeshSearch, Best]]:
-        """What was found on each mesh that was finished, and on another one if that is better."""
-        found = {one: one.best(stop.number) for one in self.begun if one.has_found}
-        some = [one for one in self.finished if one in found]
-        if found:
-            first = min(found, key=lambda one: found[one].chosen.rank(one.limit))
-            some += [first] * (first not in some)
-        return [(one, found[one]) for one in some]
-
-    def namable(self, one: MeshSearch) -> Namable | None:
-        """The function as its dimensions can be named."""
-        return self.asked.searched.namable(one.mesh, self.begun[one])
-
-
-def _namable(made: Jitted, lowered: Lowered, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Namable:
-    """The function as its dimensions can be named: what ``jit`` would trace with a layout and with names."""
-    program = lowered.program
-    retraced = any(named.line for named in program.named)  # names inside become marks there
-
-    def under(layout: Layout, said: Sequence[Names | None]) -> Program:
-        base = dataclasses.replace(program, layout=layout)
-        if retraced:
-            base = made.under(layout).lower_for_search(args, kwargs).program
-        return with_names_of_arguments(base, said, ())
-
-    def jaxpr() -> Any:
-        return made.trace(*args, **kwargs).jaxpr
-
-    return Namable(program, paths_of_arguments(program, lowered.in_tree), under, place_of_definition(made), jaxpr)
-
-
-def _meshes(mesh: Any) -> Iterable[Mesh]:
-    """The meshes to try."""
-    if isinstance(mesh, int | np.integer) and not isinstance(mesh, bool):
-        return meshes(int(mesh))
-    if isinstance(mesh, list | tuple) and mesh and all(isinstance(one, Mesh) for one in mesh):
-        if len({one.size for one in mesh}) > 1:
-            raise MeshError("meshes to choose from have one size.", got=", ".join(map(str, mesh)))
-        return mesh
-    return [Mesh.of(mesh)]

@@ -34,11 +34,12 @@ from gshard.device.layout_copies import layout_copies
 from gshard.device.machine import Machine
 from gshard.device.memory import Memory, memory_of
 from gshard.device.network import latency, permutation_seconds, seconds
-from gshard.device.roofline import copy_seconds, dtype_of, launch_seconds, roofline
+from gshard.device.roofline import copy_seconds, dtype_of, host_seconds, launch_seconds, roofline
+from gshard.language.transfer import changes_memory
 
-# The causes of seconds: operations, bytes of the device's memory, bytes on links, kernel launches, and the time until
-# the first byte of a message arrives.
-BOUNDS = "compute", "memory", "network", "launch", "latency"
+# The causes of seconds: operations, bytes of the device's memory, bytes on links, kernel launches, the time until the
+# first byte of a message arrives, and bytes between the device and the memory of its host.
+BOUNDS = "compute", "memory", "network", "launch", "latency", "host"
 
 # A ratio of times or bytes of a program: another plan, a prefetching loop, or another mark must save 2 %.
 WORTH = 0.98
@@ -314,6 +315,12 @@ def kernel_cost(
             parts,
             e,
         )
+    if changes_memory(e) and machine.host_link:
+        spent, launch = host_seconds(machine, sum(map(size, e.outputs))), launch_seconds(machine, kernel.moved)
+        parts = ("host", spent), ("launch", launch)
+        return KernelCost(
+            e.name, kernel.kind, e.line, result, times, 0, kernel.moved, 0, (), spent + launch, parts, e
+        )  # fmt: skip
     products, others, moved = kernel.product_flops, kernel.vector_flops, kernel.moved
     repeated = e.rule.groups if e.rule is not None and machine.compiler.multiplies_groups else 1
     time = roofline(machine, dtype_of(e), products * repeated, others, moved, returns=kernel.starts)

@@ -76,6 +76,7 @@ class Machine:
         memory: bytes of a device.
         network: dimensions, major to minor; the product of their sizes is the number of devices.
         launch: seconds of a kernel launch.
+        host_link: bytes a second between a device and the memory of its host, in one direction; 0 if unknown.
         measured: whether ``calibrate`` made it.
         compiler: the behaviour of its compiler.
         kind: the kind of the devices: a kind that ``of`` reads, or the name in JAX. Modelled times are compared on
@@ -90,6 +91,7 @@ class Machine:
     memory: int
     network: tuple[Dimension, ...]
     launch: float = 0.0
+    host_link: float = 0.0
     measured: bool = False
     compiler: Compiler = COMPILERS["cpu"]
     kind: str = ""
@@ -199,7 +201,7 @@ def _build(called: str, kind: Kind, shape: tuple[int, ...]) -> Machine:
         network = [Dimension(math.prod(shape), SWITCH, kind.link, kind.latency)]
     return Machine(
         name, dict(kind.flops), kind.vector_flops, kind.memory_bandwidth, kind.memory, tuple(network), kind.launch,
-        compiler=kind.compiler, kind=called, topology=name if kind.wraps else "",
+        kind.host_link, compiler=kind.compiler, kind=called, topology=name if kind.wraps else "",
     )  # fmt: skip
 
 

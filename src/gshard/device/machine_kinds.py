@@ -18,6 +18,10 @@ machine. ``make machines`` writes the rows into ``docs/machines.md``.
     mi...     seven links, one to each of the others
     cpu       ``gshard calibrate`` measures the machine at hand
 
+Links to the host (``host_link``): PCIe Gen 4 x16 (A100) and Gen 5 x16 (H100, H200, B200, AMD), from the data sheets
+below; TPU v4 and v6e: Austin et al., *How to Scale Your Model*, 2025, part 2. The other rows have no figure. On the CPU
+the memory of the host is that of the device: a transfer reads and writes it.
+
 Rows of GPUs have the share of the vendor's rates of products and memory that was measured on an H100. No vendor gives
 the time of a hop and of a launch. Those of ``h100`` apply to all GPUs, and 1 µs a hop to all TPUs.
 
@@ -126,6 +130,7 @@ class Kind:
         node: the number of GPUs that are connected without a network card; 0 if there are no nodes.
         inside: the kind of their connection.
         between_nodes: bytes a second that a GPU sends to other nodes.
+        host_link: bytes a second between a device and the memory of its host, in one direction; 0 if unknown.
     """
 
     flops: Mapping[str, float]
@@ -142,6 +147,7 @@ class Kind:
     node: int = 0
     inside: str = SWITCH
     between_nodes: float = 0.0
+    host_link: float = 0.0
     compiler: Compiler = COMPILERS["cpu"]
     peak: Mapping[str, float] = dataclasses.field(default_factory=dict)
     source: str = ""
@@ -157,11 +163,15 @@ REACHED_MEMORY = 0.9
 
 
 def _tpu(
-    bf16: float, s8: float, bandwidth: float, gib: int, link: float, dimensions: int, wraps: int, compiler: Compiler
-) -> Kind:
+    bf16: float, s8: float, bandwidth: float, gib: int, link: float, dimensions: int, wraps: int, compiler: Compiler,
+    host_link: float = 0.0,
+) -> Kind:  # fmt: skip
     # The vector unit does about a sixteenth of the matrix unit's work in float32.
     rates = {"bf16": bf16 * _T, "f32": bf16 * _T, "s8": s8 * _T}
-    return Kind(rates, bf16 * _T / 16, bandwidth * _G, gib * _GIB, link * _G, dimensions, wraps, compiler=compiler)
+    return Kind(
+        rates, bf16 * _T / 16, bandwidth * _G, gib * _GIB, link * _G, dimensions, wraps, compiler=compiler,
+        host_link=host_link * _G,
+    )  # fmt: skip
 
 
 def _gpu(
@@ -177,41 +187,43 @@ def _gpu(
     between_nodes: float,
     node: int = 8,
     inside: str = SWITCH,
+    host_link: float = 0.0,
 ) -> Kind:
     """A vendor's TFLOP/s, GB/s and GB; f32 is the rate of products of float32 arrays in JAX's default precision."""
     peak = {"f64": f64 * _T, "f32": f32 * _T, "bf16": bf16 * _T, "f16": bf16 * _T, "s8": s8 * _T}
     rates = {dtype: rate * REACHED_PRODUCTS for dtype, rate in peak.items()}
     return Kind(
         rates, vector * _T, memory_bandwidth * _G * REACHED_MEMORY, int(memory * _G), link * _G, 1, latency=2e-6,
-        launch=3e-6, node=node, inside=inside, between_nodes=between_nodes * _G, compiler=COMPILERS["gpu"], peak=peak,
+        launch=3e-6, node=node, inside=inside, between_nodes=between_nodes * _G, host_link=host_link * _G,
+        compiler=COMPILERS["gpu"], peak=peak,
     )  # fmt: skip
 
 
 def _a100(memory_bandwidth: float, memory: float) -> Kind:
     return _gpu(
         f64=19.5, f32=156, bf16=312, s8=624, vector=19.5, memory_bandwidth=memory_bandwidth, memory=memory, link=300,
-        between_nodes=25,
+        between_nodes=25, host_link=32,
     )  # fmt: skip
 
 
 def _hopper(memory_bandwidth: float, memory: float) -> Kind:
     return _gpu(
         f64=67, f32=494, bf16=989, s8=1979, vector=67, memory_bandwidth=memory_bandwidth, memory=memory, link=450,
-        between_nodes=50,
+        between_nodes=50, host_link=64,
     )  # fmt: skip
 
 
 def _cdna3(memory_bandwidth: float, memory: float) -> Kind:
     return _gpu(
         f64=163.4, f32=163.4, bf16=1307.4, s8=2614.9, vector=163.4, memory_bandwidth=memory_bandwidth, memory=memory,
-        link=64, inside=DIRECT, between_nodes=50,
+        link=64, inside=DIRECT, between_nodes=50, host_link=64,
     )  # fmt: skip
 
 
 def _cdna4(f64: float, f32: float, bf16: float, s8: float) -> Kind:
     return _gpu(
         f64=f64, f32=f32, bf16=bf16, s8=s8, vector=f32, memory_bandwidth=8000, memory=288, link=76.8, inside=DIRECT,
-        between_nodes=50,
+        between_nodes=50, host_link=64,
     )  # fmt: skip
 
 
@@ -227,7 +239,9 @@ KINDS = {
         ("TPU v3",),
         dataclasses.replace(_tpu(61.5, 61.5, 450, 16, 82, 2, 32, _libtpu(schedules_read=False)), cores=2),
     ),
-    "v4": _row("Jouppi et al., *TPU v4*, ISCA 2023", ("TPU v4",), _tpu(275, 275, 1200, 32, 50, 3, 4, _libtpu(PERMUTE))),
+    "v4": _row(
+        "Jouppi et al., *TPU v4*, ISCA 2023", ("TPU v4",), _tpu(275, 275, 1200, 32, 50, 3, 4, _libtpu(PERMUTE), 16)
+    ),
     "v5e": _row(
         "Google Cloud, *TPU v5e*",
         ("TPU v5 lite", "TPU v5e"),
@@ -237,7 +251,9 @@ KINDS = {
         "Google Cloud, *TPU v5p*", ("TPU v5", "TPU v5p"), _tpu(459, 918, 2765, 95, 100, 3, 4, _libtpu(PERMUTE))
     ),
     "v6e": _row(
-        "Google Cloud, *TPU v6e*", ("TPU v6 lite", "TPU v6e"), _tpu(918, 1836, 1638, 32, 100, 2, 16, _libtpu(PERMUTE))
+        "Google Cloud, *TPU v6e*",
+        ("TPU v6 lite", "TPU v6e"),
+        _tpu(918, 1836, 1638, 32, 100, 2, 16, _libtpu(PERMUTE), 15),
     ),
     "tpu7x": _row(
         "Google Cloud, *TPU7x (Ironwood)*",
@@ -267,6 +283,7 @@ KINDS = {
             memory=180,
             link=900,
             between_nodes=50,
+            host_link=64,
         ),
     ),
     "b300": _row(
@@ -332,6 +349,7 @@ KINDS = {
             1,
             latency=2e-5,
             launch=1e-6,
+            host_link=5 * _G,
         ),
     ),
 }

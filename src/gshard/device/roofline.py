@@ -72,6 +72,14 @@ def roofline(
     return Roofline(compute, moved / machine.memory_bandwidth, launch_seconds(machine, moved, returns=returns))
 
 
+def host_seconds(machine: Machine, array: float) -> float:
+    """Seconds in which a device moves ``array`` bytes to the memory of its host, or from there, without the launch.
+
+    A machine without a figure of that link (``Machine.host_link``) counts the array as a copy in its own memory.
+    """
+    return array / machine.host_link if machine.host_link else 2 * array / machine.memory_bandwidth
+
+
 def dtype_of(e: Equation) -> str:
     """The short name of the dtype at whose rate an equation's product runs: that of its first operand."""
     return short_dtype(e.inputs[0].dtype) if e.inputs else "f32"

@@ -2,7 +2,7 @@
 
 Launch-bound: 25.1 µs a call on h100:1x8, 72 % kernel launches, 21 % network latency, 7 % memory traffic.
 
-The seconds of a call are those of its cost. Each is spent on one of five things (``cost.BOUNDS``), which different
+The seconds of a call are those of its cost. Each is spent on one of six things (``cost.BOUNDS``), which different
 changes make shorter: more bandwidth, or fewer bytes, shortens no launch and no latency.
 """
 
@@ -23,6 +23,7 @@ NAMES = {
     "network": "bytes on links",
     "launch": "kernel launches",
     "latency": "network latency",
+    "host": "transfers to and from the host",
 }
 MOST = 0.5  # of a call: what takes no more than that does not bound it alone
 
@@ -79,6 +80,11 @@ def _remedy(what: str, found: CallTotals) -> str:
         return (
             f"Bytes on links: each device sends {format_bytes(found.sent)}. Fewer bytes help, and a larger batch on "
             "each device if the bytes are those of weights or gradients."
+        )
+    if what == "host":
+        return (
+            f"Transfers to and from the host: {spent} of it. Fewer bytes in the memory of the host help, and more "
+            "devices, each of which moves its own part."
         )
     return f"Arithmetic: {spent} of it. Fewer operations and narrower dtypes help, and more devices."
 

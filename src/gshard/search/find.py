@@ -145,6 +145,7 @@ class MeshSearch:
         self.shown: tuple[PricedPlan, ...] = ()  # the presets of another mesh
         self._solved: list[Solution] = []  # solutions of ``graph``, in order
         self._priced: dict[PricedPlan, Solution] = {}
+        self.always_prices = True  # the plans of solutions, even if the time is over
         self._others_bound = math.inf  # the bound of the same mesh with its axes in other groups
         self._mesh_text = ", ".join(f"{name}={size}" for name, size in mesh.axes)
 
@@ -236,6 +237,17 @@ class MeshSearch:
         )
         return max((solution.bound for solution in applicable), default=0.0)
 
+    @property
+    def least_seconds(self) -> float:
+        """Seconds that every plan on this mesh takes at least in the model, in any memory; 0 if unknown."""
+        free = [solution.bound for solution in self._solved if solution.problem.limit is None]
+        return max(free, default=0.0) if math.isinf(self._others_bound) else 0.0
+
+    @property
+    def is_solved(self) -> bool:
+        """Whether the problem has a solution."""
+        return bool(self._solved)
+
     def finish(self, shown: tuple[PricedPlan, ...] | None = None) -> None:
         """Prices the plans of the solutions, solves again if they take too much memory, and prices the presets.
 
@@ -260,11 +272,12 @@ class MeshSearch:
             self._price_preset(preset, self.machine)
 
     def price_solution(self) -> PricedPlan | None:
-        """Prices the first solution that is not priced yet; None if there is none."""
+        """Prices the first solution that is not priced yet; None if there is none, or if the time cut it."""
+        found = None
         if self.graph is None or len(self._priced) == len(self._solved):
             return None
         solution = self._solved[len(self._priced)]
-        with self.budget.step(f"the plan that was searched for mesh ({self._mesh_text})", always=True):
+        with self.budget.step(f"the plan that was searched for mesh ({self._mesh_text})", always=self.always_prices):
             found = self.pricing.add("searched", Planned(_plan(self.graph, solution, self.pricing)))
             self._priced[found] = solution
         return found
@@ -303,11 +316,16 @@ class MeshSearch:
         """Whether there is a plan to return."""
         return bool(self._priced or self.presets)
 
+    @property
+    def chosen(self) -> PricedPlan:
+        """The best plan so far. Requires ``has_found``."""
+        # A tie goes to the searched plan, because its alternatives are known.
+        return min([*self._priced, *self.presets], key=lambda option: option.rank(self.limit))
+
     def best(self, stopped: int | None = None) -> Best:
         """The best result so far. Requires ``has_found``."""
         limit = self.limit
-        # A tie goes to the searched plan, because its alternatives are known.
-        chosen = min([*self._priced, *self.presets], key=lambda option: option.rank(limit))
+        chosen = self.chosen
         searched = chosen if chosen in self._priced else None
         if self._priced and searched is None:
             searched = min(self._priced, key=lambda option: option.rank(limit))

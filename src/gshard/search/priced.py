@@ -63,6 +63,8 @@ class Pricing:
         limit: bytes that a device may hold.
         on_better: called with each plan that is better than all before.
         known: the plans that were priced.
+        makes_fit: whether plans that do not fit are tried with collective matmuls and recomputed values, which takes
+            longer than pricing.
     """
 
     machine: Machine
@@ -70,6 +72,7 @@ class Pricing:
     limit: float
     on_better: Callable[[PricedPlan], None] | None = None
     known: list[PricedPlan] = dataclasses.field(default_factory=list)
+    makes_fit: bool = True
 
     def marked(self, name: str, program: Program, mesh: Mesh) -> PricedPlan:
         """Prices the plan that follows from a program's marks."""
@@ -81,7 +84,7 @@ class Pricing:
         If it does, the others, collective matmuls and recomputation are tried too.
         """
         options = [self._priced(name, planned) for planned in plans[:1]]
-        if options[0].kept > self.limit:
+        if options[0].kept > self.limit and self.makes_fit:
             options += [self._priced(name, planned) for planned in plans[1:]]
             matmuls = [windowed(planned.plan, CollectiveMatmul(above=self.limit * _LARGE)) for planned in plans]
             options += [self._priced(name, Planned(plan)) for plan in matmuls if plan.rings]

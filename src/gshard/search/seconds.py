@@ -21,8 +21,9 @@ from gshard.device.compiled_kernels import as_compiled
 from gshard.device.fusion_model import Kernel, is_looked_up, kernels_of
 from gshard.device.machine import Machine
 from gshard.device.network import interchangeable
-from gshard.device.roofline import dtype_of, launch_seconds, roofline
+from gshard.device.roofline import dtype_of, host_seconds, launch_seconds, roofline
 from gshard.device.step_times import StepTimes
+from gshard.language.transfer import changes_memory
 from gshard.planning.objective import Windows
 from gshard.planning.reshard_costs import Moves, has_many
 from gshard.planning.strategies import share
@@ -96,6 +97,8 @@ class Seconds(Moves):
         work_share = share(rule, split, self.mesh)
         results = [result_sharding(rule, i, split) for i in range(len(e.outputs))]
         result_bytes = sum(local_bytes(x, s, self.mesh) for x, s in zip(e.outputs, results, strict=True))
+        if changes_memory(e) and self.machine.host_link:
+            return host_seconds(self.machine, result_bytes) + launch_seconds(self.machine, 2 * result_bytes)
         read_bytes: dict[Value, int] = {}
         for i, x in enumerate(e.inputs):
             if isinstance(x, Value):

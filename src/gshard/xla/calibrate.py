@@ -60,7 +60,8 @@ def calibrate(devices: Sequence[Any] | None = None, *, side: int = 1024, element
         launch = _best(_ready(jax.jit(lambda x: x + 1.0), jnp.zeros(())))
     name = f"{devices[0].device_kind} x {len(devices)}"
     return Machine(
-        name, rates, vector, 2 * 4 * elements / copied, memory, (_network(mesh, elements),), launch, measured=True,
+        name, rates, vector, 2 * 4 * elements / copied, memory, (_network(mesh, elements),), launch,
+        0.0 if kind is None else KINDS[kind].host_link, measured=True,
         compiler=compiler, kind=kind or str(devices[0].device_kind),
     )  # fmt: skip
 

@@ -1,5 +1,5 @@
 // The first screen: what bounds a call, in words, and the totals.
-const BOUNDS = { compute: "arithmetic", memory: "memory traffic", network: "bytes on links", launch: "kernel launches", latency: "network latency" };
+const BOUNDS = { compute: "arithmetic", memory: "memory traffic", network: "bytes on links", launch: "kernel launches", latency: "network latency", host: "transfers to and from the host" };
 
 // Two numbers of bytes; the unit once if it is the same.
 function pair(a, b) {

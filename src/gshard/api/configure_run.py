@@ -1,0 +1,354 @@
+"""Configure run: estimates the configurations of a training step, prices some of them, and solves the best ones.
+
+``api.configure`` describes the steps. The time of each is bounded, and what is found is kept whenever it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from gshard.api.built_step import BuiltStep, built_by
+from gshard.api.call_errors import clear_call_errors
+from gshard.api.configuration import Configuration
+from gshard.api.configurations import Configurations, NotSearched
+from gshard.api.estimated_step import EstimatedStep
+from gshard.api.jitted import Jitted
+from gshard.api.search_run import EFFORT, FINISHED, OfArrays, SearchRun, SearchTask, searched_of
+from gshard.core.errors import ArgumentError
+from gshard.core.jax_adapter import user_line
+from gshard.core.memory_kinds import PINNED_HOST
+from gshard.core.mesh import Mesh
+from gshard.core.planning_tables import tables
+from gshard.core.program import format_bytes
+from gshard.device.machine import Machine
+from gshard.remat.rematerialise import MemoryLimitError
+from gshard.search.builder_choices import combinations, text_of
+from gshard.search.find import MeshSearch
+from gshard.search.progress import Progress
+from gshard.search.screening import estimated
+from gshard.search.state_on_host import state_to_offload
+from gshard.search.stopping import Stop
+from gshard.search.time_budget import TimeBudget
+
+_SCREENING = 1 / 3  # of the time, what estimates may take
+_EXPLORING = 1 / 3  # of the time that is left then, what plans by hand may take
+_SOLVING = 1 / 2  # of the time that is left, what the problems of one configuration may take
+_FULL_PRICE = 0.95  # of the time of a plan in the simplified model, what its full price may be
+
+
+@dataclasses.dataclass(eq=False)
+class _Quiet(Progress):
+    """The progress of one configuration: its steps are those of the whole, which shows them if they take long."""
+
+    whole: Progress | None = None
+
+    def step(self, doing: str) -> None:
+        assert self.whole is not None
+        self.whole.doing = f"{self.name}: {doing}"
+        self.whole.beat()
+
+    def better(self, plan: str) -> None:
+        self.beat()
+
+    def beat(self) -> None:
+        assert self.whole is not None
+        self.whole.beat()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ConfigureTask:
+    """What is configured: a builder with the values of its keywords, on meshes of one machine."""
+
+    builder: Callable[..., Any]
+    choices: Mapping[str, Sequence[Any]]
+    fixed: Mapping[str, Any]
+    own: Mapping[str, Any]
+    meshes: tuple[Mesh, ...]
+    given_machine: str | Machine | None
+    machine: Machine
+    limit: float
+    global_batch: int | None
+    offload: bool
+    uses_all: bool
+    on_better: Callable[[Configuration], None] | None
+    caller: Callable[..., Any]
+
+
+class ConfigureRun:
+    """The search over all configurations; what it has found is kept, whenever time or a signal ends it."""
+
+    def __init__(self, task: ConfigureTask, budget: TimeBudget):
+        self.task, self.budget = task, budget
+        self.candidates: list[EstimatedStep] = []
+        self.others: list[NotSearched] = []
+        self.notes: dict[str, None] = {}
+        self.meshes = sorted(task.meshes, key=lambda mesh: _distance(mesh, task.machine))
+        self.fastest: EstimatedStep | None = None
+        self.noted = 0.0  # seconds of the fastest when it was noted
+        self.covered: set[EstimatedStep] = set()  # no faster than others that fit
+
+    def found(self, stop: Stop) -> Configurations | None:
+        """The result; None if a signal ended the search before it had a plan."""
+        try:
+            with tables():
+                self._estimate()
+                self._explore()
+                self._solve()
+                if self.task.uses_all:
+                    self._prove()
+        except KeyboardInterrupt:
+            stop.number = stop.number or signal.SIGINT
+        return self._result(stop)
+
+    def _estimate(self) -> None:
+        """Builds, traces and estimates all configurations."""
+        task, share, first = self.task, dataclasses.replace(self.budget.part(_SCREENING), left_out=[]), True
+        for keywords in combinations(task.choices):
+            text, done = text_of(keywords), False
+            if first or not share.is_over:
+                with share.step(f"estimating {text}", always=first):
+                    self.candidates += self._estimated(keywords)
+                    done = True
+            if not done:
+                why = "not estimated, because the time was over"
+                self.others.append(NotSearched(text, why, True, is_estimated=False))
+            first = first and not self.candidates
+        if not self.candidates and all(not other.fits for other in self.others):
+            raise ArgumentError(
+                "the builder has no step: it returns None for all keywords.",
+                user_line(),
+                f"{len(self.others)} combinations of {', '.join(task.choices)}",
+                "Return (step, *arguments) for some of them.",
+            )
+
+    def _estimated(self, keywords: Mapping[str, Any]) -> Iterator[EstimatedStep]:
+        """The configurations with these keywords: the state on the devices and, if possible, on the host."""
+        task = self.task
+        built = built_by(task.builder, keywords, task.fixed, task.own)
+        if built is None:
+            text = text_of(keywords)
+            self.others.append(NotSearched(text, "for which the builder returns None", False))
+            return
+        searched = self._searched(built)
+        with clear_call_errors(task.caller, built.step, built.arguments, {}):
+            lowered = searched.lower(self.meshes[0])
+        program, donated = lowered.program, lowered.donated
+        yield EstimatedStep(built, searched, estimated(program, self.meshes[0], task.machine, donated), task.limit)
+        if task.offload and donated and self._can_offload(built, searched):
+            pairs = state_to_offload(program, donated)
+            if pairs:
+                on_host = built.with_host(pairs)
+                searched = self._searched(on_host)
+                lowered = searched.lower(self.meshes[0])
+                figures = estimated(lowered.program, self.meshes[0], task.machine, lowered.donated)
+                yield EstimatedStep(on_host, searched, figures, task.limit)
+
+    def _searched(self, built: BuiltStep) -> Any:
+        own = {key: value for key, value in self.task.own.items() if key != "finite"}
+        return searched_of(built.step, built.arguments, {}, own, self.task.own["finite"], self.task.caller)
+
+    def _can_offload(self, built: BuiltStep, searched: Any) -> bool:
+        """Whether the state may be on the host; a note tells why not."""
+        kinds = {memory.kind for memory in jax.devices()[0].addressable_memories()}
+        why = (
+            f"there is no figure of the link to the host of {self.task.machine.name}"
+            if not self.task.machine.host_link
+            else f"JAX's devices here have no memory {PINNED_HOST!r}"
+            if PINNED_HOST not in kinds
+            else "the builder returns a jitted step; return the plain function and give donate_argnums"
+            if not isinstance(searched, OfArrays) or isinstance(built.step, Jitted) or hasattr(built.step, "lower")
+            else ""
+        )
+        if why:
+            self.notes[f"the state stays on the devices: {why}"] = None
+        return not why
+
+    def _explore(self) -> None:
+        """Prices plans that people write by hand, on the first mesh, for the most promising configurations first."""
+        limit, share = self.task.limit, self.budget.part(_EXPLORING)
+        better = {one: sum(other.is_better(one, limit) for other in self.candidates) for one in self.candidates}
+        for candidate in sorted(self.candidates, key=lambda one: (better[one], one.promise(limit))):
+            if candidate.estimate.least_bytes > limit:
+                least = format_bytes(int(candidate.estimate.least_bytes))
+                candidate.why = f"for which a device holds at least {least} of arguments and results"
+            elif not self._is_slower(candidate) and (self.fastest is None or not share.is_over):
+                with self._searching(candidate, share) as (run, budget):
+                    one = run.begin(self.meshes[0], budget)
+                    one.pricing.makes_fit = False
+                    one.price_marked()
+                    one.price_expected()
+                    one.pricing.makes_fit = True
+                self._note(candidate)
+
+    def _solve(self) -> None:
+        """Solves the problems of the configurations with the best prices, and prices their solutions."""
+        begun = [candidate for candidate in self.candidates if candidate.chosen is not None]
+        for candidate in sorted(begun, key=lambda one: one.expected(self.task.limit)):
+            if self._is_slower(candidate):
+                continue
+            if self.budget.is_over:
+                self.budget.left_out.append(f"the problems of {candidate.built.text}")
+                continue
+            self._solve_on_all(candidate)
+        for candidate in begun if self.fastest is None else ():  # the plans by hand, with recomputed values
+            if self.fastest is None and not (candidate is not begun[0] and self.budget.is_over):
+                with self._searching(candidate, self.budget) as (run, budget):
+                    one = next(iter(run.begun))
+                    one.budget = budget
+                    one.price_expected()
+                self._note(candidate)
+
+    def _prove(self) -> None:
+        """Solves the problems of the configurations that were left out, too, as long as there is time."""
+        left = [one for one in self.candidates if not one.solved and one.estimate.least_bytes <= self.task.limit]
+        for candidate in sorted(left, key=lambda one: one.promise(self.task.limit)):
+            if not self.budget.is_over:
+                self._solve_on_all(candidate)
+
+    def _solve_on_all(self, candidate: EstimatedStep) -> None:
+        """Solves the problem of a configuration on every mesh, and prices the solutions of the most promising ones."""
+        count = len(self.meshes)
+        with self._searching(candidate, self.budget.part(_SOLVING)) as (run, budget):
+            for i, mesh in enumerate(self.meshes):
+                if budget.is_over:
+                    budget.left_out.append(f"mesh ({', '.join(f'{name}={size}' for name, size in mesh.axes)})")
+                    continue
+                problem = budget.part(1 / 2) if i + 1 < count else budget
+                one = next((one for one in run.begun if one.mesh == mesh), None) or run.begin(mesh, problem)
+                one.budget = problem
+                one.solve(1.0 if count <= FINISHED else EFFORT, 1 / (count - i))
+                one.budget = budget
+            ranked = sorted(run.begun, key=lambda one: one.rank)
+            for one in [one for one in ranked if not self._is_beaten(one)][:FINISHED]:
+                one.always_prices = self.fastest is None
+                one.finish(())
+                run.finished.append(one)
+        self._note(candidate)
+        # On the meshes that are best for one configuration the others are solved first.
+        places = {one.mesh: i for i, one in enumerate(ranked)}
+        self.meshes.sort(key=lambda mesh: places.get(mesh, count))
+
+    @contextlib.contextmanager
+    def _searching(self, candidate: EstimatedStep, budget: TimeBudget) -> Iterator[tuple[SearchRun, TimeBudget]]:
+        """The search of one configuration, and its time; what it leaves out gets the configuration's name."""
+        task, text = self.task, candidate.built.text
+        self.budget.progress.step(f"searching: {text}")
+        quiet = _Quiet(None, since=budget.progress.since, name=text, whole=self.budget.progress)
+        own = dataclasses.replace(budget, progress=quiet, left_out=[])
+        if candidate.run is None:
+            meant = SearchTask(candidate.searched, task.meshes, task.machine, int(task.limit), None, None, False)
+            candidate.run = SearchRun(meant, own)
+        try:
+            yield candidate.run, own
+        except KeyboardInterrupt:
+            with contextlib.suppress(KeyboardInterrupt):
+                for one in sorted(candidate.run.begun, key=lambda one: one.rank)[:1]:
+                    while one.price_solution() is not None:
+                        pass
+            raise
+        finally:
+            self.budget.left_out += [f"{text}: {name}" for name in own.left_out]
+
+    def _is_slower(self, candidate: EstimatedStep) -> bool:
+        """Whether a configuration is estimated to be no faster than the fastest, or than a similar one that fits."""
+        limit = self.task.limit
+        if self.fastest is None or self.fastest is candidate or self.fastest.chosen is None:
+            return False
+        if candidate.estimate.seconds >= self.fastest.chosen.cost.seconds:
+            candidate.why = "estimated to be no faster than the best"
+            return True
+        if any(
+            other.is_better(candidate, limit) and (other.fits_as_it_is(limit) or other in self.covered)
+            for other in self.candidates
+        ):
+            self.covered.add(candidate)
+            candidate.why = "estimated to be no faster than a similar one that fits"
+            return True
+        return False
+
+    def _is_beaten(self, one: MeshSearch) -> bool:
+        """Whether no plan on a mesh is faster than the fastest that was found, by the bound of its problem."""
+        fastest = None if self.fastest is None else self.fastest.chosen
+        return fastest is not None and one.least_seconds * _FULL_PRICE > fastest.cost.seconds
+
+    def _note(self, candidate: EstimatedStep) -> None:
+        """Keeps a configuration that is the fastest so far and fits."""
+        chosen, limit = candidate.chosen, self.task.limit
+        if chosen is None or chosen.cost.peak > limit:
+            return
+        known = None if self.fastest is None else self.fastest.chosen
+        if known is None or self.fastest is candidate or chosen.rank(limit) < known.rank(limit):
+            seconds = chosen.cost.seconds
+            if self.fastest is candidate and seconds >= self.noted:
+                return
+            self.fastest, self.noted = candidate, seconds
+            self.budget.progress.better(f"{candidate.built.text}: {chosen.cost}")
+            if self.task.on_better is not None and (made := self._configuration(candidate, Stop())) is not None:
+                self.task.on_better(made)
+
+    def _configuration(self, candidate: EstimatedStep, stop: Stop) -> Configuration | None:
+        found = None if candidate.run is None else candidate.run.result(stop)
+        if found is None:
+            return None
+        limit = int(self.task.limit) if found.best.chosen.recomputed else None
+        return Configuration(
+            candidate.built, found.mesh, found.plan, self.task.given_machine, limit, self.task.global_batch, found
+        )
+
+    def _result(self, stop: Stop) -> Configurations | None:
+        """What was found; None if a signal ended the search before it had a plan.
+
+        Raises:
+            MemoryLimitError: no configuration fits.
+        """
+        limit, meshes = self.task.limit, len(self.task.meshes)
+        made = [(candidate, self._configuration(candidate, stop)) for candidate in self.candidates]
+        rows = [row for _, row in made if row is not None]
+        if stop.number is not None and not rows:
+            return None
+        rows.sort(key=lambda row: row.chosen.rank(limit))
+        if not rows or rows[0].cost.peak > limit:
+            raise self._fits_nowhere(rows)
+        others = [*self.others, *(c.left_out(limit) for c, row in made if row is None)]
+        possible = [c for c in self.candidates if c.estimate.least_bytes <= limit]
+        unknown = any(other.fits and not other.is_estimated for other in self.others)
+        solved = [c.least_seconds(meshes) for c in possible if len(c.solved) == meshes]
+        bound = 0.0 if unknown else min(c.least_seconds(meshes) for c in possible)
+        return Configurations(
+            tuple(rows), tuple(others), self.task.machine, limit, bound, min(solved, default=0.0), len(solved),
+            tuple(self.budget.left_out), tuple(self.notes), self.budget.spent, stop.number,
+        )  # fmt: skip
+
+    def _fits_nowhere(self, rows: Sequence[Configuration]) -> MemoryLimitError:
+        limit, text = self.task.limit, ""
+        if rows:
+            needed = rows[0].cost.peak
+            mesh = " ".join(f"{name}={size}" for name, size in rows[0].mesh.axes)
+            text = f"nearest: {rows[0].built.text}, mesh {mesh}: a device needs {format_bytes(needed)}"
+        else:
+            nearest = min(self.candidates, key=lambda one: one.estimate.least_bytes)
+            needed = int(nearest.estimate.least_bytes)
+            text = f"nearest: {nearest.built.text}: a device holds at least {format_bytes(needed)}"
+        cut = " Not everything was tried in the time: raise budget_seconds." if self.budget.left_out else ""
+        error = MemoryLimitError(
+            f"no configuration fits in {format_bytes(int(limit))}.",
+            user_line(),
+            f"{text}, {format_bytes(needed - int(limit))} more than it has",
+            f"Use more devices or a smaller batch, or let the builder recompute more, use more micro-batches, or split "
+            f"more of its state.{cut}",
+        )
+        error.needed = needed
+        return error
+
+
+def _distance(mesh: Mesh, machine: Machine) -> tuple[bool, float]:
+    """Orders meshes: one axis first, then those whose last axis is as long as the last dimension of the network."""
+    sizes = [size for _, size in mesh.axes]
+    return len(sizes) > 1, abs(math.log(sizes[-1] / machine.network[-1].size))

@@ -1,0 +1,250 @@
+"""Search run: the search for a plan of one function on one or several meshes, in steps that a caller may combine.
+
+``api.search`` runs all steps for one function. ``api.configure`` runs the first steps for many functions, and the
+others for the most promising of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import signal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from gshard.api.explained import refuse_options
+from gshard.api.framework_jit import is_from_framework, lowered_instead_of_jit, mesh_of_arguments
+from gshard.api.jit import jit
+from gshard.api.jitted import Jitted
+from gshard.api.lowered import Lowered
+from gshard.api.names import paths_of_arguments, with_names_of_arguments
+from gshard.core.errors import MeshError
+from gshard.core.layout import Layout, Names
+from gshard.core.mesh import Mesh, MeshLike
+from gshard.core.paths import place_of_definition
+from gshard.core.planning_tables import tables
+from gshard.core.program import Program
+from gshard.device.hardware import machine_of
+from gshard.device.machine import Machine
+from gshard.explanation.found import SearchResult
+from gshard.search.find import Best, MeshSearch
+from gshard.search.layouts import Namable
+from gshard.search.meshes import meshes
+from gshard.search.priced import PricedPlan
+from gshard.search.stopping import Stop
+from gshard.search.time_budget import TimeBudget
+
+FINISHED = 3  # of the meshes that are tried, the most promising ones, whose plans are priced
+EFFORT = 0.1  # of the solver, for each of many meshes
+_SOLVING = 0.7  # of the time, what the problems of several meshes may take; pricing takes the rest
+
+
+class Searched(Protocol):
+    """A function with its arguments."""
+
+    @property
+    def mesh(self) -> MeshLike:
+        """The mesh that it was jitted for, or that its arguments are on."""
+
+    def lower(self, mesh: Mesh) -> Lowered:
+        """Traces it for a mesh."""
+
+    def namable(self, mesh: Mesh, lowered: Lowered) -> Namable | None:
+        """The function as its dimensions can be named; None if a table of names cannot be searched for it."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OfArrays:
+    """A function whose arguments are pytrees of arrays."""
+
+    made: Jitted
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def mesh(self) -> MeshLike:
+        return self.made.options.mesh
+
+    def lower(self, mesh: Mesh) -> Lowered:
+        return self.made.on(mesh).lower_for_search(self.args, self.kwargs)
+
+    def namable(self, mesh: Mesh, lowered: Lowered) -> Namable:
+        return _namable(self.made.on(mesh), lowered, self.args, self.kwargs)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OfFramework:
+    """A function that ``flax.nnx.jit``, ``equinox.filter_jit`` or the like returned."""
+
+    f: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    refused: Mapping[str, Any]
+    caller: Callable[..., Any]
+
+    @property
+    def mesh(self) -> MeshLike:
+        return mesh_of_arguments(self.args, self.kwargs)
+
+    def lower(self, mesh: Mesh) -> Lowered:
+        return lowered_instead_of_jit(self.f, self.args, self.kwargs, mesh, {}, self.refused, self.caller)
+
+    def namable(self, mesh: Mesh, lowered: Lowered) -> None:
+        return None
+
+
+def searched_of(
+    f: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    own: Mapping[str, Any],
+    finite: bool,
+    caller: Callable[..., Any],
+) -> OfArrays | OfFramework:
+    """A function with its arguments, as it is searched.
+
+    Args:
+        f: a function, or one that ``gshard.jit``, ``jax.jit`` or a framework returned.
+        args, kwargs: its arguments.
+        own: static and donated arguments, as of ``jit``; None where they are not given.
+        finite: as for ``jit``.
+        caller: the function of gshard that was called, which messages name.
+
+    Raises:
+        ArgumentError: ``own`` or ``finite`` is given for a function that has its own.
+    """
+    if isinstance(f, Jitted):
+        refuse_options(caller.__name__, f, finite, **own)
+        return OfArrays(f, args, kwargs)
+    if is_from_framework(f):
+        return OfFramework(f, args, kwargs, {**own, "finite": finite or None}, caller)
+    return OfArrays(jit(f, finite=finite, **own), args, kwargs)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SearchTask:
+    """What is searched: a function for its arguments, on meshes of one machine."""
+
+    searched: Searched
+    meshes: Sequence[Mesh]
+    machine: str | Machine | None
+    limit: int | None
+    on_better: Callable[[PricedPlan], None] | None
+    budget_seconds: float | None
+    progress: bool | Callable[[str], object] | None
+
+    def machine_on(self, mesh: Mesh) -> Machine:
+        """The machine whose devices the mesh has."""
+        return Machine.read(machine_of(mesh) if self.machine is None else self.machine, mesh.size)
+
+
+class SearchRun:
+    """The search on all meshes; what it has found is kept, whenever time or a signal ends it."""
+
+    def __init__(self, task: SearchTask, budget: TimeBudget):
+        self.task, self.budget = task, budget
+        self.begun: dict[MeshSearch, Lowered] = {}
+        self.finished: list[MeshSearch] = []
+
+    def found(self, stop: Stop) -> SearchResult | None:
+        """The best of all meshes; None where a signal ended the search before there was any."""
+        try:
+            with tables():
+                self._search()
+        except KeyboardInterrupt:
+            stop.number = stop.number or signal.SIGINT
+            # What it left half done may be in the tables: from here on there are new ones.
+            promising = sorted(self.begun, key=lambda one: one.rank)[:1]
+            with contextlib.suppress(KeyboardInterrupt):
+                while promising and promising[0].price_solution() is not None:
+                    pass
+        return self.result(stop)
+
+    def result(self, stop: Stop) -> SearchResult | None:
+        """The best of what was found so far; None if nothing was."""
+        bests = self.bests(stop)
+        if not bests:
+            return None
+        one, best = min(bests, key=lambda pair: pair[1].chosen.rank(pair[1].limit))
+        lowered = self.begun[one]
+        donated = tuple(sorted(lowered.donated))
+        return SearchResult(
+            best, tuple(best for _, best in bests), donated, lowered.in_tree, self.namable(one),
+            self.task.budget_seconds, progress=self.task.progress,
+            jitted_by_framework=isinstance(self.task.searched, OfFramework),
+        )  # fmt: skip
+
+    def _search(self) -> None:
+        task, budget = self.task, self.budget
+        meshes, several = len(task.meshes), len(task.meshes) > 1
+        problems = budget.part(_SOLVING) if several else budget
+        for i, mesh in enumerate(task.meshes):
+            if self.begun and problems.is_over:
+                budget.left_out.append(f"mesh ({', '.join(f'{name}={size}' for name, size in mesh.axes)})")
+                continue
+            # A problem that is cut is lost: better some of them whole than a part of each.
+            one = self.begin(mesh, problems.part(1 / 2) if i + 1 < meshes else problems)
+            if not i:
+                one.price_marked()  # so that there is something to return
+                one.price_expected()
+            one.solve(1.0 if meshes <= FINISHED else EFFORT, 1 / (meshes - i))
+            one.budget = budget
+        for one in sorted(self.begun, key=lambda one: one.rank)[:FINISHED]:
+            self.finished.append(one)
+            one.finish(tuple(self.finished[0].presets) if len(self.finished) > 1 else None)
+
+    def begin(self, mesh: Mesh, budget: TimeBudget) -> MeshSearch:
+        """Traces the function for a mesh, and begins the search there."""
+        task = self.task
+        machine = task.machine_on(mesh)
+        budget.progress.step("tracing the function")
+        lowered = task.searched.lower(mesh)
+        one = MeshSearch(
+            lowered.program, mesh, machine, donated=lowered.donated, memory_limit=task.limit,
+            on_better=task.on_better, budget=budget,
+        )  # fmt: skip
+        self.begun[one] = lowered
+        return one
+
+    def bests(self, stop: Stop) -> list[tuple[MeshSearch, Best]]:
+        """What was found on each mesh that was finished, and on another one if that is better."""
+        found = {one: one.best(stop.number) for one in self.begun if one.has_found}
+        some = [one for one in self.finished if one in found]
+        if found:
+            first = min(found, key=lambda one: found[one].chosen.rank(one.limit))
+            some += [first] * (first not in some)
+        return [(one, found[one]) for one in some]
+
+    def namable(self, one: MeshSearch) -> Namable | None:
+        """The function as its dimensions can be named."""
+        return self.task.searched.namable(one.mesh, self.begun[one])
+
+
+def _namable(made: Jitted, lowered: Lowered, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Namable:
+    """The function as its dimensions can be named: what ``jit`` would trace with a layout and with names."""
+    program = lowered.program
+    retraced = any(named.line for named in program.named)  # names inside become marks there
+
+    def under(layout: Layout, said: Sequence[Names | None]) -> Program:
+        base = dataclasses.replace(program, layout=layout)
+        if retraced:
+            base = made.under(layout).lower_for_search(args, kwargs).program
+        return with_names_of_arguments(base, said, ())
+
+    def jaxpr() -> Any:
+        return made.trace(*args, **kwargs).jaxpr
+
+    return Namable(program, paths_of_arguments(program, lowered.in_tree), under, place_of_definition(made), jaxpr)
+
+
+def meshes_to_try(mesh: Any) -> Iterable[Mesh]:
+    """The meshes to try."""
+    if isinstance(mesh, int | np.integer) and not isinstance(mesh, bool):
+        return meshes(int(mesh))
+    if isinstance(mesh, list | tuple) and mesh and all(isinstance(one, Mesh) for one in mesh):
+        if len({one.size for one in mesh}) > 1:
+            raise MeshError("meshes to choose from have one size.", got=", ".join(map(str, mesh)))
+        return mesh
+    return [Mesh.of(mesh)]

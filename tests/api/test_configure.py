@@ -1,0 +1,289 @@
+"""Configure: what is found fits, runs and computes the unpartitioned numbers; bounds hold; errors are clear."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gshard
+from gshard import Configuration, Configurations, Mesh
+
+BATCH = 64
+ROW = [Mesh.of({"data": 8})]
+
+
+def build(
+    global_batch: int, micro_batches: int, recompute: Literal["none", "full"], width: int = 64, layers: int = 4
+) -> Any:
+    """A residual MLP with Adam, its layers in a loop."""
+
+    def layer(x: Any, w: Any) -> Any:
+        return x + jax.nn.gelu(x @ w[0]) @ w[1], None
+
+    def loss(weights: Any, x: Any, y: Any) -> Any:
+        x, _ = jax.lax.scan(jax.checkpoint(layer) if recompute == "full" else layer, x, weights)
+        return jnp.mean((x - y) ** 2)
+
+    def step(state: Any, x: Any, y: Any) -> Any:
+        weights, first, second = state
+
+        def one(total: Any, part: Any) -> Any:
+            return jax.tree.map(jnp.add, total, jax.value_and_grad(loss)(weights, *part)), None
+
+        parts = tuple(a.reshape(-1, micro_batches, width).swapaxes(0, 1) for a in (x, y))
+        total, _ = jax.lax.scan(one, (jnp.zeros(()), jax.tree.map(jnp.zeros_like, weights)), parts)
+        value, gradients = jax.tree.map(lambda a: a / micro_batches, total)
+        first = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, first, gradients)
+        second = jax.tree.map(lambda v, g: 0.99 * v + 0.01 * g * g, second, gradients)
+        weights = jax.tree.map(lambda w, m, v: w - 0.01 * m / (jnp.sqrt(v) + 1e-3), weights, first, second)
+        return (weights, first, second), value
+
+    array = jax.ShapeDtypeStruct
+    weights = array((layers, width, 4 * width), "float32"), array((layers, 4 * width, width), "float32")
+    rows = array((global_batch, width), "float32")
+    return step, (weights, weights, weights), rows, rows
+
+
+def numbers(rng: np.random.Generator) -> Any:
+    arguments = build(BATCH, 1, "none")[1:]
+    state, *rows = jax.tree.map(lambda x: jnp.asarray(0.1 * rng.standard_normal(x.shape), x.dtype), arguments)
+    weights, first, second = state
+    return (weights, first, jax.tree.map(jnp.abs, second)), *rows
+
+
+def configured(builder: Any = build, **options: Any) -> Configurations:
+    given: dict[str, Any] = {
+        "mesh": ROW, "machine": "cpu:8", "global_batch": BATCH, "donate_argnums": 0, "progress": False,
+    }  # fmt: skip
+    return gshard.configure(builder, **(given | options))
+
+
+@pytest.fixture(scope="module")
+def found() -> Configurations:
+    return configured(choices={"micro_batches": [1, 2, 4]})
+
+
+def check_runs(configuration: Configuration, arguments: Any) -> Any:
+    """Calls a configuration thrice beside the unpartitioned step without micro-batches; the last state."""
+    step, *_ = build(BATCH, 1, "none")
+    run, ours, theirs = configuration.jit(), configuration.place(*arguments), arguments
+    for _ in range(3):
+        state, value = run(*ours)
+        expected_state, expected = jax.jit(step)(*theirs)
+        np.testing.assert_allclose(value, expected, rtol=1e-5)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), state, expected_state)
+        ours, theirs = (state, *ours[1:]), (expected_state, *theirs[1:])
+    return state
+
+
+def test_the_best_is_optimal_and_runs(found: Configurations, rng: np.random.Generator) -> None:
+    best = found.best
+    assert best.keywords == {"micro_batches": 1, "recompute": "none"}
+    assert not best.built.host
+    assert best.examples_per_second == pytest.approx(BATCH / best.seconds)
+    assert best.found is not None
+    assert best.found.gap == pytest.approx(0, abs=1e-6)
+    check_runs(best, numbers(rng))
+
+
+@pytest.mark.slow
+def test_no_configuration_is_better_that_was_left_out(found: Configurations) -> None:
+    """Every configuration, searched alone, takes at least the time of the best, and at least the bound."""
+    for micro_batches in (1, 4):
+        for recompute in ("none", "full"):
+            step, *arguments = build(BATCH, micro_batches, recompute)  # type: ignore[arg-type]
+            alone = gshard.search(step, *arguments, mesh=ROW, machine="cpu:8", donate_argnums=0, progress=False)
+            assert alone.cost.seconds >= found.best.seconds * (1 - 1e-9)
+            assert alone.best.predicted is None or alone.best.predicted >= found.bound * (1 - 1e-9)
+    rows, others = len(found), len(found.not_searched)
+    assert rows + others == 12, "with the state on the devices and on the host"
+
+
+def test_bounds_are_below_what_was_found(found: Configurations) -> None:
+    assert 0 < found.bound <= found.searched_bound
+    assert found.solved >= 1
+    for row in found:
+        assert row.found is not None
+        assert row.found.best.predicted is None or row.found.best.predicted >= found.bound * (1 - 1e-9)
+    assert [row.seconds for row in found] == sorted(row.seconds for row in found)
+    assert all(other.least_seconds >= found.bound for other in found.not_searched if other.fits)
+    for text in ("examples/s", "micro_batches", "estimated to be no faster", "no configuration takes less than"):
+        assert text in str(found)
+
+
+@pytest.mark.parametrize("micro_batches", [2, 4])
+def test_micro_batches_accumulate_to_the_same_numbers(micro_batches: int, rng: np.random.Generator) -> None:
+    some = configured(choices={"micro_batches": [micro_batches], "recompute": ["full"]}, offload=False)
+    assert len(some) == 1
+    check_runs(some.best, numbers(rng))
+
+
+def test_the_state_is_on_the_host_where_memory_is_short(rng: np.random.Generator, tmp_path: Path) -> None:
+    choices = {"micro_batches": [1], "recompute": ["full"]}
+    some = configured(choices=choices, memory_limit="400KiB")
+    best = some.best
+    assert best.built.host == ((2, 2), (3, 3), (4, 4), (5, 5))
+    assert best.bytes_on_host == 2 * 2 * 4 * 64 * 256 * 4 // 8
+    assert best.cost.peak <= 400 * 1024
+    assert "host" in best.cost.by_bound
+    state = check_runs(best, numbers(rng))
+    kinds = [x.sharding.memory_kind for x in jax.tree.leaves(state)]
+    assert kinds == ["device"] * 2 + ["pinned_host"] * 4
+    best.save(tmp_path / "best.json")
+    loaded = Configuration.load(tmp_path / "best.json", build)
+    assert loaded.built.host == best.built.host
+    check_runs(loaded, numbers(rng))
+
+
+@pytest.mark.slow
+def test_the_host_is_used_only_where_it_is_faster() -> None:
+    choices = {"micro_batches": [1], "recompute": ["full"]}
+    some, kept = (configured(choices=choices, memory_limit="400KiB", offload=offload) for offload in (True, False))
+    assert not kept.best.built.host
+    assert kept.best.recomputes
+    assert kept.best.seconds > some.best.seconds
+
+
+def test_saved_configurations(found: Configurations, tmp_path: Path, rng: np.random.Generator) -> None:
+    path = tmp_path / "best.json"
+    found.best.save(path)
+    loaded = Configuration.load(path, build)
+    assert loaded.keywords == found.best.keywords
+    check_runs(loaded, numbers(rng))
+    with pytest.raises(gshard.ArgumentError, match="loaded has no costs"):
+        _ = loaded.seconds
+    other = Configuration.load(path, lambda **keywords: build(**keywords, layers=3))
+    with pytest.raises(gshard.PlanError, match="is not the program"):
+        other.jit().lower(*other.arguments).plan  # noqa: B018
+    path.write_text("{}")
+    with pytest.raises(gshard.ArgumentError, match="no saved configuration"):
+        Configuration.load(path, build)
+
+
+def test_time_that_is_left_goes_to_the_bound() -> None:
+    choices = {"micro_batches": [1, 2], "recompute": ["none", "full"]}
+    first = configured(choices=choices, offload=False)
+    proven = configured(choices=choices, offload=False, budget_seconds=float("inf"))
+    assert (first.solved, proven.solved) == (1, 4)
+    assert first.bound < proven.bound == proven.searched_bound
+    assert proven.gap == pytest.approx(0, abs=1e-6)
+    assert proven.best.seconds <= first.best.seconds
+
+
+def test_the_budget_is_kept() -> None:
+    short = configured(budget_seconds=1.0)
+    assert short.best.seconds > 0
+    assert short.seconds < 12, "no more than a planning of the step, and of data parallelism and FSDP"
+    assert [other for other in short.not_searched if "time was over" in other.why]
+    assert short.bound == 0 or all(other.is_estimated for other in short.not_searched)
+
+
+def test_nothing_fits() -> None:
+    with pytest.raises(gshard.MemoryLimitError, match=r"no configuration fits in 60\.0 KiB") as error:
+        configured(memory_limit="60KiB", choices={"micro_batches": [1, 4], "recompute": ["full"]})
+    assert "nearest: micro_batches=" in str(error.value)
+    assert "more than it has" in str(error.value)
+    assert error.value.needed > 60 * 1024
+
+
+def test_a_signal_ends_it_with_the_best_so_far() -> None:
+    def stop(configuration: Configuration) -> None:
+        assert configuration.seconds > 0
+        os.kill(os.getpid(), signal.SIGINT)
+
+    some = configured(on_better=stop)
+    assert some.stopped == signal.SIGINT
+    assert len(some) == 1
+    assert "Ctrl-C ended the search" in str(some)
+
+
+def test_progress_names_the_configuration() -> None:
+    lines: list[str] = []
+    configured(choices={"micro_batches": [1], "recompute": ["none"]}, progress=lines.append, offload=False)
+    assert any(line.startswith("gshard.configure") and "micro_batches=1, recompute='none'" in line for line in lines)
+    assert any("best so far: micro_batches=1" in line for line in lines)
+
+
+def test_machines_without_a_figure_of_the_link_keep_the_state() -> None:
+    some = configured(choices={"micro_batches": [1], "recompute": ["full"]}, machine="v5e:2x4")
+    assert any("no figure of the link to the host of v5e:2x4" in note for note in some.notes)
+    assert not any(row.built.host for row in some)
+
+
+def test_steps_that_are_jitted(rng: np.random.Generator) -> None:
+    def jitted(**keywords: Any) -> Any:
+        step, *arguments = build(**keywords)
+        return gshard.jit(step, donate_argnums=0), *arguments
+
+    choices = {"micro_batches": [1], "recompute": ["none"]}
+    some = configured(lambda micro_batches, recompute: jitted(
+        global_batch=BATCH, micro_batches=micro_batches, recompute=recompute
+    ), choices=choices, donate_argnums=None)  # fmt: skip
+    assert any("returns a jitted step" in note for note in some.notes)
+    check_runs(some.best, numbers(rng))
+    with pytest.raises(gshard.ArgumentError):
+        configured(lambda micro_batches: jitted(
+            global_batch=BATCH, micro_batches=micro_batches, recompute="none"
+        ), choices={"micro_batches": [1]})  # fmt: skip
+
+
+def test_steps_of_a_framework() -> None:
+    equinox = pytest.importorskip("equinox")
+
+    def with_equinox(micro_batches: int) -> Any:
+        step, *arguments = build(BATCH, micro_batches, "none")
+        return equinox.filter_jit(step), *jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), arguments)
+
+    some = configured(with_equinox, choices={"micro_batches": [1, 2]}, donate_argnums=None)
+    assert some.best.keywords == {"micro_batches": 1}
+    with pytest.raises(gshard.ArgumentError, match="instead_of_jit"):
+        some.best.jit()
+
+
+def test_builders_that_make_no_step() -> None:
+    def some_only(micro_batches: int) -> Any:
+        return build(BATCH, micro_batches, "none") if micro_batches == 2 else None
+
+    only = configured(some_only, choices={"micro_batches": [1, 2]}, offload=False)
+    assert only.best.keywords == {"micro_batches": 2}
+    assert "for which the builder returns None" in str(only)
+    with pytest.raises(gshard.ArgumentError, match="returns None for all keywords"):
+        configured(lambda micro_batches: None, choices={"micro_batches": [1, 2]})
+    with pytest.raises(gshard.ArgumentError, match="returned int, not a tuple"):
+        configured(lambda micro_batches: 3, choices={"micro_batches": [1, 2]})
+    with pytest.raises(gshard.ArgumentError, match="begins with no function"):
+        configured(lambda micro_batches: (3, 4), choices={"micro_batches": [1, 2]})
+
+    def fails(micro_batches: int) -> Any:
+        raise ValueError("no such size")
+
+    with pytest.raises(ValueError, match="no such size") as error:
+        configured(fails, choices={"micro_batches": [2]})
+    assert error.value.__notes__[:1] == ["gshard called fails(micro_batches=2)"]
+
+
+def test_mistakes_about_devices() -> None:
+    with pytest.raises(gshard.ArgumentError, match="devices= or mesh="):
+        configured(devices=8)
+    with pytest.raises(gshard.ArgumentError, match="needs the number of devices"):
+        configured(mesh=None, machine=None)
+    with pytest.raises(gshard.MachineError):
+        configured(mesh=None, devices=16)
+
+
+def test_places_to_run_on(found: Configurations, rng: np.random.Generator) -> None:
+    abstract = configured(choices={"micro_batches": [1], "recompute": ["none"]}, mesh=Mesh.abstract(data=8))
+    with pytest.raises(gshard.ArgumentError, match="no devices to place arguments on"):
+        abstract.best.place(*numbers(rng))
+    placed = abstract.best.place(*numbers(rng), mesh={"data": 8})
+    state, _ = abstract.best.jit({"data": 8})(*placed)
+    assert {len(x.sharding.device_set) for x in jax.tree.leaves(state)} == {8}
+    with pytest.raises(gshard.ArgumentError, match="not the arguments of the step"):
+        found.best.place(numbers(rng)[0])
