@@ -150,11 +150,12 @@ class StepTable:
         return self._possible[shape]
 
     def _found(self, shape: tuple[int, ...]) -> Possible:
-        index, (begins, ends, kind, dim, to, devices, groups), parts = self._arrays()
-        if not begins.size:
-            return Possible(_in_layers(begins, ends, len(self))[1], (), begins)
+        index, rows, parts = self._arrays()
+        if not index.size:
+            return Possible(_in_layers(index, index, len(self))[1], (), index)
         n = np.array(shape, dtype=np.int64)
-        possible, uneven = _fitting(n, parts, begins, ends, kind, dim, to, devices)
+        chosen = _fitting(n, parts, rows)
+        begins, ends, kind, dim, to, _, groups = rows[:, chosen]
         local = -(-n // parts)
         # A device copies parts into place if more than one element lies before the dimension, or between the two.
         several = np.concatenate([np.zeros((len(local), 1), np.int64), (local > 1).cumsum(1)], 1)
@@ -166,15 +167,14 @@ class StepTable:
             between = several[here, inner] - several[here, outer + 1]
             changed[turns] = (between > 0) | (np.minimum(local[here, outer], local[there, outer]) > 1)
         sizes, size = np.unique(local.prod(1), return_inverse=True)
-        different, uneven_kind = _different_rows(uneven)
-        key = ((groups * sizes.size + size[begins]) * sizes.size + size[ends]) * len(different) + uneven_kind
-        chosen = np.flatnonzero(possible)
-        ones, kind_of = _first_of_each((2 * key + changed)[chosen])
-        ones = chosen[ones]
+        uneven, uneven_kind = _uneven(n, parts, begins, ends, kind, dim, to)
+        key = ((groups * sizes.size + size[begins]) * sizes.size + size[ends]) * len(uneven) + uneven_kind
+        ones, kind_of = _first_of_each(2 * key + changed)
         numbers = np.stack([groups[ones], sizes[size[begins[ones]]], sizes[size[ends[ones]]], changed[ones]], 1)
-        rows = np.concatenate([numbers, different[uneven_kind[ones]]], 1).tolist()
-        kinds = tuple((self._steps[k], tuple(row)) for k, row in zip(index[ones].tolist(), rows, strict=True))
-        order, steps = _in_layers(begins[chosen], ends[chosen], len(self))
+        numbers_of_kinds = np.concatenate([numbers, uneven[uneven_kind[ones]]], 1).tolist()
+        steps_of_kinds = [self._steps[k] for k in index[chosen[ones]].tolist()]
+        order, steps = _in_layers(begins, ends, len(self))
+        kinds = tuple(zip(steps_of_kinds, map(tuple, numbers_of_kinds), strict=True))
         return Possible(steps, kinds, kind_of[order])
 
 
@@ -191,17 +191,6 @@ def _first_of_each(keys: Ints) -> tuple[Ints, Ints]:
     first_of[keys[::-1]] = np.arange(keys.size - 1, -1, -1)
     known = first_of >= 0
     return first_of[known], (np.cumsum(known) - 1)[keys]
-
-
-def _different_rows(rows: Ints) -> tuple[Ints, Ints]:
-    """The different rows, and for each row the index of its equal. Mostly all rows are zeros."""
-    other = np.flatnonzero(rows.any(1))
-    zeros, index = np.zeros((1, rows.shape[1]), np.int64), np.zeros(len(rows), np.int64)
-    if not other.size:
-        return zeros, index
-    different, which = np.unique(rows[other], axis=0, return_inverse=True)
-    index[other] = 1 + which.reshape(-1)
-    return np.concatenate([zeros, different]), index
 
 
 def _in_layers(begins: Ints, ends: Ints, places: int) -> tuple[Ints, Steps]:
@@ -222,10 +211,31 @@ def _in_layers(begins: Ints, ends: Ints, places: int) -> tuple[Ints, Steps]:
     return order, Steps(number, number[begins[order]], np.zeros(order.size), layer_ends)
 
 
-def _fitting(
-    n: Ints, parts: Ints, begins: Ints, ends: Ints, kind: Ints, dim: Ints, to: Ints, devices: Ints
-) -> tuple[NDArray[np.bool_], Ints]:
-    """Which steps the sizes of the parts allow, and the numbers of those that do not divide evenly.
+def _fitting(n: Ints, parts: Ints, rows: Ints) -> Ints:
+    """The indices of the steps that the sizes of the parts allow.
+
+    Args:
+        n: int64 [dimensions], the global shape.
+        parts: int64 [places, dimensions], the number of parts of each dimension.
+        rows: int64 [7, steps], where the steps begin and end, and their numbers (``Numbered``).
+    """
+    begins, ends, kind, dim, to, devices, _ = rows
+    if not n.size:
+        return np.arange(kind.size)
+    size = n[dim]
+    turned, cut = kind == _TURNED, (kind == _CUT) | (kind == _SCATTERED)
+    possible = ~(cut | turned)
+    possible[cut] = _aligned(size[cut], parts[begins[cut], dim[cut]], devices[cut])
+    left, there = parts[ends[turned], dim[turned]], parts[begins[turned], to[turned]]
+    possible[turned] = _aligned(size[turned], left, devices[turned])
+    possible[turned] &= _aligned(n[to[turned]], there, devices[turned])
+    exchanged = kind == _EXCHANGED
+    possible[exchanged] = (n % np.lcm(parts[begins[exchanged]], parts[ends[exchanged]]) == 0).all(1)
+    return np.flatnonzero(possible)
+
+
+def _uneven(n: Ints, parts: Ints, begins: Ints, ends: Ints, kind: Ints, dim: Ints, to: Ints) -> tuple[Ints, Ints]:
+    """The numbers of steps that send parts of unequal sizes.
 
     Args:
         n: int64 [dimensions], the global shape.
@@ -235,29 +245,31 @@ def _fitting(
         kind: int64 [steps], the kinds of the steps.
         dim: int64 [steps], the dimensions that they change.
         to: int64 [steps], the other dimensions of all-to-alls.
-        devices: int64 [steps], the sizes of the groups of devices.
 
     Returns:
-        bool [steps]; int64 [steps, 6], of each of the two dimensions the size and the numbers of parts before and
-        after, zeros where all divide evenly.
+        int64 [rows, 6], different rows: of each of the two dimensions the size and the numbers of parts before and
+        after; zeros in the first row, for parts of equal sizes; int64 [steps], the row of each step.
     """
-    possible = np.ones(kind.size, bool)
+    row_of, zeros = np.zeros(kind.size, np.int64), np.zeros((1, 6), np.int64)
     if not n.size:
-        return possible, np.zeros((kind.size, 6), np.int64)
-    size, have, left = n[dim], parts[begins, dim], parts[ends, dim]
-    turned, cut = kind == _TURNED, (kind == _CUT) | (kind == _SCATTERED)
-    other, there, more = n[to], parts[begins, to], parts[ends, to]
-    possible[cut] = _aligned(size, have, devices)[cut]
-    possible[turned] = (_aligned(size, left, devices) & _aligned(other, there, devices))[turned]
-    exchanged = kind == _EXCHANGED
-    possible[exchanged] = (n % np.lcm(parts[begins[exchanged]], parts[ends[exchanged]]) == 0).all(1)
-    sends = (kind == _GATHERED) | (kind == _SCATTERED) | turned
-    uneven = sends & ((size % have > 0) | (size % left > 0) | (turned & ((other % there > 0) | (other % more > 0))))
-    numbers = np.zeros((kind.size, 6), np.int64)
-    if uneven.any():
-        rows = np.stack([size, have, left, other * turned, there * turned, more * turned], 1)
-        numbers[uneven] = rows[uneven]
-    return possible, numbers
+        return zeros, row_of
+    is_unequal = n % parts > 0  # [places, dimensions], whether parts are unequal
+    turned = kind == _TURNED
+    unequal = (kind == _GATHERED) | (kind == _SCATTERED) | turned
+    unequal &= (
+        is_unequal[begins, dim] | is_unequal[ends, dim] | (turned & (is_unequal[begins, to] | is_unequal[ends, to]))
+    )
+    if not (at := np.flatnonzero(unequal)).size:
+        return zeros, row_of
+    here, there, d, e, both = begins[at], ends[at], dim[at], to[at], turned[at]
+    rows = np.stack([n[d], parts[here, d], parts[there, d], n[e] * both, parts[here, e] * both, parts[there, e] * both])
+    key = np.zeros(at.size, np.int64)
+    for row in rows:
+        values, which = np.unique(row, return_inverse=True)
+        key = key * values.size + which.reshape(-1)
+    _, first, which = np.unique(key, return_index=True, return_inverse=True)
+    row_of[at] = 1 + which.reshape(-1)
+    return np.concatenate([zeros, rows[:, first].T]), row_of
 
 
 def _aligned(n: Ints, parts: Ints, more: Ints) -> NDArray[np.bool_]:
