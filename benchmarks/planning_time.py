@@ -29,7 +29,7 @@ import families
 import gshard
 from gshard.device.machine import Machine
 from gshard.emit.partition import partition
-from gshard.planning import reshard_costs
+from gshard.planning import axis_steps
 from gshard.search import emitted
 from gshard.search.pipeline import plans_of
 from gshard.search.seconds import on_machine
@@ -174,7 +174,7 @@ def measured(name: str, program: tuple[Callable[..., Any], tuple[Any, ...], gsha
     """Traces and plans a program, by bytes (``none``) or by seconds on a kind of device."""
     (f, args, mesh), counts = program, dict[str, int]()
     machine = None if called == "none" else Machine.of(called, mesh.size)
-    with counting(reshard_costs, "steps_from", counts), counting(emitted, "emitted_alone", counts):
+    with counting(axis_steps, "steps_from", counts), counting(emitted, "emitted_alone", counts):
         start = time.process_time()
         traced = trace(f, *args)
         middle = time.process_time()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+from typing import Any
 
 import pytest
 
 from gshard.comm.reshard import plan_reshard
 from gshard.comm.steps import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PERMUTE, Step, is_exchange
 from gshard.core.mesh import Mesh
+from gshard.core.planning_tables import tables
 from gshard.core.sharding import Sharding
 from gshard.device.machine import Machine
 from gshard.device.network import least_gather_seconds, seconds
@@ -126,6 +128,27 @@ def test_tiles_of_an_exchange_are_cut_and_put_in_place() -> None:
     assert sum(times.seconds(s, (32, 16, 64), 4, mesh) for s in way) < apart
     large = plan_reshard(before, after, (3200, 1600, 640), 4, dataclasses.replace(mesh, times=times))
     assert [is_exchange(s, mesh) for s in large] == [True], "there the bytes decide"
+
+
+@pytest.mark.parametrize("named", MACHINES)
+def test_the_bound_leaves_out_steps(named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step is priced only if the steps that must follow it can still be cheaper than the best ones so far."""
+    machine = Machine.of(named)
+    mesh, counts = Mesh.abstract(a=2, b=machine.size // 2), dict[type, int]()
+    original = StepTimes.seconds
+
+    def counted(self: StepTimes, *args: Any, **options: Any) -> float:
+        counts[type(self)] = counts.get(type(self), 0) + 1
+        return original(self, *args, **options)
+
+    monkeypatch.setattr(StepTimes, "seconds", counted)
+    rng = random.Random(1)
+    for _ in range(20):
+        before, after = some(mesh, 3, rng), some(mesh, 3, rng)
+        with tables():
+            for times in (StepTimes(machine), Unguided(machine)):
+                plan_reshard(before, after, (64, 48, 32), 4, dataclasses.replace(mesh, times=times))
+    assert 0 < counts[StepTimes] < 0.95 * counts[Unguided]
 
 
 @pytest.mark.parametrize("named", MACHINES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import itertools
 import math
 from collections.abc import Callable
@@ -34,7 +35,11 @@ from gshard.planning.strategies import components, shardings, splits
 from gshard.search.find import best_plan
 from gshard.search.presets import presets
 from gshard.search.seconds import Seconds
+from gshard.solver.descent import Descent
+from gshard.solver.problem import Problem
 from search.test_search import shape, slow
+
+of_propagate = importlib.import_module("gshard.planning.propagate")
 
 FOUR, EIGHT = gshard.Mesh.abstract(x=2, y=4), gshard.Mesh.abstract(x=8)
 AXES = axes_of(FOUR)
@@ -414,3 +419,21 @@ def test_presets_split_one_dimension_of_all_that_have_it() -> None:
     beside = found["dimension 1 of w, 0 of v (256) over y, batch over the rest"]
     assert beside.shardings[w].dims[1] == FOUR.atoms_of["y"] == beside.shardings[v].dims[0]
     assert beside.shardings[x].dims[0] == FOUR.atoms_of["x"]
+
+
+def test_what_is_left_is_tried_again_only_after_the_gap_fell(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If too many states are left for an exact solution, another round with nearly the same gap leaves as many."""
+    gaps: list[float] = []
+
+    def too_many(descent: Descent, tolerance: float) -> None:
+        gaps.append(descent.value - descent.prices.bound)
+
+    rng, nodes, states = np.random.default_rng(0), 60, 24
+    costs = [rng.random(states) for _ in range(nodes)]
+    ends = [(i, (i + k) % nodes) for i in range(nodes) for k in (1, 7)]
+    problem = Problem.of(costs, [(*pair, 3 * rng.random((states, states))) for pair in ends])
+    monkeypatch.setattr(of_propagate, "best_of_rest", too_many)
+    monkeypatch.setattr(of_propagate, "_NEARLY", 1.0)
+    of_propagate._solved(problem)
+    assert gaps
+    assert all(later <= of_propagate._TRIED * earlier for earlier, later in itertools.pairwise(gaps))

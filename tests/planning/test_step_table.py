@@ -15,9 +15,10 @@ from gshard.core.mesh import Mesh
 from gshard.core.planning_tables import tables
 from gshard.core.sharding import Sharding
 from gshard.device.machine import Machine
-from gshard.planning import reshard_costs as moves_module
+from gshard.planning import axis_steps
+from gshard.planning.axis_steps import swapped
 from gshard.planning.objective import bytes_on
-from gshard.planning.reshard_costs import Moves, axes_of, swapped
+from gshard.planning.reshard_costs import Moves, axes_of
 from gshard.planning.step_table import StepTable
 from gshard.planning.strategies import shardings
 from gshard.search.seconds import Seconds, on_machine, seconds_on
@@ -46,7 +47,7 @@ def one_by_one(moves: Moves, source: Sharding, monoids: tuple[str, ...], shape: 
         if here in found:
             continue
         found[here] = cost
-        steps = [step for step, _ in single_steps(here, frozenset(), moves._blocks, shape, itemsize, mesh)]
+        steps = [step for step, _ in single_steps(here, frozenset(), moves._steps.blocks, shape, itemsize, mesh)]
         for name, monoid in itertools.product((name for name in names if name not in here.atoms), monoids):
             after = here.with_unreduced({**dict(here.unreduced), name: monoid})
             steps.append(Step(TO_PARTIAL, (name,), here, after, monoid=monoid))
@@ -80,13 +81,13 @@ def test_moves_cost_what_their_steps_cost(axes: dict[str, int], machine: str) ->
 def test_steps_are_found_once_for_all_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Arrays of one rank share them, whatever their shapes, their items and what may be summed."""
     found: list[Sharding] = []
-    original = moves_module.steps_from
+    original = axis_steps.steps_from
 
     def counted(here: Sharding, *rest: Any) -> list[Step]:
         found.append(here)
         return original(here, *rest)
 
-    monkeypatch.setattr(moves_module, "steps_from", counted)
+    monkeypatch.setattr(axis_steps, "steps_from", counted)
     mesh = Mesh.abstract(a=2, b=2, c=2)
     moves = bytes_on(mesh, axes_of(mesh))
     for n, itemsize, monoid in itertools.product((4, 8, 12, 24), (2, 4), ("", "add", "max")):
@@ -96,16 +97,16 @@ def test_steps_are_found_once_for_all_shapes(monkeypatch: pytest.MonkeyPatch) ->
     assert len(found) == len(set(found))
 
 
-def test_steps_are_found_once_for_messages_alone_and_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both objectives of a machine share them; what they take differs, as if each had its own."""
+def test_steps_are_found_once_for_all_objectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes, and seconds of messages alone and joined, share them; what they cost differs, as if each had its own."""
     found: list[Sharding] = []
-    original = moves_module.even_steps
+    original = axis_steps.even_steps
 
     def counted(here: Sharding, *rest: Any) -> Any:
         found.append(here)
         return original(here, *rest)
 
-    monkeypatch.setattr(moves_module, "even_steps", counted)
+    monkeypatch.setattr(axis_steps, "even_steps", counted)
     possible = StepTable._found
     shapes: list[tuple[int, ...]] = []
 
@@ -118,30 +119,76 @@ def test_steps_are_found_once_for_messages_alone_and_joined(monkeypatch: pytest.
     axes, shape = axes_of(mesh), (8, 12, 16)
     states = shardings(shape, mesh, axes, unreduced="add")
     with tables():
+        sent = bytes_on(on_machine(mesh, machine), axes)
         alone, joined = (
             seconds_on(machine, joined=both)(on_machine(mesh, machine, joined=both), axes) for both in (False, True)
         )
-        costs = [objective.table(states, states, shape, 4) for objective in (alone, joined)]
+        costs = [objective.table(states, states, shape, 4) for objective in (sent, alone, joined)]
         assert len(found) == len(set(found))
         assert shapes == [shape]
-    own = Seconds(mesh, machine, axes, joined=True).table(states, states, shape, 4)
-    assert np.array_equal(costs[1], own)
-    assert (costs[1] < costs[0]).any()
+    own = bytes_on(mesh, axes), Seconds(mesh, machine, axes), Seconds(mesh, machine, axes, joined=True)
+    for cost, objective in zip(costs, own, strict=True):
+        assert np.array_equal(cost, objective.table(states, states, shape, 4))
+    assert (costs[2] < costs[1]).any()
+
+
+def counting_steps(monkeypatch: pytest.MonkeyPatch, moves: Moves) -> list[Step]:
+    """Notes each step that an objective prices."""
+    priced, original = list[Step](), moves.step
+
+    def counted(step: Step, *rest: Any) -> float:
+        priced.append(step)
+        return original(step, *rest)
+
+    monkeypatch.setattr(moves, "step", counted)
+    return priced
 
 
 def test_steps_are_priced_once_for_an_array(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many times moves from other shardings are asked for, as long as they lead over the same ones."""
-    priced: list[tuple[int, ...]] = []
-    original = StepTable.costs
-
-    def counted(self: StepTable, shape: tuple[int, ...], *rest: Any) -> Any:
-        priced.append(shape)
-        return original(self, shape, *rest)
-
-    monkeypatch.setattr(StepTable, "costs", counted)
     mesh = Mesh.abstract(a=2, b=2, c=2)
     moves = bytes_on(mesh, axes_of(mesh))
+    priced = counting_steps(monkeypatch, moves)
     states = shardings((8, 12, 16), mesh, moves.axes)
     one_by_one = np.vstack([moves.table((state,), states, (8, 12, 16), 4) for state in states])
-    assert len(priced) == 1
+    assert len(priced) == len({(step.kind, step.before, step.after) for step in priced})
+    first = len(priced)
     assert np.array_equal(one_by_one, bytes_on(mesh, axes_of(mesh)).table(states, states, (8, 12, 16), 4))
+    moves.table(states, states, (8, 12, 16), 4)
+    assert len(priced) == first
+
+
+@pytest.mark.parametrize("machine", ["", "h100"])
+def test_arrays_of_all_shapes_share_prices(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step costs the same wherever its parts have the same sizes, and is priced once for all of these arrays."""
+    mesh = Mesh.abstract(a=2, b=2)
+    moves = objective(mesh, machine)
+    priced = counting_steps(monkeypatch, moves)
+    counts = []
+    for shape in [(8, 16), (16, 8), (8, 4, 4), (4, 4, 8), (2, 8, 8), (4, 2, 2, 8)]:
+        states = shardings(shape, mesh, moves.axes, unreduced="add")
+        before = len(priced)
+        shared = moves.table(states, states, shape, 4)
+        counts.append(len(priced) - before)
+        assert np.array_equal(shared, objective(mesh, machine).table(states, states, shape, 4)), shape
+    assert counts[0] > 0
+    assert counts[1] == 0, "the same parts, in another order"
+    assert sum(counts) < 2.5 * counts[0]
+
+
+@pytest.mark.parametrize("machine", ["", "h100:1x8", "h100:2x4", "v5e"])
+@pytest.mark.parametrize("axes", [{"a": 2, "b": 2, "c": 2}, {"a": 4, "b": 2}, {"a": 8}], ids=str)
+def test_steps_of_one_group_have_one_price_class(axes: dict[str, int], machine: str) -> None:
+    """So an objective classifies one step of each group (``AxisSteps.group``)."""
+    mesh = Mesh.abstract(**axes)
+    cuts = [Sharding(((mesh.atoms_of["a"][0],),))] if "a" in axes else []
+    named = Machine.of(machine) if ":" in machine else Machine.of(machine, mesh.size) if machine else None
+    moves: Moves = Seconds(mesh, named, axes_of(mesh, cuts)) if named else bytes_on(mesh, axes_of(mesh, cuts))
+    steps, classes = moves._steps, dict[object, set[object]]()
+    for rank in (2, 3):
+        table = steps.table(rank, ("add",))
+        table.add([Sharding.replicated(rank)])
+        for step in table._steps:
+            classes.setdefault(steps.group(step), set()).add(moves.price_class(step))
+    assert len(classes) > 5
+    assert all(len(found) == 1 for found in classes.values())

@@ -118,7 +118,20 @@ def _search(
     queue: list[tuple[float, int, float, Sharding]] = [(0, 0, 0, source)]
     best: dict[Sharding, float] = {source: 0}
     last_step: dict[Sharding, Step] = {}
+    least_of: dict[int, float] = {}
     order = itertools.count(1)
+
+    def least(after: Sharding) -> float:
+        """A lower bound of the remaining cost: a device must receive what it holds in the end and not here."""
+        held = -(-whole // _parts(after, mesh))
+        if mesh.times is None:
+            return share - held + MESSAGE + 1 if share > held else int(after != target)
+        if after == target:
+            return 0.0
+        if held not in least_of:
+            least_of[held] = mesh.times.least(held, share)
+        return least_of[held]
+
     while queue:
         _, _, cost, here = heapq.heappop(queue)
         if here == target:
@@ -128,6 +141,9 @@ def _search(
         for step, sent in _moves(here, target, blocks, shape, itemsize, mesh):
             if best.get(step.after, cost + 1) <= cost:
                 continue  # no step has a negative cost
+            remaining = least(step.after)
+            if cost + remaining > best.get(target, math.inf):
+                continue  # so it is not necessary to price the step
             if mesh.times is None:
                 total = cost + sent * (1 + _OUTER * _outermost(step, mesh)) + MESSAGE * rounds(step, mesh) + 1
             else:
@@ -135,13 +151,7 @@ def _search(
             if total < best.get(step.after, total + 1) and total < best.get(target, total + 1):
                 best[step.after] = total
                 last_step[step.after] = step
-                # Lower bound of the remaining cost: a device must receive what it holds in the end and not here.
-                held = -(-whole // _parts(step.after, mesh))
-                if mesh.times is None:
-                    least = share - held + MESSAGE + 1 if share > held else int(step.after != target)
-                else:
-                    least = mesh.times.least(held, share)
-                heapq.heappush(queue, (total + least, next(order), total, step.after))
+                heapq.heappush(queue, (total + remaining, next(order), total, step.after))
     return last_step
 
 

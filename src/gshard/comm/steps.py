@@ -80,7 +80,7 @@ class Times(Protocol):
         ...
 
     def least(self, held: int, wanted: int) -> float:
-        """Lower bound in seconds for steps from ``held`` bytes on each device to ``wanted`` bytes."""
+        """Lower bound in seconds of one or more steps from ``held`` bytes on each device to ``wanted`` bytes."""
         ...
 
 

@@ -286,10 +286,13 @@ class Mesh:
 
     def count(self, atoms: Iterable[str]) -> int:
         """The number of parts of a split over ``atoms``."""
-        if not atoms:
-            return 1
-        sizes = self.atom_sizes
-        return math.prod([sizes[a] for a in atoms])
+        if (names := tuple(atoms)) not in self._counts:
+            self._counts[names] = math.prod([self.atom_sizes[a] for a in names])
+        return self._counts[names]
+
+    @functools.cached_property
+    def _counts(self) -> dict[Atoms, int]:  # planning needs the same numbers very often
+        return {}
 
     def format_atoms(self, atoms: Sequence[str]) -> str:
         """The atoms as text: the user's axis name for all atoms of an axis, otherwise the names of the atoms."""

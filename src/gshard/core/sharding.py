@@ -23,8 +23,15 @@ from gshard.core.errors import ShardingError, known_names
 from gshard.core.mesh import Atoms, Mesh
 
 
+class _Hashed:
+    """A place for the hash of a sharding, which is no attribute of it."""
+
+    __slots__ = ("_hash",)
+    _hash: int
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
-class Sharding:
+class Sharding(_Hashed):
     """The distribution of an array over a mesh.
 
     Attributes:
@@ -34,6 +41,15 @@ class Sharding:
 
     dims: tuple[Atoms, ...]
     unreduced: tuple[tuple[str, str], ...] = ()
+
+    def __hash__(self) -> int:
+        """The hash, computed once: planning looks up each sharding very often."""
+        try:
+            return self._hash
+        except AttributeError:
+            found = hash((self.dims, self.unreduced))
+            object.__setattr__(self, "_hash", found)
+            return found
 
     @staticmethod
     def replicated(ndim: int) -> Sharding:

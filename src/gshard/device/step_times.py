@@ -143,8 +143,16 @@ class StepTimes:
         return [math.prod(after) * itemsize] if is_turned(part, step.to, step.dim) else []
 
     def least(self, held: int, wanted: int) -> float:
-        """A lower bound in seconds to enlarge ``held`` bytes on each device to ``wanted``, gathered over all links."""
-        return least_gather_seconds(held, wanted, self.machine)
+        """A lower bound in seconds of one or more steps from ``held`` bytes on each device to ``wanted`` bytes.
+
+        A step has a launch or a message. To enlarge the bytes, they are gathered over all links.
+        """
+        message = _SPLITS * self.machine.launch
+        if wanted and not self.joined:
+            message += min((d.latency for d in self.machine.network if d.size > 1), default=0.0)
+        if wanted <= held:
+            return min(message, self.machine.launch)
+        return message + least_gather_seconds(held, wanted, self.machine)
 
     def _sent(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh, among: tuple[Mesh, Atoms]) -> float:
         if is_exchange(step, mesh):

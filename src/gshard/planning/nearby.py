@@ -1,6 +1,6 @@
 """Limits how many axes may differ from the propagated places, if there are too many choices to compare all.
 
-A choice gives each axis one dimension, or none. With many axes (``reshard_costs.has_many``), at most two of them may
+A choice gives each axis one dimension, or none. With many axes (``axis_steps.has_many``), at most two of them may
 differ from the propagated places, or from no place. With three axes, or an axis in several parts, all choices are
 compared, unless the program is large: then nodes have hundreds of states and tables tens of thousands of entries, so
 that building the problem takes long and its solution ends far from the best. There, at most one axis may differ, and
@@ -14,7 +14,7 @@ import math
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.program import Program, Value
 from gshard.core.rule import REPLICATE
-from gshard.planning.reshard_costs import FEW, FEW_PARTS, has_many, parts_of
+from gshard.planning.axis_steps import FEW, FEW_PARTS, has_many, parts_of
 
 MANY_AXES, LARGE_PROGRAM = 2, 1  # the numbers of axes that may differ
 LARGE = 2e6  # entries of all tables with all choices: such a problem takes some seconds to build and solve

@@ -22,7 +22,8 @@ from gshard.core.rule import COMMUNICATE, REPLICATE, Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split
 from gshard.device.fusion_model import Kernel, is_product, kind_of
-from gshard.planning.reshard_costs import Moves, has_many
+from gshard.planning.axis_steps import has_many
+from gshard.planning.reshard_costs import Moves
 from gshard.planning.strategies import share
 from gshard.solver.problem import Floats
 

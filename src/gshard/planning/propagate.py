@@ -52,6 +52,7 @@ _FEWEST, _MOST, _WORK = 3, 32, 8e6
 _LITTLE = 5e-3  # of the cost: another round over all states of a large problem must save more than this
 _ENOUGH = 1e-8  # of the cost: a smaller gap counts as none
 _NEARLY = 1e-3  # of the cost: with a smaller gap, few states are left that could be better
+_TRIED = 0.5  # of the gap with which too many states were left: they are tried again with a smaller gap
 _SAME = 1.02  # ratio of costs: equal choices for equal layers may cost this much more
 _SOLVED_SOON = 1e6  # entries of all tables: a larger problem takes longer to solve again than to price
 _ROUNDS = 16  # solutions with lower bounds of costs, after which all choices are priced
@@ -306,7 +307,7 @@ def _solved(
     for place in places(reduced):
         if place is not None:
             descent.offer(place)
-    work = entries(reduced.problem)
+    work, tried_gap = entries(reduced.problem), math.inf
     for round_index in range(int(min(_MOST, max(_FEWEST, _WORK / max(work, 1))))):
         before = descent.value
         descent.round()
@@ -316,8 +317,10 @@ def _solved(
         is_enough = round_index > 0 and work >= LARGE and descent.value >= before * (1 - _LITTLE)
         if is_enough or gap_cost <= _ENOUGH * descent.value:
             break
-        if gap_cost <= _NEARLY * descent.value and (best := best_of_rest(descent, _ENOUGH)) is not None:
-            return reduced.lift(best), 0.0
+        if gap_cost <= min(_NEARLY * descent.value, _TRIED * tried_gap):
+            if (best := best_of_rest(descent, _ENOUGH)) is not None:
+                return reduced.lift(best), 0.0
+            tried_gap = gap_cost
     assert descent.states is not None, "without a limit of memory, messages find states that are allowed"
     return reduced.lift(descent.states), gap_cost / descent.value if gap_cost > 0 else 0.0
 

@@ -9,26 +9,19 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import numpy as np
 
-from gshard.comm.exchange import can_change
-from gshard.comm.reshard import plan_reshard, steps_from
-from gshard.comm.steps import PERMUTE, TO_PARTIAL, Step
+from gshard.comm.reshard import plan_reshard
+from gshard.comm.steps import Step
 from gshard.core.deadline import check_deadline
 from gshard.core.mesh import Atoms, Mesh
-from gshard.core.planning_tables import tabulated
 from gshard.core.sharding import Sharding
-from gshard.planning.step_table import Priced, Steps, StepTable, priced, shortest
+from gshard.planning.axis_steps import FEW, FEW_PARTS, Monoids, axis_steps, has_many
+from gshard.planning.step_table import Steps, StepTable, shortest
 from gshard.solver.problem import Floats
 
-Monoids = tuple[str, ...]
-
-# Up to so many axes, reshards may change the order of the axes of a dimension, and all choices are compared.
-FEW = 3
-# Up to so many parts of one axis may be in any places.
-FEW_PARTS = 2
 # The number of lists of shardings that are kept.
 _MANY = 20_000
 
@@ -69,16 +62,6 @@ def is_made_of(atoms: Atoms, axes: Sequence[Atoms]) -> bool:
             return False
         atoms = atoms[len(axis) :]
     return True
-
-
-def parts_of(mesh: Mesh, axes: Sequence[Atoms]) -> list[tuple[Atoms, ...]]:
-    """For each axis of the mesh, the axes that are parts of it."""
-    return [tuple(part for part in axes if part[0] in whole) for whole in mesh.atoms_of.values()]
-
-
-def has_many(mesh: Mesh, axes: Sequence[Atoms]) -> bool:
-    """Whether there are too many axes to compare all choices."""
-    return sum(map(bool, parts_of(mesh, axes))) > FEW
 
 
 def joined(mesh: Mesh, axes: tuple[Atoms, ...], shardings: Iterable[Sharding]) -> tuple[Atoms, ...]:
@@ -131,21 +114,6 @@ def in_two(mesh: Mesh, axes: tuple[Atoms, ...], shardings: Iterable[Sharding]) -
     return [(*joined_axes[:-1], joined_axes[-1][:end], joined_axes[-1][end:]) for end in ends[:-1]]
 
 
-def is_considered(places: Sequence[object]) -> bool:
-    """Whether the planner considers these places for the parts of one axis (None: no place).
-
-    Two parts may be anywhere. Of more parts, the first or the last ones have one place, and the others have another
-    place or none. Without this rule, a mark on each gradient could divide an axis of 2,048 devices into five parts,
-    with thousands of choices.
-
-    >>> is_considered([0, 1]), is_considered([0, 0, 1, 1]), is_considered([None, None, None, 1])
-    (True, True, True)
-    >>> is_considered([0, None, 1]), is_considered([0, 1, 1, 0]), is_considered([0, 1, None, None])
-    (False, False, False)
-    """
-    return len(places) <= FEW_PARTS or sum(a != b for a, b in itertools.pairwise(places)) <= 1
-
-
 def are_together(places: Sequence[object], base: Sequence[object]) -> bool:
     """Whether the parts of one axis that differ from a base have one place. Two parts may be anywhere.
 
@@ -155,22 +123,12 @@ def are_together(places: Sequence[object], base: Sequence[object]) -> bool:
     return len(places) <= FEW_PARTS or len({a for a, b in zip(places, base, strict=True) if a != b}) <= 1
 
 
-def _runs(names: Atoms) -> Iterator[Atoms]:
-    """All sequences of neighbours."""
-    return (names[a:b] for a, b in itertools.combinations(range(len(names) + 1), 2))
-
-
-def _some(names: Atoms) -> Iterator[Atoms]:
-    """All subsets, in order."""
-    return itertools.chain.from_iterable(itertools.combinations(names, k) for k in range(len(names) + 1))
-
-
 class _Graph:
     """The shardings of one array that reshards pass through, and the shortest paths from some of them.
 
     Args:
         table: the steps between shardings of arrays of this rank.
-        costs: computes the costs of the steps that this array can take (``StepTable.costs``).
+        costs: computes the costs of the steps that this array can take.
     """
 
     def __init__(self, table: StepTable, costs: Callable[[], Steps]):
@@ -190,7 +148,7 @@ class _Graph:
         missing = wanted[self._row[wanted] < 0]
         if missing.size:
             self._row[missing] = len(self._found) + np.arange(missing.size)
-            self._found = np.vstack([self._found, shortest(self._steps(), self._row.size, missing)])
+            self._found = np.vstack([self._found, shortest(self._steps(), missing)])
         distances = np.full((source_places.size, target_places.size), np.inf)
         known, reached = np.flatnonzero(source_places >= 0), np.flatnonzero(target_places >= 0)
         distances[np.ix_(known, reached)] = self._found[np.ix_(self._row[source_places[known]], target_places[reached])]
@@ -212,24 +170,14 @@ class Moves:
 
     def __init__(self, mesh: Mesh, axes: tuple[Atoms, ...]):
         self.mesh, self.axes = mesh, axes
-        # A mesh of the axes themselves, without atoms: few steps lead from one sharding to others.
-        self.atoms_of = {mesh.format_atoms(axis): axis for axis in axes}
-        sizes = tuple((name, mesh.count(axis)) for name, axis in self.atoms_of.items())
-        self._coarse = Mesh(sizes or mesh.axes, factored=False)
+        self._steps = axis_steps(mesh, axes)
+        self.atoms_of, self._coarse = self._steps.atoms_of, self._steps.coarse
         self._names_of = {axis: name for name, axis in self.atoms_of.items()}
-        # For each axis of the mesh, the names of its parts.
-        self._parts = [tuple(map(self._names_of.__getitem__, axis)) for axis in parts_of(mesh, axes)]
-        self._is_parted = any(len(axis) > FEW_PARTS for axis in self._parts)
-        self._visited: set[tuple[Atoms, ...]] | None = set() if has_many(mesh, axes) else None
-        # Axes that move in one message: a sum over two axes is scattered over both at once.
-        runs = [[(), *_runs(axis)] if len(axis) > FEW_PARTS else list(_some(axis)) for axis in self._parts]
-        chosen = (tuple(itertools.chain(*some)) for some in itertools.product(*runs))
-        self._blocks = tuple(sorted(filter(None, chosen), key=lambda b: (len(b), *map(self._coarse.atoms.index, b))))
         self._known: dict[Sharding, Sharding | None] = {}  # over whole axes; None if a sharding uses a part of one
         self._lists: dict[int, tuple[Sequence[Sharding], list[Sharding | None]]] = {}
-        self._steps: dict[Sharding, list[Priced]] = {}  # the steps from each sharding
-        self._classes: dict[Hashable, int] = {}
-        self._tables: dict[tuple[int, Monoids], StepTable] = {}
+        self._classes: dict[int, int] = {}  # the price class of each group of steps
+        self._class_numbers: dict[Hashable, int] = {}
+        self._prices: dict[tuple[int, ...], float] = {}  # of a step, by everything that it depends on
         self._graphs: dict[tuple[Monoids, tuple[int, ...], int], _Graph] = {}
         self._others: dict[tuple[Sharding, Sharding, tuple[int, ...], int], float] = {}
 
@@ -237,14 +185,11 @@ class Moves:
         """The cost of one step for an array of this global shape. Its atoms may be axes, which ``mesh`` defines."""
         raise NotImplementedError
 
-    def share_steps(self, other: Moves) -> None:
-        """Shares the steps that ``other`` finds. It must have the same mesh and axes, and equal classes of prices."""
-        assert (self.mesh.axes, self.axes) == (other.mesh.axes, other.axes)
-        assert self._visited is None, "with many axes, reshards pass through the shardings of one plan only"
-        self._steps, self._classes, self._tables = other._steps, other._classes, other._tables
-
     def price_class(self, step: Step) -> Hashable:
-        """A key: steps with equal keys cost the same if their parts have the same sizes before and after."""
+        """A key: steps with equal keys cost the same if their parts have the same sizes before and after.
+
+        It is computed once for each group of steps (``AxisSteps.group``).
+        """
         raise NotImplementedError
 
     def move(self, source: Sharding, target: Sharding, shape: tuple[int, ...], itemsize: int) -> float:
@@ -260,12 +205,26 @@ class Moves:
         monoids = tuple(sorted({monoid for s in targets for _, monoid in s.unreduced}))
         key = monoids, shape, itemsize
         if key not in self._graphs:
-            table = self._table(len(shape), monoids)
-            self._graphs[key] = _Graph(table, functools.partial(table.costs, shape, itemsize, self.step))
+            table = self._steps.table(len(shape), monoids)
+            self._graphs[key] = _Graph(table, functools.partial(self._priced, table, shape, itemsize))
         costs = self._graphs[key].distances(source_shardings, target_shardings)
         for i, j in zip(*np.nonzero(np.isinf(costs)), strict=True):
             costs[i, j] = self._by_steps(sources[i], targets[j], shape, itemsize)
         return costs
+
+    def _priced(self, table: StepTable, shape: tuple[int, ...], itemsize: int) -> Steps:
+        """The steps that an array can take, with their costs. Steps of arrays of any shapes share prices."""
+        possible, prices = table.possible(shape), self._prices
+        costs = np.zeros(len(possible.kinds))
+        for k, (step, (group, *sizes)) in enumerate(possible.kinds):
+            if group not in self._classes:
+                known = self._class_numbers
+                self._classes[group] = known.setdefault(self.price_class(step), len(known))
+            key = self._classes[group], itemsize, *sizes
+            if (price := prices.get(key)) is None:
+                price = prices[key] = self.step(step, shape, itemsize, self._coarse)
+            costs[k] = price
+        return possible.steps._replace(costs=costs[possible.kind_of]) if possible.kinds else possible.steps
 
     def _by_steps(self, source: Sharding, target: Sharding, shape: tuple[int, ...], itemsize: int) -> float:
         """The cost of a reshard with parts of axes, or of one that steps over whole axes do not make."""
@@ -277,26 +236,8 @@ class Moves:
 
     def visit(self, shardings: Iterable[Sharding]) -> None:
         """Lets reshards pass through these shardings, reduced or not. It matters with many axes (``has_many``)."""
-        if self._visited is not None:
-            for sharding in shardings:
-                self._visited.add(tuple(self._names(atoms) or () for atoms in sharding.dims))
-
-    def _is_passed(self, here: Sharding) -> bool:
-        """Whether reshards pass through a sharding: one that ``places_for`` enumerates, of dimensions and a sum."""
-        if self._visited is not None and here.dims not in self._visited:
-            return False
-        if not self._is_parted:
-            return True
-        place_of = {name: d for d, dim_names in enumerate(here.dims) for name in dim_names}
-        place_of |= dict.fromkeys(dict(here.unreduced), -1)
-        for names in self._parts:
-            if not is_considered([place_of.get(name) for name in names]):
-                return False
-            for dim_names in here.dims:
-                turn = [names.index(name) for name in dim_names if name in names]
-                if sum(b - a != 1 for a, b in itertools.pairwise(turn)) > 1:
-                    return False
-        return True
+        if has_many(self.mesh, self.axes):
+            self._steps.visit(tuple(self._names(atoms) or () for atoms in s.dims) for s in shardings)
 
     def _all_in_axes(self, some: Sequence[Sharding]) -> list[Sharding | None]:
         """The shardings in terms of whole axes, as ``_in_axes``. The result for the same tuple is kept."""
@@ -308,28 +249,6 @@ class Moves:
                 self._lists.clear()
             self._lists[id(some)] = some, found
         return found
-
-    def _table(self, rank: int, monoids: Monoids) -> StepTable:
-        """The steps between shardings of arrays of this rank, which may be unreduced with ``monoids``."""
-        if (rank, monoids) not in self._tables:
-            steps = functools.partial(self._steps_from, monoids=monoids)
-            self._tables[rank, monoids] = StepTable(self._coarse, steps)
-        return self._tables[rank, monoids]
-
-    def _steps_from(self, here: Sharding, monoids: Monoids) -> Iterator[Priced]:
-        """The steps from a sharding of an array whose size every split divides."""
-        mesh, names = self._coarse, self._coarse.atoms
-        if here not in self._steps:
-            steps = even_steps(here, self._blocks, mesh)
-            self._steps[here] = [self._priced(step) for step in steps if self._is_passed(step.after)]
-        yield from self._steps[here]
-        for name, monoid in itertools.product((name for name in names if name not in here.atoms), monoids):
-            after = here.with_unreduced({**dict(here.unreduced), name: monoid})
-            if self._is_passed(after):
-                yield self._priced(Step(TO_PARTIAL, (name,), here, after, monoid=monoid))
-
-    def _priced(self, step: Step) -> Priced:
-        return priced(step, self._coarse, self._classes.setdefault(self.price_class(step), len(self._classes)))
 
     def _in_axes(self, sharding: Sharding) -> Sharding | None:
         """A sharding in terms of whole axes; None if it uses a part of one."""
@@ -351,33 +270,3 @@ class Moves:
             names.append(self._names_of[axis])
             i += len(axis)
         return tuple(names)
-
-
-@tabulated(65536)
-def even_steps(here: Sharding, blocks: tuple[Atoms, ...], mesh: Mesh) -> tuple[Step, ...]:
-    """The steps from a sharding of an array whose size every split divides, except those that make it unreduced.
-
-    Args:
-        here: the sharding.
-        blocks: the axes that move in one message.
-        mesh: the mesh of the axes.
-    """
-    shape = (mesh.size,) * len(here.dims)
-    permuted = (Step(PERMUTE, mesh.atoms, here, after) for after in swapped(here, shape, mesh))
-    return (*steps_from(here, frozenset(), blocks, shape, mesh), *permuted)
-
-
-def swapped(here: Sharding, shape: tuple[int, ...], mesh: Mesh) -> Iterator[Sharding]:
-    """The shardings with two axes exchanged, and those with the axes of a dimension in another order."""
-    sizes = mesh.atom_sizes
-    for d, axes in enumerate(here.dims):
-        for reordered in itertools.permutations(axes) if 1 < len(axes) <= FEW else ():
-            if reordered != axes:
-                yield Sharding((*here.dims[:d], reordered, *here.dims[d + 1 :]), here.unreduced)
-    for a, b in itertools.combinations(sizes, 2):
-        if not {a, b} & {x for dim in here.dims for x in dim} or {a, b} & set(dict(here.unreduced)):
-            continue
-        exchanged = {a: b, b: a}
-        after = Sharding(tuple(tuple(exchanged.get(x, x) for x in dim) for dim in here.dims), here.unreduced)
-        if sizes[a] == sizes[b] or can_change(here, after, shape, mesh):
-            yield after

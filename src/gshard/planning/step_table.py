@@ -2,12 +2,14 @@
 
 The possible steps depend on the shape only through divisibility. So gshard finds them once for each rank, for a shape
 that every split divides. For each shape, numpy then removes the steps whose cuts do not line up. The cost of a step
-depends on few numbers: its class (``Moves.price_class``), the sizes of the parts before and after, and whether their
-layout changes. gshard prices one step of each kind.
+depends on few numbers: its group (``axis_steps``), the sizes of the parts before and after, and whether their layout
+changes. Steps with equal numbers are of one kind, and gshard prices one of each kind.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -21,36 +23,56 @@ from gshard.solver.problem import Floats, Ints
 
 _OTHER, _CUT, _GATHERED, _SCATTERED, _TURNED, _EXCHANGED = range(6)
 _CACHED, _FEWEST = 150_000, 64  # path lengths that stay in the processor's cache; the fewest sources at a time
+_SPARSE = 16  # numbers for each key, above which the keys are sorted to find different ones
 _KINDS = {ALL_SLICE: _CUT, ALL_GATHER: _GATHERED, REDUCE_SCATTER: _SCATTERED, ALL_TO_ALL: _TURNED}
 
 
-class Priced(NamedTuple):
-    """A step, and the numbers that decide if it is possible and what it costs: kind, dimensions, devices, class."""
+class Numbered(NamedTuple):
+    """A step, and the numbers that decide if it is possible and what it costs: kind, dimensions, devices, group."""
 
     step: Step
     numbers: tuple[int, int, int, int, int]
 
 
-def priced(step: Step, mesh: Mesh, price_class: int) -> Priced:
-    """A step over the axes of a mesh, with the number of its price class (``Moves.price_class``)."""
+def numbered(step: Step, mesh: Mesh, group: int) -> Numbered:
+    """A step over the axes of a mesh, with the number of its group."""
     kind = _EXCHANGED if is_exchange(step, mesh) else _KINDS.get(step.kind, _OTHER)
-    return Priced(step, (kind, max(step.dim, 0), max(step.to, 0), mesh.count(step.atoms), price_class))
+    return Numbered(step, (kind, max(step.dim, 0), max(step.to, 0), mesh.count(step.atoms), group))
 
 
 class Steps(NamedTuple):
-    """Steps that an array can take, in layers: each place is the end of at most one step of a layer.
+    """Steps that an array can take, in layers. Places have numbers here: those where most steps end come first.
+
+    So the steps of a layer end at the first places, one step at each.
 
     Attributes:
-        begins: int64 [steps], the place where each step begins.
-        ends: int64 [steps], the place where it ends.
+        number: int64 [places], the number of each place.
+        begins: int64 [steps], the number of the place where each step begins, layer by layer.
         costs: float64 [steps].
-        layer: int64 [steps], increasing.
+        layer_ends: for each layer, the index after its last step.
     """
 
+    number: Ints
     begins: Ints
-    ends: Ints
     costs: Floats
-    layer: Ints
+    layer_ends: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Possible:
+    """The steps that an array of one shape can take, not priced yet.
+
+    Attributes:
+        steps: the steps, without costs.
+        kinds: one step of each kind, with its numbers: its group, the elements of a part before and after it, whether
+            the layout changes, and the sizes and numbers of parts of its two dimensions if they do not divide evenly.
+            Steps with equal numbers cost the same for any shape.
+        kind_of: int64 [steps], the kind of each step.
+    """
+
+    steps: Steps
+    kinds: tuple[tuple[Step, tuple[int, ...]], ...]
+    kind_of: Ints
 
 
 class StepTable:
@@ -61,15 +83,15 @@ class StepTable:
         steps_from: finds the steps from a sharding, for a shape that every split divides.
     """
 
-    def __init__(self, mesh: Mesh, steps_from: Callable[[Sharding], Iterable[Priced]]):
+    def __init__(self, mesh: Mesh, steps_from: Callable[[Sharding], Iterable[Numbered]]):
         self.mesh, self._steps_from = mesh, steps_from
         self._places: dict[Sharding, int] = {}
         self._steps: list[Step] = []
         self._rows: list[tuple[int, ...]] = []  # for each step: begin, end, and its numbers
         self._parts: list[list[int]] = []
-        self._made: tuple[Ints, Ints] | None = None
+        self._made: tuple[Ints, Ints, Ints] | None = None
         self._known: dict[int, tuple[Sequence[Sharding | None], Ints]] = {}
-        self._possible: dict[tuple[int, ...], tuple[Steps, list[int], Ints]] = {}  # by the shape of an array
+        self._possible: dict[tuple[int, ...], Possible] = {}  # by the shape of an array
 
     def __len__(self) -> int:
         return len(self._places)
@@ -107,94 +129,147 @@ class StepTable:
                 self._known[id(shardings)] = known
         return known[1]
 
-    def _arrays(self) -> tuple[Ints, Ints]:
-        """int64 [7, steps]: the rows; int64 [shardings, dimensions]: the number of parts of each dimension."""
+    def _arrays(self) -> tuple[Ints, Ints, Ints]:
+        """The steps in the order of the places where they end, and the parts of places.
+
+        Returns:
+            int64 [steps], the indices of the steps; int64 [7, steps], their rows; int64 [shardings, dimensions], the
+            number of parts of each dimension.
+        """
         if self._made is None:
-            rows = np.array(self._rows, dtype=np.int64).reshape(-1, 7).T.copy()
-            self._made = rows, np.array(self._parts, dtype=np.int64).reshape(len(self._parts), -1)
+            rows = np.array(self._rows, dtype=np.int64).reshape(-1, 7)
+            order = np.argsort(rows[:, 1], kind="stable")
+            parts = np.array(self._parts, dtype=np.int64).reshape(len(self._parts), -1)
+            self._made = order, rows[order].T.copy(), parts
         return self._made
 
-    def costs(
-        self, shape: tuple[int, ...], itemsize: int, price: Callable[[Step, tuple[int, ...], int, Mesh], float]
-    ) -> Steps:
-        """The steps that an array of this global shape can take, with their costs.
-
-        Args:
-            shape: the global shape of the array.
-            itemsize: the bytes of one element.
-            price: computes the cost of one step.
-        """
+    def possible(self, shape: tuple[int, ...]) -> Possible:
+        """The steps that an array of this global shape can take. All objectives with this table share them."""
         if shape not in self._possible:
             self._possible[shape] = self._found(shape)
-        steps, first, which = self._possible[shape]
-        priced = np.array([price(self._steps[k], shape, itemsize, self.mesh) for k in first])
-        return steps._replace(costs=priced[which]) if first else steps
+        return self._possible[shape]
 
-    def _found(self, shape: tuple[int, ...]) -> tuple[Steps, list[int], Ints]:
-        """The steps that an array of this shape can take, one step of each kind of cost, and the kind of each step.
-
-        The result does not depend on prices, so all objectives with this table share it.
-        """
-        (begins, ends, kind, dim, to, devices, classes), parts = self._arrays()
-        if not begins.size:
-            return Steps(begins, ends, np.zeros(0), begins), [], begins
+    def _found(self, shape: tuple[int, ...]) -> Possible:
+        index, rows, parts = self._arrays()
+        if not index.size:
+            return Possible(_in_layers(index, index, len(self))[1], (), index)
         n = np.array(shape, dtype=np.int64)
+        chosen = _fitting(n, parts, rows)
+        begins, ends, kind, dim, to, _, groups = rows[:, chosen]
         local = -(-n // parts)
-        possible, uneven = _fitting(n, parts[begins], parts[ends], kind, dim, to, devices)
         # A device copies parts into place if more than one element lies before the dimension, or between the two.
-        several = np.minimum(local[begins], local[ends]) > 1
-        before = np.concatenate([np.zeros((begins.size, 1), np.int64), several.cumsum(1)], 1)
-        at = np.arange(begins.size)
+        several = np.concatenate([np.zeros((len(local), 1), np.int64), (local > 1).cumsum(1)], 1)
         gathers = (kind == _GATHERED) | (kind == _SCATTERED)
-        changed = np.where(kind == _TURNED, before[at, np.maximum(dim, to)] - before[at, np.minimum(dim, to)], 0)
-        changed = np.where(gathers, before[at, dim], changed) > 0
+        changed = gathers & (several[begins, dim] > 0)
+        if (turns := np.flatnonzero(kind == _TURNED)).size:
+            outer, inner = np.minimum(dim, to)[turns], np.maximum(dim, to)[turns]
+            here, there = begins[turns], ends[turns]
+            between = several[here, inner] - several[here, outer + 1]
+            changed[turns] = (between > 0) | (np.minimum(local[here, outer], local[there, outer]) > 1)
         sizes, size = np.unique(local.prod(1), return_inverse=True)
-        key = ((classes * sizes.size + size[begins]) * sizes.size + size[ends]) * (int(uneven.max()) + 1) + uneven
-        chosen = np.flatnonzero(possible)
-        _, first, which = np.unique((2 * key + changed)[chosen], return_index=True, return_inverse=True)
-        order, layer = _in_layers(ends[chosen])
-        found = Steps(begins[chosen][order], ends[chosen][order], np.zeros(order.size), layer)
-        return found, chosen[first].tolist(), which[order]
+        uneven, uneven_kind = _uneven(n, parts, begins, ends, kind, dim, to)
+        key = ((groups * sizes.size + size[begins]) * sizes.size + size[ends]) * len(uneven) + uneven_kind
+        ones, kind_of = _first_of_each(2 * key + changed)
+        numbers = np.stack([groups[ones], sizes[size[begins[ones]]], sizes[size[ends[ones]]], changed[ones]], 1)
+        numbers_of_kinds = np.concatenate([numbers, uneven[uneven_kind[ones]]], 1).tolist()
+        steps_of_kinds = [self._steps[k] for k in index[chosen[ones]].tolist()]
+        order, steps = _in_layers(begins, ends, len(self))
+        kinds = tuple(zip(steps_of_kinds, map(tuple, numbers_of_kinds), strict=True))
+        return Possible(steps, kinds, kind_of[order])
 
 
-def _in_layers(ends: Ints) -> tuple[Ints, Ints]:
-    """The order of the steps by layer, and the layer of each in that order. A layer ends at each place at most once."""
-    order = np.argsort(ends, kind="stable")
-    _, first, count = np.unique(ends[order], return_index=True, return_counts=True)
-    layer = np.arange(ends.size) - np.repeat(first, count)
-    by_layer = np.argsort(layer, kind="stable")
-    return order[by_layer], layer[by_layer]
+def _first_of_each(keys: Ints) -> tuple[Ints, Ints]:
+    """The index of the first of each of the different keys, and for each key the index of it in these.
+
+    Keys are numbers from 0, and mostly not much larger than there are keys: then nothing is sorted.
+    """
+    count = int(keys.max(initial=-1)) + 1
+    if count > _SPARSE * keys.size:
+        _, first, which = np.unique(keys, return_index=True, return_inverse=True)
+        return first, which
+    first_of = np.full(count, -1)
+    first_of[keys[::-1]] = np.arange(keys.size - 1, -1, -1)
+    known = first_of >= 0
+    return first_of[known], (np.cumsum(known) - 1)[keys]
 
 
-def _fitting(
-    n: Ints, before: Ints, after: Ints, kind: Ints, dim: Ints, to: Ints, devices: Ints
-) -> tuple[NDArray[np.bool_], Ints]:
-    """Which steps the sizes of the parts allow, and a number for each combination of sizes that do not divide evenly.
+def _in_layers(begins: Ints, ends: Ints, places: int) -> tuple[Ints, Steps]:
+    """The order of steps by layer, and the steps in that order, without costs.
+
+    Args:
+        begins: int64 [steps], the places where they begin.
+        ends: int64 [steps], increasing, the places where they end.
+        places: the number of places.
+    """
+    count = np.bincount(ends, minlength=places)
+    by_count = np.argsort(-count, kind="stable")
+    number = np.empty(places, np.int64)
+    number[by_count] = np.arange(places)
+    layer = np.arange(ends.size) - np.repeat(np.cumsum(count) - count, count)
+    order = np.argsort(layer * places + number[ends], kind="stable")
+    layer_ends = tuple(np.cumsum(np.bincount(layer)).tolist()) if layer.size else ()
+    return order, Steps(number, number[begins[order]], np.zeros(order.size), layer_ends)
+
+
+def _fitting(n: Ints, parts: Ints, rows: Ints) -> Ints:
+    """The indices of the steps that the sizes of the parts allow.
 
     Args:
         n: int64 [dimensions], the global shape.
-        before: int64 [steps, dimensions], the number of parts of each dimension before the step.
-        after: int64 [steps, dimensions], the same after the step.
+        parts: int64 [places, dimensions], the number of parts of each dimension.
+        rows: int64 [7, steps], where the steps begin and end, and their numbers (``Numbered``).
+    """
+    begins, ends, kind, dim, to, devices, _ = rows
+    if not n.size:
+        return np.arange(kind.size)
+    size = n[dim]
+    turned, cut = kind == _TURNED, (kind == _CUT) | (kind == _SCATTERED)
+    possible = ~(cut | turned)
+    possible[cut] = _aligned(size[cut], parts[begins[cut], dim[cut]], devices[cut])
+    left, there = parts[ends[turned], dim[turned]], parts[begins[turned], to[turned]]
+    possible[turned] = _aligned(size[turned], left, devices[turned])
+    possible[turned] &= _aligned(n[to[turned]], there, devices[turned])
+    exchanged = kind == _EXCHANGED
+    possible[exchanged] = (n % np.lcm(parts[begins[exchanged]], parts[ends[exchanged]]) == 0).all(1)
+    return np.flatnonzero(possible)
+
+
+def _uneven(n: Ints, parts: Ints, begins: Ints, ends: Ints, kind: Ints, dim: Ints, to: Ints) -> tuple[Ints, Ints]:
+    """The numbers of steps that send parts of unequal sizes.
+
+    Args:
+        n: int64 [dimensions], the global shape.
+        parts: int64 [places, dimensions], the number of parts of each dimension.
+        begins: int64 [steps], the places where the steps begin.
+        ends: int64 [steps], the places where they end.
         kind: int64 [steps], the kinds of the steps.
         dim: int64 [steps], the dimensions that they change.
         to: int64 [steps], the other dimensions of all-to-alls.
-        devices: int64 [steps], the sizes of the groups of devices.
+
+    Returns:
+        int64 [rows, 6], different rows: of each of the two dimensions the size and the numbers of parts before and
+        after; zeros in the first row, for parts of equal sizes; int64 [steps], the row of each step.
     """
-    possible, odd = np.ones(kind.size, bool), np.full(kind.size, -1)
+    row_of, zeros = np.zeros(kind.size, np.int64), np.zeros((1, 6), np.int64)
     if not n.size:
-        return possible, np.zeros(kind.size, np.int64)
-    at = np.arange(kind.size)
-    size, have, left = n[dim], before[at, dim], after[at, dim]
-    turned, cut = kind == _TURNED, (kind == _CUT) | (kind == _SCATTERED)
-    possible[cut] = _aligned(size, have, devices)[cut]
-    other, there = n[to], before[at, to]
-    possible[turned] = (_aligned(size, left, devices) & _aligned(other, there, devices))[turned]
-    exchanged = kind == _EXCHANGED
-    possible[exchanged] = (n % np.lcm(before[exchanged], after[exchanged]) == 0).all(1)
-    odd = np.where((kind == _GATHERED) & ~_aligned(size, left, devices), size * (before.max() + 1) + have, odd)
-    odd = np.where((kind == _SCATTERED) & (size % (have * devices) > 0), size * (before.max() + 1) + have, odd)
-    odd = np.where(turned & (other % (there * devices) > 0), other * (before.max() + 1) + there, odd)
-    return possible, np.unique(odd, return_inverse=True)[1].reshape(-1)
+        return zeros, row_of
+    is_unequal = n % parts > 0  # [places, dimensions], whether parts are unequal
+    turned = kind == _TURNED
+    unequal = (kind == _GATHERED) | (kind == _SCATTERED) | turned
+    unequal &= (
+        is_unequal[begins, dim] | is_unequal[ends, dim] | (turned & (is_unequal[begins, to] | is_unequal[ends, to]))
+    )
+    if not (at := np.flatnonzero(unequal)).size:
+        return zeros, row_of
+    here, there, d, e, both = begins[at], ends[at], dim[at], to[at], turned[at]
+    rows = np.stack([n[d], parts[here, d], parts[there, d], n[e] * both, parts[here, e] * both, parts[there, e] * both])
+    key = np.zeros(at.size, np.int64)
+    for row in rows:
+        values, which = np.unique(row, return_inverse=True)
+        key = key * values.size + which.reshape(-1)
+    _, first, which = np.unique(key, return_index=True, return_inverse=True)
+    row_of[at] = 1 + which.reshape(-1)
+    return np.concatenate([zeros, rows[:, first].T]), row_of
 
 
 def _aligned(n: Ints, parts: Ints, more: Ints) -> NDArray[np.bool_]:
@@ -202,30 +277,32 @@ def _aligned(n: Ints, parts: Ints, more: Ints) -> NDArray[np.bool_]:
     return (parts == 1) | (-(-n // parts) == more * -(-n // (parts * more)))
 
 
-def shortest(steps: Steps, places: int, sources: Ints) -> Floats:
+def shortest(steps: Steps, sources: Ints) -> Floats:
     """float64 [sources, places]: the lengths of the shortest paths; ``inf`` if there is none.
 
-    This is the Bellman-Ford algorithm, for all sources at once: each layer is one numpy operation.
+    This is the Bellman-Ford algorithm, for all sources at once: each layer is three numpy operations.
 
     Args:
         steps: the steps.
-        places: the number of places.
         sources: int64 [sources], the places where paths begin.
     """
-    if sources.size > (most := max(_FEWEST, _CACHED // max(places, 1))):
+    number, begins, costs, layer_ends = steps
+    if sources.size > (most := max(_FEWEST, _CACHED // max(number.size, 1))):
         parts = np.split(sources, range(most, sources.size, most))
-        return np.vstack([shortest(steps, places, part) for part in parts])
-    begins, ends, costs, layer = steps
-    costs = costs[:, None]
-    lengths = np.full((places, sources.size), np.inf)
-    lengths[sources, np.arange(sources.size)] = 0.0
-    changed = np.isfinite(lengths).any(1)
-    while True:
-        active = np.flatnonzero(changed[begins])
-        if not active.size:
-            return lengths.T.copy()
-        before = lengths.copy()
-        for layer_steps in np.split(active, np.flatnonzero(np.diff(layer[active])) + 1):
-            into = ends[layer_steps]
-            lengths[into] = np.minimum(lengths[into], lengths[begins[layer_steps]] + costs[layer_steps])
-        changed = (lengths != before).any(1)
+        return np.vstack([shortest(steps, part) for part in parts])
+    lengths = np.full((number.size, sources.size), np.inf)
+    lengths[number[sources], np.arange(sources.size)] = 0.0
+    layers = [
+        (end - begin, begins[begin:end], costs[begin:end, None]) for begin, end in itertools.pairwise((0, *layer_ends))
+    ]
+    reached = layers[0][0] if layers else 0
+    through = np.empty((reached, sources.size))
+    changes = bool(layers)
+    while changes:
+        before = lengths[:reached].copy()
+        for size, begin, cost in layers:
+            lengths_there = lengths.take(begin, axis=0, out=through[:size], mode="clip")
+            lengths_there += cost
+            np.minimum(lengths[:size], lengths_there, out=lengths[:size])
+        changes = not np.array_equal(before, lengths[:reached])
+    return lengths[number].T.copy()

@@ -20,8 +20,9 @@ from gshard.core.planning_tables import tabulated
 from gshard.core.rule import REPLICATE, Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, is_valid
+from gshard.planning.axis_steps import is_considered, parts_of
 from gshard.planning.nearby import LARGE_PROGRAM, MANY_AXES
-from gshard.planning.reshard_costs import are_together, is_considered, parts_of
+from gshard.planning.reshard_costs import are_together
 
 # The planner considers unequal parts if padding makes the devices compute at most this much more.
 WASTE = 1.125
@@ -84,7 +85,7 @@ def places_for(
     near: Sequence[Places] | None = None,
     changes: int = MANY_AXES,
 ) -> Iterable[Places]:
-    """Assigns a place to each axis, for parts of one axis as ``reshard_costs.is_considered`` allows.
+    """Assigns a place to each axis, for parts of one axis as ``axis_steps.is_considered`` allows.
 
     With ``near``, at most ``changes`` axes differ from one of these assignments, or from the one without places
     (``planning.nearby``); if there is only one axis more, all may differ. With ``changes`` of 1, the parts of an axis

@@ -24,8 +24,9 @@ from gshard.device.network import interchangeable
 from gshard.device.roofline import dtype_of, host_seconds, launch_seconds, roofline
 from gshard.device.step_times import StepTimes
 from gshard.language.transfer import changes_memory
+from gshard.planning.axis_steps import has_many
 from gshard.planning.objective import Windows
-from gshard.planning.reshard_costs import Moves, has_many
+from gshard.planning.reshard_costs import Moves
 from gshard.planning.strategies import share
 from gshard.search.emitted import Emitted, as_kernel, has_own_way, own_ways
 from gshard.solver.problem import Floats
@@ -210,7 +211,4 @@ def on_machine(mesh: Mesh, machine: Machine, *, joined: bool = False) -> Mesh:
 
 @tabulated(16)
 def _shared_seconds(machine: Machine, joined: bool, mesh: Mesh, axes: tuple[Atoms, ...]) -> Seconds:
-    objective = Seconds(mesh, machine, axes, joined=joined)
-    if joined:  # shared messages change the times of steps, but not which steps have equal times
-        objective.share_steps(_shared_seconds(machine, False, on_machine(mesh, machine), axes))
-    return objective
+    return Seconds(mesh, machine, axes, joined=joined)
