@@ -1,14 +1,14 @@
 """moe: the GShard Mixture-of-Experts Transformer, written for one device and marked.
 
-It imports JAX and gshard's marks only, so it runs under plain ``jax.jit``, ``grad``, ``vmap`` and
-``scan`` as it stands. Parameters are nested dicts of arrays; everything else is a pure function with a
-frozen configuration.
+It imports JAX, gshard's marks, ``put_rows`` and ``take_rows`` only, so it also runs under plain ``jax.jit``, ``grad``,
+``vmap`` and ``scan``. Parameters are nested dicts of arrays. Everything else is a pure function with a frozen
+configuration.
 
 Names of arrays end in the letters of their dimensions, as in the paper: ``dispatched_EGCM``.
 
     G groups              B sentences            V vocabulary
     S tokens of a group   L length               N heads
-    E experts             K positions looked at  D head size
+    E experts             K attended positions   D head size
     C capacity            M model                T tokens of a batch
     X anything else       H hidden               R rows of a block
     P partitions

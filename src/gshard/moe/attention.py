@@ -1,10 +1,10 @@
 """Multi-head attention as four products and a softmax.
 
 Heads of queries may share heads of keys and values (grouped queries, Ainslie et al. 2023). No biases.
-Queries are not divided by sqrt(D) at run time; their initial weights are smaller instead
-(as in Lingvo), so that scores start with a variance of 1 all the same.
+Queries are not divided by sqrt(D) at run time. Instead their initial weights are smaller, as in Lingvo, so that scores
+also start with a variance of 1.
 
-Keys and values are computed apart from the attention itself: a decoder keeps them.
+Keys and values are computed by a function of their own, because a decoder keeps them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gshard.moe.rotary import Rotation, turned
 
 
 class KeysValues(NamedTuple):
-    """What queries look at: keys_BKND and values_BKND, K positions of B sentences; N is ``kv_heads`` here."""
+    """Keys and values: keys_BKND and values_BKND for K positions of B sentences. N is ``kv_heads`` here."""
 
     keys_BKND: jax.Array
     values_BKND: jax.Array
@@ -45,7 +45,7 @@ def attention_specs(config: TransformerConfig) -> dict[str, Param]:
 
 
 def keys_values(params: dict[str, jax.Array], inputs_BKM: jax.Array, rotation: Rotation | None = None) -> KeysValues:
-    """Projects what is attended to, and turns keys by their positions if there is a rotation."""
+    """Projects inputs to keys and values, and rotates keys by their positions if there is a rotation."""
     dtype = inputs_BKM.dtype
     return KeysValues(
         turned(jnp.einsum("BKM,MND->BKND", inputs_BKM, params["key"].astype(dtype)), rotation),
@@ -67,13 +67,13 @@ def attend(
 
     Args:
         params: see ``attention_specs``.
-        inputs_BLM: where queries come from.
+        inputs_BLM: the inputs of the queries.
         memory: keys and values of the same B sentences.
-        mask_BLK: bool, True where query L may look at position K; sizes of 1 broadcast. A query that may look
-            nowhere gets the mean of all values, not NaN.
+        mask_BLK: bool, True where query L attends to position K; sizes of 1 broadcast. A query that attends to no
+            position gets the mean of all values, not NaN.
         rate: dropout of attention weights.
-        key: its key; None drops nothing.
-        rotation: of the positions of ``inputs_BLM``, if keys were turned too.
+        key: the random key of dropout; None drops nothing.
+        rotation: of the positions of ``inputs_BLM``, if the keys are rotated too.
 
     Returns:
         outputs_BLM in the dtype of the inputs; the softmax is float32.
@@ -84,7 +84,7 @@ def attend(
     shared = memory.keys_BKND.shape[2]
     if shared == N:
         scores_BNLK = jnp.einsum("BLND,BKND->BNLK", queries_BLND, memory.keys_BKND, preferred_element_type=jnp.float32)
-    else:  # each head of keys and values meets N / shared heads of queries, and is not repeated
+    else:  # N / shared heads of queries read each head of keys and values, which is not repeated
         queries = queries_BLND.reshape(B, L, shared, N // shared, D)
         scores = jnp.einsum("blgrd,bkgd->bgrlk", queries, memory.keys_BKND, preferred_element_type=jnp.float32)
         scores_BNLK = scores.reshape(B, N, L, -1)

@@ -3,8 +3,8 @@
     value, metrics = loss(config, params, batch)                  # config.balance == "bias"
     params = balanced(update(params, gradient), metrics["load"])
 
-The bias takes part in the choice of experts and not in their weights, and it has no gradient: this is a step of its own
-beside the optimizer's.
+The bias is added to the gates for the choice of experts, and not for their weights. It has no gradient, so ``balanced``
+updates it after the optimizer's step.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import jax.numpy as jnp
 
 
 def balanced(params: dict[str, Any], load: dict[str, jax.Array], rate: float = 1e-3) -> dict[str, Any]:
-    """The parameters, with the bias of every expert that was asked for too often lower and of the others higher.
+    """The parameters, with a lower bias for each expert whose load is above the mean, and a higher one below it.
 
     Args:
         params: see ``param_specs``; of a model with ``balance="bias"``.
         load: ``metrics["load"]`` of ``loss`` or ``forward``: for ``encoder`` and ``decoder`` int32 [layers, E].
-        rate: by how much; a load that is exactly the mean of its layer moves nothing.
+        rate: the size of the change. If a load is exactly the mean of its layer, its bias stays.
 
     Returns:
         the same tree; arrays that are no bias are the same objects.

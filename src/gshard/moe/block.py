@@ -4,9 +4,9 @@ Each branch (attention, feed-forward or experts) reads a normalised copy of the 
 result to it: pre-norm, with a norm that only scales (no mean, no bias). All blocks of a stack have
 the same parameters, one after the other in a leading ``layers`` dimension, and run in one ``scan``.
 
-What is recomputed in the backward pass: with ``config.remat`` a whole block, from the stream that enters it; with
-``remat="branches"`` each branch, from the stream that enters it and from what its experts were sent and sent back, so
-that no dispatch and no combine is communicated a third time.
+With ``config.remat`` the backward pass recomputes a whole block from the stream that enters it. With
+``remat="branches"`` it recomputes each branch from the stream that enters the branch, and keeps what experts were sent
+and returned. So no dispatch and no combine is communicated a third time.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def feed_forward_branch(
     valid_BL: jax.Array | None,
     key: jax.Array | None,
 ) -> tuple[jax.Array, Metrics]:
-    """The stream after the experts, or after the dense feed-forward, of a layer; metrics of the former."""
+    """The stream after the experts or the dense feed-forward of a layer, and the metrics of the experts."""
     coin_key, drop_key = split_key(key, 2)
     if "experts" in params:
         inputs_BLM = norm(params["experts_norm"], x_BLM)
@@ -91,7 +91,7 @@ def attention_branch(
     key: jax.Array | None,
     rotation: Rotation | None = None,
 ) -> jax.Array:
-    """The stream after an attention, over itself where ``memory_BKM`` is None."""
+    """The stream after an attention over ``memory_BKM``, or over the stream itself if that is None."""
     weights_key, drop_key = split_key(key, 2)
     inputs_BLM = norm(params[f"{name}_norm"], x_BLM)
     seen: KeysValues = keys_values(params[name], inputs_BLM if memory_BKM is None else memory_BKM, rotation)
@@ -123,9 +123,9 @@ def stack(
         mask_BLK: which positions each position attends to.
         valid_BL: False for tokens that must not be routed.
         memory_BKM: the encoder's result, in a decoder that has one.
-        memory_mask_BLK: which of its positions may be attended to.
+        memory_mask_BLK: which of its positions each position attends to.
         key: for dropout and coins, split for each block; None for neither.
-        rotation: of the positions of the stream; None if it has them already.
+        rotation: of the positions of the stream; None if encodings were added to it.
 
     Returns:
         the stream, and for each metric its values over the MoE layers of the stack (nothing if dense).
@@ -152,7 +152,7 @@ def stack(
 
 
 def _branch(config: TransformerConfig, branch: Callable[..., Any], *static: int) -> Callable[..., Any]:
-    """A branch as it runs in a block: with ``remat="branches"`` recomputed, but for what its experts sent."""
+    """A branch as it runs in a block. ``remat="branches"`` recomputes it, except what experts are sent and return."""
     if config.remat != "branches":
         return branch
     policy = jax.checkpoint_policies.save_only_these_names(*SENT)

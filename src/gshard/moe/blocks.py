@@ -1,12 +1,12 @@
 """Blocks: experts without a capacity, one small block of rows after the other.
 
-Padding every expert to the largest possible load would multiply the work by E. Instead the rows of
-each expert fill blocks of R rows (the last one partly empty), and a scan multiplies one block
-at a time with the weights of the expert it belongs to. Nothing is ever dropped, so what a token gets
-never depends on the others of its batch: the dispatch for decoding.
+Padding each expert to the largest possible load would multiply the work by E. Instead the rows of each expert fill
+blocks of R rows, the last of which is partly empty, and a scan multiplies one block at a time with the weights of its
+expert. No token is dropped, so the result for a token does not depend on the other tokens of its batch. Decoding uses
+this dispatch.
 
-The number of blocks is fixed beforehand by the worst case. With A choices over at most U = min(E, A)
-experts in use, sum_e ceil(n_e/R) <= (A + U(R-1))/R.
+The number of blocks is that of the worst case. With A choices and at most U = min(E, A) experts in use,
+sum_e ceil(n_e/R) <= (A + U(R-1))/R.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gshard.moe.sorted_rows import first_rows, row_of, table_of_tokens
 def rows_of_a_block(choices: int, experts: int) -> int:
     """R: the power of two nearest below the mean load of an expert, from 8 to 128 rows.
 
-    Fewer leaves the matrix unit idle; more fills blocks with empty rows.
+    With fewer rows the matrix unit is partly idle; with more rows, more of them are empty.
 
     >>> rows_of_a_block(16, 64), rows_of_a_block(4096, 64), rows_of_a_block(10**6, 8)
     (8, 64, 128)
@@ -57,7 +57,7 @@ def blocks_expert_layer(
 
     rows_E = jnp.sum(gating.slots_GE, axis=0)
     end_E = jnp.cumsum((rows_E + R - 1) // R)  # one past the last block of an expert
-    # Behind the blocks of the experts before.
+    # The rows of an expert follow the blocks of the experts before it.
     offset_GE = first_rows(gating, (end_E - (rows_E + R - 1) // R) * R)
     rows = [row_of(choice, offset_GE, blocks * R) for choice in gating.choices]
     table_X = table_of_tokens(rows, blocks * R)

@@ -1,4 +1,4 @@
-"""Checked: which choices of a model's configuration go together, and what is said of those that do not."""
+"""Checks a model's configuration: which choices go together, and the errors for those that do not."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _SIZES = ("target_vocabulary", "model_dim", "hidden_dim", "heads", "head_dim", "
 
 
 class ModelError(GShardError):
-    """A model's configuration makes no sense, or does not fit the batch it is given."""
+    """A model's configuration is invalid, or does not fit the batch."""
 
 
 def require(holds: bool, what: str, got: str, hint: str | None = None) -> None:
-    """Raises a ``ModelError`` unless something holds."""
+    """Raises a ``ModelError`` if a condition does not hold."""
     if not holds:
         raise ModelError(what, None, got, hint)
 
 
 class Choices(Protocol):
-    """What is looked at of a ``TransformerConfig``."""
+    """The attributes of a ``TransformerConfig`` that are checked."""
 
     @property
     def balance(self) -> str: ...
@@ -86,10 +86,10 @@ class Choices(Protocol):
 
 
 def check(config: Choices) -> None:
-    """Refuses what makes no sense.
+    """Refuses an invalid configuration.
 
     Raises:
-        ModelError: with what was given, and a hint.
+        ModelError: with the values that were given, and a hint.
     """
     for name in _SIZES:
         require(getattr(config, name) >= 1, f"{name} must be at least 1.", f"{name}={getattr(config, name)}")

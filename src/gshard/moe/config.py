@@ -36,10 +36,10 @@ class TransformerConfig:
         capacity_factor: C = floor(capacity_factor * S / E) slots for each expert and group, never more than S
             (which drops nothing, as does ``math.inf``). The paper's C = 2S/E is 2.0. With k experts a token, k is
             just enough for an even load.
-        routing: ``paper`` is Algorithm 1 to the letter, where a second choice that the coin rejects still uses
-            up its slot; ``lingvo`` throws the coin before slots are counted, as did the code
-            behind the paper's numbers. Both send a token to two experts. ``top_k`` sends it to any number of them
-            without a coin. With ``expert_choice`` experts choose their C tokens, so that all have the same load.
+        routing: ``paper`` is Algorithm 1 as printed, where a second choice that the coin rejects still uses up its
+            slot; ``lingvo`` throws the coin before slots are counted, as did the code behind the paper's numbers. Both
+            send a token to two experts. ``top_k`` sends it to any number of them without a coin. With
+            ``expert_choice`` each expert chooses C tokens, so that all have the same load.
         second_expert: of ``paper`` and ``lingvo``: ``random`` sends a token to its second expert with probability
             2*g2, ``all`` always.
         dispatch: ``einsum`` (one-hot matrices, Algorithm 2) and ``gather`` (index tables) have slots for each expert.

@@ -1,14 +1,14 @@
-"""Decoding: the same model one target position at a time, with its keys and values kept.
+"""Decoding: runs the model one target position at a time, and keeps keys and values.
 
     memory = encode(config, params, source_BL)
     cache = init_cache(config, batch=B, length=64)
     logits_BV, cache = decode_step(config, params, cache, tokens_B, position, memory, source_BL != 0)
 
-`decode_flat_step` does the same for several hypotheses of each sentence, which share one cache: appendix A.1 of the
-paper. What a hypothesis is, is only written in the mask that says which slots of the cache it sees.
+`decode_flat_step` does the same for several hypotheses of each sentence, which share one cache (appendix A.1 of the
+paper). Only the mask differs between hypotheses: it has the slots of the cache that belong to each.
 
-Routing drops nothing here unless asked to. With the capacities of training a small batch would lose
-experts for a large share of its tokens, and what a sentence gets would depend on its batch mates.
+Routing drops nothing here unless ``dropless=False``. With the capacities of training, a small batch would lose experts
+for many of its tokens, and the result for a sentence would depend on the other sentences of its batch.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def encode(
 
 
 def project_memory(config: TransformerConfig, params: dict[str, Any], memory_BLM: jax.Array) -> Cache:
-    """Keys and values of the memory for every decoder layer, to compute them once and not in every step.
+    """Keys and values of the memory for each decoder layer, so that they are computed once and not in each step.
 
     Returns:
         for each kind of layer ``KeysValues`` of [layers, B, L, N, D]; B is dimension 1.
@@ -65,7 +65,7 @@ def _parts(config: TransformerConfig) -> dict[str, tuple[tuple[str, ...], int]]:
 
 
 def _by_layer(by_part: dict[str, Cache]) -> Cache:
-    """The cache as users see it: the layers at the bottom without experts are ``first``."""
+    """The cache in its public form: ``first`` has the layers at the bottom without experts."""
     return by_part["blocks"] | ({"first": by_part["first"]["dense"]} if "first" in by_part else {})
 
 
@@ -144,9 +144,9 @@ def decode_flat_step(
 ) -> tuple[jax.Array, Cache]:
     """Logits of the token after each of Q hypotheses of each sentence, in one flat sequence (appendix A.1).
 
-    The tokens of position t fill the slots t*Q to t*Q + Q - 1 of the cache, side by side, and are never moved: a beam
-    search that continues some hypotheses twice and others not at all changes ``seen_BQK`` and nothing else. The
-    memory is not repeated for each hypothesis.
+    The tokens of position t fill the slots t*Q to t*Q + Q - 1 of the cache, and are not moved later. A beam search that
+    continues some hypotheses twice and drops others changes ``seen_BQK`` only. The memory is not repeated for each
+    hypothesis.
 
     Args:
         config: the model.

@@ -3,10 +3,10 @@
     dispatched_EGCM = dispatch_gather(token_of_slot(gating, E, C), inputs_GSM)
     outputs_GSM = combine_gather(gating, experts(dispatched_EGCM))
 
-Two ways with the same result. ``einsum`` multiplies with one-hot matrices (Algorithm 2): a program of
-products only, at a cost of S/H of the experts' own. ``gather`` inverts the choices into a table, from
-slot to token, and moves rows. Both keep to their group, so that splitting G splits the work and the
-only exchange is the change from G to E between dispatch and experts. ``blocks`` and ``ragged`` have no slots.
+Both ways have the same result. ``einsum`` multiplies with one-hot matrices (Algorithm 2), which costs S/H of the
+products of the experts. ``gather`` inverts the choices into a table from slots to tokens, and moves rows. Both work
+within groups, so a split of G splits the work, and the only exchange is the change from G to E between dispatch and
+experts. ``blocks`` and ``ragged`` have no slots.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gshard.moe.gating import Choice, Gating
 def one_hot_weights(gating: Gating | ExpertChoice, experts: int, capacity: int) -> tuple[jax.Array, jax.Array]:
     """The matrices of Algorithm 2, line 2: combine weights and the mask of their slots.
 
-    The mask is that of the kept choices; the paper's ``weights != 0`` would lose those whose weight underflows.
+    The mask has the kept choices. The paper's ``weights != 0`` would lose those whose weight underflows.
 
     Returns:
         combine_GSEC in float32 and dispatch_GSEC in bool.
@@ -64,7 +64,7 @@ def combine_einsum(combine_GSEC: jax.Array, outputs_EGCM: jax.Array) -> jax.Arra
 
 
 def token_of_slot(gating: Gating | ExpertChoice, experts: int, capacity: int) -> jax.Array:
-    """The inverse of the choices: which token sits in a slot.
+    """The inverse of the choices: the token in each slot.
 
     Returns:
         int32 table_GEC of token numbers within the group; S, which is no token, in unused slots.

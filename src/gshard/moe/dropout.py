@@ -1,4 +1,4 @@
-"""Dropout, with the key as the switch: without a key nothing is dropped."""
+"""Dropout. Without a random key nothing is dropped."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
 
 
 def split_key(key: jax.Array | None, number: int) -> list[jax.Array | None]:
-    """``number`` independent keys, or as many times None.
+    """``number`` independent keys; as many None if there is no key.
 
     >>> split_key(None, 2)
     [None, None]

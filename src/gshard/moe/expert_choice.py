@@ -3,8 +3,8 @@
     routed = expert_choice_gating(logits_GSE, capacity=4)
     routed.token_GEC, routed.weight_GEC
 
-Nothing overflows and nothing needs balancing. A token may be chosen by several experts or by none, and whether it is
-depends on the other tokens of its group, later ones included: this is for encoders.
+No expert overflows, and no loss has to balance the load. Several experts or none may choose a token. Which ones do
+depends on the other tokens of its group, also on later ones, so this routing is for encoders.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def expert_choice_gating(
     G, S, _ = logits_GSE.shape
     valid_GS = jnp.ones((G, S), bool) if valid_GS is None else valid_GS
     gates_GSE = jax.nn.softmax(logits_GSE, axis=-1) if gates == "softmax" else jax.nn.sigmoid(logits_GSE)
-    # Gates are not negative: what is comes last, and is no token.
+    # Gates are not negative, so the -1 of invalid tokens comes last.
     gates_GES = jnp.where(valid_GS[:, None, :], jnp.transpose(gates_GSE, (0, 2, 1)), -1.0)
     best_GEC, token_GEC = jax.lax.top_k(gates_GES, capacity)
     real_GEC = best_GEC >= 0

@@ -1,9 +1,9 @@
 """The MoE layer: position-wise Mixture of Experts (Algorithm 2), with the marks of section 3.2.
 
-The layer is written for one device. With ``config.partitions`` D above 1 it carries the paper's marks:
-tokens split by group, router weights replicated, dispatched tokens and experts split by expert. The
-change of the split dimension from G to E is the layer's AllToAll; the way back follows by propagation.
-With one partition the same arrays have names, for which a layout says the same:
+The layer is written for one device. With more than one of ``config.partitions`` it has the paper's marks: tokens are
+split by group, router weights replicated, dispatched tokens and experts split by expert. The change of the split
+dimension from G to E is the layer's AllToAll; the one back follows by propagation. With one partition the same arrays
+have dimension names, and a layout splits them in the same way:
 ``gshard.Layout(groups="x", experts="x", tokens=None, model=None, gates=None)``.
 """
 
@@ -33,15 +33,15 @@ from gshard.moe.param import Param
 from gshard.moe.ragged import ragged_expert_layer
 from gshard.moe.sorted_rows import within_room
 
-# What experts are sent and send back, by the names that policies of ``jax.checkpoint`` know.
+# The names, for policies of ``jax.checkpoint``, of the arrays that experts receive and return.
 SENT = ("dispatched", "returned")
 
 
 def expert_specs(config: TransformerConfig) -> dict[str, Any]:
     """Router and experts of one layer: wg [M, E], wi [E, M, H] and wo [E, H, M], no biases.
 
-    With SwiGLU there is wi_gate [E, M, H] too. ``shared`` holds the feed-forward of shared experts, and ``bias`` [E]
-    what ``balance="bias"`` adds to gates.
+    With SwiGLU there is also wi_gate [E, M, H]. ``shared`` is the feed-forward layer of shared experts. ``bias`` [E] is
+    added to the gates with ``balance="bias"``.
 
     >>> expert_specs(TransformerConfig(9, 9, experts=4, model_dim=8, hidden_dim=16))["wi"].shape
     (4, 8, 16)
@@ -64,10 +64,10 @@ def expert_layer(
     *,
     key: jax.Array | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Sends each token to its experts and adds what they return.
+    """Sends each token to its experts, and adds up their weighted results.
 
-    Tokens form groups in row-major order: ``inputs_BLM.reshape(G, S, M)``. A token that no expert took
-    gets zero, so the residual connection around the layer passes it on unchanged.
+    Tokens form groups in row-major order: ``inputs_BLM.reshape(G, S, M)``. The result for a token without an expert is
+    zero, so the residual connection around the layer leaves it unchanged.
 
     Args:
         config: routing, dispatch and marks.
@@ -77,11 +77,11 @@ def expert_layer(
         key: key of the coins for second choices; None keeps all that fit.
 
     Returns:
-        outputs_BLM in the dtype of the inputs, and the metrics of the gating with its ``aux_loss``, and with
-        ``balance="bias"`` the ``load`` [E] that ``balanced`` reads.
+        outputs_BLM in the dtype of the inputs, and the metrics of the gating with its ``aux_loss``. With
+        ``balance="bias"`` they include the ``load`` [E] for ``balanced``.
 
     Raises:
-        ModelError: the group size does not divide the tokens, or the capacity is below 1.
+        ModelError: the group size does not divide the tokens, or the capacity or the room of a partition is below 1.
 
     >>> from gshard.moe.param import init_params
     >>> config = TransformerConfig(9, 9, experts=4, model_dim=8, hidden_dim=16, group_size=6)
@@ -97,7 +97,7 @@ def expert_layer(
 
     inputs_GSM = _split(config, inputs_BLM.reshape(G, S, M), "groups tokens model")
     wg_ME = replicate(params["wg"]) if config.partitions > 1 else name(params["wg"], "model gates")
-    # The router is float32 throughout: a rounded logit changes the route, not just a value.
+    # The router computes in float32: a rounded logit could change the route of a token.
     logits_GSE = jnp.einsum("GSM,ME->GSE", inputs_GSM.astype(jnp.float32), wg_ME)
     valid_GS = None if valid_BL is None else valid_BL.reshape(G, S)
     gating: Gating | ExpertChoice
@@ -156,7 +156,7 @@ def _run_experts(
             room=config.room(inputs_GSM.shape[0] * inputs_GSM.shape[1]), mark=mark,
             sends_rows=config.dispatch == "ragged_all_to_all",
         )  # fmt: skip
-        # The sum over partitions goes back to the groups: without the mark it might come whole to every device.
+        # The mark makes the sum over partitions a reduce-scatter to the groups, not an all-reduce.
         return _split(config, outputs_GSM, "groups tokens model")
 
     if config.dispatch == "einsum":
@@ -164,7 +164,7 @@ def _run_experts(
         dispatched_EGCM = dispatch_einsum(dispatch_GSEC, inputs_GSM)
     else:
         dispatched_EGCM = dispatch_gather(token_of_slot(gating, config.experts, capacity), inputs_GSM)
-    # G has no name here: the axes over which groups are split are those of the experts now.
+    # G has no name here, because the axes of the groups now split the experts.
     dispatched_EGCM = _sent(config, _split(config, dispatched_EGCM, "experts _ capacity model"), SENT[0])
     hidden_EGCH = hidden(config.activation, lambda name: jnp.einsum("EGCM,EMH->EGCH", dispatched_EGCM, weights[name]))
     outputs_EGCM = _sent(config, jnp.einsum("EGCH,EHM->EGCM", hidden_EGCH, weights["wo"]), SENT[1])
@@ -174,10 +174,10 @@ def _run_experts(
 
 
 def _split(config: TransformerConfig, x: jax.Array, names: str) -> jax.Array:
-    """Split by the dimension in front, as ``config`` says, or as a layout says of these names."""
+    """Splits the first dimension over ``config.partitions``; with one, names the dimensions for a layout."""
     return split(x, 0, config.partitions) if config.partitions > 1 else name(x, names)
 
 
 def _sent(config: TransformerConfig, x: jax.Array, called: str) -> jax.Array:
-    """An array that is not recomputed where branches are."""
+    """Names an array that ``remat="branches"`` keeps."""
     return checkpoint_name(x, called) if config.remat == "branches" else x

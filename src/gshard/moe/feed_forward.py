@@ -1,9 +1,9 @@
-"""Feed-forward: what one expert does, and its dense counterpart: two products with a ReLU between, or three.
+"""Feed-forward layers, of an expert or dense: two products with a ReLU between them, or three with SwiGLU.
 
     relu      relu(x wi) wo
     swiglu    (silu(x wi_gate) * x wi) wo
 
-How a product is made differs from dispatch to dispatch, so the layer between the products takes it as a function.
+Each dispatch computes products in another way, so ``hidden`` takes a function for them.
 """
 
 from __future__ import annotations

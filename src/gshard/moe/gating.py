@@ -1,13 +1,13 @@
-"""Gating: which experts a token goes to, in which slots, with which weights (Algorithm 1, and any number).
+"""Gating: chooses the experts of each token, their slots and weights (Algorithm 1, and top-k routing).
 
-Routing is decided within a group of S tokens, so groups (the dimension that is split over devices)
-never look at each other. All first choices take their slots before any second choice does, and so on; a choice
-that finds its expert full is dropped.
+Routing depends on the tokens of one group of S only, so groups (the dimension that is split over devices) are
+independent. All first choices take their slots before the second choices do, and so on. A choice is dropped if its
+expert is full.
 
     gating = top_k_gating(logits_GSE, capacity=4, k=2)
     gating.choices[0].expert_GS, gating.first.position_GS, gating.first.weight_GS
 
-Everything is a cumulative sum over S and comparisons with an iota over E: no sorting and no indexing.
+It consists of cumulative sums over S and comparisons with an iota over E, without sorting and indexing.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _LEAST = 1e-18
 
 
 class Choice(NamedTuple):
-    """What became of each token's first, or second, or later choice.
+    """The first, second or a later choice of each token.
 
     Attributes:
         expert_GS: int32, the chosen expert.
-        position_GS: int32, its slot in that expert's buffer, counted over the group; it may be past the capacity.
-        kept_GS: bool, whether the token is sent there. Two kept choices never share expert and position.
+        position_GS: int32, its slot in that expert's buffer, counted over the group; it may exceed the capacity.
+        kept_GS: bool, whether the token is sent there. No two kept choices have the same expert and position.
         weight_GS: float32, the combine weight; 0 where not kept.
     """
 
@@ -40,17 +40,17 @@ class Choice(NamedTuple):
 
 
 class Gating(NamedTuple):
-    """The outcome of routing, in the form every dispatch starts from.
+    """The result of routing, which all dispatches take.
 
     Attributes:
         choices: the k choices of each token, the best first.
-        slots_GE: int32, slots asked of each expert before the capacity cut, burnt ones included.
-        load_E: int32, tokens that asked for each expert.
+        slots_GE: int32, the slots that choices of each expert would take without a capacity, burnt ones included.
+        load_E: int32, the tokens that chose each expert.
         aux_loss: float32 scalar, 1.0 when balanced (see ``top_k_gating``).
         metrics: float32 scalars: ``dropped_share`` of the valid tokens reach no expert; for Algorithm 1
             ``one_expert_share`` and ``two_expert_share`` reach 1 and 2 experts, otherwise ``kept_share`` is that of all
-            choices; ``load_entropy`` of what is asked of the experts (1.0 is even, 0.0 is a single expert);
-            ``dead_experts`` that no token asked for.
+            choices; ``load_entropy`` of the load of experts (1.0 if it is even, 0.0 for a single expert);
+            ``dead_experts`` that no token chose.
     """
 
     choices: tuple[Choice, ...]
@@ -109,10 +109,10 @@ def top_k_gating(
 ) -> Gating:
     """Routes each token to at most k experts.
 
-    With ``paper`` it is Algorithm 1, all groups at once: gates g1 and g2 are divided by g1+g2 (lines 6 and 16) before
-    capacity and coin, and not again after a drop. The coin keeps a second choice if 2*g2 > rnd (line 19). ``routing``
-    says whether one that it rejects has used up a slot: ``paper``, line 22, it has; ``lingvo``, it has not. With
-    ``top_k`` there is no coin. Of equal logits the first expert wins.
+    ``paper`` is Algorithm 1 for all groups at once: gates g1 and g2 are divided by g1+g2 (lines 6 and 16) before
+    capacity and coin, and not again after a drop. The coin keeps a second choice if 2*g2 > rnd (line 19). A second
+    choice that it rejects uses up a slot with ``paper`` (line 22), and none with ``lingvo``. With ``top_k`` there is no
+    coin. Of equal logits the first expert is chosen.
 
     The auxiliary loss is E * sum_e (c_e/S)(m_e), the mean over groups weighted by their tokens: 1.0 when
     all experts get the same, whatever E. Line 13 has 1/E in place of E, so the paper's value is 1/E^2 of
@@ -120,19 +120,19 @@ def top_k_gating(
     with ``top_k``, all of them divided by k, and carries no gradient; m_e, the mean gate, does. Gates of a sigmoid are
     divided by their sum over experts there.
 
-    Departure: tokens that are not valid (padding) take no slot, are sent nowhere and count in no mean.
+    Departure from the paper: tokens that are not valid (padding) take no slot, are not sent, and count in no mean.
 
     Args:
-        logits_GSE: router logits; float32 is computed with whatever the dtype.
+        logits_GSE: router logits of any floating dtype; the function computes in float32.
         capacity: C, slots of each expert and group.
         k: experts of a token; 2 unless ``routing`` is ``top_k``.
         routing: ``paper``, ``lingvo`` or ``top_k``.
-        second_expert: ``random`` or ``all``, which throws no coin.
+        second_expert: ``random``, or ``all`` for no coin.
         gates: ``softmax`` or ``sigmoid``.
         normalise: whether weights are divided by their sum over the k chosen experts.
-        scale: what the weights are multiplied by.
-        bias_E: is added to the gates for the choice of experts, and not for the weights (Wang et al. 2024,
-            "Auxiliary-Loss-Free Load Balancing"). It gets no gradient.
+        scale: a factor of the weights.
+        bias_E: added to the gates for the choice of experts, and not for the weights (Wang et al. 2024,
+            "Auxiliary-Loss-Free Load Balancing"). It has no gradient.
         key: key of the coins; None keeps every second choice that fits.
         valid_GS: bool; None means that all tokens are.
 
@@ -148,7 +148,7 @@ def top_k_gating(
     valid_GS = jnp.ones((G, S), bool) if valid_GS is None else valid_GS
     gates_GSE = jax.nn.softmax(logits_GSE, axis=-1) if gates == "softmax" else jax.nn.sigmoid(logits_GSE)
 
-    # Chosen by logits, whose order gates share except where they underflow to equal zeros.
+    # Logits have the order of the gates, and differ where gates underflow to equal zeros.
     left_GSE = logits_GSE if bias_E is None else jax.lax.stop_gradient(gates_GSE + bias_E)
     experts_GS: list[jax.Array] = []
     chosen_GSE: list[jax.Array] = []
@@ -174,7 +174,7 @@ def top_k_gating(
         for mask_GSE, taken_GS in zip(chosen_GSE, counted_GS, strict=True)
     ]
 
-    # Later choices queue up behind all earlier ones, the overflowed included: past C nothing fits anyway.
+    # Later choices follow all earlier ones, also those that overflow: beyond C there is no slot.
     slots_GE = first_GE = jnp.sum(slots_GSE[0], axis=1)
     load_E = jnp.sum(first_GE, axis=0)
     choices = []

@@ -1,10 +1,10 @@
-"""Models: the paper's by their names in Table 1, and decoders as they are built now, by those of their model cards.
+"""Models by name: those of the paper's Table 1, and decoders by the names of their model cards.
 
     model("mixtral-8x7b").experts          # 8
 
-Sizes are those that the publishers of each model give in its configuration; weights of ours are as many as theirs
-(``DeepSeek-V3-like`` but for its attention, which is grouped-query where theirs is latent). They are to be planned and
-searched, and as a beginning for smaller ones: ``dataclasses.replace(model("mixtral-8x7b"), decoder_layers=4)``.
+Sizes are those of the publishers' configurations, and the numbers of weights agree with theirs. ``DeepSeek-V3-like``
+differs: its attention has grouped queries in place of latent attention. Use them for plans and searches, or derive a
+smaller model: ``dataclasses.replace(model("mixtral-8x7b"), decoder_layers=4)``.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def model(name: str) -> TransformerConfig:
     """A model by its name; capitals, spaces and punctuation do not matter.
 
     Raises:
-        ModelError: there is no such model; it names the nearest, and all.
+        ModelError: there is no such model. The message names the most similar one, and all.
 
     >>> model("moe 128e 12l") is TABLE_1["MoE(128E, 12L)"]
     True

@@ -1,15 +1,13 @@
-"""Param: what is known of a parameter before it has a value.
+"""Param: the description of a parameter, before it has a value.
 
-A model says once, in a nested dict of ``Param``, which arrays it needs. Everything else follows from
-that tree: initial values, shapes without memory, the number of weights, and what an optimizer may
-average over.
+A model describes its arrays in one nested dict of ``Param``. Initial values, shapes, the number of weights, and the
+dimensions that an optimizer may average over follow from it.
 
     specs = {"wi": Param((8, 64, 256), ("experts", "model", "hidden"), init="normal", scale=64**-0.5)}
     params = init_params(specs, jax.random.key(0))        # the same tree, of arrays
 
-Dimensions carry names. ``layers`` (layers stacked for ``scan``) and ``experts`` are *batch*
-dimensions: they count separate arrays, so an optimizer that averages second moments over rows and
-columns (Adafactor) must never average over them, however large they are.
+Dimensions have names. ``layers`` (layers stacked for ``scan``) and ``experts`` are *batch* dimensions: they count
+separate arrays. An optimizer that averages second moments over rows and columns (Adafactor) must not average over them.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ BATCH_DIMS = ("layers", "experts")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Param:
-    """One parameter: its shape and how it starts.
+    """One parameter: its shape and its initial value.
 
     Attributes:
         shape: global shape.

@@ -1,7 +1,7 @@
-"""Rotary positions: queries and keys are turned by angles that grow with their positions (Su et al. 2021).
+"""Rotary positions: queries and keys are rotated by angles that grow with their positions (Su et al. 2021).
 
-The score of a query and a key then depends on how far apart they are and on nothing else of their positions. Of a
-head's D numbers the first half and the second half form D/2 pairs, each with an angle of its own; no parameters.
+The score of a query and a key then depends on the distance of their positions only. The first and the second half of a
+head's D numbers form D/2 pairs, each with its own angle. There are no parameters.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class Rotation(NamedTuple):
 
 
 def rotation(config: TransformerConfig, position_BL: jax.Array) -> Rotation | None:
-    """The rotation of these positions; None if the model has other ones.
+    """The rotation for some positions; None if the model's positions are not rotary.
 
     Args:
-        config: the model; pair i of a head turns by ``position * rotary_base ** (-2i / D)``.
+        config: the model; pair i of a head is rotated by ``position * rotary_base ** (-2i / D)``.
         position_BL: int32.
 
     >>> rotation(TransformerConfig(9, 9), jnp.zeros((1, 3), int)) is None
@@ -39,7 +39,7 @@ def rotation(config: TransformerConfig, position_BL: jax.Array) -> Rotation | No
 
 
 def turned(x_BLND: jax.Array, by: Rotation | None) -> jax.Array:
-    """Turns every head, in float32; the same dtype comes back.
+    """Rotates each head, in float32. Returns the dtype of ``x_BLND``.
 
     >>> quarter = Rotation(jnp.zeros((1, 1, 1)), jnp.ones((1, 1, 1)))
     >>> turned(jnp.array([[[[2.0, 3.0]]]]), quarter).tolist()

@@ -1,7 +1,7 @@
-"""Sorted rows: tokens brought into the order of their experts, without a capacity.
+"""Sorted rows: tokens in the order of their experts, for the dispatches without slots (``blocks`` and ``ragged``).
 
-A choice already knows its place among the tokens of its expert and group, so sorting is a sum: the first row of the
-expert, the tokens of earlier groups that went there, and this place. ``blocks`` and ``ragged`` begin here.
+A choice has a position among the tokens of its expert and group. So its row is a sum: the first row of the expert, the
+number of tokens of earlier groups with this expert, and this position.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def row_of(choice: Choice, offset_GE: jax.Array, none: int) -> jax.Array:
 
 
 def table_of_tokens(rows_of_choices: list[jax.Array], rows: int) -> jax.Array:
-    """Which token is in a row: table_X, with T in unused rows; choices past the last row are left out.
+    """The token in each row: table_X, with T in unused rows. Choices beyond the last row are left out.
 
     >>> table_of_tokens([jnp.array([2, 0]), jnp.array([1, 9])], 4).tolist()
     [1, 0, 0, 2]

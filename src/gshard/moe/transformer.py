@@ -4,18 +4,18 @@
     params = init(config, jax.random.key(0))
     value, metrics = loss(config, params, {"source": source_BL, "target": target_BL}, key=step_key)
 
-Ids: 0 pads and is the decoder's first input, 1 ends a sentence. A row may hold several sentences, one after the
-other, each with its end: the n-th target belongs to the n-th source of its row. Sentences of a row do not see each
-other, and each has positions from 0 on, so that a sentence comes out as in a row of its own.
+Id 0 is padding and the decoder's first input; id 1 ends a sentence. A row may contain several sentences, each with its
+end; the n-th target belongs to the n-th source of its row. Sentences of a row do not attend to each other, and each has
+positions from 0 on, so the result for a sentence is that of a row of its own.
 
-A decoder alone has no source: every row holds texts, each with its end, and each text is predicted from its start.
+A decoder alone has no source. Each row contains texts, each with its end, and each text is predicted from its start.
 
 Positions are sinusoidal, added to the embeddings, or rotary: no parameters and no largest length. Embeddings start as
 N(0, 1); the target embedding is also the softmax (its input times M^-0.5, as in Lingvo) unless that has weights of its
 own. Source and target have embeddings of their own.
 
-What dropout and coins draw is decided by ``key``. Without one the model is deterministic: nothing is
-dropped out, and every second expert that fits is used.
+Dropout and the coins of second experts use ``key``. Without a key the model is deterministic: there is no dropout, and
+each second expert that fits is used.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def init(config: TransformerConfig, key: jax.Array) -> dict[str, Any]:
 
 
 def begins(before_BL: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Which sentence of its row each token belongs to, and where in the sentence it is, both int32 [B, L] from 0 on.
+    """For each token the number of its sentence in the row, and its position there: int32 [B, L], both from 0 on.
 
     Args:
         before_BL: the id before each token: a sentence begins at the start of the row, and after each end.
@@ -163,7 +163,7 @@ def _shifted(ids_BL: jax.Array) -> jax.Array:
 
 
 def _encodings(config: TransformerConfig, position_BL: jax.Array) -> jax.Array | None:
-    """Encodings of positions below L, float32 [B, L, M]: looked up, as sines cost more; None if they are rotary."""
+    """Encodings of positions below L, float32 [B, L, M], looked up in a table; None if positions are rotary."""
     if config.positions == "rotary":
         return None
     return jnp.take(positions(config, jnp.arange(position_BL.shape[1])), position_BL, axis=0)
@@ -179,9 +179,9 @@ def forward(
 ) -> tuple[jax.Array, Metrics]:
     """Logits for every target position.
 
-    At the start of a row, and where the input is the end of the sentence before, a sentence begins, for which the
-    decoder's input is 0. Positions whose input is padding, and those after the last sentence, have nothing to
-    predict and are not routed to experts.
+    A sentence begins at the start of a row, and where the input is the end of the sentence before; there the decoder's
+    input is 0. Positions whose input is padding, and those after the last sentence, predict nothing and are not routed
+    to experts.
 
     Args:
         config: the model.
@@ -255,11 +255,11 @@ def loss(
     key: jax.Array | None = None,
     label_smoothing: float = 0.1,
 ) -> tuple[jax.Array, Metrics]:
-    """What training minimises: smoothed cross entropy plus the load-balancing loss.
+    """The loss of training: smoothed cross entropy plus the load-balancing loss.
 
-    Cross entropy is added over the real target tokens and divided by their number; the auxiliary loss
-    is ``aux_weight`` times the *sum* over MoE layers (as in Lingvo), so that each layer is balanced with
-    the same force in models of any depth. With ``balance="bias"`` it is no part of the loss.
+    The cross entropy is the mean over the real target tokens. The auxiliary loss is ``aux_weight`` times the *sum* over
+    MoE layers, as in Lingvo, so that its weight for each layer does not depend on the depth. With ``balance="bias"`` it
+    is not a part of the loss.
 
     Args:
         config: the model.
