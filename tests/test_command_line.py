@@ -385,7 +385,8 @@ def test_the_largest_models_fit(name):
     # Sums of gradients that are updated in parts are scattered, and what is updated is gathered; experts never are.
     assert {"all_to_all", "all_reduce"} <= set(found.collectives)
     gathered = [k.result for k in found.cost.kernels if k.name in ("all_gather", "reduce_scatter")]
-    assert not any(re.match(r"\w+\[\d+,1,", text) for text in gathered), "[layers, one expert of a device, ...]"
+    # Numbers of tokens may be gathered.
+    assert not any(re.match(r"(f32|bf16)\[\d+,1,", text) for text in gathered), "[layers, one expert of a device, ...]"
 
 
 @pytest.mark.slow
