@@ -25,7 +25,7 @@ def run_configure(options: argparse.Namespace) -> None:
     size = _devices(options)
     play_devices(max(8, size))
     builder = named(options.target)
-    asked: dict[str, Any] = {"mesh": mesh_of(options.mesh)} if options.mesh else {"devices": size}
+    meshes: dict[str, Any] = {"mesh": mesh_of(options.mesh)} if options.mesh else {"devices": size}
     try:
         found = configure(
             builder,
@@ -38,7 +38,7 @@ def run_configure(options: argparse.Namespace) -> None:
             finite=options.finite,
             progress=True,
             **{name: getattr(options, name) for name in TOLD},
-            **asked,
+            **meshes,
         )
     except MemoryLimitError as error:
         if not error.needed:

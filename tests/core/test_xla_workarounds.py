@@ -20,6 +20,7 @@ from gshard.core.xla_workarounds import (
     opaque_for_slice,
     opaque_identity,
     ppermute,
+    ragged_all_to_all,
     row_major,
     runnable,
     taken,
@@ -188,6 +189,30 @@ def test_collectives_that_only_move_elements_convert_narrow_floats(
         numbers = ~np.isnan(wanted.astype(np.float32))
         np.testing.assert_array_equal(found[numbers].view(bits.dtype), wanted[numbers].view(bits.dtype))
         assert np.isnan(found[~numbers].astype(np.float32)).all()
+
+
+def test_a_ragged_all_to_all_does_not_compile() -> None:
+    """Ours does: chunks of other sizes for each pair of devices, some empty, and the output stays between them."""
+    count, rng = 4, np.random.default_rng(0)
+    sizes = rng.integers(0, 4, (count, count)).astype(np.int32)  # [sender, receiver]
+    starts, targets = np.cumsum(sizes, 1, np.int32) - sizes, np.cumsum(sizes, 0, np.int32) - sizes + 1
+    x = rng.normal(size=(count, 16, 3)).astype(np.float32)
+    output = rng.normal(size=(count, 20, 3)).astype(np.float32)
+    want = output.copy()
+    for sender, receiver in np.ndindex(count, count):
+        size, start, target = (table[sender, receiver] for table in (sizes, starts, targets))
+        want[receiver, target : target + size] = x[sender, start : start + size]
+    mesh = jax.make_mesh((count,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def run(exchange: Any) -> Any:
+        part = lambda *arrays: exchange(*(y[0] for y in arrays))[None]  # noqa: E731
+        specs = (jax.P("a"),) * 6
+        mapped = jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=jax.P("a"), check_vma=False)
+        return jax.jit(mapped)(x, output, starts, sizes, targets, sizes.T)
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"UNIMPLEMENTED|ragged-all-to-all"):
+        run(lambda *arrays: lax.ragged_all_to_all(*arrays, axis_name="a"))
+    np.testing.assert_array_equal(run(lambda *arrays: ragged_all_to_all(*arrays, ("a",))), want)
 
 
 def test_a_program_that_reads_empty_arrays_only_does_not_compile() -> None:

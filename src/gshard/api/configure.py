@@ -136,7 +136,7 @@ def _meshes(devices: int | None, mesh: Any, machine: str | Machine | None) -> li
             "gshard.configure takes devices= or mesh=, not both.",
             user_line(),
             f"devices={devices!r}, mesh={mesh!r}",
-            "A number of devices tries mesh shapes; a mesh is taken as it is.",
+            "Give devices= to try all mesh shapes, or mesh= to use that mesh.",
         )
     if devices is None and mesh is None:
         if machine is None:

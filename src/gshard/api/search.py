@@ -156,11 +156,11 @@ def search(
         )
     mesh = searched.mesh if mesh is None else mesh
     limit = None if memory_limit is None else bytes_of(memory_limit)
-    asked = SearchTask(searched, list(meshes_to_try(mesh)), machine, limit, on_better, budget_seconds, progress)
+    task = SearchTask(searched, list(meshes_to_try(mesh)), machine, limit, on_better, budget_seconds, progress)
     if compile_best is not None:  # before the search, which takes long
-        devices_on(asked.meshes[0], asked.machine_on(asked.meshes[0]))
+        devices_on(task.meshes[0], task.machine_on(task.meshes[0]))
     with stoppable() as stop:
-        run = SearchRun(asked, budget.part(_PLANS) if over == "layout" else budget)
+        run = SearchRun(task, budget.part(_PLANS) if over == "layout" else budget)
         with clear_call_errors(search, f, args, kwargs):
             found = run.found(stop)
         if found is not None and over == "plan":

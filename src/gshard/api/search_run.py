@@ -103,7 +103,7 @@ def searched_of(
     finite: bool,
     caller: Callable[..., Any],
 ) -> OfArrays | OfFramework:
-    """A function with its arguments, as it is searched.
+    """Prepares a function and its arguments for the search.
 
     Args:
         f: a function, or one that ``gshard.jit``, ``jax.jit`` or a framework returned.

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
+from gshard.core.context import NO_CONTEXT
+from gshard.core.jax_adapter_context import in_context
 from gshard.core.xla_workarounds import ragged_all_to_all
 
 
@@ -43,6 +45,7 @@ class RowRoutes(NamedTuple):
     arrival_of_place: Any
     place_of_arrival: Any
 
+    @in_context(NO_CONTEXT)
     def there(self, x: Any, axes: tuple[str, ...]) -> Any:
         """The rows that this device receives, in the order of their arrival.
 
@@ -53,12 +56,14 @@ class RowRoutes(NamedTuple):
         room = jnp.zeros((*self.place_of_arrival.shape, *x.shape[1:]), x.dtype)
         return ragged_all_to_all(x, room, self.starts, self.sizes, self.targets, self.received_sizes, axes)
 
+    @in_context(NO_CONTEXT)
     def back(self, x: Any, axes: tuple[str, ...]) -> Any:
         """This device's rows sorted by ``order``, from the arrivals ``x`` of all devices."""
         home = jnp.zeros((*self.order.shape, *x.shape[1:]), x.dtype)
         return ragged_all_to_all(x, home, self.received_starts, self.received_sizes, self.sources, self.sizes, axes)
 
 
+@in_context(NO_CONTEXT)
 def routes_of(places: Any, sizes: Any, index: Any, held: int, room: int, axes: tuple[str, ...]) -> RowRoutes:
     """The routes of the rows of one device.
 

@@ -84,7 +84,7 @@ def _remedy(what: str, found: CallTotals) -> str:
     if what == "host":
         return (
             f"Transfers to and from the host: {spent} of it. Fewer bytes in the memory of the host help, and more "
-            "devices, each of which moves its own part."
+            "devices, because each moves its own part."
         )
     return f"Arithmetic: {spent} of it. Fewer operations and narrower dtypes help, and more devices."
 

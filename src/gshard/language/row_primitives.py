@@ -28,7 +28,7 @@ def put(x: Any, rows: Any, size: int) -> Any:
     places, choices = rows.size, rows.shape[1]
     if not x.size or not size:
         return jnp.zeros((size, *x.shape[2:]), x.dtype)
-    # The table is written, not the rows: all devices are faster at reading rows than at writing them.
+    # Numbers are written to a table, and rows are read through it, as in ``moe.dispatch``.
     table = jnp.full((size,), places, jnp.int32)
     table = table.at[rows.reshape(-1)].set(
         jnp.arange(places, dtype=jnp.int32), mode="drop", wrap_negative_indices=False

@@ -1,9 +1,9 @@
 """Blocks: experts without a capacity, one small block of rows after the other.
 
 Padding each expert to the largest possible load would multiply the work by E. Instead the rows of each expert fill
-blocks of R rows, the last of which is partly empty, and a scan multiplies one block at a time with the weights of its
-expert. No token is dropped, so the result for a token does not depend on the other tokens of its batch. Decoding uses
-this dispatch.
+blocks of R rows, and a scan multiplies one block at a time with the weights of its expert. The last block of an expert
+is partly empty. No token is dropped, so the result for a token does not depend on the other tokens of its batch.
+Decoding uses this dispatch.
 
 The number of blocks is that of the worst case. With A choices and at most U = min(E, A) experts in use,
 sum_e ceil(n_e/R) <= (A + U(R-1))/R.

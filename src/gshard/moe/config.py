@@ -45,8 +45,8 @@ class TransformerConfig:
         dispatch: ``einsum`` (one-hot matrices, Algorithm 2) and ``gather`` (index tables) have slots for each expert.
             ``blocks`` (small products one after the other; for one partition) and ``ragged`` (``jax.lax.ragged_dot``,
             each partition with experts of its own, which gathers all tokens) drop nothing.
-            With ``ragged_all_to_all`` tokens are sent to the partitions of their experts, each of which has room for
-            ``capacity_factor`` * T / ``partitions`` of T tokens; ``math.inf`` drops nothing there.
+            ``ragged_all_to_all`` sends tokens to the partitions of their experts. Of T tokens, a partition has room for
+            ``capacity_factor`` * T / ``partitions`` rows; ``math.inf`` drops nothing.
         dropout: rate for embeddings and residual branches. The paper has 0.1.
         attention_dropout: rate for attention weights. The paper has 0.1; its random bits grow with the square
             of the length, so it is off unless asked for.

@@ -113,7 +113,10 @@ def ragged_expert_layer(
 
     if sends_rows:
         row_TK = jnp.stack(
-            [jnp.where(row_T < X, part_T * X + row_T, P * X) for part_T, row_T in zip(rows.part_KT, rows.row_KT)],
+            [
+                jnp.where(row_T < X, part_T * X + row_T, P * X)
+                for part_T, row_T in zip(rows.part_KT, rows.row_KT, strict=True)
+            ],
             axis=1,
         )
         dispatched_PXM = mark(put_rows(inputs_TM, row_TK, P * X).reshape(P, X, M))

@@ -100,9 +100,9 @@ class _Rows:
     def __init__(self, make: RuleMaker, call: Call, places: int) -> None:
         self._make, self._call, self._places = make, call, places
         self._tokens, self.choices = call.in_shapes[1]
-        self._on_keys = jax.dtypes.issubdtype(call.in_dtypes[0], jax.dtypes.prng_key)
+        on_keys = jax.dtypes.issubdtype(call.in_dtypes[0], jax.dtypes.prng_key)
         size = max(self._tokens, places)
-        is_whole = self._on_keys or not self._tokens or not places or not self.choices
+        is_whole = on_keys or not self._tokens or not places or not self.choices
         self.factor = make.replicate(size) if is_whole else make.communicate(size)
         self.numbers = [self.factor, make.replicate(self.choices)]
 
