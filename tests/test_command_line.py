@@ -393,7 +393,7 @@ def test_the_largest_models_fit(name):
 def test_a_limit_needs_nothing_from_the_user():
     """MoE(2048E, 60L): gradients stacked as they are computed, in bfloat16; nothing else is needed for 12 GiB."""
     without, limited = (plan("MoE(2048E, 60L)", "v3:32x32", memory_limit=limit) for limit in (None, "12GiB"))
-    assert without.cost.peak > 14 * 2**30
+    assert 12 * 2**30 < without.cost.peak < 13 * 2**30
     assert limited.cost.peak <= 12 * 2**30
     assert limited.recomputed is not None
     assert limited.recomputed.share < 0.01

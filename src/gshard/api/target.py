@@ -142,6 +142,7 @@ class Target:
         return Settings(
             self.mesh, self.machine, self.strict, boundary, tuple(i - len(program.captured) for i in boundary.donated),
             given, self.collective_matmul if given is None else None, self.faster, self.memory_limit,
+            recomputes=self.memory_limit is not None,
         )  # fmt: skip
 
     def _searched(self, program: Program, mesh: Mesh, boundary: Boundary) -> Plan:

@@ -1,6 +1,7 @@
 """Runs the stages from a traced program to the per-device program, in order.
 
-    trace ──▶ propagate ⇄ rewrite where split ──▶ choose ──▶ collective matmuls ──▶ partition ──▶ recompute ──▶ prefetch
+    trace ──▶ propagate ⇄ rewrite where split ──▶ choose ──▶ choose within the memory limit ──▶ collective matmuls
+          ──▶ partition ──▶ recompute ──▶ prefetch
 
 ``PLANNING`` ends with a plan, ``EMITTING`` with the per-device program, which ``compile`` takes. ``jit``, ``explain``,
 ``search`` with its presets, the command line and loaded plans all run these stages, so one program has one plan and one
@@ -18,6 +19,7 @@ Every stage logs its result as one DEBUG record of the logger ``gshard.stages``:
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -37,7 +39,7 @@ from gshard.planning.propagated import Propagated
 from gshard.planning.rings import Policy, windowed
 from gshard.planning.settled import settled
 from gshard.remat.prefetch import prefetched
-from gshard.remat.rematerialise import rematerialise
+from gshard.remat.rematerialise import MemoryLimitError, rematerialise
 from gshard.search.planned import Planned, cheapest
 from gshard.search.seconds import on_machine
 
@@ -147,6 +149,22 @@ def _choose(draft: Draft, settings: Settings) -> Draft:
     return dataclasses.replace(draft, plans=plans)
 
 
+def _choose_within_limit(draft: Draft, settings: Settings) -> Draft:
+    """Puts the plan first that is fastest within the memory limit, with the values that each must recompute."""
+    assert settings.machine is not None
+    if draft.best.cost is None or draft.best.cost.peak <= settings.room:
+        return draft
+
+    def seconds_within(planned: Planned) -> float:
+        limited = dataclasses.replace(settings, windowed=None)
+        try:
+            return _priced(run(FITTING, Draft(plans=(planned,)), limited).best, limited).seconds
+        except MemoryLimitError:
+            return math.inf
+
+    return dataclasses.replace(draft, plans=tuple(sorted(draft.plans, key=seconds_within)))
+
+
 def _take_given(draft: Draft, settings: Settings) -> Draft:
     assert draft.propagated is not None
     assert settings.given is not None
@@ -202,6 +220,10 @@ def _spmd(draft: Draft) -> SpmdProgram:
 
 PROPAGATE_AND_REWRITE = Stage("propagate, rewrite where split", _settle, None)  # ``planning.settled`` has the loop
 CHOOSE = Stage("choose", _choose, _plan, lambda settings: settings.given is None)
+CHOOSE_WITHIN_LIMIT = Stage(
+    "choose within the memory limit", _choose_within_limit, _plan,
+    lambda settings: settings.given is None and settings.recomputes and settings.machine is not None,
+)  # fmt: skip
 TAKE_GIVEN = Stage("take the given plan", _take_given, _plan, lambda settings: settings.given is not None)
 COLLECTIVE_MATMULS = Stage(
     "collective matmuls", _use_collective_matmuls, _plan, lambda settings: settings.windowed is not None
@@ -210,7 +232,7 @@ PARTITION = Stage("partition", _partition, _spmd)
 RECOMPUTE = Stage("recompute", _recompute, _spmd, lambda settings: settings.recomputes)
 PREFETCH = Stage("prefetch", _prefetch, _spmd, lambda settings: settings.machine is not None)
 
-PLANNING = (PROPAGATE_AND_REWRITE, CHOOSE, TAKE_GIVEN, COLLECTIVE_MATMULS)
+PLANNING = (PROPAGATE_AND_REWRITE, CHOOSE, CHOOSE_WITHIN_LIMIT, TAKE_GIVEN, COLLECTIVE_MATMULS)
 FITTING = (RECOMPUTE, PREFETCH)
 EMITTING = (PARTITION, *FITTING)
 

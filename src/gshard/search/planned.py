@@ -2,8 +2,9 @@
 
 Without a machine, it is the plan that sends the fewest bytes. With a machine, there are three candidates: that plan,
 the fastest plan if every message is sent alone, and the fastest plan if sums that are ready together share a message.
-Which sums share a message is known only once there is a plan. So gshard partitions and prices all three, and chooses
-the fastest one that fits the machine's memory.
+Which sums share a message is known only once there is a plan. So gshard partitions and prices all three. It keeps the
+plan that sends the fewest bytes unless another one is better: it fits the machine's memory where this one does not, it
+saves time, or it saves memory in no more time.
 """
 
 from __future__ import annotations
@@ -48,15 +49,24 @@ class Planned:
         """The seconds of a call; ``inf`` if the plan is not priced."""
         return math.inf if self.cost is None else self.cost.seconds
 
-    def rank(self, worth: float = 1.0) -> tuple[bool, float]:
-        """Orders priced plans, the better first: plans that fit the machine's memory by time, the others by memory.
-
-        Args:
-            worth: a factor on the time or memory of a plan that is kept unless another plan is better by more.
-        """
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """Orders priced plans, the better first: plans that fit the machine's memory by time, the others by memory."""
         assert self.cost is not None
         fits = self.cost.fits
-        return not fits, worth * (self.cost.seconds if fits else self.cost.peak)
+        return not fits, self.cost.seconds if fits else self.cost.peak
+
+    def is_better(self, other: Planned) -> bool:
+        """Whether this plan fits memory and the other does not, or saves time, or saves memory in no more time.
+
+        Both plans are priced. To save is to save more than ``WORTH`` leaves.
+        """
+        (fits, value), (other_fits, other_value) = self.rank, other.rank
+        if fits != other_fits:  # True for a plan that does not fit
+            return fits < other_fits
+        assert self.cost is not None
+        assert other.cost is not None
+        return value < WORTH * other_value or (value <= other_value and self.cost.peak < WORTH * other.cost.peak)
 
 
 def cheapest(
@@ -100,7 +110,5 @@ def cheapest(
         alone = priced(alone)
     joined_mesh = on_machine(propagated.mesh, machine, joined=True)
     joined = planned(dataclasses.replace(propagated, mesh=joined_mesh), seconds_on(machine, joined=True, call=call))
-    faster = sorted([alone, priced(joined)], key=lambda candidate: candidate.rank())
-    if faster[0].rank() < fewest_bytes.rank(WORTH):
-        return *faster, fewest_bytes
-    return fewest_bytes, *faster
+    faster = sorted([alone, priced(joined)], key=lambda candidate: candidate.rank)
+    return (*faster, fewest_bytes) if faster[0].is_better(fewest_bytes) else (fewest_bytes, *faster)
