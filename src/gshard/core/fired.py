@@ -14,6 +14,7 @@ class Fired:
         rewrite: the name of the rewrite, which is the name of a module in ``gshard.rewrite``.
         line: the user's source line of the first replaced equation.
         before, after: the primitive names of the replaced equations, and of the equations in their place.
+        note: a text for explanations; empty for rewrites that explanations do not list.
 
     >>> print(Fired("sink_pad", "train.py:12 (loss)", ("pad",), ("pad", "pad", "add", "select_n")))
     sink_pad at train.py:12 (loss): pad -> 2 pad, add, select_n
@@ -23,6 +24,7 @@ class Fired:
     line: str
     before: tuple[str, ...]
     after: tuple[str, ...]
+    note: str = ""
 
     def __str__(self) -> str:
         location = f" at {self.line}" if self.line else ""

@@ -265,6 +265,11 @@ class Program:
         """The mark of each input, including captured arrays, or None."""
         return (*(None for _ in self.captured), *self.argument_marks)
 
+    @property
+    def batches(self) -> tuple[str, ...]:
+        """Texts of the equal functions that run as batches (``planning.batched``)."""
+        return tuple(fired.note for fired in self.fired if fired.note)
+
     def final_values(self) -> list[tuple[int, Value | Constant]]:
         """Pairs of the number of an input that is a reference and the result that is its final value."""
         if not self.references:

@@ -23,9 +23,9 @@ from gshard.core.program_boundary import AS_MARKED, Boundary
 from gshard.core.ring import Ring
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split
+from gshard.planning.batched import plan_of_either
 from gshard.planning.demands import demands
 from gshard.planning.io_shardings import at_boundary
-from gshard.planning.settled import settled
 
 _FORMAT = 4
 _SHOWN = 6  # changed lines in an error message
@@ -93,14 +93,16 @@ class SavedPlan:
         )
 
     def plan(self, program: Program, mesh: Mesh, boundary: Boundary = AS_MARKED) -> Plan:
-        """The plan for a traced program that has the same text once it is settled (``planning.settled``).
+        """The plan for a traced program that has the same text once it is settled, or once it has batches too.
+
+        ``planning.settled`` settles programs, and ``planning.batched`` batches equal functions.
 
         Raises:
             ShardingError: a mark does not fit its value or the mesh.
             PlanError, MeshError: as of ``plan_of_settled``.
         """
         self._check_mesh(mesh)
-        return self.plan_of_settled(settled(program, mesh).program, mesh, boundary)
+        return plan_of_either(program, mesh, lambda settled: self.plan_of_settled(settled, mesh, boundary))
 
     def plan_of_settled(self, program: Program, mesh: Mesh, boundary: Boundary = AS_MARKED) -> Plan:
         """The plan for a settled program with the same text.

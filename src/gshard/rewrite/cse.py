@@ -27,7 +27,7 @@ def common_key(primitive: Any, params: dict[str, Any], inputs: Sequence[Value | 
     """A key that is equal for equations that compute the same; None for equations that must not be merged."""
     if not traits_of(primitive.name).shared or not any(isinstance(x, Value) for x in inputs):
         return None
-    operands = tuple(x if isinstance(x, Value) else _literal(x) for x in inputs)
+    operands = tuple(x if isinstance(x, Value) else literal_key(x) for x in inputs)
     key = primitive, tuple(params.items()), operands, context
     try:
         hash(key)
@@ -36,7 +36,7 @@ def common_key(primitive: Any, params: dict[str, Any], inputs: Sequence[Value | 
     return key
 
 
-def _literal(x: Constant) -> Any:
+def literal_key(x: Constant) -> Any:
     """A constant as a part of a key: a scalar by its bits, an array by identity."""
     is_scalar = isinstance(x.value, (np.ndarray, np.generic, bool, int, float, complex)) and not x.shape
     return (str(x.dtype), np.asarray(x.value).tobytes()) if is_scalar else id(x.value)

@@ -169,10 +169,10 @@ def run_where_split(
     return replacements, fired
 
 
-def recorded(name: str, others: Others) -> Fired:
-    """Records and logs a rewrite."""
+def recorded(name: str, others: Others, note: str = "") -> Fired:
+    """Records and logs a rewrite, with a text for explanations if there is one."""
     first = next(iter(others))
     after = (q.name for new in others.values() for q in new)
-    fired = Fired(name, first.line, tuple(e.name for e in others), tuple(after))
+    fired = Fired(name, first.line, tuple(e.name for e in others), tuple(after), note)
     _log.debug("Rewrote %s", fired)
     return fired

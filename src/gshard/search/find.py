@@ -28,6 +28,7 @@ from gshard.core.plan import Plan
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import Program
 from gshard.device.machine import Machine
+from gshard.planning.batched import batched
 from gshard.planning.choices import graph_of
 from gshard.planning.demands import demands
 from gshard.planning.graph import Graph
@@ -139,7 +140,8 @@ class MeshSearch:
         self.pricing = Pricing(machine, list(donated), self.limit, better)
         self.timed = on_machine(mesh, machine)
         self._demands = [demand.sharding for _, demand, _ in demands(program, mesh)]
-        self.program = settled(program, self.timed).program
+        self._as_given = settled(program, self.timed).program
+        self.program = settled(batched(self._as_given, self.timed), self.timed).program
         self.graph: Graph | None = None
         self.presets: list[PricedPlan] = []
         self.shown: tuple[PricedPlan, ...] = ()  # the presets of another mesh
@@ -163,9 +165,9 @@ class MeshSearch:
 
     def price_marked(self) -> None:
         """Prices the program under its own marks, however long that takes, so that there is a plan to return."""
-        boundary = self.pricing.boundary(self.program)
+        boundary = self.pricing.boundary(self._as_given)
         with self.budget.step(f"the program as it is marked, on mesh ({self._mesh_text})", always=True):
-            plans = plans_of(self.program, self.timed, self.machine, boundary=boundary)
+            plans = plans_of(self._as_given, self.timed, self.machine, boundary=boundary)
             self.presets.append(self.pricing.add(AS_IT_IS, *plans))
 
     def price_expected(self) -> None:

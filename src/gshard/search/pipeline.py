@@ -1,7 +1,7 @@
 """Runs the stages from a traced program to the per-device program, in order.
 
-    trace ──▶ propagate ⇄ rewrite where split ──▶ choose ──▶ choose within the memory limit ──▶ collective matmuls
-          ──▶ partition ──▶ recompute ──▶ prefetch
+    trace ──▶ propagate ⇄ rewrite where split ──▶ choose ──▶ batch equal functions ──▶ choose within the memory limit
+          ──▶ collective matmuls ──▶ partition ──▶ recompute ──▶ prefetch
 
 ``PLANNING`` ends with a plan, ``EMITTING`` with the per-device program, which ``compile`` takes. ``jit``, ``explain``,
 ``search`` with its presets, the command line and loaded plans all run these stages, so one program has one plan and one
@@ -34,6 +34,7 @@ from gshard.device.cost import cost
 from gshard.device.hardware import machine_to_order
 from gshard.device.machine import Machine
 from gshard.emit.partition import partition
+from gshard.planning.batched import batched, plan_of_either
 from gshard.planning.collective_matmuls import CollectiveMatmul
 from gshard.planning.propagated import Propagated
 from gshard.planning.rings import Policy, windowed
@@ -149,6 +150,19 @@ def _choose(draft: Draft, settings: Settings) -> Draft:
     return dataclasses.replace(draft, plans=plans)
 
 
+def _batch(draft: Draft, settings: Settings) -> Draft:
+    """Batches equal functions if that makes a call better, by the cost model."""
+    assert draft.propagated is not None
+    program = batched(draft.propagated.program, settings.mesh)
+    if program is draft.propagated.program or not draft.best.plan.counted:  # there are none, or nothing is split
+        return draft
+    with_batches = _choose(dataclasses.replace(draft, propagated=settled(program, settings.mesh)), settings)
+    if not _priced(with_batches.best, settings).is_better(_priced(draft.best, settings)):
+        return draft
+    log_stage(BATCH.name, draft.name, with_batches, _plan)
+    return with_batches
+
+
 def _choose_within_limit(draft: Draft, settings: Settings) -> Draft:
     """Puts the plan first that is fastest within the memory limit, with the values that each must recompute."""
     assert settings.machine is not None
@@ -167,8 +181,11 @@ def _choose_within_limit(draft: Draft, settings: Settings) -> Draft:
 
 def _take_given(draft: Draft, settings: Settings) -> Draft:
     assert draft.propagated is not None
-    assert settings.given is not None
-    plan = settings.given(draft.propagated.program, settings.mesh, settings.boundary)
+    given = settings.given
+    assert given is not None
+    plan = plan_of_either(
+        draft.propagated.program, settings.mesh, lambda program: given(program, settings.mesh, settings.boundary)
+    )
     return dataclasses.replace(draft, plans=(Planned(plan),))
 
 
@@ -220,6 +237,7 @@ def _spmd(draft: Draft) -> SpmdProgram:
 
 PROPAGATE_AND_REWRITE = Stage("propagate, rewrite where split", _settle, None)  # ``planning.settled`` has the loop
 CHOOSE = Stage("choose", _choose, _plan, lambda settings: settings.given is None)
+BATCH = Stage("batch equal functions", _batch, None, lambda settings: settings.given is None)
 CHOOSE_WITHIN_LIMIT = Stage(
     "choose within the memory limit", _choose_within_limit, _plan,
     lambda settings: settings.given is None and settings.recomputes and settings.machine is not None,
@@ -232,7 +250,7 @@ PARTITION = Stage("partition", _partition, _spmd)
 RECOMPUTE = Stage("recompute", _recompute, _spmd, lambda settings: settings.recomputes)
 PREFETCH = Stage("prefetch", _prefetch, _spmd, lambda settings: settings.machine is not None)
 
-PLANNING = (PROPAGATE_AND_REWRITE, CHOOSE, CHOOSE_WITHIN_LIMIT, TAKE_GIVEN, COLLECTIVE_MATMULS)
+PLANNING = (PROPAGATE_AND_REWRITE, CHOOSE, BATCH, CHOOSE_WITHIN_LIMIT, TAKE_GIVEN, COLLECTIVE_MATMULS)
 FITTING = (RECOMPUTE, PREFETCH)
 EMITTING = (PARTITION, *FITTING)
 
@@ -267,7 +285,7 @@ def plans_of(
         boundary: constraints on arguments and results, besides marks.
     """
     settings = Settings(mesh if machine is None else on_machine(mesh, machine), machine, strict, boundary)
-    return run((PROPAGATE_AND_REWRITE, CHOOSE), Draft(program), settings).plans
+    return run((PROPAGATE_AND_REWRITE, CHOOSE, BATCH), Draft(program), settings).plans
 
 
 def as_run(

@@ -1,0 +1,166 @@
+"""Equal functions of separate arrays: what they consist of, and which of them can be one batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import ShapeDtypeStruct
+
+import gshard
+from gshard.rewrite.equal_functions import Function, equal_functions
+
+
+def f32(*shape: int) -> ShapeDtypeStruct:
+    return ShapeDtypeStruct(shape, "float32")
+
+
+def orthogonal(x: Any, steps: int = 2) -> Any:
+    """The iteration of Muon."""
+    x = x / (jnp.linalg.norm(x) + 1e-7)
+    for _ in range(steps):
+        product = x @ x.T
+        x = 1.5 * x - 0.5 * product @ x
+    return x
+
+
+def groups(f: Any, *arguments: Any) -> list[list[Function]]:
+    return equal_functions(gshard.trace(f, *arguments).block)
+
+
+SQUARES = [f32(16, 16)] * 3
+
+
+def test_a_function_begins_where_arrays_meet_and_ends_where_they_do() -> None:
+    def update(weights: Any, momenta: Any, gradients: Any) -> Any:
+        momenta = [0.9 * m + g for m, g in zip(momenta, gradients, strict=True)]
+        return [w - 0.1 * orthogonal(m) for w, m in zip(weights, momenta, strict=True)], momenta
+
+    program = gshard.trace(update, SQUARES, SQUARES, SQUARES)
+    ((first, *others),) = equal_functions(program.block)
+    assert len(others) == 2
+    producer = {v: e for e in program.block.equations for v in e.outputs}
+    assert producer[first.root].name == "add", "the new momentum"
+    assert len(first.outputs) == 1
+    assert first.outside == ()
+    assert [e.name for e in first.equations].count("dot_general") == 4
+    assert "sub" not in [e.name for e in first.equations[-1:]], "the weights are another array"
+
+
+@pytest.mark.parametrize("kind", ["elementwise", "one product", "reduction"])
+def test_what_moves_nothing_within_is_no_function(kind: str) -> None:
+    def f(xs: Any, w: Any) -> Any:
+        if kind == "one product":
+            return [jnp.tanh(x) @ w for x in xs]
+        return [jnp.tanh(x) if kind == "elementwise" else jax.nn.softmax(x) for x in xs]
+
+    assert groups(f, SQUARES, f32(16, 16)) == []
+
+
+def test_decompositions_are_functions() -> None:
+    (group,) = groups(lambda xs: [jnp.linalg.cholesky(x) for x in xs], SQUARES)
+    assert len(group) == 3
+
+
+def test_arrays_of_other_shapes_and_other_functions_are_apart() -> None:
+    xs = [f32(16, 16), f32(8, 16), f32(16, 16), f32(8, 16), f32(4, 4)]
+    found = groups(lambda xs: [orthogonal(x) for x in xs], xs)
+    assert [(len(g), g[0].root.shape) for g in found] == [(2, (16, 16)), (2, (8, 16))]
+    assert groups(lambda a, b: (orthogonal(a), 2 * orthogonal(b, 3)), *SQUARES[:2]) == []
+    assert groups(lambda a, b: (orthogonal(a), orthogonal(b.astype(jnp.bfloat16))), *SQUARES[:2]) == []
+
+
+def test_a_function_of_another_one_is_in_another_batch() -> None:
+    def f(a: Any, b: Any, c: Any) -> Any:
+        a = orthogonal(a)
+        return a, orthogonal(a * b), orthogonal(b), orthogonal(c)
+
+    (group,) = groups(f, *SQUARES)
+    program = gshard.trace(f, *SQUARES)
+    assert len(group) == 3
+    assert len(equal_functions(program.block)[0]) == 3
+
+
+def test_what_lies_between_two_parts_of_a_function_belongs_to_it() -> None:
+    def f(xs: Any) -> Any:
+        return [(y @ y.T + 2 * y, jnp.sin(y)) for y in map(jnp.exp, xs)]
+
+    (group,) = groups(f, SQUARES)
+    assert [e.name for e in group[0].equations] == ["exp", "transpose", "dot_general", "mul", "add"]
+    assert len(group[0].outputs) == 2, "sin reads y outside of the batch"
+
+
+def test_groups_do_not_depend_on_each_other_in_a_circle() -> None:
+    def f(a: Any, b: Any, c: Any) -> Any:
+        first, other = orthogonal(a), jnp.linalg.cholesky(b)
+        return jnp.linalg.cholesky(first * c), orthogonal(other * c)
+
+    assert groups(f, *SQUARES) == []
+
+
+def test_small_operands_do_not_make_a_function() -> None:
+    """A weight's product with few rows is not a function of the weight, and its gradient is one of no activation."""
+
+    def loss(ws: Any, x: Any) -> Any:
+        for w in ws:
+            x = x + jax.nn.relu(x @ w)
+        return (x**2).sum()
+
+    assert groups(jax.grad(loss), [f32(64, 64)] * 3, f32(2, 64)) == []
+
+
+def test_a_number_that_all_arrays_decide_begins_new_functions() -> None:
+    def f(xs: Any) -> Any:
+        scale = 1 / sum(jnp.sum(x * x) for x in xs)  # as clipping by a global norm
+        return [orthogonal(x * scale) for x in xs]
+
+    (group,) = groups(f, SQUARES)
+    assert len(group) == 3
+    assert len({v.root for v in group}) == 3
+    assert not any(v.root in gshard.trace(f, SQUARES).block.inputs for v in group)
+
+
+def test_values_from_outside() -> None:
+    def f(xs: Any, own: Any, common: Any, vector: Any) -> Any:
+        return [orthogonal(x * s * common + vector * s) for x, s in zip(xs, own, strict=True)]
+
+    (group,) = groups(f, SQUARES, [f32()] * 3, f32(), f32(16))
+    assert all(len(function.outside) == 3 for function in group)
+    assert len({function.outside[0] for function in group}) == 3
+    assert len({function.outside[1] for function in group}) == 1
+
+
+def test_a_mark_ends_a_function() -> None:
+    def f(xs: Any) -> Any:
+        return [gshard.split(x @ x.T, 0, 4) @ x for x in xs]
+
+    (group,) = groups(f, SQUARES)
+    assert [e.name for e in group[0].equations] == ["transpose", "dot_general"]
+
+
+def test_effects_are_not_batched() -> None:
+    def f(xs: Any) -> Any:
+        for x in xs:
+            jax.debug.print("{}", (x @ x.T)[0, 0], ordered=False)
+        return [x.sum() for x in xs]
+
+    (group,) = groups(f, SQUARES)
+    assert all("debug" not in e.name for e in group[0].equations)
+
+    def g(xs: Any) -> Any:
+        shape = jax.ShapeDtypeStruct((16, 16), "float32")
+        return [jax.pure_callback(np.tanh, shape, x @ x) @ x for x in xs]
+
+    (group,) = groups(g, SQUARES)
+    assert [e.name for e in group[0].equations] == ["dot_general"]
+
+
+def test_loops_are_equal_if_their_bodies_are() -> None:
+    def looped(x: Any, factor: float) -> Any:
+        return jax.lax.fori_loop(0, 3, lambda _, x: factor * x - 0.5 * (x @ x.T) @ x, x)
+
+    assert [len(g) for g in groups(lambda xs: [looped(x, 1.5) for x in xs], SQUARES)] == [3]
+    assert groups(lambda a, b: (looped(a, 1.5), looped(b, 1.25)), *SQUARES[:2]) == []
