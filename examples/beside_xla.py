@@ -1,10 +1,10 @@
 """Five known training steps, partitioned by XLA and by gshard: the same functions, the same shardings of arguments.
 
 Each step is a function from ``jax.jit`` with shardings and without marks. Weights are float32, the optimizer is Adam.
-XLA compiles both programs for eight CPU devices; gshard reads both texts in the same way and prices both on the model
-of eight H100s. These models are small, so launches of kernels and latencies are most of their time. XLA's compiler for
-CPUs keeps an all-reduce where a device then needs only its part of the sum; its compilers for GPUs and TPUs make a
-reduce-scatter of most of these, which sends half of the bytes.
+gshard plans for eight H100s. XLA compiles both programs for eight CPU devices; gshard reads both texts in the same way
+and prices both on the model of eight H100s. These models are small, so launches of kernels and latencies are most of
+their time. XLA's compiler for CPUs keeps an all-reduce where a device then needs only its part of the sum; its
+compilers for GPUs and TPUs make a reduce-scatter of most of these, which sends half of the bytes.
 
     python examples/beside_xla.py [folder for the pages]
 """
@@ -183,7 +183,7 @@ def training_step(name):
 for name in MODELS:
     step, arguments = training_step(name)
     by_xla = gshard.explain(step, *arguments, machine=MACHINE)
-    lowered = gshard.jit(step, mesh=by_xla.mesh).lower(*arguments)
+    lowered = gshard.jit(step, mesh=by_xla.mesh, machine=MACHINE).lower(*arguments)
     planned, by_gshard = gshard.explain(lowered), gshard.explain(lowered, partitioner="xla", machine=MACHINE)
     print(by_gshard.difference(by_xla).format(lines=3), end="\n\n")
     for found in by_xla, by_gshard:
