@@ -4,7 +4,8 @@ Figures are per device and for one direction, without sparsity. A row of ``KINDS
 machine. ``make machines`` writes the rows into ``docs/machines.md``.
 
     v3        two cores a chip that are devices of their own: 123 TFLOP/s, 900 GB/s and 32 GiB a chip, four links of
-              656 Gbit/s
+              656 Gbit/s; the share of a link that collectives reach and the order of an all-to-all: figure 9 of the
+              GShard paper (docs/benchmarks.md)
     v5e, v5p, links are the bandwidth of a chip in both directions divided by its ports and by two
     v6e
     tpu7x     two cores a chip that are devices of their own: 2307 TFLOP/s, 7380 GB/s and 192 GiB a chip, 1200 GB/s over
@@ -23,7 +24,8 @@ below; TPU v4 and v6e: Austin et al., *How to Scale Your Model*, 2025, part 2. T
 the memory of the host is that of the device: a transfer reads and writes it.
 
 Rows of GPUs have the share of the vendor's rates of products and memory that was measured on an H100. No vendor gives
-the time of a hop and of a launch. Those of ``h100`` apply to all GPUs, and 1 µs a hop to all TPUs.
+the time of a hop and of a launch. Those of ``h100`` apply to all GPUs, and 1 µs a hop to all TPUs: the AllReduces of
+figure 9 agree with that on v3.
 
 A product of float32 arrays runs in one bfloat16 pass on TPU (JAX's default precision), in TF32 on NVIDIA's GPUs, and in
 float32 on AMD's, where XLA does not use TF32. TPUs without a rate for 8-bit integers multiply them as bfloat16.
@@ -64,6 +66,8 @@ class Compiler:
             are stored in bfloat16 (``bf16_storage``).
         gathers_split_stack_writes: whether a product that overlaps with a gather no longer writes its result directly
             into the stack of a loop (``remat.prefetch``). Six training loops on libtpu gained nothing by prefetching.
+        exchanges_in_turn: whether every device sends its parts of an all-to-all to one device after the other, all in
+            the same order. At any time messages then go around a ring in one direction (``network``).
         multiplies_groups: whether a product of ragged groups (``lax.ragged_dot``) multiplies all rows with the matrix
             of each group, because there is no kernel for it.
     """
@@ -80,6 +84,7 @@ class Compiler:
     products_take_layouts: bool = False
     keeps_low_precision_copies: bool = False
     gathers_split_stack_writes: bool = True
+    exchanges_in_turn: bool = False
     multiplies_groups: bool = False
 
 
@@ -108,6 +113,10 @@ COMPILERS = {
     ),
     "tpu": dataclasses.replace(_libtpu(schedules_read=False), hides=None),
 }
+
+
+# Inferred, not read: AllToAlls of figure 9 take as long on 32 chips in a ring as they would on 32 in a line.
+_V3 = dataclasses.replace(_libtpu(schedules_read=False), exchanges_in_turn=True)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -160,6 +169,9 @@ _T, _G, _GIB = 1e12, 1e9, 2**30
 # bfloat16, 371 of 494 in TF32; 2.8 to 3.2 of 3.35 TB/s in elementwise kernels and reductions. Links were not measured.
 REACHED_PRODUCTS = 0.7
 REACHED_MEMORY = 0.9
+# The share of the links of TPU v3 that collectives reach: 0.69 for AllReduces and AllToAlls in figure 9 of the GShard
+# paper, without AllReduces on rectangles (docs/benchmarks.md). No other links were measured.
+REACHED_LINKS = 0.7
 
 
 def _tpu(
@@ -237,7 +249,7 @@ KINDS = {
     "v3": _row(
         "Jouppi et al., *A domain-specific supercomputer for training deep neural networks*, CACM 2020",
         ("TPU v3",),
-        dataclasses.replace(_tpu(61.5, 61.5, 450, 16, 82, 2, 32, _libtpu(schedules_read=False)), cores=2),
+        dataclasses.replace(_tpu(61.5, 61.5, 450, 16, 82 * REACHED_LINKS, 2, 32, _V3), cores=2),
     ),
     "v4": _row(
         "Jouppi et al., *TPU v4*, ISCA 2023", ("TPU v4",), _tpu(275, 275, 1200, 32, 50, 3, 4, _libtpu(PERMUTE), 16)
