@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import ShapeDtypeStruct
+from jax.experimental import io_callback
 
 import gshard
 from gshard.rewrite.equal_functions import Function, equal_functions
@@ -156,6 +157,18 @@ def test_effects_are_not_batched() -> None:
 
     (group,) = groups(g, SQUARES)
     assert [e.name for e in group[0].equations] == ["dot_general"]
+
+
+def test_a_function_behind_an_effect_is_in_another_batch() -> None:
+    """A batch of both would have to run before the first effect and after the second one."""
+
+    def f(a: Any) -> Any:
+        first = orthogonal(a)
+        jax.debug.print("{}", first[0, 0], ordered=True)
+        b = io_callback(np.tanh, jax.ShapeDtypeStruct((16, 16), "float32"), a, ordered=True)
+        return first, orthogonal(b)
+
+    assert groups(f, f32(16, 16)) == []
 
 
 def test_loops_are_equal_if_their_bodies_are() -> None:

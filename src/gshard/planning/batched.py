@@ -30,7 +30,6 @@ from gshard.core.program import Block, Equation, Program
 from gshard.language.interpret import Interpreter
 from gshard.language.region import with_edges
 from gshard.planning.settled import settled
-from gshard.rewrite.cse import is_pure
 from gshard.rewrite.driver import recorded
 from gshard.rewrite.equal_functions import Function, equal_functions, in_order, needed_parts
 from gshard.rewrite.equation_graph import written
@@ -116,11 +115,8 @@ def _with_batches(block: Block, devices: int, builder: Builder, fired: list[Fire
     if not is_changed:
         return block
     parts += [(number[functions[0].equations[0]], equations) for functions, equations in batches]
-    needs = needed_parts([equations for _, equations in parts])
-    effects = sorted((place, i) for i, (place, equations) in enumerate(parts) if not all(map(is_pure, equations)))
-    for (_, before), (_, after) in itertools.pairwise(effects):  # effects stay in order
-        needs[after].add(before)
-    order = in_order([place for place, _ in parts], needs)
+    places = [place for place, _ in parts]
+    order = in_order(places, needed_parts([equations for _, equations in parts], places))
     return Block(block.inputs, tuple(e for i in order for e in parts[i][1]), block.outputs)
 
 

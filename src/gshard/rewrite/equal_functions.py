@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import heapq
+import itertools
 import math
 from collections.abc import Hashable, Iterable, Iterator, Sequence, Set
 from typing import Any
@@ -63,9 +64,11 @@ def equal_functions(block: Block) -> list[list[Function]]:
         *(f.equations for f in functions),
         *((e,) for e in block.equations if e not in inside),
     ]
-    needs = needed_parts(parts)
+    number = {e: i for i, e in enumerate(block.equations)}
+    places = [number[part[0]] for part in parts]
+    needs = needed_parts(parts, places)
     levels: dict[int, int] = {}
-    for i in in_order(range(len(parts)), needs):
+    for i in in_order(places, needs):
         levels[i] = max((levels[k] for k in needs[i]), default=0) + (i < len(functions))
     groups: dict[Hashable, list[Function]] = {}
     for i, function in enumerate(functions):
@@ -74,10 +77,21 @@ def equal_functions(block: Block) -> list[list[Function]]:
     return [group for group in groups.values() if len(group) > 1]
 
 
-def needed_parts(parts: Sequence[Sequence[Equation]]) -> list[set[int]]:
-    """For each part of a block, the numbers of the parts whose results it reads."""
+def needed_parts(parts: Sequence[Sequence[Equation]], places: Sequence[int]) -> list[set[int]]:
+    """For each part of a block, the numbers of the parts that must come before: those that it reads.
+
+    If a part has effects, the part with effects before it is one of them.
+
+    Args:
+        parts: equations that stay together.
+        places: the place of each part in the block.
+    """
     maker = {v: i for i, equations in enumerate(parts) for e in equations for v in e.outputs}
-    return [{maker[x] for e in equations for x in e.inputs if x in maker} - {i} for i, equations in enumerate(parts)]
+    needs = [{maker[x] for e in equations for x in e.inputs if x in maker} - {i} for i, equations in enumerate(parts)]
+    effects = sorted((places[i], i) for i, equations in enumerate(parts) if not all(map(is_pure, equations)))
+    for (_, before), (_, after) in itertools.pairwise(effects):
+        needs[after].add(before)
+    return needs
 
 
 def in_order(places: Sequence[int], needs: Sequence[Set[int]]) -> Iterator[int]:
