@@ -99,6 +99,7 @@ def placements(tree: Any, mesh: jax.sharding.Mesh) -> list[Any]:
 
 @pytest.mark.parametrize(("count", "axes"), [(2, {"data": 8}), (5, {"data": 8}), (9, {"data": 2, "model": 4})])
 @pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.one_in(3)
 def test_numbers_of_the_batched_program_in_every_call(name: str, count: int, axes: dict[str, int]) -> None:
     update = update_of(FUNCTIONS[name])
     n = 12 if count == 5 else 16  # 12 rows over 8 devices are uneven
