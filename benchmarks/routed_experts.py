@@ -1,11 +1,12 @@
 """Claim: with ``dispatch="ragged_all_to_all"`` devices send what is routed, and experts share one capacity.
 
 One layer of experts with its gradients, tokens and experts split over eight TPU cores that need not exist, in each
-dispatch that works on several devices. For each: bytes that a device sends, the modelled time of a call, temporaries
-and collectives of the program that libtpu compiles, and the share of choices that are kept where tokens choose unevenly
-(logits of a normal distribution plus one of each expert, on CPU). Needs libtpu (``pip install libtpu``).
+dispatch that works on several devices. With ``--data 2`` there are two replicas of the experts, each on four cores. For
+each dispatch: bytes that a device sends, the modelled time of a call, temporaries and collectives of the program that
+libtpu compiles, and the share of choices that are kept where tokens choose unevenly (logits of a normal distribution
+plus one of each expert, on CPU). Needs libtpu (``pip install libtpu``).
 
-    python benchmarks/routed_experts.py [--experts 64] [--top-k 6] [--factor 1.25] [--machine v5e:2x4]
+    python benchmarks/routed_experts.py [--experts 64] [--top-k 6] [--factor 1.25] [--machine v5e:2x4] [--data 1]
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ GROUPS, TOKENS = 8, 1024
 
 def kept_share(config: TransformerConfig, skew: float) -> float:
     """The share of choices that reach their expert, of tokens that prefer some experts."""
-    small = dataclasses.replace(config, model_dim=config.experts, hidden_dim=8, partitions=config.partitions)
+    small = dataclasses.replace(config, model_dim=config.experts, hidden_dim=8)
     params = init_params(expert_specs(small), jax.random.key(0))
     params["wg"] = jnp.eye(config.experts)
     rng = np.random.default_rng(0)
@@ -44,17 +45,19 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=usual)
     parser.add_argument("--factor", type=float, default=1.25, help="slots or rows, of an even load")
     parser.add_argument("--machine", default="v5e:2x4", help="eight TPU cores")
+    parser.add_argument("--data", type=int, default=1, help="replicas of the experts")
     options = parser.parse_args()
     devices = topologies.get_topology_desc(options.machine, platform="tpu").devices
-    mesh = Mesh(np.array(devices).reshape(-1), ("x",))
+    mesh = Mesh(np.array(devices).reshape(options.data, -1), ("data", "expert"))
     base = TransformerConfig.decoder_only(
         9, 1, model_dim=options.model, hidden_dim=options.hidden, experts=options.experts, top_k=options.top_k,
-        partitions=mesh.size, group_size=TOKENS, dtype="bfloat16", capacity_factor=options.factor * options.top_k,
+        partitions=mesh.size // options.data, expert_axis="expert", replicas=options.data, data_axis="data",
+        group_size=TOKENS, dtype="bfloat16", capacity_factor=options.factor * options.top_k,
     )  # fmt: skip
     x = jax.ShapeDtypeStruct((GROUPS, TOKENS, options.model), "bfloat16")
     print(
         f"{GROUPS * TOKENS} tokens, M={options.model}, H={options.hidden}, E={options.experts}, k={options.top_k}, "
-        f"{options.machine}, jax {jax.__version__}"
+        f"{options.machine}, data={options.data} expert={mesh.size // options.data}, jax {jax.__version__}"
     )
     print(f"{'':<26}{'MiB sent':>10}{'ms':>8}{'temporaries':>14}{'kept':>8}{'kept, uneven':>14}")
     rows = {

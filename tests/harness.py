@@ -647,6 +647,9 @@ def rows_with_places() -> Iterator[Row]:
     yield row("gshard_take_rows", take_rows, normal(14, 3), places)
     back = lambda x, ct: jax.vjp(lambda x: take_rows(x, places), x)[1](ct)  # noqa: E731
     yield row("gshard_put_rows, of each choice", back, normal(14, 3), normal(7, 2, 3, seed=1))
+    batches = np.stack([places, np.roll(places, 1, 0) + 2, places[::-1]])
+    yield row("gshard_put_rows, batches", jax.vmap(lambda x, to: put_rows(x, to, 14)), normal(3, 7, 3), batches)
+    yield row("gshard_take_rows, batches", jax.vmap(take_rows), normal(3, 14, 3), batches)
 
 
 def grouped() -> Iterator[Row]:

@@ -144,6 +144,41 @@ def test_vmap(dims: tuple[int | None, int | None]) -> None:
             jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda y, i=i: y[i], got), want[i])
 
 
+@pytest.mark.parametrize("batches, tokens, size, copies", [(2, 8, 16, 2), (3, 5, 13, 2), (4, 13, 5, 1), (1, 6, 9, 2)])
+def test_batches_are_split_beside_their_rows(batches: int, tokens: int, size: int, copies: int) -> None:
+    """One, two and padded batches on a device, even and uneven rows; three calls with arrays placed differently."""
+    cases = [case(tokens, size, copies, seed=seed) for seed in range(batches)]
+    x, places, want = (np.stack([c[i] for c in cases]) for i in range(3))
+    back = np.stack([taken(*of) for of in zip(want, places, strict=True)])
+
+    def both(x: Any, places: Any) -> Any:
+        x = gshard.split(x, {0: "a", 1: "b"})
+        sent = gshard.split(jax.vmap(functools.partial(gshard.put_rows, size=size))(x, places), {0: "a", 1: "b"})
+        return sent, jax.vmap(gshard.take_rows)(sent, places)
+
+    f = gshard.jit(both, mesh=MESH)
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    placements: list[Any] = [None, SingleDeviceSharding(jax.devices()[3]), NamedSharding(mesh, P())]
+    for placement in placements:
+        args = (x, places) if placement is None else jax.device_put((x, places), placement)
+        for got, expected in zip(f(*args), (want, back), strict=True):
+            np.testing.assert_array_equal(got, expected)
+
+
+def test_rows_of_a_batch_stay_among_its_devices() -> None:
+    x, places = jax.ShapeDtypeStruct((2, 512, 64), "float32"), jax.ShapeDtypeStruct((2, 512, 2), "int32")
+
+    def f(x: Any, places: Any) -> Any:
+        sent = jax.vmap(functools.partial(gshard.put_rows, size=2048))(gshard.split(x, {0: "a", 1: "b"}), places)
+        return gshard.split(sent, {0: "a", 1: "b"})
+
+    found = gshard.explain(f, x, places, mesh=gshard.Mesh.abstract(**MESH))
+    rows = 512 * 2 // 4
+    assert found.bytes_by_kind == {"all_to_all": rows * (64 + 1) * 4 * 3 // 4, "all_gather": 4 * 4 * 3}
+    atoms = set(found.mesh.atoms_of["b"])
+    assert all(set(c.atoms) <= atoms for c in found.spmd.collectives)
+
+
 @pytest.mark.parametrize("machine", [None, "v5e:2x4"])
 def test_bytes(machine: str | None) -> None:
     """Each device sends its own rows, and the numbers of their places once for all equations."""

@@ -20,7 +20,8 @@ def put_rows(x: Any, rows: Any, size: int) -> jax.Array:
     The same as ``jnp.zeros((size, ...)).at[rows].set(x, mode="drop", unique_indices=True)``. Inside ``gshard.jit``,
     where the rows and the places are split over the same devices, each device sends a row to the device that holds its
     place (a ragged all-to-all; on CPU, which has none, each device gathers all rows). gshard splits the places as the
-    rows are split, and the dimensions of a row without communication. The derivative of ``put_rows`` is ``take_rows``.
+    rows are split, and the dimensions of a row without communication. ``vmap`` adds batches, each with places of its
+    own; they are split without communication too. The derivative of ``put_rows`` is ``take_rows``.
 
     Args:
         x: ``[T, ...]``, the rows.

@@ -1,16 +1,16 @@
 """The primitives of ``gshard.put_rows`` and ``gshard.take_rows``: rows move to places that no two of them share.
 
-    put    x [T, 1 or K, *row], rows [T, K] -> [size, *row]      result[rows[t, k]] = x[t, k]
-    take   x [N, *row],         rows [T, K] -> [T, K, *row]      result[t, k] = x[rows[t, k]]
+    put    x [*B, T, 1 or K, *row], rows [*B, T, K] -> [*B, size, *row]      result[b, rows[b, t, k]] = x[b, t, k]
+    take   x [*B, N, *row],         rows [*B, T, K] -> [*B, T, K, *row]      result[b, t, k] = x[b, rows[b, t, k]]
 
-``put`` drops a row with a number out of range, and ``take`` returns zeros for it. All other numbers differ. So a device
-receives at most as many rows as it holds places, and each operator is the transpose of the other.
+``put`` drops a row with a number out of range, and ``take`` returns zeros for it. All other numbers of a batch ``b``
+differ. So a device receives at most as many rows as it holds places, and each operator is the transpose of the other.
+``vmap`` adds the dimensions ``B``: each batch has places of its own.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +25,8 @@ take_rows_p = Primitive("gshard_take_rows")
 
 def put(x: Any, rows: Any, size: int) -> Any:
     """Computes ``put`` of whole arrays."""
+    if rows.ndim > 2:
+        return jax.vmap(functools.partial(put, size=size))(x, rows)
     places, choices = rows.size, rows.shape[1]
     if not x.size or not size:
         return jnp.zeros((size, *x.shape[2:]), x.dtype)
@@ -40,6 +42,8 @@ def put(x: Any, rows: Any, size: int) -> Any:
 
 def take(x: Any, rows: Any) -> Any:
     """Computes ``take`` of whole arrays."""
+    if rows.ndim > 2:
+        return jax.vmap(take)(x, rows)
     if not x.size or not rows.size:
         return jnp.zeros((*rows.shape, *x.shape[1:]), x.dtype)
     return read(x, rows)
@@ -55,6 +59,7 @@ def _define(primitive: Primitive, meaning: Callable[..., Any], *params: str) -> 
     primitive.def_impl(jax.jit(meaning, static_argnames=params))
     mlir.register_lowering(primitive, mlir.lower_fun(meaning, multiple_results=False))
     ad.defjvp(primitive, functools.partial(_tangent, primitive), None)
+    batching.primitive_batchers[primitive] = functools.partial(_mapped, primitive)
 
 
 def _tangent(primitive: Primitive, tangent: Any, x: Any, rows: Any, **params: Any) -> Any:
@@ -63,74 +68,43 @@ def _tangent(primitive: Primitive, tangent: Any, x: Any, rows: Any, **params: An
 
 @put_rows_p.def_abstract_eval
 def _type_of_put(x: Any, rows: Any, *, size: int) -> Any:
-    return jax.core.ShapedArray((size, *x.shape[2:]), x.dtype)
+    return jax.core.ShapedArray((*rows.shape[:-2], size, *x.shape[rows.ndim :]), x.dtype)
 
 
 @take_rows_p.def_abstract_eval
 def _type_of_take(x: Any, rows: Any) -> Any:
-    return jax.core.ShapedArray((*rows.shape, *x.shape[1:]), x.dtype)
+    return jax.core.ShapedArray((*rows.shape, *x.shape[rows.ndim - 1 :]), x.dtype)
 
 
 def _put_transposed(cotangent: Any, x: Any, rows: Any, *, size: int) -> list[Any]:
     if isinstance(cotangent, ad.Zero):
         return [ad.Zero(x.aval), None]
     read_back = take_rows_p.bind(cotangent, rows)
-    if x.aval.shape[1] != rows.shape[1]:
-        read_back = jnp.sum(read_back, axis=1, keepdims=True)
+    copies = rows.ndim - 1
+    if x.aval.shape[copies] != rows.shape[copies]:
+        read_back = jnp.sum(read_back, axis=copies, keepdims=True)
     return [read_back, None]
 
 
 def _take_transposed(cotangent: Any, x: Any, rows: Any) -> list[Any]:
     if isinstance(cotangent, ad.Zero):
         return [ad.Zero(x.aval), None]
-    return [put_rows_p.bind(cotangent, rows, size=x.aval.shape[0]), None]
+    return [put_rows_p.bind(cotangent, rows, size=x.aval.shape[rows.ndim - 2]), None]
 
 
-def _mapped_put(operands: Sequence[Any], dims: Sequence[int | None], *, size: int) -> Any:
-    """Mapped numbers become numbers of places in one larger array; a mapped ``x`` alone gets wider rows."""
+def _mapped(primitive: Primitive, operands: Sequence[Any], dims: Sequence[int | None], **params: Any) -> Any:
+    """Mapped numbers have one more batch dimension; a mapped ``x`` alone has wider rows."""
     x, rows = operands
     if dims[1] is None:
-        return put_rows_p.bind(_trailing(x, dims[0]), rows, size=size), x.ndim - 2
-    count = rows.shape[dims[1]]
-    x = _merged(_leading(x, dims[0], count))
-    result = put_rows_p.bind(x, _numbered(jnp.moveaxis(rows, dims[1], 0), size), size=count * size)
-    return result.reshape(count, size, *result.shape[1:]), 0
-
-
-def _mapped_take(operands: Sequence[Any], dims: Sequence[int | None]) -> Any:
-    x, rows = operands
-    if dims[1] is None:
-        return take_rows_p.bind(_trailing(x, dims[0]), rows), x.ndim
+        assert dims[0] is not None
+        result = primitive.bind(jnp.moveaxis(x, dims[0], -1), rows, **params)
+        return result, result.ndim - 1
     rows = jnp.moveaxis(rows, dims[1], 0)
-    x = _leading(x, dims[0], rows.shape[0])
-    result = take_rows_p.bind(_merged(x), _numbered(rows, x.shape[1]))
-    return result.reshape(*rows.shape, *result.shape[2:]), 0
-
-
-def _trailing(x: Any, dim: int | None) -> Any:
-    assert dim is not None
-    return jnp.moveaxis(x, dim, -1)
-
-
-def _leading(x: Any, dim: int | None, count: int) -> Any:
-    """The array with the mapped dimension first; repeated if it has none."""
-    return jnp.broadcast_to(x, (count, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
-
-
-def _merged(x: Any) -> Any:
-    return x.reshape(math.prod(x.shape[:2]), *x.shape[2:])
-
-
-def _numbered(rows: Any, size: int) -> Any:
-    """Row numbers in arrays of ``size`` rows, as numbers in the concatenation of these arrays."""
-    count = rows.shape[0]
-    first = jnp.arange(count, dtype=rows.dtype).reshape(count, 1, 1) * size
-    return _merged(jnp.where((rows >= 0) & (rows < size), rows + first, count * size))
+    x = jnp.broadcast_to(x, (len(rows), *x.shape)) if dims[0] is None else jnp.moveaxis(x, dims[0], 0)
+    return primitive.bind(x, rows, **params), 0
 
 
 _define(put_rows_p, put, "size")
 _define(take_rows_p, take)
 ad.primitive_transposes[put_rows_p] = _put_transposed
 ad.primitive_transposes[take_rows_p] = _take_transposed
-batching.primitive_batchers[put_rows_p] = _mapped_put
-batching.primitive_batchers[take_rows_p] = _mapped_take

@@ -20,7 +20,7 @@ CHOICES: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 _SIZES = ("target_vocabulary", "model_dim", "hidden_dim", "heads", "head_dim", "decoder_layers", "partitions",
-    "top_k", "experts_every")  # fmt: skip
+    "top_k", "experts_every", "replicas")  # fmt: skip
 
 
 class ModelError(GShardError):
@@ -41,6 +41,8 @@ class Choices(Protocol):
     @property
     def capacity_factor(self) -> float: ...
     @property
+    def data_axis(self) -> str | tuple[str, ...] | None: ...
+    @property
     def decoder_routing(self) -> str | None: ...
     @property
     def dense_first(self) -> int: ...
@@ -50,6 +52,8 @@ class Choices(Protocol):
     def has_slots(self) -> bool: ...
     @property
     def encoder_layers(self) -> int: ...
+    @property
+    def expert_axis(self) -> str | tuple[str, ...] | None: ...
     @property
     def experts(self) -> int: ...
     @property
@@ -74,6 +78,8 @@ class Choices(Protocol):
     def positions(self) -> str: ...
     @property
     def remat(self) -> bool | str: ...
+    @property
+    def replicas(self) -> int: ...
     @property
     def rotary_base(self) -> float: ...
     @property
@@ -121,7 +127,38 @@ def check(config: Choices) -> None:
     _check_positions(config)
     if config.experts:
         _check_experts(config)
+        _check_axes(config)
         _check_routing(config)
+
+
+def _check_axes(config: Choices) -> None:
+    names: list[str] = []
+    for field in ("expert_axis", "data_axis"):
+        axes = getattr(config, field)
+        axes = () if axes is None else (axes,) if isinstance(axes, str) else axes
+        require(
+            isinstance(axes, tuple) and all(isinstance(axis, str) for axis in axes),
+            f"{field} is a mesh axis, or a tuple of mesh axes.",
+            f"{field}={getattr(config, field)!r}",
+        )
+        names += axes
+    require(
+        len(set(names)) == len(names),
+        "a mesh axis is named twice: each holds parts of the experts or parts of the batch.",
+        f"expert_axis={config.expert_axis!r}, data_axis={config.data_axis!r}",
+    )
+    require(
+        config.replicas == 1 or config.data_axis is not None,
+        "replicas of the experts have a mesh axis, which splits the batch.",
+        f"replicas={config.replicas}, data_axis=None",
+        "Name the axis: data_axis='data'.",
+    )
+    require(
+        config.data_axis is None or config.partitions == 1 or config.expert_axis is not None,
+        "with a data axis, the marks of the experts name a mesh axis too: a number of partitions does not.",
+        f"data_axis={config.data_axis!r}, partitions={config.partitions}, expert_axis=None",
+        "Name the axis: expert_axis='expert'.",
+    )
 
 
 def _check_positions(config: Choices) -> None:
@@ -161,9 +198,10 @@ def _check_experts(config: Choices) -> None:
             f"Use {config.dense_first + every * max(1, -(-above // every))} layers, or experts=0.",
         )
     require(
-        config.dispatch != "blocks" or config.partitions == 1,
-        "dispatch 'blocks' reads the weights of one expert after the other and cannot be split over experts.",
-        f"dispatch='blocks', partitions={config.partitions}",
+        config.dispatch != "blocks" or config.partitions * config.replicas == 1,
+        "dispatch 'blocks' reads the weights of one expert after the other and cannot be split over experts"
+        " or replicas.",
+        f"dispatch='blocks', partitions={config.partitions}, replicas={config.replicas}",
         "Use dispatch='ragged', or 'ragged_all_to_all' or 'gather' with capacity_factor=math.inf, which drop nothing.",
     )
     require(

@@ -31,8 +31,8 @@ class TransformerConfig:
         experts: E; 0 makes a dense model.
         group_size: S, the tokens that are routed together; it must divide batch times length. None cuts a batch into
             ``groups``.
-        groups: G where no size is given; it must divide batch times length. None takes one group for each partition, so
-            that what a group has room for depends on the number of devices.
+        groups: G where no size is given; it must divide batch times length. None takes one group for each partition of
+            each replica, so that what a group has room for depends on the number of devices.
         capacity_factor: C = floor(capacity_factor * S / E) slots for each expert and group, never more than S
             (which drops nothing, as does ``math.inf``). The paper's C = 2S/E is 2.0. With k experts a token, k is
             just enough for an even load.
@@ -45,13 +45,20 @@ class TransformerConfig:
         dispatch: ``einsum`` (one-hot matrices, Algorithm 2) and ``gather`` (index tables) have slots for each expert.
             ``blocks`` (small products one after the other; for one partition) and ``ragged`` (``jax.lax.ragged_dot``,
             each partition with experts of its own, which gathers all tokens) drop nothing.
-            ``ragged_all_to_all`` sends tokens to the partitions of their experts. Of T tokens, a partition has room for
-            ``capacity_factor`` * T / ``partitions`` rows; ``math.inf`` drops nothing.
+            ``ragged_all_to_all`` sends tokens to the partitions of their experts. Of T tokens of a replica, a partition
+            has room for ``capacity_factor`` * T / ``partitions`` rows; ``math.inf`` drops nothing.
         dropout: rate for embeddings and residual branches. The paper has 0.1.
         attention_dropout: rate for attention weights. The paper has 0.1; its random bits grow with the square
             of the length, so it is off unless asked for.
         aux_weight: weight of the load-balancing loss, summed over MoE layers, on the scale where 1.0 is balanced.
-        partitions: number of partitions that the marks of the MoE layers ask for; 1 places no marks.
+        partitions: number of partitions of the experts that the marks of the MoE layers ask for; 1 places no marks.
+        expert_axis: the mesh axis, or axes, of these partitions. The marks then name axes, and leave dimensions open
+            that are neither groups nor experts. None: marks have the number of partitions only, and keep all other
+            dimensions whole, which is right on a mesh of one axis.
+        data_axis: the mesh axis, or axes, over which the batch is split into parts that have all experts each. Groups
+            are split over these axes and those of the experts.
+        replicas: the number of these parts: the devices along ``data_axis``. In the ragged dispatches each has rows,
+            and room for them, of its own.
         remat: recompute each pair of layers in the backward pass instead of keeping its activations; ``"branches"``
             recomputes each attention and feed-forward by itself and keeps what experts are sent and send back.
         dtype: dtype of activations; parameters, the router, softmaxes and losses are float32 always.
@@ -97,6 +104,9 @@ class TransformerConfig:
     attention_dropout: float = 0.0
     aux_weight: float = 0.01
     partitions: int = 1
+    expert_axis: str | tuple[str, ...] | None = None
+    data_axis: str | tuple[str, ...] | None = None
+    replicas: int = 1
     remat: bool | str = False
     dtype: str = "float32"
     top_k: int = 2
@@ -134,6 +144,9 @@ class TransformerConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", jnp.dtype(self.dtype).name)
+        for name in ("expert_axis", "data_axis"):  # hashable, also if it was read from a file
+            value = getattr(self, name)
+            object.__setattr__(self, name, tuple(value) if isinstance(value, list) else value)
         check(self)
 
     @property
@@ -191,16 +204,21 @@ class TransformerConfig:
                 f"batch times length is {tokens}; groups={self.groups}",
                 "Choose a number of groups that divides batch times length, or of rows.",
             )
-            return tokens // self.groups
-        if self.group_size is None:
-            return tokens // math.gcd(tokens, self.partitions)
+        elif self.group_size is not None:
+            require(
+                tokens % self.group_size == 0,
+                f"{tokens} tokens do not fill groups of {self.group_size}.",
+                f"batch times length is {tokens}; group_size={self.group_size}",
+                "Choose a group size that divides batch times length, or group_size=None for one group a partition.",
+            )
+        size = self.group_size or tokens // (self.groups or math.gcd(tokens, self.partitions * self.replicas))
         require(
-            tokens % self.group_size == 0,
-            f"{tokens} tokens do not fill groups of {self.group_size}.",
-            f"batch times length is {tokens}; group_size={self.group_size}",
-            "Choose a group size that divides batch times length, or group_size=None for one group a partition.",
+            self.has_slots or tokens // size % self.replicas == 0,
+            f"dispatch {self.dispatch!r} gives each replica of the experts as many groups as the others.",
+            f"{tokens // size} groups of {size} tokens; replicas={self.replicas}",
+            "Choose a number of groups that is a multiple of the replicas, or dispatch='gather'.",
         )
-        return self.group_size
+        return size
 
     def capacity(self, tokens_of_group: int) -> int:
         """C, the slots of one expert for one group of S tokens.
@@ -228,7 +246,7 @@ class TransformerConfig:
         return math.floor(slots + 1e-9)
 
     def room(self, tokens: int) -> int:
-        """X, the rows that a partition has room for in a dispatch with ragged products.
+        """X, the rows that a partition of a replica has room for in a dispatch with ragged products.
 
         Args:
             tokens: T, all tokens.
@@ -240,14 +258,15 @@ class TransformerConfig:
         >>> config.room(64), dataclasses.replace(config, capacity_factor=math.inf).room(64)
         (40, 128)
         """
-        most = tokens * min(self.top_k, self.experts // self.partitions)
+        most = tokens // self.replicas * min(self.top_k, self.experts // self.partitions)
         if self.dispatch == "ragged":
             return most
-        rows = min(self.capacity_factor * tokens / self.partitions, float(most))
+        rows = min(self.capacity_factor * tokens / (self.partitions * self.replicas), float(most))
         require(
             rows >= 1,
             "the room of a partition is below 1: every token would be dropped.",
-            f"capacity_factor {self.capacity_factor} * {tokens} tokens / {self.partitions} partitions = {rows:.3g}",
+            f"capacity_factor {self.capacity_factor} * {tokens} tokens / {self.partitions} partitions"
+            f"{f' of {self.replicas} replicas' if self.replicas > 1 else ''} = {rows:.3g}",
             "Use a larger batch or a larger capacity_factor.",
         )
         return math.floor(rows + 1e-9)
@@ -266,7 +285,7 @@ class TransformerConfig:
             return self
         if self.routing == "expert_choice":  # the model of experts that choose has a capacity, and batch mates matter
             return dataclasses.replace(self, group_size=None)
-        dispatch = "blocks" if self.partitions == 1 else "gather"
+        dispatch = "blocks" if self.partitions * self.replicas == 1 else "gather"
         return dataclasses.replace(self, capacity_factor=math.inf, group_size=None, groups=None, dispatch=dispatch)
 
 

@@ -2,9 +2,10 @@
 
 The layer is written for one device. With more than one of ``config.partitions`` it has the paper's marks: tokens are
 split by group, router weights replicated, dispatched tokens and experts split by expert. The change of the split
-dimension from G to E is the layer's AllToAll; the one back follows by propagation. With one partition the same arrays
-have dimension names, and a layout splits them in the same way:
-``gshard.Layout(groups="x", experts="x", tokens=None, model=None, gates=None)``.
+dimension from G to E is the layer's AllToAll; the one back follows by propagation. With ``config.expert_axis`` and
+``data_axis`` the marks name mesh axes: groups are split over both, experts over the first, and the groups of
+dispatched tokens stay split over the second. With one partition and no axes the same arrays have dimension names, and a
+layout splits them in the same way: ``gshard.Layout(groups="x", experts="x", tokens=None, model=None, gates=None)``.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
-from gshard.api.marks import name, replicate, split
+from gshard.api.marks import name, replicate, shard, split
 from gshard.moe.blocks import blocks_expert_layer
 from gshard.moe.config import TransformerConfig
 from gshard.moe.dispatch import (
@@ -96,7 +98,7 @@ def expert_layer(
     capacity = config.capacity(S) if config.has_slots else S
 
     inputs_GSM = _split(config, inputs_BLM.reshape(G, S, M), "groups tokens model")
-    wg_ME = replicate(params["wg"]) if config.partitions > 1 else name(params["wg"], "model gates")
+    wg_ME = replicate(params["wg"]) if _is_marked(config) else name(params["wg"], "model gates")
     # The router computes in float32: a rounded logit could change the route of a token.
     logits_GSE = jnp.einsum("GSM,ME->GSE", inputs_GSM.astype(jnp.float32), wg_ME)
     valid_GS = None if valid_BL is None else valid_BL.reshape(G, S)
@@ -121,8 +123,9 @@ def expert_layer(
         )
         if config.dispatch == "ragged_all_to_all":
             gating = within_room(
-                gating, config.partitions, config.room(B * L), valid_GS, any_number=config.routing == "top_k"
-            )
+                gating, config.partitions, config.room(B * L), valid_GS,
+                replicas=config.replicas, any_number=config.routing == "top_k",
+            )  # fmt: skip
     outputs_GSM = _run_experts(config, params, inputs_GSM, gating, capacity)
     outputs_BLM = outputs_GSM.astype(inputs_BLM.dtype).reshape(B, L, M)
     if config.shared_experts:
@@ -149,11 +152,11 @@ def _run_experts(
     if isinstance(gating, Gating) and config.dispatch in ("ragged", "ragged_all_to_all"):
 
         def mark(x_PXM: jax.Array) -> jax.Array:
-            return _split(config, x_PXM, "_ _ model")
+            return _split(config, x_PXM, "partitions _ model")
 
         outputs_GSM = ragged_expert_layer(
             gating, inputs_GSM, weights, activation=config.activation, partitions=config.partitions,
-            room=config.room(inputs_GSM.shape[0] * inputs_GSM.shape[1]), mark=mark,
+            replicas=config.replicas, room=config.room(inputs_GSM.shape[0] * inputs_GSM.shape[1]), mark=mark,
             sends_rows=config.dispatch == "ragged_all_to_all",
         )  # fmt: skip
         # The mark makes the sum over partitions a reduce-scatter to the groups, not an all-reduce.
@@ -164,8 +167,8 @@ def _run_experts(
         dispatched_EGCM = dispatch_einsum(dispatch_GSEC, inputs_GSM)
     else:
         dispatched_EGCM = dispatch_gather(token_of_slot(gating, config.experts, capacity), inputs_GSM)
-    # G has no name here, because the axes of the groups now split the experts.
-    dispatched_EGCM = _sent(config, _split(config, dispatched_EGCM, "experts _ capacity model"), SENT[0])
+    # G has another name here, because the axes of the groups now split the experts.
+    dispatched_EGCM = _sent(config, _split(config, dispatched_EGCM, "experts replicas capacity model"), SENT[0])
     hidden_EGCH = hidden(config.activation, lambda name: jnp.einsum("EGCM,EMH->EGCH", dispatched_EGCM, weights[name]))
     outputs_EGCM = _sent(config, jnp.einsum("EGCH,EHM->EGCM", hidden_EGCH, weights["wo"]), SENT[1])
     if config.dispatch == "einsum":
@@ -173,9 +176,26 @@ def _run_experts(
     return combine_gather(gating, outputs_EGCM)
 
 
+def _is_marked(config: TransformerConfig) -> bool:
+    """Whether the layer has marks, and not names of dimensions."""
+    return config.partitions > 1 or config.expert_axis is not None or config.data_axis is not None
+
+
 def _split(config: TransformerConfig, x: jax.Array, names: str) -> jax.Array:
-    """Splits the first dimension over ``config.partitions``; with one, names the dimensions for a layout."""
-    return split(x, 0, config.partitions) if config.partitions > 1 else name(x, names)
+    """Splits groups and experts over their mesh axes, or the first dimension over ``config.partitions``.
+
+    Without either it names the dimensions for a layout.
+    """
+    if not _is_marked(config):
+        return name(x, names.replace("replicas", "_").replace("partitions", "_"))
+    if config.expert_axis is None and config.data_axis is None:
+        return split(x, 0, config.partitions)
+    expert, data = (
+        () if axes is None else (axes,) if isinstance(axes, str) else axes
+        for axes in (config.expert_axis, config.data_axis)
+    )
+    axes_of = {"groups": (*data, *expert), "experts": expert, "partitions": (*data, *expert), "replicas": data}
+    return shard(x, PartitionSpec(*(axes_of.get(dim) or PartitionSpec.UNCONSTRAINED for dim in names.split())))
 
 
 def _sent(config: TransformerConfig, x: jax.Array, called: str) -> jax.Array:

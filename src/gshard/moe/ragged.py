@@ -9,6 +9,8 @@ for all that could come, T * min(k, E/P), nothing is dropped. Rows come to parti
                         reduced and scattered: T * M numbers in each direction, however many experts a token has.
     ragged_all_to_all   each device sends its tokens to the partitions of their experts, which send their rows back:
                         k * T / P * M numbers in each direction.
+
+R replicas are R such layers beside each other: each has T / R of the tokens, rows of its own, and all experts.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ import jax.numpy as jnp
 
 from gshard.api.row_functions import put_rows, take_rows
 from gshard.moe.feed_forward import hidden
-from gshard.moe.gating import Gating
-from gshard.moe.sorted_rows import first_rows, row_of, rows_of_experts, table_of_tokens
+from gshard.moe.gating import Choice, Gating
+from gshard.moe.sorted_rows import by_replica, first_rows, row_of, rows_of_experts, table_of_tokens
 
 Mark = Callable[[jax.Array], jax.Array]
 
@@ -37,19 +39,23 @@ class _Rows(NamedTuple):
         part_KT: int32, the partition of its expert.
         weight_KT: float32, its combine weight.
         sizes_PE: int32, the rows of each expert of each partition.
-        room: X, the rows of a partition.
     """
 
     row_KT: list[jax.Array]
     part_KT: list[jax.Array]
     weight_KT: list[jax.Array]
     sizes_PE: jax.Array
-    room: int
 
-    def in_part(self, part: jax.Array) -> list[jax.Array]:
-        """The row of each token and choice in this partition; X if it is in another."""
+    def in_part(self, part: jax.Array, room: int) -> list[jax.Array]:
+        """The row of each token and choice in this partition; ``room`` if it is in another."""
         each = zip(self.part_KT, self.row_KT, strict=True)
-        return [jnp.where(part_T == part, row_T, self.room) for part_T, row_T in each]
+        return [jnp.where(part_T == part, row_T, room) for part_T, row_T in each]
+
+    def in_all(self, room: int) -> jax.Array:
+        """The row of each token and choice in the rows of all partitions: row_TK, P * ``room`` if it is not kept."""
+        none = len(self.sizes_PE) * room
+        each = zip(self.part_KT, self.row_KT, strict=True)
+        return jnp.stack([jnp.where(row_T < room, part_T * room + row_T, none) for part_T, row_T in each], axis=1)
 
     def combined(self, rows_KTM: list[jax.Array]) -> jax.Array:
         """The weighted sum of the rows of a token's choices, in float32."""
@@ -70,7 +76,6 @@ def _rows_of(gating: Gating, experts: int, partitions: int, room: int) -> _Rows:
         [(choice.expert_GS // own_experts).reshape(G * S) for choice in gating.choices],
         [choice.weight_GS.reshape(G * S) for choice in gating.choices],
         sizes_PE,
-        room,
     )
 
 
@@ -81,6 +86,7 @@ def ragged_expert_layer(
     *,
     activation: str,
     partitions: int,
+    replicas: int = 1,
     room: int,
     mark: Mark = lambda x: x,
     sends_rows: bool,
@@ -93,53 +99,70 @@ def ragged_expert_layer(
         weights: wi, wo and, with SwiGLU, wi_gate of the experts, in the dtype of the inputs.
         activation: ``relu`` or ``swiglu``.
         partitions: P, the number of parts of the experts; it divides E.
-        room: X, the rows of a partition.
-        mark: splits an array whose first dimension is P over them.
+        replicas: R, the number of parts of the groups that have rows of their own; it divides G.
+        room: X, the rows of a partition of a replica.
+        mark: splits an array whose first dimension is R * P, the partitions of the first replica first.
         sends_rows: whether rows are sent to the partitions (``ragged_all_to_all``); otherwise all tokens are gathered.
 
     Returns:
         outputs_GSM in float32; the same, to rounding, as the other dispatches give without drops.
     """
-    G, S, M = inputs_GSM.shape
-    E, P = weights["wi"].shape[0], partitions
-    X = room
-    rows = _rows_of(gating, E, P, X)
-    own = {name: w.reshape(P, E // P, *w.shape[1:]) for name, w in weights.items()}
-    inputs_TM = inputs_GSM.reshape(G * S, M)
+    M, E, P, X = inputs_GSM.shape[2], weights["wi"].shape[0], partitions, room
+    part_P = jnp.arange(P, dtype=jnp.int32)
+
+    def rows_of(choices: tuple[Choice, ...], slots_GE: jax.Array) -> _Rows:
+        return _rows_of(gating._replace(choices=choices, slots_GE=slots_GE), E, P, X)
+
+    def put(row_TK: jax.Array, inputs_GSM: jax.Array) -> jax.Array:
+        return put_rows(inputs_GSM.reshape(-1, M), row_TK, P * X).reshape(P, X, M)
+
+    def take(row_TK: jax.Array, rows: _Rows, outputs_PXM: jax.Array) -> jax.Array:
+        returned_TKM = take_rows(outputs_PXM.reshape(P * X, M), row_TK)
+        weight_TK = jnp.stack(rows.weight_KT, axis=1)
+        return jnp.sum(weight_TK[:, :, None] * returned_TKM.astype(jnp.float32), axis=1)
+
+    def taken(rows: _Rows, inputs_GSM: jax.Array) -> jax.Array:
+        inputs_TM = inputs_GSM.reshape(-1, M)
+
+        def of_part(part: jax.Array) -> jax.Array:
+            table_X = table_of_tokens(rows.in_part(part, X), X)
+            return inputs_TM.at[table_X].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+
+        return jax.vmap(of_part)(part_P)
+
+    def returned(rows: _Rows, outputs_PXM: jax.Array) -> jax.Array:
+        def of_part(part: jax.Array, outputs_XM: jax.Array) -> jax.Array:
+            return rows.combined(
+                [
+                    outputs_XM.at[row_T].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+                    for row_T in rows.in_part(part, X)
+                ]
+            )
+
+        return jax.vmap(of_part)(part_P, outputs_PXM)
 
     def answered(inputs_XM: jax.Array, sizes_E: jax.Array, own: dict[str, jax.Array]) -> jax.Array:
         hidden_XH = hidden(activation, lambda name: jax.lax.ragged_dot(inputs_XM, own[name], sizes_E))
         return jax.lax.ragged_dot(hidden_XH, own["wo"], sizes_E)
 
+    each = functools.partial(by_replica, replicas=replicas)
+    rows = each(rows_of, gating.choices, gating.slots_GE)
+    own = {name: _of_parts(w, P, replicas) for name, w in weights.items()}
+    # Replicas and partitions are one dimension: JAX compiles ragged products with one dimension of batches at most. The
+    # replicas are the major part, so that a split over the experts alone, with several batches on a device (which XLA
+    # for TPU does not compile), is no sharding of it.
+    experts = jax.vmap(answered)
     if sends_rows:
-        row_TK = jnp.stack(
-            [
-                jnp.where(row_T < X, part_T * X + row_T, P * X)
-                for part_T, row_T in zip(rows.part_KT, rows.row_KT, strict=True)
-            ],
-            axis=1,
-        )
-        dispatched_PXM = mark(put_rows(inputs_TM, row_TK, P * X).reshape(P, X, M))
-        outputs_PXM = mark(jax.vmap(answered)(dispatched_PXM, rows.sizes_PE, own))
-        returned_TKM = take_rows(outputs_PXM.reshape(P * X, M), row_TK)
-        weight_TK = jnp.stack(rows.weight_KT, axis=1)
-        return jnp.sum(weight_TK[:, :, None] * returned_TKM.astype(jnp.float32), axis=1).reshape(G, S, M)
-
-    def taken(part: jax.Array) -> jax.Array:
-        table_X = table_of_tokens(rows.in_part(part), X)
-        return inputs_TM.at[table_X].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-
-    def returned(part: jax.Array, outputs_XM: jax.Array) -> jax.Array:
-        return rows.combined(
-            [
-                outputs_XM.at[row_T].get(mode="fill", fill_value=0, wrap_negative_indices=False)
-                for row_T in rows.in_part(part)
-            ]
-        )
-
-    part_P = jnp.arange(P, dtype=jnp.int32)
-    dispatched_PXM = mark(jax.vmap(taken)(part_P))
-    outputs_PXM = jax.vmap(answered)(dispatched_PXM, rows.sizes_PE, own)
+        row_TK = each(lambda rows: rows.in_all(X), rows)
+        outputs_PXM = mark(experts(mark(each(put, row_TK, inputs_GSM)), rows.sizes_PE, own))
+        return each(take, row_TK, rows, outputs_PXM).reshape(inputs_GSM.shape)
+    outputs_PXM = experts(mark(each(taken, rows, inputs_GSM)), rows.sizes_PE, own)
     # Split by part, so that one sum is sent and not the rows of each choice.
-    returned_PTM = mark(jax.vmap(returned)(part_P, outputs_PXM))
-    return jnp.sum(returned_PTM, axis=0).reshape(G, S, M)
+    returned_PTM = mark(each(returned, rows, outputs_PXM))
+    return each(lambda x_PTM: jnp.sum(x_PTM, axis=0), returned_PTM).reshape(inputs_GSM.shape)
+
+
+def _of_parts(x: jax.Array, partitions: int, replicas: int) -> jax.Array:
+    """The weights [E, ...] of each partition of each replica: [R * P, E / P, ...]. A device has those of its own."""
+    x = x.reshape(partitions, x.shape[0] // partitions, *x.shape[1:])
+    return x if replicas == 1 else jnp.broadcast_to(x, (replicas, *x.shape)).reshape(-1, *x.shape[1:])

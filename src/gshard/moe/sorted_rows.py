@@ -6,6 +6,9 @@ number of tokens of earlier groups with this expert, and this position.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -71,29 +74,56 @@ def rows_of_experts(gating: Gating, partitions: int, room: int) -> jax.Array:
         partitions, room: as in ``limits``.
     """
     sizes_E = jnp.sum(gating.slots_GE, axis=0)
-    return sizes_E if _fits(gating, partitions, room) else jnp.minimum(sizes_E, limits(sizes_E, partitions, room))
+    if room >= most_rows(gating, partitions):
+        return sizes_E
+    return jnp.minimum(sizes_E, limits(sizes_E, partitions, room))
 
 
-def _fits(gating: Gating, partitions: int, room: int) -> bool:
-    """Whether a partition has room for whatever tokens choose."""
+def most_rows(gating: Gating, partitions: int) -> int:
+    """How many rows a partition has at most, whatever tokens choose."""
     own_experts = gating.slots_GE.shape[1] // partitions
-    return room >= gating.first.expert_GS.size * min(len(gating.choices), own_experts)
+    return gating.first.expert_GS.size * min(len(gating.choices), own_experts)
 
 
-def within_room(gating: Gating, partitions: int, room: int, valid_GS: jax.Array | None, *, any_number: bool) -> Gating:
+def within_room(
+    gating: Gating, partitions: int, room: int, valid_GS: jax.Array | None, *, replicas: int = 1, any_number: bool
+) -> Gating:
     """The gating without the choices beyond the rows of their experts: the last tokens are dropped.
 
     Args:
         gating: routing with a capacity of at least S.
         partitions, room: as in ``limits``.
+        replicas: the number of parts of the groups whose rows have room of their own.
         valid_GS, any_number: as in ``gating.keep``.
     """
-    if _fits(gating, partitions, room):
+
+    def kept(choices: tuple[Choice, ...], slots_GE: jax.Array) -> list[jax.Array]:
+        own = gating._replace(choices=choices, slots_GE=slots_GE)
+        sizes_E = rows_of_experts(own, partitions, room)
+        offset_GE = first_rows(own, jnp.zeros_like(sizes_E))
+        return [
+            (row_of(choice, offset_GE, 0).reshape(choice.expert_GS.shape) < jnp.take(sizes_E, choice.expert_GS))
+            for choice in choices
+        ]
+
+    if room * replicas >= most_rows(gating, partitions):
         return gating
-    sizes_E = rows_of_experts(gating, partitions, room)
-    offset_GE = first_rows(gating, jnp.zeros_like(sizes_E))
-    kept = [
-        (row_of(choice, offset_GE, 0).reshape(choice.expert_GS.shape) < jnp.take(sizes_E, choice.expert_GS))
-        for choice in gating.choices
-    ]
-    return keep(gating, kept, valid_GS, any_number=any_number)
+    kept_GS = by_replica(kept, gating.choices, gating.slots_GE, replicas=replicas)
+    return keep(gating, kept_GS, valid_GS, any_number=any_number)
+
+
+def by_replica(f: Callable[..., Any], *arrays: Any, replicas: int) -> Any:
+    """Calls ``f(*arrays)`` for each of so many equal parts of the first dimensions, and joins the results along theirs.
+
+    Args:
+        f: a function of pytrees of arrays, and with a pytree of arrays as its result.
+        arrays: pytrees of arrays.
+        replicas: the number of parts.
+
+    >>> by_replica(lambda x: x - x[0], jnp.array([3, 4, 8, 6]), replicas=2).tolist()
+    [0, 1, 0, -2]
+    """
+    if replicas == 1:
+        return f(*arrays)
+    parts = jax.tree.map(lambda x: x.reshape(replicas, len(x) // replicas, *x.shape[1:]), arrays)
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), jax.vmap(f)(*parts))

@@ -1,11 +1,12 @@
 """Rows that move to places of their own (``gshard.put_rows`` and ``gshard.take_rows``).
 
     put     a b c, a d -> a c        tokens and places are one factor a: both are split over the same devices
-    take    a c, a d -> a d c
+    take    a c, a d -> a d c       d, the places of one token, is parallel
 
 Each device sends the numbers of places, and the rows, to the devices that hold the places (``comm.ragged_rows``). So it
 sends what is routed, where a gather would send all rows to all devices. Equations with the same numbers send them once.
-The dimensions of a row are parallel.
+The dimensions of a row are parallel. So are batches, which ``vmap`` adds: each has places of its own, on all devices of
+``a``. A device exchanges the rows of all its batches together.
 """
 
 from __future__ import annotations
@@ -37,48 +38,50 @@ def put_rows(call: Call) -> Rule:
     """
     make = RuleMaker()
     rows = _Rows(make, call, places=call.params["size"])
-    (_, each, *row_shape), _ = call.in_shapes
+    each, *row_shape = call.in_shapes[0][len(rows.batch) + 1 :]
     row = rows.row(row_shape)
 
     def local(shards: Shards, x: Any, numbers: Any) -> list[Any]:
         if not rows.exchanges(shards):
-            return [put(x, numbers, shards.out_shape()[0])]
+            return [put(x, numbers, shards.out_shape()[len(rows.batch)])]
         routes = rows.routes(shards, numbers)
         order = routes.order // rows.choices if each == 1 else routes.order
-        sent = jnp.take(x.reshape(-1, *x.shape[2:]), order, axis=0)
+        sent = jnp.take(x.reshape(-1, *x.shape[numbers.ndim :]), order, axis=0)
         arrived = rows.moved(shards, routes.there, sent)
-        return [read(arrived, routes.arrival_of_place)]
+        return [read(arrived, routes.arrival_of_place).reshape(shards.out_shape())]
 
     return make.rule(
-        [[rows.factor, make.replicate(each), *row], rows.numbers], [[rows.factor, *row]], local=local,
-        sends=rows.sends(row_shape, row), flops=math.prod(call.out_shapes[0]), linear=moves(0),
+        [[*rows.batch, rows.factor, make.replicate(each), *row], rows.numbers], [[*rows.batch, rows.factor, *row]],
+        local=local, sends=rows.sends(row_shape, row), flops=math.prod(call.out_shapes[0]), linear=moves(0),
     )  # fmt: skip
 
 
 @rule("gshard_take_rows")
 def take_rows(call: Call) -> Rule:
-    """Tokens and places are one factor.
+    """Tokens and places are one factor. Rows may be read by several devices, so the choices of a token are parallel.
 
     >>> print(take_rows(Call("", {}, ((9, 4), (6, 2)), ((6, 2, 4),), ("f4", "i4"))))
-    a b, a c -> a c b; communicate a; replicate c
+    a b, a c -> a c b; communicate a
     """
     make = RuleMaker()
-    rows = _Rows(make, call, places=call.in_shapes[0][0])
-    (_, *row_shape), _ = call.in_shapes
+    batches = len(call.in_shapes[1]) - 2
+    rows = _Rows(make, call, places=call.in_shapes[0][batches], reads=True)
+    row_shape = call.in_shapes[0][batches + 1 :]
     row = rows.row(row_shape)
 
     def local(shards: Shards, x: Any, numbers: Any) -> list[Any]:
         if not rows.exchanges(shards):
             return [take(x, numbers)]
         routes = rows.routes(shards, numbers)
-        arrived = rows.moved(shards, routes.back, jnp.take(x, routes.place_of_arrival, axis=0, mode="clip"))
+        held = x.reshape(-1, *x.shape[batches + 1 :])
+        arrived = rows.moved(shards, routes.back, jnp.take(held, routes.place_of_arrival, axis=0, mode="clip"))
         result = jnp.take(arrived, inverse(routes.order), axis=0)
         has_row = along(rows.in_range(shards, numbers).reshape(-1), 0, result.ndim)
         result = jnp.where(has_row, result, jnp.zeros((), result.dtype))
-        return [result.reshape(*numbers.shape, *x.shape[1:])]
+        return [result.reshape(*numbers.shape, *held.shape[1:])]
 
     return make.rule(
-        [[rows.factor, *row], rows.numbers], [[*rows.numbers, *row]], local=local,
+        [[*rows.batch, rows.factor, *row], rows.numbers], [[*rows.numbers, *row]], local=local,
         sends=rows.sends(row_shape, row), flops=math.prod(call.out_shapes[0]), linear=moves(0),
     )  # fmt: skip
 
@@ -88,23 +91,27 @@ class _Rows:
 
     Args:
         make: the maker of the rule.
-        call: the equation; its second operand are the numbers of places ``[tokens, choices]``.
-        places: the number of places.
+        call: the equation; its second operand are the numbers of places ``[*batches, tokens, choices]``.
+        places: the number of places of a batch.
+        reads: whether rows are read, and not written.
 
     Attributes:
+        batch: the dimensions of the batches, each with places of its own.
         factor: the dimension of tokens and of places.
         numbers: the dimensions of the numbers of places.
         choices: how many places each token has.
     """
 
-    def __init__(self, make: RuleMaker, call: Call, places: int) -> None:
+    def __init__(self, make: RuleMaker, call: Call, places: int, *, reads: bool = False) -> None:
         self._make, self._call, self._places = make, call, places
-        self._tokens, self.choices = call.in_shapes[1]
+        *self._batches, self._tokens, self.choices = call.in_shapes[1]
         on_keys = jax.dtypes.issubdtype(call.in_dtypes[0], jax.dtypes.prng_key)
         size = max(self._tokens, places)
-        is_whole = on_keys or not self._tokens or not places or not self.choices
+        is_whole = on_keys or 0 in call.in_shapes[1] or not places
+        self.batch = make.parallel(self._batches)
         self.factor = make.replicate(size) if is_whole else make.communicate(size)
-        self.numbers = [self.factor, make.replicate(self.choices)]
+        copies = make.factor(self.choices) if reads else make.replicate(self.choices)
+        self.numbers = [*self.batch, self.factor, copies]
 
     def row(self, shape: Sequence[int]) -> list[tuple[int, ...]]:
         """The dimensions of a row."""
@@ -116,9 +123,13 @@ class _Rows:
 
     def in_range(self, shards: Shards, numbers: Any) -> Any:
         """Which of this device's numbers are those of places. Padding is not."""
-        tokens = numbers.shape[0]
-        token = jax.lax.axis_index(shards.atoms(self.factor[0])) * tokens + jnp.arange(tokens, dtype=jnp.int32)
-        return (numbers >= 0) & (numbers < self._places) & (token < self._tokens)[:, None]
+        found = (numbers >= 0) & (numbers < self._places)
+        for d, ((factor,), size) in enumerate(zip(self.numbers, self._call.in_shapes[1], strict=True)):
+            if atoms := shards.atoms(factor):
+                count = numbers.shape[d]
+                index = jax.lax.axis_index(atoms) * count + jnp.arange(count, dtype=jnp.int32)
+                found &= along(index < size, d, numbers.ndim)
+        return found
 
     def routes(self, shards: Shards, numbers: Any) -> RowRoutes:
         """The routes of this device's rows; equations with the same numbers share them."""
@@ -126,8 +137,10 @@ class _Rows:
         parts = shards.mesh.count(atoms)
 
         def compute() -> RowRoutes:
-            places = jnp.where(self.in_range(shards, numbers), numbers, -1).astype(jnp.int32).reshape(-1)
-            held, room = -(-self._places // parts), self._room(parts)
+            batches = math.prod(numbers.shape[:-2])
+            held, room = batches * -(-self._places // parts), batches * self._room(parts)
+            places = jnp.where(self.in_range(shards, numbers), numbers, -1).astype(jnp.int32)
+            places = _joined(places.reshape(batches, -1), held).reshape(-1)
             own_sizes = jnp.sum(
                 owners(places, held, parts)[:, None] == jnp.arange(parts, dtype=jnp.int32), axis=0, dtype=jnp.int32
             )
@@ -151,19 +164,38 @@ class _Rows:
             shards.note("all_to_all", atoms, sent, x)
 
     def _room(self, parts: int) -> int:
-        """How many rows a device receives at most."""
+        """How many rows of a batch a device receives at most."""
         return min(-(-self._places // parts), -(-self._tokens // parts) * parts * self.choices)
 
     def sends(self, row_shape: Sequence[int], row: Sequence[tuple[int, ...]]) -> Any:
         """The bytes that each device sends; of rows as many as if all devices received the same number."""
 
         def sent(mesh: Mesh, split: Split) -> int:
+            def of_device(shape: Sequence[int], dims: Sequence[tuple[int, ...]]) -> int:
+                return math.prod(-(-n // mesh.count(split.get(dim[0], ()))) for n, dim in zip(shape, dims, strict=True))
+
             parts = mesh.count(split.get(self.factor[0], ()))
             if parts == 1:
                 return 0
-            rows = min(-(-self._tokens // parts) * self.choices, self._room(parts))
-            width = math.prod(-(-n // mesh.count(split.get(dim[0], ()))) for n, dim in zip(row_shape, row, strict=True))
-            each = rows * 4, rows * width * itemsize(self._call.in_dtypes[0])
+            rows = min(-(-self._tokens // parts) * of_device([self.choices], self.numbers[-1:]), self._room(parts))
+            rows *= of_device(self._batches, self.batch)
+            each = rows * 4, rows * of_device(row_shape, row) * itemsize(self._call.in_dtypes[0])
             return sent_bytes("all_gather", 4 * parts, parts) + sum(sent_bytes("all_to_all", n, parts) for n in each)
 
         return sent
+
+
+def _joined(places: Any, held: int) -> Any:
+    """Numbers of places in batches as numbers in one array, in which a device has its places of all batches together.
+
+    Args:
+        places: int32 ``[batches, n]``; negative for none.
+        held: how many places of all batches a device has.
+
+    >>> _joined(jnp.array([[0, 1, 2, 3], [3, 2, -1, 0]]), 4).tolist()
+    [[0, 1, 4, 5], [7, 6, -1, 2]]
+    """
+    batches = len(places)
+    of_batch = held // batches
+    first = jnp.arange(batches, dtype=places.dtype)[:, None] * of_batch
+    return jnp.where(places < 0, places, places // of_batch * held + first + places % of_batch)

@@ -48,6 +48,10 @@ _BASE: dict[str, Any] = {
 _DEEP: dict[str, Any] = {"encoder_layers": 12, "decoder_layers": 12}
 
 
+PLACE = ("partitions", "expert_axis", "data_axis", "replicas")
+"""The fields of a model that say over which devices it is partitioned."""
+
+
 def _paper_name(name: str) -> str:
     """``MoE(2048E, 36L)`` -> ``paper-moe-2048e-36l``."""
     return "paper-" + name.lower().replace("(", "-").replace(", ", "-").rstrip(")")
@@ -55,7 +59,7 @@ def _paper_name(name: str) -> str:
 
 def _differences(model: moe.TransformerConfig) -> dict[str, Any]:
     """Everything of a model that is not its vocabularies or its place."""
-    left_out = {"source_vocabulary", "target_vocabulary", "partitions", "group_size", "groups"}
+    left_out = {"source_vocabulary", "target_vocabulary", "group_size", "groups", *PLACE}
     return {name: value for name, value in dataclasses.asdict(model).items() if name not in left_out}
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from gshard import moe
 from gshard_m4 import checkpoint
-from gshard_m4.config import Run, TrainConfig
+from gshard_m4.config import PLACE, Run, TrainConfig
 from gshard_m4.errors import NotFiniteError as NotFiniteError
 from gshard_m4.errors import TrainError as TrainError
 from gshard_m4.lock import locked
@@ -281,7 +281,7 @@ class _Loop:
 
     def _same_run(self, saved: Mapping[str, Any]) -> None:
         """Refuses to go on with another model or other text, naming the first setting that differs."""
-        changeable = {"partitions", "dispatch", "remat"}  # how the model runs, not what it is
+        changeable = {*PLACE, "dispatch", "remat"}  # how the model runs, not what it is
         for name, what in (("vocabularies", "vocabularies"), ("only", "languages")):
             if saved.get(name) != self.described.get(name):
                 raise TrainError(
@@ -294,7 +294,7 @@ class _Loop:
         theirs = {name: value for name, value in _AS_IT_WAS.items() if name in ours} | saved.get("model", {})
         for of in (theirs, ours):  # what the groups come to: those of older runs had no number of their own
             if of.get("experts") and of.get("group_size") is None:
-                of["groups"] = of.get("groups") or of.get("partitions")
+                of["groups"] = of.get("groups") or of.get("partitions", 1) * of.get("replicas", 1)
         for name in sorted((theirs.keys() | ours.keys()) - changeable - {"groups"}):
             if theirs.get(name) != ours.get(name):
                 raise TrainError(

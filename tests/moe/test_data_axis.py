@@ -1,0 +1,282 @@
+"""Experts on a mesh with a data axis: replicas of the experts send and compute as if each were alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gshard
+from gshard.moe import ModelError, TransformerConfig, expert_layer, expert_specs, param_specs, shapes
+from gshard.moe import loss as loss_of_model
+from moe import naive
+from placed import in_every_way, mesh_of
+
+# Small programs: compiling them costs more than running them.
+FAST = {"xla_backend_optimization_level": 0}
+BASE = TransformerConfig.decoder_only(9, 2, model_dim=6, hidden_dim=10, experts=8, top_k=2, group_size=4,
+    capacity_factor=math.inf)  # fmt: skip
+LARGE = TransformerConfig.decoder_only(9, 1, model_dim=64, hidden_dim=128, experts=16, top_k=2, group_size=32,
+    capacity_factor=2.5)  # fmt: skip
+ALL = ("gather", "einsum", "ragged", "ragged_all_to_all")
+
+
+def on_axes(config: TransformerConfig, expert: int, data: int = 1, **changes: Any) -> TransformerConfig:
+    axes = {"partitions": expert, "expert_axis": "expert", "replicas": data, "data_axis": "data" if data > 1 else None}
+    return dataclasses.replace(config, **axes, **changes)
+
+
+def case(config: TransformerConfig, rows: int = 8) -> tuple[Any, Any, Any]:
+    x_BLM = naive.normal(1, rows, 4, config.model_dim)
+    return naive.values(expert_specs(config), 0), x_BLM, naive.normal(2, rows, 4) > -0.8
+
+
+def value_and_gradients(config: TransformerConfig) -> Any:
+    def run(params: Any, x_BLM: Any, valid_BL: Any) -> Any:
+        direction_BLM = jnp.cos(jnp.arange(x_BLM.size, dtype=jnp.float32)).reshape(x_BLM.shape)
+        outputs, metrics = expert_layer(config, params, x_BLM, valid_BL)
+        return jnp.sum(outputs * direction_BLM) + metrics["aux_loss"], (outputs, metrics)
+
+    return jax.value_and_grad(run, argnums=(0, 1), has_aux=True)
+
+
+def assert_trees_close(left: Any, right: Any) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), left, right)
+
+
+@pytest.mark.parametrize(
+    "dispatch, data, expert, changes",
+    [
+        ("ragged_all_to_all", 2, 4, {"capacity_factor": 1.5, "shared_experts": 1}),
+        ("ragged", 4, 2, {"top_k": 3}),
+        *(
+            pytest.param(*rest, marks=pytest.mark.slow)
+            for rest in [
+                ("ragged_all_to_all", 4, 2, {"gates": "sigmoid", "balance": "bias"}),
+                ("ragged", 2, 4, {"shared_experts": 1}),
+                ("gather", 2, 4, {"capacity_factor": 4.0, "shared_experts": 1}),
+                ("einsum", 4, 2, {"capacity_factor": 4.0}),
+                ("gather", 2, 4, {"routing": "expert_choice", "capacity_factor": 4.0, "encoder_layers": 2,
+                    "source_vocabulary": 9, "decoder_routing": "top_k"}),
+            ]
+        ),
+    ],
+)  # fmt: skip
+def test_devices_compute_what_one_does(dispatch: str, data: int, expert: int, changes: dict[str, Any]) -> None:
+    """Values, gradients and metrics, in three calls with arguments placed differently."""
+    config = on_axes(BASE, expert, data, dispatch=dispatch, **changes)
+    arguments = case(config)
+    expected = jax.jit(value_and_gradients(config), compiler_options=FAST)(*arguments)
+    assert float(jnp.abs(expected[0][1][0]).max()) > 0.1
+    mesh = mesh_of(data=data, expert=expert)
+    for got in in_every_way(gshard.jit(value_and_gradients(config), mesh=mesh), arguments, mesh):
+        assert_trees_close(got, expected)
+
+
+@pytest.mark.parametrize(
+    "rows, replicas, data, expert",
+    [
+        (6, 2, 2, 4),
+        *(pytest.param(*rest, marks=pytest.mark.slow) for rest in [(6, 3, 2, 4), (8, 4, 2, 4), (8, 2, 4, 2)]),
+    ],
+    ids=["uneven groups", "uneven replicas", "two a device", "one on two devices"],
+)  # fmt: skip
+def test_any_number_of_groups_and_replicas(rows: int, replicas: int, data: int, expert: int) -> None:
+    """Groups that the devices do not divide, and more or fewer replicas than the mesh has."""
+    config = on_axes(BASE, expert, replicas, dispatch="ragged_all_to_all", capacity_factor=1.5)
+    arguments = case(config, rows)
+    expected = jax.jit(value_and_gradients(config), compiler_options=FAST)(*arguments)
+    assert 0.5 < float(expected[0][1][1]["kept_share"]) < 1
+    got = gshard.jit(value_and_gradients(config), mesh={"data": data, "expert": expert})(*arguments)
+    assert_trees_close(got, expected)
+
+
+@pytest.mark.parametrize("factor", [1.5, math.inf])
+@pytest.mark.parametrize("dispatch", ["ragged", "ragged_all_to_all"])
+def test_replicas_are_layers_beside_each_other(dispatch: str, factor: float) -> None:
+    """Outputs and gradients are those of each part of the batch alone, and each replica has room of its own."""
+    config = dataclasses.replace(BASE, dispatch=dispatch, capacity_factor=factor, partitions=4)
+    params, x_BLM, valid_BL = case(config)
+    x_BLM[:4] *= 3  # other experts are full
+
+    def run(config: TransformerConfig) -> Any:
+        def squares(params: Any, x_BLM: Any, valid_BL: Any) -> Any:
+            outputs, metrics = expert_layer(config, params, x_BLM, valid_BL)
+            return jnp.sum(outputs**2), (outputs, metrics["kept_share"])
+
+        return jax.jit(jax.value_and_grad(squares, argnums=(0, 1), has_aux=True), compiler_options=FAST)
+
+    (value, (outputs, kept)), gradients = run(on_axes(config, 4, 2))(params, x_BLM, valid_BL)
+    halves = [run(config)(params, x_BLM[half], valid_BL[half]) for half in (slice(0, 4), slice(4, 8))]
+    np.testing.assert_allclose(value, sum(v for (v, _), _ in halves), rtol=1e-5)
+    np.testing.assert_allclose(outputs, jnp.concatenate([o for (_, (o, _)), _ in halves]), rtol=1e-4, atol=1e-5)
+    count = [valid_BL[:4].sum(), valid_BL[4:].sum()]
+    share = sum(k * n for ((_, (_, k)), _), n in zip(halves, count, strict=True)) / sum(count)
+    np.testing.assert_allclose(kept, share, rtol=1e-5)
+    assert (share < 1) == (dispatch == "ragged_all_to_all" and factor == 1.5)
+    assert_trees_close(gradients[0], jax.tree.map(lambda a, b: a + b, *(g[0] for _, g in halves)))
+    assert_trees_close(gradients[1], jnp.concatenate([g[1] for _, g in halves]))
+
+
+def explained(config: TransformerConfig, mesh: dict[str, int], *, backward: bool) -> gshard.Explanation:
+    """Two groups on each device that holds tokens; arguments and results are split as the tokens."""
+    tokens = {0: tuple(axis for axis in mesh if axis != "model")}
+    x_BLM = jax.ShapeDtypeStruct((2 * config.replicas * config.partitions, 32, config.model_dim), "float32")
+
+    def run(params: Any, x_BLM: Any) -> Any:
+        return gshard.split(expert_layer(config, params, gshard.split(x_BLM, tokens))[0], tokens)
+
+    def gradients(params: Any, x_BLM: Any) -> Any:
+        return jax.grad(lambda p, x: jnp.sum(run(p, x) ** 2), argnums=(0, 1))(params, x_BLM)
+
+    arguments = shapes(expert_specs(config)), x_BLM
+    return gshard.explain(gradients if backward else run, *arguments, mesh=gshard.Mesh.abstract(**mesh))
+
+
+@pytest.mark.parametrize(
+    "dispatch, shared",
+    [
+        ("gather", 1),
+        ("ragged_all_to_all", 0),
+        *(
+            pytest.param(*rest, marks=pytest.mark.slow)
+            for rest in [
+                ("gather", 0),
+                ("einsum", 0),
+                ("einsum", 1),
+                ("ragged", 0),
+                ("ragged", 1),
+                ("ragged_all_to_all", 1),
+            ]
+        ),
+    ],
+)
+def test_a_replica_sends_and_computes_what_it_would_alone(dispatch: str, shared: int) -> None:
+    """Four replicas of eight partitions: nothing but counts and gradients of weights leaves a replica."""
+    alone = on_axes(LARGE, 8, dispatch=dispatch, shared_experts=shared)
+    four = on_axes(LARGE, 8, 4, dispatch=dispatch, shared_experts=shared)
+    one_axis, two_axes = {"expert": 8}, {"data": 4, "expert": 8}
+    before, after = explained(alone, one_axis, backward=False), explained(four, two_axes, backward=False)
+    assert abs(after.total_bytes - before.total_bytes) < 1024
+    assert after.cost("v5e").flops < 1.01 * before.cost("v5e").flops
+    data = set(after.mesh.atoms_of["data"])
+    assert sum(c.total_bytes for c in after.spmd.collectives if data & set(c.atoms)) < 1024
+
+    before, after = explained(alone, one_axis, backward=True), explained(four, two_axes, backward=True)
+    held = sum(w.size for name, w in shapes(expert_specs(four)).items() if name in ("wi", "wi_gate", "wo")) // 8
+    rest = sum(w.size for w in jax.tree.leaves(shapes(expert_specs(four)))) - 8 * held
+    sums = (3 * held // 4 + 2 * rest) * 4  # a reduce-scatter of the experts, an all-reduce of what all devices hold
+    assert after.total_bytes < before.total_bytes + sums + 1024
+    assert after.cost("v5e").flops < 1.05 * before.cost("v5e").flops
+
+
+def test_replicas_compute_no_rows_of_others() -> None:
+    """The dispatches that drop nothing compute as many rows as ``gather`` with the same room."""
+    flops = {}
+    for dispatch, factor in (("gather", math.inf), ("ragged", 2.5), ("ragged_all_to_all", math.inf)):
+        config = on_axes(LARGE, 8, 4, dispatch=dispatch, capacity_factor=factor)
+        flops[dispatch] = explained(config, {"data": 4, "expert": 8}, backward=True).cost("v5e").flops
+    assert max(flops.values()) < 1.05 * flops["gather"]
+
+
+@pytest.mark.parametrize("dispatch", ["gather", "ragged_all_to_all"])
+def test_other_axes_split_the_weights(dispatch: str) -> None:
+    """On data x expert x model, marks of the weights over the model axis stay, and no weight is gathered."""
+    config = on_axes(LARGE, 2, 2, dispatch=dispatch)
+    spec = jax.sharding.PartitionSpec
+    into, out = spec("expert", None, "model"), spec("expert", "model", None)
+    x_BLM = jax.ShapeDtypeStruct((8, 32, 64), "float32")
+
+    def run(params: Any, x_BLM: Any) -> Any:
+        weights = {k: gshard.shard(params[k], out if k == "wo" else into) for k in ("wi", "wi_gate", "wo")}
+        return expert_layer(config, params | weights, gshard.split(x_BLM, {0: ("data", "expert")}))[0]
+
+    mesh = gshard.Mesh.abstract(data=2, expert=2, model=2)
+    found = gshard.explain(run, shapes(expert_specs(config)), x_BLM, mesh=mesh)
+    rows = 2.5 * 64 * 64 * 4  # bytes of the rows of a device
+    # There and back to the other part of the experts, and an all-reduce of the parts of the sum over H.
+    assert found.total_bytes < rows / 2 + rows / 2 + rows + 1024
+    alone = gshard.explain(
+        lambda p, x: expert_layer(on_axes(LARGE, 2, dispatch=dispatch), p, x)[0], shapes(expert_specs(config)),
+        jax.ShapeDtypeStruct((4, 32, 64), "float32"), mesh=gshard.Mesh.abstract(expert=2),
+    )  # fmt: skip
+    assert found.cost("v5e").flops < 0.6 * alone.cost("v5e").flops
+
+
+@pytest.mark.parametrize("dispatch", ALL)
+def test_one_named_axis_is_the_number_of_partitions(dispatch: str) -> None:
+    by_number = dataclasses.replace(LARGE, dispatch=dispatch, partitions=8)
+    before = explained(by_number, {"expert": 8}, backward=True)
+    after = explained(on_axes(by_number, 8), {"expert": 8}, backward=True)
+    assert after.bytes_by_kind == before.bytes_by_kind
+    assert after.cost("v5e").flops == before.cost("v5e").flops
+
+
+def test_experts_on_every_device_of_a_data_axis() -> None:
+    """A data axis alone: each device routes its own tokens to experts that it has."""
+    config = dataclasses.replace(LARGE, dispatch="ragged_all_to_all", data_axis="data", replicas=8)
+    found = explained(config, {"data": 8}, backward=False)
+    assert found.total_bytes < 1024
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dispatch", ["gather", "ragged_all_to_all"])
+def test_a_model_trains_on_two_axes(dispatch: str) -> None:
+    config = on_axes(BASE, 4, 2, dispatch=dispatch, heads=2, head_dim=4, capacity_factor=4.0)
+    params = naive.values(param_specs(config), 0)
+    batch = {"target": np.abs(naive.normal(3, 8, 4) * 4).astype(np.int32) % 9}
+
+    def gradient(params: Any, batch: Any) -> Any:
+        batch = jax.tree.map(lambda x: gshard.split(x, {0: ("data", "expert")}), batch)
+        return jax.value_and_grad(lambda p: loss_of_model(config, p, batch), has_aux=True)(params)
+
+    expected = jax.jit(gradient, compiler_options=FAST)(params, batch)
+    mesh = mesh_of(data=2, expert=4)
+    for got in in_every_way(gshard.jit(gradient, mesh=mesh), (params, batch), mesh):
+        assert_trees_close(got, expected)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"replicas": 2}, "replicas of the experts have a mesh axis"),
+        ({"partitions": 4, "data_axis": "data"}, "the marks of the experts name a mesh axis too"),
+        ({"expert_axis": ("a", "b"), "data_axis": "a"}, "a mesh axis is named twice"),
+        ({"expert_axis": 4}, "expert_axis is a mesh axis"),
+        ({"replicas": 0}, "replicas must be at least 1"),
+        ({"replicas": 2, "data_axis": "data", "dispatch": "blocks"}, "cannot be split over experts or replicas"),
+    ],
+)
+def test_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        dataclasses.replace(BASE, **changes)
+
+
+def test_replicas_have_equal_numbers_of_groups() -> None:
+    config = on_axes(BASE, 4, 2, dispatch="ragged")
+    with pytest.raises(ModelError, match="gives each replica of the experts as many groups") as caught:
+        config.tokens_of_a_group(12)
+    assert "3 groups of 4 tokens; replicas=2" in str(caught.value)
+    assert dataclasses.replace(config, dispatch="gather").tokens_of_a_group(12) == 4
+    assert dataclasses.replace(config, group_size=None).tokens_of_a_group(64) == 8
+    assert config.room(64) == 32 * 2
+    assert dataclasses.replace(config, dispatch="ragged_all_to_all", capacity_factor=1.0).room(64) == 8
+    assert on_axes(BASE, 1, 2).dropless().dispatch == "gather"
+
+
+def test_axes_are_hashable() -> None:
+    """Also if they were read from a file as lists."""
+    config = dataclasses.replace(BASE, expert_axis=["a", "b"], partitions=4)
+    assert hash(config) == hash(dataclasses.replace(config, expert_axis=("a", "b")))
+
+
+def test_an_axis_that_the_mesh_does_not_have() -> None:
+    config = on_axes(BASE, 4, 2)
+    params, x_BLM, _ = case(config)
+    with pytest.raises(gshard.ShardingError, match="the mesh has no axis 'data'"):
+        gshard.jit(lambda p, x: expert_layer(config, p, x)[0], mesh={"dat": 2, "expert": 4})(params, x_BLM)
