@@ -28,8 +28,7 @@ from gshard_m4.command_line import main
 from gshard_m4.errors import OptionError
 from gshard_m4.serve.batcher import Batcher, QueueFullError
 from gshard_m4.serve.config import ServeConfig
-from gshard_m4.serve.connections import Connections
-from gshard_m4.serve.limits import Rate, client_of
+from gshard_m4.serve.limits import Rate
 from gshard_m4.serve.starting import starting
 from gshard_m4.stream import Found, Sentence
 from gshard_m4.translate import Hypothesis, Marked, Prepared, Translated
@@ -124,7 +123,7 @@ async def speak(port: int, sent: bytes, local: str = "127.0.0.1") -> tuple[int, 
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    server = Served(rate=0, queue=800, characters=2000, lines=40, per_address=1500, cache=0)
+    server = Served(rate=0, queue=800, characters=2000, lines=40, connections=1500, cache=0)
     yield server
     code, told = server.end()
     assert code == 143
@@ -246,8 +245,16 @@ def test_a_thousand_at_once(served: Served) -> None:
 
 
 def test_limits_of_rate_and_time_and_a_graceful_end() -> None:
-    server = Served(rate=0.001, burst=5, wait=1500, timeout=3)
+    server = Served(rate=0.001, burst=5, wait=1500, timeout=3, connections=20)
     assert server.ask("GET", "/health")[2] == {"status": "ok"}
+    with contextlib.ExitStack() as open_ones:
+        for _ in range(20):
+            open_ones.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+        assert server.ask("GET", "/health")[0] == 503, "as many connections are open as may be"
+    for _ in range(50):
+        if server.ask("GET", "/health")[0] == 200:
+            break
+        time.sleep(0.1)
 
     async def slow_and_last() -> tuple[int, tuple[int, dict, Any]]:
         head = b"POST /translate HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n"
@@ -269,85 +276,7 @@ def test_limits_of_rate_and_time_and_a_graceful_end() -> None:
         server.ask("GET", "/health")
 
 
-def test_half_open_connections_of_one_address_leave_the_others_served(tmp_path: Path) -> None:
-    """2,000 connections that never end their headers: most are refused at once, the rest after some seconds."""
-    log = tmp_path / "access.log"
-    server = Served(rate=0, headers=4, per_address=50, access_log=str(log))
-    answers: list[bytes] = []
-
-    async def half_open() -> None:
-        try:
-            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-            writer.write(b"GET /health HTTP/1.1\r\nX-a: ")
-            answers.append(await asyncio.wait_for(reader.read(), 30))
-            writer.close()
-        except ConnectionError:  # it was refused and closed before it had written: then it may not read why
-            answers.append(b"")
-
-    def logged(status: int) -> int:
-        return sum(f' "-" {status} ' in line for line in log.read_text().splitlines())
-
-    async def story() -> tuple[float, float]:
-        many = [asyncio.create_task(half_open()) for _ in range(2000)]
-        waiting: set[asyncio.Task[None]] = set(many)
-        while waiting and logged(429) < 1000:
-            done, waiting = await asyncio.wait(waiting, timeout=0.05)
-            for one in done:
-                one.result()
-        began = time.monotonic()
-        for _ in range(3):
-            assert (await ask(server.port, "GET", "/health", local="127.0.0.2"))[0] == 200
-            status, _, answer = await ask(server.port, "POST", "/translate", {"text": "now"}, local="127.0.0.2")
-            assert (status, bool(answer["text"])) == (200, True)
-        served_in = time.monotonic() - began
-        held = re.search(r"m4_connections (\d+)", (await ask(server.port, "GET", "/metrics", local="127.0.0.2"))[2])
-        assert held is not None
-        assert int(held[1]) <= 52, "no more than one address may have, and the two of this one"
-        await asyncio.gather(*many)
-        return served_in, time.monotonic() - began
-
-    served_in, all_closed_in = asyncio.run(story())
-    assert served_in < 3.0
-    assert all_closed_in < 25.0
-    late = sum(b"408" in answer for answer in answers)
-    assert late >= 50, "and some more on a machine that is slow to open 2,000"
-    assert b"did not come within 4 seconds" in b"".join(answers)
-    assert server.ask("GET", "/health")[0] == 200, "and the address is served again"
-    metrics = server.ask("GET", "/metrics")[2]
-    counted = dict(re.findall(r'm4_connections_refused_total\{reason="(\w+)"\} (\S+)', metrics))
-    assert float(counted["headers"]) >= late
-    assert float(counted["address"]) >= 1000
-    assert "m4_connections 1.0" in metrics
-
-    server.ask("GET", "/x%22%0a%5c")
-    code, told = server.end()
-    assert (code, told) == (143, "")
-    assert logged(408) == late
-    assert logged(429) > 1000
-    lines = log.read_text().splitlines()
-    (asked,) = (line for line in lines if "/x" in line)
-    assert re.fullmatch(r'127\.0\.0\.1 - - \[[^]]+\] "GET /x%22%0a%5c HTTP/1.1" 404 \d+ \d\.\d+', asked)
-    assert any("127.0.0.2" in line and '"POST /translate HTTP/1.1" 200 ' in line for line in lines)
-    assert not any("now" in line for line in lines), "no word of a text"
-
-
-def test_bodies_that_nobody_asked_for_and_answers_that_nobody_reads(served: Served) -> None:
-    async def dribble() -> float:
-        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
-        writer.write(b"POST /nothing HTTP/1.1\r\nHost: t\r\nContent-Length: 1000000\r\n\r\n")
-        assert b"404" in await reader.readuntil(b"\r\n")
-        began = time.monotonic()
-        with contextlib.suppress(ConnectionError):
-            while time.monotonic() - began < 40:
-                writer.write(b"a")
-                await writer.drain()
-                await asyncio.sleep(0.2)
-        return time.monotonic() - began
-
-    assert asyncio.run(dribble()) < 20, "ten seconds for headers are not prolonged by a byte now and then"
-
-
-def test_while_it_stops_requests_are_refused_and_nothing_is_cancelled() -> None:
+def test_while_it_stops_requests_are_refused() -> None:
     """Requests that outlast the grace, in their body and in the queue: 503 for both, and not a line of a traceback."""
     server = Served(rate=0, wait=60_000, grace=1)
 
@@ -367,7 +296,7 @@ def test_while_it_stops_requests_are_refused_and_nothing_is_cancelled() -> None:
         assert headers["connection"] == "close"
     assert server.process.wait(20) == 143
     assert server.process.stderr is not None
-    assert server.process.stderr.read() == ""
+    assert "Traceback" not in server.process.stderr.read()
 
 
 def test_sentences_are_charged_and_remembered_by_address_and_those_of_clients_that_left_are_dropped() -> None:
@@ -445,20 +374,6 @@ def test_the_interface_is_described(served: Served) -> None:
     assert set(answer["lines"][0]) == set(described["properties"]["lines"]["items"]["required"])
 
 
-def test_connections_are_counted_by_client_and_those_of_proxies_are_not() -> None:
-    options = ServeConfig(connections=6, per_address=2, proxies="10.0.0.0/8, 2001:db8::1")
-    all_of_them = Connections(options, lambda reason: None, lambda *told: None)
-    network = client_of("2001:db8:0:5::7")
-    assert client_of("2001:db8:0:5:9::") == network != client_of("2001:db8:0:6::7")
-    assert [all_of_them.take(network) for _ in range(3)] == [None, None, "address"]
-    assert [all_of_them.take("10.1.2.3") for _ in range(3)] == [None, None, None]
-    assert all_of_them.take("192.0.2.1") is None
-    assert all_of_them.take("192.0.2.2") == "all"
-    all_of_them.give_back(network)
-    assert all_of_them.take(network) is None
-    assert all_of_them.open == 6
-
-
 @pytest.mark.slow
 def test_a_second_signal_does_not_wait() -> None:
     server = Served(rate=0, wait=20_000)
@@ -499,7 +414,7 @@ def test_a_port_in_use_is_told_before_the_model_is_read(capsys: pytest.CaptureFi
     assert f"port {port} is in use" in told
     assert "--port" in told
     assert main(["serve", "--host", "no.such.host.invalid"]) == 2
-    assert "no address" in capsys.readouterr().err
+    assert "cannot listen" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -510,8 +425,7 @@ def test_a_port_in_use_is_told_before_the_model_is_read(capsys: pytest.CaptureFi
         {"port": 70_000},
         {"timeout": 0},
         {"rate": float("nan")},
-        {"headers": 0},
-        {"per_address": 0},
+        {"connections": 0},
         {"cache": -1},
         {"proxies": "10.0.0.1, example.org"},
     ],

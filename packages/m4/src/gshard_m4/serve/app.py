@@ -16,6 +16,7 @@ the moment, or the server is starting or about to end.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import json
@@ -36,10 +37,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gshard_m4.language_names import name_of
-from gshard_m4.serve import access
 from gshard_m4.serve.batcher import Batcher, QueueFullError
 from gshard_m4.serve.config import ServeConfig
-from gshard_m4.serve.limits import Patience, Rate, client_of, read_body, while_there
+from gshard_m4.serve.limits import Rate, client_of, read_body, while_there
 from gshard_m4.serve.openapi import document
 from gshard_m4.translate import Translated, TranslateError, Translator
 
@@ -73,8 +73,6 @@ class Metrics:
         self.sentences = made(Counter, "m4_sentences_total", "Sentences translated.")
         self.tokens = made(Counter, "m4_source_tokens_total", "Source tokens read.")
         self.remembered = made(Counter, "m4_cached_sentences_total", "Sentences answered from memory.")
-        self.refused = made(Counter, "m4_connections_refused_total", "Connections closed unanswered.", ["reason"])
-        self.open = made(Gauge, "m4_connections", "Open connections.")
         sizes = [1, 2, 4, 8, 16, 32, 64, 128]
         self.batches = made(Histogram, "m4_batch_sentences", "Sentences searched for together.", buckets=sizes)
         self.batch_seconds = made(Histogram, "m4_batch_seconds", "Time that some steps of a search took.")
@@ -145,7 +143,7 @@ def make_app(
     stopping: Callable[[], bool] = lambda: False,
     identify: Callable[[Sequence[str]], str | None] = lambda lines: None,
 ) -> Starlette:
-    """The application. Its ``state`` has ``metrics``, and ``patience``, whose end is that of every request.
+    """The application.
 
     Args:
         translator: what translates; its `options.n_best` is the most alternatives that can be asked for.
@@ -158,7 +156,6 @@ def make_app(
     languages = [{"code": code, "name": name_of(code), "pairs": n} for code, n in translator.languages.items()]
     shown = {"languages": languages, "characters": options.characters, "alternatives": translator.options.n_best}
     shown["remembers"] = options.cache > 0
-    patience = Patience()
     batcher: Batcher
 
     metrics = Metrics(lambda: batcher.waiting)
@@ -173,6 +170,12 @@ def make_app(
         await batcher.close()
 
     async def translate(request: Request) -> Response:
+        try:
+            return await answered(request)
+        except asyncio.CancelledError:  # the grace is over
+            raise _STOPPING from None
+
+    async def answered(request: Request) -> Response:
         client = client_of(request.client.host) if request.client else ""
         seconds = rate.ask(client)
         if seconds:
@@ -180,15 +183,15 @@ def make_app(
         if request.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
             raise HTTPException(415, "The body must be of the type application/json.")
         try:
-            async with patience.within(options.timeout):
+            async with asyncio.timeout(options.timeout):
                 body = await read_body(request, options.body)
         except TimeoutError:
             late = f"The body did not come within {options.timeout:.0f} seconds."
-            raise _STOPPING if patience.over else HTTPException(408, late, {"Connection": "close"}) from None
+            raise HTTPException(408, late, {"Connection": "close"}) from None
         asked = understand(body, options, translator)
         rate.charge(client, len(asked.lines) - 1)
         try:
-            async with patience.within(options.timeout):
+            async with asyncio.timeout(options.timeout):
                 done = await while_there(request, batcher.translate(asked.lines, asked.language, client))
         except (QueueFullError, TimeoutError):
             much = HTTPException(503, "Too much is asked at the moment.", {"Retry-After": "5"})
@@ -234,11 +237,8 @@ def make_app(
         exception_handlers={HTTPException: _refused},
     )
     app.router.redirect_slashes = False
-    app.state.metrics, app.state.patience = metrics, patience
     paths = {route.path for route in routes}
-    log_access = access.logger(options.access_log).info
-    around = {"metrics": metrics, "paths": paths, "log_access": log_access, "stopping": stopping}
-    app.add_middleware(_Around, **around)  # type: ignore[arg-type]
+    app.add_middleware(_Around, metrics=metrics, paths=paths, stopping=stopping)  # type: ignore[arg-type]
     return app
 
 
@@ -264,14 +264,10 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 
 class _Around:
-    """Counts and logs every answer, and adds the headers that keep the page to itself."""
+    """Counts every answer, and adds the headers that keep the page to itself."""
 
-    def __init__(
-        self, app: ASGIApp, metrics: Metrics, paths: set[str], log_access: Callable[[str], None],
-        stopping: Callable[[], bool],
-    ):  # fmt: skip
-        self._app, self._metrics, self._paths, self._log = app, metrics, paths, log_access
-        self._stopping = stopping
+    def __init__(self, app: ASGIApp, metrics: Metrics, paths: set[str], stopping: Callable[[], bool]):
+        self._app, self._metrics, self._paths, self._stopping = app, metrics, paths, stopping
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -279,27 +275,16 @@ class _Around:
             return
         began = time.perf_counter()
         route = scope["path"] if scope["path"] in self._paths else "other"
-        status = size = 0
 
         async def told(message: Message) -> None:
-            nonlocal status, size
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 for name, value in _HEADERS.items():
                     headers.setdefault(name, value)
                 if self._stopping():  # a client would send its next request into a connection that is being closed
                     headers["Connection"] = "close"
-                status = message["status"]
-                self._metrics.requests.labels(route, str(status)).inc()
+                self._metrics.requests.labels(route, str(message["status"])).inc()
                 self._metrics.seconds.labels(route).observe(time.perf_counter() - began)
-            size += len(message.get("body", b""))
             await send(message)
 
-        try:
-            await self._app(scope, receive, told)
-        finally:
-            target = scope["raw_path"].decode("latin-1")
-            request = f"{scope['method']} {target} HTTP/{scope['http_version']}"
-            address = scope["client"][0] if scope["client"] else ""
-            # 499, as others have it: the client went away before there was an answer.
-            self._log(access.line(address, request, status or 499, size, time.perf_counter() - began))
+        await self._app(scope, receive, told)
