@@ -443,7 +443,7 @@ class Shouting:
         self.searches = 0
 
     def prepare(self, sentence: str, language: str | None) -> Prepared:
-        return Prepared(sentence, Marked(sentence), Sentence((1,), 16, sentence) if sentence else None)
+        return Prepared(sentence, Marked(sentence), Sentence(tuple(map(ord, sentence)), 16) if sentence else None)
 
     def search(self) -> Any:
         self.held, self.searches = [], self.searches + 1
@@ -458,7 +458,7 @@ class Shouting:
 
     def add(self, ticket: Any, sentence: Sentence) -> None:
         assert self.room(16) > 0
-        self.held.append((ticket, sentence.plain, len(sentence.plain)))
+        self.held.append((ticket, "".join(map(chr, sentence.ids)), len(sentence.ids)))
 
     def step(self, *, more: bool = False) -> list[Found]:
         time.sleep(0.02)

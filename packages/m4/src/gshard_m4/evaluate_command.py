@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import tyro
 
-from gshard_m4 import by_class, evaluate, evaluation_files, near_copies, placeholders, runs, score
+from gshard_m4 import by_class, evaluate, evaluation_files, near_copies, runs, score
 from gshard_m4.config import Run
 from gshard_m4.decode import DecodeConfig
 from gshard_m4.devices import check_devices, tell_uneven_experts
@@ -130,7 +130,9 @@ class Evaluate:
         if twins is not None:
             print(near_copies.told_twins(twins, references, written))
         print(near_copies.told(sources, references, written))
-        print(placeholders.accuracy(sources, written))
+        if self.search.placeholders and (marked := [of for of in translated if of.placeholders]):
+            whole = sum(not (of.lost or of.invented) for of in marked)
+            print(f"placeholders: the model wrote those of {whole:,} of {len(marked):,} sentences that have any")
 
         compared, theirs = self._compared(held, others, examples, pairs)
         deltas = evaluate.differences(results, compared)

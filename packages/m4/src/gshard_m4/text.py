@@ -267,10 +267,6 @@ class PreparedText:
         """The share of source ids that are single bytes: of letters that the training text hardly has."""
         return sum(map(self.source.processor.is_byte, ids)) / max(len(ids), 1)
 
-    def target_pieces(self) -> list[str]:
-        """The text of each target id, ``▁`` for a blank."""
-        return self.target.pieces()
-
     def target_ids(self, text: str) -> list[int]:
         """The target ids of a text, without an end token."""
         return self.target.encode([text])[0]

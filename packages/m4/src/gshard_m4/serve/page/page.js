@@ -28,8 +28,8 @@ function show(answer) {
     const notes = [];
     if (line.cut) notes.push("only the beginning of this line was read");
     if (line.unfamiliar) notes.push("the model was not trained on these letters: do not trust this");
-    if (line.lost.length) notes.push(`lacks ${line.lost.join(" ")}`);
-    if (line.invented.length) notes.push(`adds ${line.invented.join(" ")}`);
+    if (line.lost.length) notes.push(`put in: ${line.lost.join(" ")}`);
+    if (line.invented.length) notes.push(`taken out: ${line.invented.join(" ")}`);
     if (notes.length) {
       const note = document.createElement("span");
       note.className = "cut";
