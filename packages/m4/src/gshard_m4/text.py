@@ -29,7 +29,6 @@ DATA = Path("data/quick-start")
 """The folder of the corpus that `gshard-m4 prepare` makes if nothing else is asked for."""
 
 MANIFEST = "manifest.json"
-_BLOCK = 1 << 24
 _WATCHED = 2000  # pairs that training is watched on
 
 
@@ -207,15 +206,6 @@ class PreparedText:
                 if turn < len(queues[q]):
                     found.append(Example(*queues[q][turn]))
         return found[:count]
-
-    def target_counts(self) -> np.ndarray:
-        """How often each target id occurs in the training data, end included, int64 [target_vocabulary]."""
-        train = self._encoded("train")
-        counts = np.zeros(self.target_vocabulary, np.int64)
-        for start in range(0, len(train.target), _BLOCK):
-            counts += np.bincount(train.target[start : start + _BLOCK], minlength=self.target_vocabulary)
-        counts[1] += len(train)
-        return counts
 
     def near_twins(self, english: Sequence[str]) -> list[bool]:
         """For each English sentence, whether training has a near twin of it (`gshard_m4.corpus.near_twins`)."""

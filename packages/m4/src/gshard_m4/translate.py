@@ -77,9 +77,6 @@ class Text(Protocol):
     def near_twins(self, english: Sequence[str]) -> Sequence[bool]:
         """For each English sentence, whether training has a near twin of it."""
 
-    def target_counts(self) -> np.ndarray:
-        """How often each target id occurs in the training data, int64 [target_vocabulary]."""
-
     def frequent_sentence(self) -> str:
         """The most frequent English sentence of the training data."""
 
