@@ -25,16 +25,17 @@ import pytest
 from gshard_m4 import checkpoint, commands, demo_command, evaluate_command, lines, planned, runs
 from gshard_m4.command_line import main
 from gshard_m4.config import Run
+from gshard_m4.corpus.pair import Pair
 from gshard_m4.decode import DecodeConfig
 from gshard_m4.stopping import asked_to_stop
-from gshard_m4.translate import Example, Text, Translator, load
+from gshard_m4.translate import Translator, load
 
 ENGLISH = ["save", "the", "file", "open", "a", "new", "window", "close", "now"]
 FOREIGN = [word[::-1] for word in ENGLISH]
 
 
 class Toy:
-    """English spelt backwards, word by word; implements `gshard_m4.translate.Text`."""
+    """English spelt backwards, word by word; in place of `gshard_m4.text.PreparedText`."""
 
     fingerprint = "toy"
     digest = "toy"
@@ -68,12 +69,12 @@ class Toy:
     def near_twins(self, english: Sequence[str]) -> list[bool]:
         return [sentence.startswith("save") for sentence in english]
 
-    def examples(self, count: int | None = None, part: str = "test", each: int | None = None) -> list[Example]:
+    def examples(self, count: int | None = None, part: str = "test", each: int | None = None) -> list[Pair]:
         rows = [
             [ENGLISH[i - 3] for i in row if i > 2] for row in self.batch(10**6 + (1 if part == "test" else 3))["target"]
         ]
         pairs = [(" ".join(w[::-1] for w in row), " ".join(row)) for row in rows]
-        return [Example(("aa", "bb")[i % 2], *pair) for i, pair in enumerate(pairs)][:count]
+        return [Pair(("aa", "bb")[i % 2], *pair) for i, pair in enumerate(pairs)][:count]
 
     def frequent_sentence(self) -> str:
         return "save the file"
@@ -83,6 +84,9 @@ class Toy:
 
     def english(self, ids: list[int]) -> str:
         return " ".join(ENGLISH[i - 3] for i in ids)
+
+    def spelt_in_bytes(self, ids: list[int]) -> float:
+        return 0.0
 
 
 SMALL = ["--model-dim", "16", "--hidden-dim", "32", "--layers", "2", "--experts", "0"]
@@ -596,9 +600,8 @@ def test_a_model_is_not_used_with_other_vocabularies(trained: Path) -> None:
     class Other(Toy):
         fingerprint = "other"
 
-    text: Text = Other()
     with pytest.raises(Exception, match="toy of the model, other of the corpus"):
-        load(Run(trained), text, DecodeConfig())
+        load(Run(trained), Other(), DecodeConfig())
 
 
 def test_translator_reads_text_in_any_order(trained: Path) -> None:

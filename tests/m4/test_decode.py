@@ -13,7 +13,7 @@ import pytest
 
 import gshard
 from gshard import moe
-from gshard_m4.decode import EOS, PAD, UNK, DecodeConfig, Decoded, beam_search, decode, ids_of, make_decode
+from gshard_m4.decode import EOS, PAD, UNK, DecodeConfig, Decoded, beam_search, ids_of, make_decode
 from gshard_m4.errors import OptionError
 from reordering import reordering_beam_search
 
@@ -30,6 +30,10 @@ CONFIG = moe.TransformerConfig(
     group_size=None,
     partitions=2,
 )
+
+
+def decode(config: moe.TransformerConfig, params: dict, source: jax.Array, options: DecodeConfig) -> Decoded:
+    return make_decode(config, options)(params, source)
 
 
 def random_model(seed: int, sharpness: float = 6.0) -> dict:

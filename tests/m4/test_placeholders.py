@@ -97,6 +97,9 @@ class Spelt:
     def english(self, ids: list[int]) -> str:
         return "".join(map(chr, ids))
 
+    def spelt_in_bytes(self, ids: list[int]) -> float:
+        return 0.0
+
 
 def test_translations_have_them_and_what_was_put_right_is_told() -> None:
     spelt = Spelt()

@@ -109,22 +109,8 @@ def make_decode(config: moe.TransformerConfig, options: DecodeConfig, devices: i
     return jax.jit(run) if devices == 1 else gshard.jit(run, mesh=devices)  # type: ignore[no-any-return]
 
 
-def decode(
-    config: moe.TransformerConfig, params: Any, source_BL: jax.Array | np.ndarray, options: DecodeConfig
-) -> Decoded:
-    """Translates a batch of padded source sentences on one device.
-
-    Args:
-        config: the model; its routing is replaced by one that drops nothing.
-        params: its parameters.
-        source_BL: source ids, 0 where padded.
-        options: beam size, normalisation, number of translations and longest length.
-    """
-    return make_decode(config, options)(params, source_BL)
-
-
 def search(config: moe.TransformerConfig, params: Any, source_BL: jax.Array, options: DecodeConfig) -> Decoded:
-    """What `decode` compiles: encodes, and searches with `beam_search`.
+    """What `make_decode` compiles: encodes, and searches with `beam_search`.
 
     Args:
         config: the model, with as many partitions as there are devices.

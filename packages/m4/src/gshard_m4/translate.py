@@ -1,7 +1,7 @@
 """From sentences to sentences: vocabularies around the search.
 
-`Text` is all that training and translating ask of a prepared corpus. A `Translator` is a trained model with the
-vocabularies it was trained with; it pads sentences to few widths, so that the search is compiled once for each.
+A `Translator` is a trained model with the vocabularies it was trained with; it pads sentences to few widths, so that
+the search is compiled once for each.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -23,89 +23,13 @@ from gshard_m4.decode import EOS, DecodeConfig, ids_of
 from gshard_m4.language_names import code_of, name_of
 from gshard_m4.placeholders import Marked, complete, lost_and_invented, mark, without
 from gshard_m4.stream import Continuous, Found, InBatches, Search, Sentence
+from gshard_m4.text import PreparedText
 
 _UNFAMILIAR = 0.5  # share of a sentence's ids that are single bytes
 
 
 class TranslateError(GShardError):
     """There is no model that could translate, or it does not belong to these vocabularies."""
-
-
-class Example(NamedTuple):
-    """A sentence with its translation by a human."""
-
-    language: str
-    source: str
-    english: str
-
-
-class Text(Protocol):
-    """A prepared corpus: vocabularies, training batches and held-out sentences."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash of both vocabularies."""
-
-    @property
-    def digest(self) -> str:
-        """Hash of all that the batches follow from."""
-
-    @property
-    def source_vocabulary(self) -> int:
-        """Number of source ids, tags included."""
-
-    @property
-    def target_vocabulary(self) -> int:
-        """Number of target ids."""
-
-    @property
-    def length(self) -> int:
-        """Tokens of a row of a batch, end token included."""
-
-    def batch(self, step: int) -> Mapping[str, np.ndarray]:
-        """The training batch of a step: ``source`` and ``target``, int32 [B, L]."""
-
-    def held_out(self, part: str = "dev") -> Sequence[Mapping[str, np.ndarray]]:
-        """Batches of a part that is not trained on, of the same shape."""
-
-    def has(self, part: str) -> bool:
-        """Whether the corpus has pairs of a part."""
-
-    def examples(self, count: int | None = None, part: str = "test", each: int | None = None) -> Sequence[Example]:
-        """Sentences of a held-out part, of any length, always the same ones, of as many languages as there are."""
-
-    def near_twins(self, english: Sequence[str]) -> Sequence[bool]:
-        """For each English sentence, whether training has a near twin of it."""
-
-    def frequent_sentence(self) -> str:
-        """The most frequent English sentence of the training data."""
-
-    @property
-    def languages(self) -> Mapping[str, int]:
-        """The number of pairs of each language."""
-
-    def tag(self, language: str) -> int:
-        """The source id that names a language, in front of a sentence."""
-
-    def of_languages(self, languages: Sequence[str]) -> Text:
-        """The same vocabularies, and these languages only."""
-
-    def source_ids(self, sentence: str) -> list[int]:
-        """The ids of a source sentence, without an end token."""
-
-    def target_ids(self, text: str) -> Sequence[int]:
-        """The target ids of a text, without an end token."""
-
-    def english(self, ids: Sequence[int]) -> str:
-        """The text of target ids."""
-
-
-@runtime_checkable
-class Letters(Protocol):
-    """A corpus that tells which source ids spell letters that its training text hardly has."""
-
-    def spelt_in_bytes(self, ids: Sequence[int]) -> float:
-        """The share of ids that are single bytes of such letters."""
 
 
 class Hypothesis(NamedTuple):
@@ -180,7 +104,7 @@ class Translator:
 
     model: moe.TransformerConfig
     params: Any
-    text: Text
+    text: PreparedText
     options: DecodeConfig
     batch: int = 32
     devices: int = 1
@@ -269,7 +193,7 @@ class Translator:
         ids = self.text.source_ids(shown)
         if not ids:
             return Prepared(head, marked)
-        unfamiliar = isinstance(self.text, Letters) and self.text.spelt_in_bytes(ids) > _UNFAMILIAR
+        unfamiliar = self.text.spelt_in_bytes(ids) > _UNFAMILIAR
         if language is not None:
             ids = [self.text.tag(language), *ids]
         cut = len(ids) > room or len(shown) < len(marked.plain) or len(head) < len(sentence)
@@ -329,7 +253,7 @@ def _width(tokens: int, longest: int) -> int:
 
 
 def load(
-    run: Run, text: Text, options: DecodeConfig, step: int | None = None, *, batch: int = 32, devices: int = 1
+    run: Run, text: PreparedText, options: DecodeConfig, step: int | None = None, *, batch: int = 32, devices: int = 1
 ) -> Translator:
     """The translator of a finished run.
 

@@ -23,7 +23,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from importlib import resources
 from typing import Any
 
@@ -141,7 +141,6 @@ def make_app(
     translator: Translator,
     options: ServeConfig,
     stopping: Callable[[], bool] = lambda: False,
-    identify: Callable[[Sequence[str]], str | None] = lambda lines: None,
 ) -> Starlette:
     """The application.
 
@@ -149,7 +148,6 @@ def make_app(
         translator: what translates; its `options.n_best` is the most alternatives that can be asked for.
         options: limits.
         stopping: whether the server is about to end.
-        identify: tells the language of lines of text, if it can.
     """
     rate = Rate(options.rate, options.burst)
     page = {at: resources.files("gshard_m4.serve").joinpath("page", name).read_bytes() for at, name in PAGE.items()}
@@ -201,8 +199,7 @@ def make_app(
         except Exception:  # the log has it already
             raise HTTPException(500, "The translation failed; the log of the server says why.") from None
         metrics.tokens.inc(sum(of.tokens for of in done))
-        language = asked.language or (None if any(of.unfamiliar for of in done) else identify(asked.lines))
-        return JSONResponse(_answer(asked, done, language))
+        return JSONResponse(_answer(asked, done))
 
     described = document(options, translator.options.n_best, list(translator.languages))
 
@@ -242,7 +239,7 @@ def make_app(
     return app
 
 
-def _answer(asked: Asked, done: list[Translated], language: str | None) -> dict[str, Any]:
+def _answer(asked: Asked, done: list[Translated]) -> dict[str, Any]:
     lines = [
         {
             "source": source,
@@ -255,7 +252,7 @@ def _answer(asked: Asked, done: list[Translated], language: str | None) -> dict[
         }
         for source, of in zip(asked.lines, done, strict=True)
     ]
-    return {"text": "\n".join(of.text for of in done), "language": language, "lines": lines}
+    return {"text": "\n".join(of.text for of in done), "language": asked.language, "lines": lines}
 
 
 async def _refused(request: Request, error: Exception) -> Response:

@@ -7,7 +7,7 @@ import math
 import os
 import signal
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -49,7 +49,6 @@ def serve(
     options: ServeConfig,
     bound: socket.socket,
     say: Callable[[str], None] = lambda text: print(text, flush=True),
-    identify: Callable[[Sequence[str]], str | None] = lambda lines: None,
 ) -> int:
     """Serves until SIGTERM or SIGINT, then lets requests end. Must be called from the main thread.
 
@@ -58,18 +57,16 @@ def serve(
         options: limits.
         bound: what `listen` gave.
         say: takes what is to be told.
-        identify: tells the language of lines of text, if it can.
 
     Returns:
         The signal that ended it.
     """
     say("gshard-m4: compiling ...")
     with starting(bound):
-        identify(["a"])  # counts what it needs
         translator.translate([" ".join(["a"] * n) for n in _lengths(translator.text.length)])
     server: _Server
     config = uvicorn.Config(
-        make_app(translator, options, lambda: server.should_exit, identify),
+        make_app(translator, options, lambda: server.should_exit),
         log_config=_LOGGING,
         access_log=options.access_log,
         server_header=False,

@@ -5,7 +5,6 @@ const [form, source, from, result, status, left, go, copy, alternatives] =
   ["form", "source", "from", "result", "status", "left", "go", "copy", "alternatives"].map(at);
 let limits = { characters: 5000, alternatives: 1 };
 let newest = 0;
-const nameOf = new Map();
 
 // Code points, as the server counts them.
 const count = () => Array.from(source.value).length;
@@ -77,7 +76,7 @@ async function translate() {
     }
     show(answer);
     const seconds = `${((performance.now() - began) / 1000).toFixed(1)} s`;
-    say(asked.from || !answer.language ? seconds : `from ${nameOf.get(answer.language)}, it seems; ${seconds}`);
+    say(seconds);
   } catch {
     if (mine === newest) say("The server does not answer.", true);
   } finally {
@@ -94,7 +93,6 @@ async function start() {
   at("count").textContent = known.languages.length || "Many";
   alternatives.closest("label").hidden = known.alternatives < 2;
   const named = known.languages.map(({ code, name }) => [name, code]);
-  for (const [name, code] of named) nameOf.set(code, name);
   named.sort(([a], [b]) => a.localeCompare(b, "en"));
   from.append(...named.map(([name, code]) => new Option(name, code)));
   at("kept").textContent = known.remembers
