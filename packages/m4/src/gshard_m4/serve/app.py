@@ -72,7 +72,6 @@ class Metrics:
         self.seconds = made(Histogram, "m4_request_seconds", "From request to answer.", ["route"])
         self.sentences = made(Counter, "m4_sentences_total", "Sentences translated.")
         self.tokens = made(Counter, "m4_source_tokens_total", "Source tokens read.")
-        self.remembered = made(Counter, "m4_cached_sentences_total", "Sentences answered from memory.")
         sizes = [1, 2, 4, 8, 16, 32, 64, 128]
         self.batches = made(Histogram, "m4_batch_sentences", "Sentences searched for together.", buckets=sizes)
         self.batch_seconds = made(Histogram, "m4_batch_seconds", "Time that some steps of a search took.")
@@ -153,7 +152,6 @@ def make_app(
     page = {at: resources.files("gshard_m4.serve").joinpath("page", name).read_bytes() for at, name in PAGE.items()}
     languages = [{"code": code, "name": name_of(code), "pairs": n} for code, n in translator.languages.items()]
     shown = {"languages": languages, "characters": options.characters, "alternatives": translator.options.n_best}
-    shown["remembers"] = options.cache > 0
     batcher: Batcher
 
     metrics = Metrics(lambda: batcher.waiting)
@@ -162,8 +160,7 @@ def make_app(
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         nonlocal batcher
         wait = options.wait / 1000
-        seen, hit = metrics.batch, metrics.remembered.inc
-        batcher = Batcher(translator, options.queue, wait, seen, options.cache, hit)
+        batcher = Batcher(translator, options.queue, wait, metrics.batch)
         yield
         await batcher.close()
 

@@ -26,7 +26,6 @@ class ServeConfig:
         wait: milliseconds to wait for more sentences before a batch that is not full is translated.
         timeout: seconds in which the body of a request must have come, and in which it must be translated.
         grace: seconds that requests may still take after SIGTERM.
-        cache: sentences whose translations are remembered, each for the address that asked; 0 remembers none.
         access_log: print a line about each request, without its text.
         proxies: addresses or networks, with commas between, of proxies whose X-Forwarded-For is believed; * is all.
     """
@@ -43,7 +42,6 @@ class ServeConfig:
     wait: float = 5.0
     timeout: float = 60.0
     grace: float = 10.0
-    cache: int = 10_000
     access_log: bool = False
     proxies: str = ""
 
@@ -51,7 +49,7 @@ class ServeConfig:
         for name in ("characters", "lines", "body", "queue", "connections", "burst"):
             if getattr(self, name) < 1:
                 raise OptionError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("rate", "wait", "grace", "cache"):
+        for name in ("rate", "wait", "grace"):
             if not getattr(self, name) >= 0:
                 raise OptionError(f"{name} must not be negative, got {getattr(self, name)}")
         if not self.timeout > 0:

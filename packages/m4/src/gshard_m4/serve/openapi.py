@@ -96,7 +96,6 @@ _LANGUAGES = {
     "languages": {"type": "array", "items": _LANGUAGE},
     "characters": {"type": "integer"},
     "alternatives": {"type": "integer"},
-    "remembers": {"type": "boolean", "description": "Whether translations stay in memory for who asked for them."},
 }
 _LINE = _object(
     {

@@ -95,9 +95,6 @@ async function start() {
   const named = known.languages.map(({ code, name }) => [name, code]);
   named.sort(([a], [b]) => a.localeCompare(b, "en"));
   from.append(...named.map(([name, code]) => new Option(name, code)));
-  at("kept").textContent = known.remembers
-    ? "The server keeps recent sentences and translations in memory, for your address alone, and sends them nowhere else."
-    : "The text is neither kept nor sent anywhere else.";
   showLeft();
 }
 
