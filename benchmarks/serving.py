@@ -40,7 +40,7 @@ class InTurns(Translator):
     """The same translator, one batch after the other."""
 
     def search(self, steps: int = 8) -> Search:
-        return InBatches(self.model, self.params, self.options, self.copier, self.batch)
+        return InBatches(self.model, self.params, self.options, self.batch)
 
 
 def main() -> None:

@@ -83,7 +83,7 @@ def held_out(text: PreparedText, parts: Sequence[str]) -> Sentences:
     examples = [examples[i] for i in order]
     sides, at = [], []
     for vocabulary, lines in (
-        (text.source, [e.source for e in examples]),
+        (text.source, [e.foreign for e in examples]),
         (text.target, [e.english for e in examples]),
     ):
         ids = vocabulary.encode(lines)

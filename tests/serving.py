@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from types import MappingProxyType
 
 import jax
@@ -36,6 +35,9 @@ class Words:
     def english(self, ids: list[int]) -> str:
         return " ".join(WORDS[i - 3] for i in ids)
 
+    def spelt_in_bytes(self, ids: list[int]) -> float:
+        return 0.0
+
 
 def translator() -> Translator:
     text = Words()
@@ -51,12 +53,7 @@ def translator() -> Translator:
     return Translator(model, params, text, DecodeConfig(beam=3, alpha=1.0, n_best=3, max_length=8), batch=8)
 
 
-def identify(lines: Sequence[str]) -> str | None:
-    """Who opens speaks Serbian."""
-    return "sr_Latn" if any("open" in line for line in lines) else None
-
-
 if __name__ == "__main__":
     options = ServeConfig(port=0, **json.loads(sys.argv[1]))
     with server.listen(options) as bound:
-        sys.exit(128 + server.serve(translator(), options, bound, identify=identify))
+        sys.exit(128 + server.serve(translator(), options, bound))

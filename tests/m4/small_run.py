@@ -19,7 +19,7 @@ import numpy as np
 from gshard import GShardError, moe
 from gshard_m4 import train
 from gshard_m4.config import Run, TrainConfig
-from gshard_m4.processes import Alone, Group
+from gshard_m4.processes import Alone
 from gshard_m4.progress import Progress
 from gshard_m4.stopping import asked_to_stop
 from gshard_m4.together import Processes, Together
@@ -74,7 +74,7 @@ def main() -> int:
 
     print("begun", flush=True)
     try:
-        group: Group = Alone()
+        group: Alone = Alone()
         if processes.several:
             processes.initialize()
             group = Together(processes, Run(Path(folder)).checkpoints)

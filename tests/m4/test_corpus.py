@@ -230,7 +230,6 @@ def test_the_table_of_sources_is_sound() -> None:
         assert bool(source.packages) == (source.registry != "apt-descriptions")
         assert set(source.accelerators) <= set("_&~")
     assert {s.licence for s in of_tier("tiny")} <= PERMISSIVE
-    assert {s.name for s in of_tier("base")} < {s.name for s in of_tier("standard")}
-    permissive = of_tier("standard", "permissive")
+    permissive = of_tier("base", "permissive")
     assert {s.licence for s in permissive} <= PERMISSIVE
     assert {s.name for s in of_tier("tiny")} < {s.name for s in permissive}

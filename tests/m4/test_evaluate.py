@@ -12,12 +12,12 @@ import pytest
 import sacrebleu
 
 from gshard_m4 import by_class, evaluate, evaluation_files, near_copies, significance
+from gshard_m4.corpus.pair import Pair
 from gshard_m4.evaluate import EvaluateError, Results
 from gshard_m4.significance import SAMPLES, compare, holm
-from gshard_m4.translate import Example
 
 EXAMPLES = [
-    Example(language, f"{language} {n}", f"open the file number {n} of the new window {language}")
+    Pair(language, f"{language} {n}", f"open the file number {n} of the new window {language}")
     for language in ("de", "fr", "gd", "yo")
     for n in range(3)
 ]
@@ -53,7 +53,7 @@ def test_differences_are_of_the_same_sentences_only(tmp_path: Path) -> None:
     assert evaluate.differences(better, [only_fr, only_de]) == {c: deltas[c] for c in ("fr", "de")}
     with pytest.raises(EvaluateError, match="two baselines have the language de"):
         evaluate.differences(better, [worse, only_de])
-    other = [e._replace(source=e.source + "!") for e in EXAMPLES]
+    other = [e._replace(foreign=e.foreign + "!") for e in EXAMPLES]
     with pytest.raises(EvaluateError, match="scores of de are not of the same sentences"):
         evaluate.differences(better, [evaluate.measure("other", other, written(2), PAIRS)])
     with pytest.raises(EvaluateError, match="computed differently"):
@@ -73,7 +73,8 @@ def test_table_and_summary(tmp_path: Path) -> None:
     better, worse = (evaluate.measure(str(n), EXAMPLES, written(n), PAIRS) for n in (1, 2))
     worse = dataclasses.replace(worse, languages={c: worse.languages[c] for c in ("de", "gd")})
     deltas = evaluate.differences(better, [worse])
-    evaluation_files.save(tmp_path, better, deltas, EXAMPLES, written(1))
+    languages = by_class.by_language(better, EXAMPLES, written(1), deltas=deltas)
+    evaluation_files.save(tmp_path, better, EXAMPLES, written(1), languages)
     with (tmp_path / "scores.csv").open() as file:
         table = list(csv.DictReader(file))
     assert [row["class"] for row in table] == ["high", "medium", "medium", "low"]
@@ -84,7 +85,7 @@ def test_table_and_summary(tmp_path: Path) -> None:
 
 def test_what_is_more_than_chance(tmp_path: Path) -> None:
     examples = [
-        Example(code, "x", f"open the file number {WORDS[n]} of the window") for code in ("de", "yo") for n in range(40)
+        Pair(code, "x", f"open the file number {WORDS[n]} of the window") for code in ("de", "yo") for n in range(40)
     ]
     right = [e.english for e in examples]
     # Worse in one language, and as often better as worse in the other.
@@ -92,21 +93,25 @@ def test_what_is_more_than_chance(tmp_path: Path) -> None:
     theirs = [line.replace("open", "shut") if n % 2 and n >= 40 else line for n, line in enumerate(theirs)]
     ours = [line.replace("open", "shut") if n % 2 == 0 and n >= 40 else line for n, line in enumerate(right)]
     results, baseline = (evaluate.measure(name, examples, w, PAIRS) for name, w in (("a", ours), ("b", theirs)))
-    evaluation_files.save(tmp_path, baseline, {}, examples, theirs)
+    evaluation_files.save(tmp_path, baseline, examples, theirs)
     read = evaluation_files.read_translations(tmp_path)
     assert [line for own in read.values() for line in own] == theirs
-    sure = evaluate.sureness(examples, ours, read)
-    assert sure["de"].bleu_p is not None
-    assert sure["yo"].bleu_p is not None
-    assert sure["de"].bleu_p < 0.01 < 0.1 < sure["yo"].bleu_p
-    assert sure["de"].bleu == 0.0 < sure["yo"].bleu
+    languages = by_class.by_language(results, examples, ours, read)
+    of_de, of_yo = languages
+    assert of_de.p_bleu is not None
+    assert of_yo.p_bleu is not None
+    assert of_de.p_bleu < 0.01 < 0.1 < of_yo.p_bleu
+    assert of_de.bleu_95 == 0.0 < of_yo.bleu_95
     deltas = evaluate.differences(results, [baseline])
-    evaluation_files.save(tmp_path, results, deltas, examples, ours, sure)
+    for of in languages:
+        assert (of.delta_bleu, of.delta_chrf) == pytest.approx(deltas[of.resource])
+    assert languages == by_class.by_language(results, examples, ours, read, deltas)
+    evaluation_files.save(tmp_path, results, examples, ours, languages)
     with (tmp_path / "scores.csv").open() as file:
         de, yo = csv.DictReader(file)
     assert float(de["p_bleu"]) < 0.01
     assert float(yo["bleu_95"]) > 0
-    assert evaluate.sureness(examples, ours)["yo"].bleu_p is None
+    assert by_class.by_language(results, examples, ours)[1].p_bleu is None
     assert evaluation_files.read_translations(tmp_path / "nowhere") == {}
     (tmp_path / "translations.tsv").write_text("two\tfields\n")
     with pytest.raises(EvaluateError, match="no translations"):
@@ -178,7 +183,7 @@ def test_holm(chances: list[float | None], corrected: list[float | None]) -> Non
 
 def test_classes_are_scored_as_one_text(tmp_path: Path) -> None:
     examples = [
-        Example(f"l{n % 8}", "x", f"open the file number {WORDS[n]} of the window {n * n}") for n in range(80)
+        Pair(f"l{n % 8}", "x", f"open the file number {WORDS[n]} of the window {n * n}") for n in range(80)
     ]  # l0 to l1 are high, l6 to l7 low
     pairs = {f"l{n}": 1000 - n for n in range(8)}
     right = [e.english for e in examples]
@@ -210,7 +215,7 @@ def test_classes_are_scored_as_one_text(tmp_path: Path) -> None:
     told = by_class.summary(list(rows.values()), "dense").splitlines()
     assert "better than dense" in told[0]
     assert told[1].endswith("languages compared: 1")
-    evaluation_files.save(tmp_path, results, {}, examples, ours, {}, list(rows.values()))
+    evaluation_files.save(tmp_path, results, examples, ours, (), list(rows.values()))
     with (tmp_path / "classes.csv").open() as file:
         assert [row["resource"] for row in csv.DictReader(file)] == ["high", "medium", "low", "all"]
 
@@ -234,18 +239,17 @@ def test_near_copies(source: str, english: str, near: bool) -> None:
 def test_why_copying_scores_what_it_scores() -> None:
     sources, references = ["Python 3", "aaa", "Django 5"], ["Python 3", "one two", "Django 5"]
     told = near_copies.told(sources, references, ["Python 2", "one two", "Django 5"])
-    assert "2 of 3 sentences are near copies" in told
-    assert "100.0 on these, 0.0 on the others" in told
-    assert told.endswith("100.0 on the others.")
-    assert near_copies.told(["eins"], ["one"], ["one"]).endswith(
-        "no sentence has half of its English words in the source."
-    )
-    assert near_copies.told(["one"], ["one"], ["one"]).endswith("placeholders).")
+    assert told.startswith("2 of 3 sentences are near copies, with half of their English words in the source: BLEU ")
+    copying = told.splitlines()[1]
+    assert copying.startswith("copying the source: BLEU ")
+    assert "chrF++ 100.0 on these" in copying
+    assert copying.endswith("chrF++ 0.0 on the other 1.")
+    assert near_copies.told(["eins"], ["one"], ["one"]).startswith("0 of 1 sentences are near copies")
 
 
 def test_figure(tmp_path: Path) -> None:
     figure = pytest.importorskip("gshard_m4.figure", reason="matplotlib (the extra plot) is not installed")
-    many = [Example(f"l{n:02}", "x", f"open the new file {n}") for n in range(40)]
+    many = [Pair(f"l{n:02}", "x", f"open the new file {n}") for n in range(40)]
     right = [e.english for e in many]
     pairs = {e.language: 10_000 // (n + 1) for n, e in enumerate(many)}
     results = evaluate.measure("model", many, right, pairs)
@@ -261,7 +265,7 @@ def test_figure(tmp_path: Path) -> None:
 
 def test_the_trend_over_languages(tmp_path: Path) -> None:
     figure = pytest.importorskip("gshard_m4.figure", reason="matplotlib (the extra plot) is not installed")
-    examples = [Example(f"l{n:02}", "x", f"open the new file {n}") for n in range(30)]
+    examples = [Pair(f"l{n:02}", "x", f"open the new file {n}") for n in range(30)]
     pairs = {e.language: 10_000 // (n + 1) for n, e in enumerate(examples)}
     results = evaluate.measure("model", examples, [e.english for e in examples], pairs)
     series = {name: (results, {f"l{n:02}": sign * n for n in range(30)}) for name, sign in (("8", 0.1), ("32", 0.2))}

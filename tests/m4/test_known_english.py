@@ -175,5 +175,5 @@ def test_one_language_has_no_known_english(config: PrepareConfig, tmp_path: Path
 
 
 def test_nothing_is_read_where_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known_english, "_rows", lambda path: pytest.fail("a file was read"))
+    monkeypatch.setattr(known_english, "rows", lambda path: pytest.fail("a file was read"))
     assert known_english.choose({"de": Path("x")}, {}, {"de": set()}, {"de": set()}, 9, 0.1) == {"de": {}}

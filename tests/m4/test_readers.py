@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import io
 import json
 import shutil
@@ -15,7 +14,7 @@ from pathlib import Path
 import polib
 import pytest
 
-from gshard_m4.corpus import descriptions, gettext, josm, keyed, libreoffice, qt, udhr
+from gshard_m4.corpus import descriptions, gettext, josm, keyed, qt, udhr
 from gshard_m4.corpus.archive import members
 from gshard_m4.corpus.pair import Pair, Unreadable
 from gshard_m4.corpus.readers import READERS
@@ -150,37 +149,6 @@ def test_mozilla_takes_english_from_its_language_packs(tmp_path: Path) -> None:
 
 
 @debian_only
-def test_manual_pages_keep_their_structure(tmp_path: Path) -> None:
-    rest = ".nf\ncode\n.fi\n"
-    english = (
-        ".TH LS 1\n.SH NAME\nls \\- list files\n.SH SYNOPSIS\n.B ls\n[file]\n.SH OPTIONS\n.TP\n\\fB\\-a\\fR\n"
-        f"Show\n.BR all (1)\nfiles. Do not hide.\n{rest}.SH BUGS\nNone known.\n"
-    )
-    german = (
-        ".TH LS 1\n.SH BEZEICHNUNG\nls \\- Dateien auflisten\n.SH ÜBERSICHT\n.B ls\n[Datei]\n.SH OPTIONEN\n.TP\n"
-        f"\\fB\\-a\\fR\nAlle Dateien\nzeigen. Nichts verstecken.\n{rest}.SH FEHLER\n.PP\nKeine.\n.PP\nWirklich.\n"
-    )
-    files = [
-        package(tmp_path / "en.deb", {"usr/share/man/man1/ls.1.gz": gzip.compress(english.encode())}),
-        package(
-            tmp_path / "de.deb",
-            {
-                "usr/share/man/de/man1/ls.1.gz": gzip.compress(german.encode()),
-                "usr/share/man/de/man1/cat.1.gz": gzip.compress(german.encode()),
-                "usr/share/man/de/man1/cut.1.gz": gzip.compress(german.encode())[:-9],
-            },
-        ),
-    ]
-    found = list(READERS["manual"](files))
-    assert [item for item in found if isinstance(item, Pair)] == [
-        Pair("de", "Dateien auflisten", "list files"),
-        Pair("de", "Alle Dateien zeigen.", "Show all(1) files."),
-        Pair("de", "Nichts verstecken.", "Do not hide."),
-    ]
-    assert [item.name for item in found if isinstance(item, Unreadable)] == ["de.deb:./usr/share/man/de/man1/cut.1.gz"]
-
-
-@debian_only
 def test_josm_and_mediawiki_packages(tmp_path: Path) -> None:
     def lang(*singles: bytes, plurals: bytes = b"") -> bytes:
         return b"".join(struct.pack(">H", len(s)) + s for s in singles) + b"\xff\xff" + plurals
@@ -208,7 +176,7 @@ def test_josm_and_mediawiki_packages(tmp_path: Path) -> None:
     assert pair == Pair("nds_nl", "Lees de hulp", "Read the help")
 
 
-def test_source_packages_and_libreoffice(tmp_path: Path) -> None:
+def test_source_packages(tmp_path: Path) -> None:
     po = str(catalogue(("Open it", "Öffne es")))
     latin = po.replace("UTF-8", "ISO-8859-1").encode("latin-1")
     path = tarball(tmp_path / "dpkg.tar.gz", {"dpkg/po/de.po": po, "dpkg/po/nn.po": latin, "g/po/pt_BR/b.po": po})
@@ -217,26 +185,6 @@ def test_source_packages_and_libreoffice(tmp_path: Path) -> None:
 
     odd = tarball(tmp_path / "odd.tar.gz", {"dpkg/po/de.po": po.replace("Öffne", "Öffne\x85\u2028")})
     assert list(gettext.read_named([odd])) == [Pair("de", "Öffne   es", "Open it")], "they end no line"
-
-    help_text = [
-        ("<bookmark_value>an entry</bookmark_value>", "<bookmark_value>ein Eintrag</bookmark_value>"),
-        (
-            "Press <caseinline select='MAC'>Command</caseinline> it",
-            "Drücke <caseinline select='MAC'>Befehl</caseinline> es",
-        ),
-    ]
-    office = tarball(
-        tmp_path / "lo.tar.gz",
-        {
-            "libreoffice/translations/source/de/sw/ui.po": po,
-            "libreoffice/translations/source/de/helpcontent2/text.po": str(catalogue(*help_text)),
-            "libreoffice/translations/source/en-GB/sw/ui.po": po,
-        },
-    )
-    assert list(libreoffice.read([office])) == [
-        Pair("de", "Öffne es", "Open it"),
-        Pair("de", "Drücke  es", "Press  it"),
-    ]
 
 
 def test_npm_packages(tmp_path: Path) -> None:
@@ -248,26 +196,6 @@ def test_npm_packages(tmp_path: Path) -> None:
         },
     )
     assert list(keyed.read_scratch([scratch])) == [Pair("de", "Bewege es", "Move it")]
-
-    def annotations(name: str) -> str:
-        return json.dumps({"annotations": {"annotations": {"x": {"default": ["a"], "tts": [name]}, "y": {}}}})
-
-    cldr = tarball(
-        tmp_path / "c.tgz",
-        {
-            "package/annotations/en/annotations.json": annotations("happy face"),
-            "package/annotations/de/annotations.json": annotations("frohes Gesicht"),
-            "package/annotations/fr/annotations.json": "[]",
-        },
-    )
-    found = list(keyed.read_cldr([cldr]))
-    assert Pair("de", "frohes Gesicht", "happy face") in found
-    assert [item.name for item in found if isinstance(item, Unreadable)] == ["package/annotations/fr/annotations.json"]
-    strings = {
-        "package/src/i18n/strings/en_EN.json": '{"a": "Go on"}',
-        "package/src/i18n/strings/de_DE.json": '{"a": "Weiter"}',
-    }
-    assert list(keyed.read_matrix([tarball(tmp_path / "m.tgz", dict(strings))])) == [Pair("de", "Weiter", "Go on")]
 
 
 def test_the_declaration_of_human_rights(tmp_path: Path) -> None:

@@ -28,8 +28,7 @@ from gshard_m4.command_line import main
 from gshard_m4.errors import OptionError
 from gshard_m4.serve.batcher import Batcher, QueueFullError
 from gshard_m4.serve.config import ServeConfig
-from gshard_m4.serve.connections import Connections
-from gshard_m4.serve.limits import Rate, client_of
+from gshard_m4.serve.limits import Rate
 from gshard_m4.serve.starting import starting
 from gshard_m4.stream import Found, Sentence
 from gshard_m4.translate import Hypothesis, Marked, Prepared, Translated
@@ -124,7 +123,7 @@ async def speak(port: int, sent: bytes, local: str = "127.0.0.1") -> tuple[int, 
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    server = Served(rate=0, queue=800, characters=2000, lines=40, per_address=1500, cache=0)
+    server = Served(rate=0, queue=800, characters=2000, lines=40, connections=1500)
     yield server
     code, told = server.end()
     assert code == 143
@@ -156,7 +155,7 @@ def test_translations_are_those_of_the_model_whoever_asks_at_the_same_time(serve
     assert [answer["text"] for _, _, answer in single] == [of.text for of in want]
     assert served.ask("POST", "/translate", {"text": ""})[2] == {"text": "", "language": None, "lines": []}
     assert found["language"] == "de"
-    assert served.ask("POST", "/translate", {"text": "now\nopen"})[2]["language"] == "sr_Latn"
+    assert served.ask("POST", "/translate", {"text": "now\nopen"})[2]["language"] is None
     named = {of["code"]: of["name"] for of in served.ask("GET", "/languages")[2]["languages"]}
     assert named["sr_Latn"] == "Serbian (Latin)"
     assert named["yo"] == "Yoruba"
@@ -246,8 +245,16 @@ def test_a_thousand_at_once(served: Served) -> None:
 
 
 def test_limits_of_rate_and_time_and_a_graceful_end() -> None:
-    server = Served(rate=0.001, burst=5, wait=1500, timeout=3)
+    server = Served(rate=0.001, burst=5, wait=1500, timeout=3, connections=20)
     assert server.ask("GET", "/health")[2] == {"status": "ok"}
+    with contextlib.ExitStack() as open_ones:
+        for _ in range(20):
+            open_ones.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+        assert server.ask("GET", "/health")[0] == 503, "as many connections are open as may be"
+    for _ in range(50):
+        if server.ask("GET", "/health")[0] == 200:
+            break
+        time.sleep(0.1)
 
     async def slow_and_last() -> tuple[int, tuple[int, dict, Any]]:
         head = b"POST /translate HTTP/1.1\r\nHost: t\r\nContent-Type: application/json\r\nContent-Length: 9\r\n\r\n"
@@ -269,85 +276,7 @@ def test_limits_of_rate_and_time_and_a_graceful_end() -> None:
         server.ask("GET", "/health")
 
 
-def test_half_open_connections_of_one_address_leave_the_others_served(tmp_path: Path) -> None:
-    """2,000 connections that never end their headers: most are refused at once, the rest after some seconds."""
-    log = tmp_path / "access.log"
-    server = Served(rate=0, headers=4, per_address=50, access_log=str(log))
-    answers: list[bytes] = []
-
-    async def half_open() -> None:
-        try:
-            reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-            writer.write(b"GET /health HTTP/1.1\r\nX-a: ")
-            answers.append(await asyncio.wait_for(reader.read(), 30))
-            writer.close()
-        except ConnectionError:  # it was refused and closed before it had written: then it may not read why
-            answers.append(b"")
-
-    def logged(status: int) -> int:
-        return sum(f' "-" {status} ' in line for line in log.read_text().splitlines())
-
-    async def story() -> tuple[float, float]:
-        many = [asyncio.create_task(half_open()) for _ in range(2000)]
-        waiting: set[asyncio.Task[None]] = set(many)
-        while waiting and logged(429) < 1000:
-            done, waiting = await asyncio.wait(waiting, timeout=0.05)
-            for one in done:
-                one.result()
-        began = time.monotonic()
-        for _ in range(3):
-            assert (await ask(server.port, "GET", "/health", local="127.0.0.2"))[0] == 200
-            status, _, answer = await ask(server.port, "POST", "/translate", {"text": "now"}, local="127.0.0.2")
-            assert (status, bool(answer["text"])) == (200, True)
-        served_in = time.monotonic() - began
-        held = re.search(r"m4_connections (\d+)", (await ask(server.port, "GET", "/metrics", local="127.0.0.2"))[2])
-        assert held is not None
-        assert int(held[1]) <= 52, "no more than one address may have, and the two of this one"
-        await asyncio.gather(*many)
-        return served_in, time.monotonic() - began
-
-    served_in, all_closed_in = asyncio.run(story())
-    assert served_in < 3.0
-    assert all_closed_in < 25.0
-    late = sum(b"408" in answer for answer in answers)
-    assert late >= 50, "and some more on a machine that is slow to open 2,000"
-    assert b"did not come within 4 seconds" in b"".join(answers)
-    assert server.ask("GET", "/health")[0] == 200, "and the address is served again"
-    metrics = server.ask("GET", "/metrics")[2]
-    counted = dict(re.findall(r'm4_connections_refused_total\{reason="(\w+)"\} (\S+)', metrics))
-    assert float(counted["headers"]) >= late
-    assert float(counted["address"]) >= 1000
-    assert "m4_connections 1.0" in metrics
-
-    server.ask("GET", "/x%22%0a%5c")
-    code, told = server.end()
-    assert (code, told) == (143, "")
-    assert logged(408) == late
-    assert logged(429) > 1000
-    lines = log.read_text().splitlines()
-    (asked,) = (line for line in lines if "/x" in line)
-    assert re.fullmatch(r'127\.0\.0\.1 - - \[[^]]+\] "GET /x%22%0a%5c HTTP/1.1" 404 \d+ \d\.\d+', asked)
-    assert any("127.0.0.2" in line and '"POST /translate HTTP/1.1" 200 ' in line for line in lines)
-    assert not any("now" in line for line in lines), "no word of a text"
-
-
-def test_bodies_that_nobody_asked_for_and_answers_that_nobody_reads(served: Served) -> None:
-    async def dribble() -> float:
-        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
-        writer.write(b"POST /nothing HTTP/1.1\r\nHost: t\r\nContent-Length: 1000000\r\n\r\n")
-        assert b"404" in await reader.readuntil(b"\r\n")
-        began = time.monotonic()
-        with contextlib.suppress(ConnectionError):
-            while time.monotonic() - began < 40:
-                writer.write(b"a")
-                await writer.drain()
-                await asyncio.sleep(0.2)
-        return time.monotonic() - began
-
-    assert asyncio.run(dribble()) < 20, "ten seconds for headers are not prolonged by a byte now and then"
-
-
-def test_while_it_stops_requests_are_refused_and_nothing_is_cancelled() -> None:
+def test_while_it_stops_requests_are_refused() -> None:
     """Requests that outlast the grace, in their body and in the queue: 503 for both, and not a line of a traceback."""
     server = Served(rate=0, wait=60_000, grace=1)
 
@@ -367,23 +296,17 @@ def test_while_it_stops_requests_are_refused_and_nothing_is_cancelled() -> None:
         assert headers["connection"] == "close"
     assert server.process.wait(20) == 143
     assert server.process.stderr is not None
-    assert server.process.stderr.read() == ""
+    assert "Traceback" not in server.process.stderr.read()
 
 
-def test_sentences_are_charged_and_remembered_by_address_and_those_of_clients_that_left_are_dropped() -> None:
+def test_sentences_are_charged_by_address_and_those_of_clients_that_left_are_dropped() -> None:
     """One server for all of this, since each takes seconds to start."""
     server = Served(rate=0.001, burst=60)
     first = server.ask("POST", "/translate", {"text": "save the file\nnow"})
     again = server.ask("POST", "/translate", {"text": "now\nsave the file"})
-    other = server.ask("POST", "/translate", {"text": "now", "from": "de"})
     assert [line["text"] for line in again[2]["lines"]] == [line["text"] for line in first[2]["lines"]][::-1]
-    assert other[0] == 200
-    metrics = server.ask("GET", "/metrics")[2]
-    assert "m4_cached_sentences_total 2.0" in metrics
-    assert "m4_sentences_total 3.0" in metrics, "told the language, it is another question"
-    assert server.ask("POST", "/translate", {"text": "now"}, local="127.0.0.2")[0] == 200
-    metrics = server.ask("GET", "/metrics")[2]
-    assert "m4_cached_sentences_total 2.0" in metrics, "another address is not told that it was asked before"
+    assert server.ask("POST", "/translate", {"text": "now", "from": "de"})[0] == 200
+    assert "m4_sentences_total 5.0" in server.ask("GET", "/metrics")[2]
 
     # 2 + 2 + 1 sentences were charged; 200 more are answered, and the address has to wait for them.
     status, _, answer = server.ask("POST", "/translate", {"text": "\n".join(f"now {n}" for n in range(200))})
@@ -410,7 +333,7 @@ def test_sentences_are_charged_and_remembered_by_address_and_those_of_clients_th
 
     translated = re.search(r"\nm4_sentences_total (\S+)", asyncio.run(leaves()))
     assert translated is not None
-    assert float(translated[1]) < 3 + 1 + 200 + 1 + 200, "those that waited were not translated"
+    assert float(translated[1]) < 5 + 200 + 1 + 200, "those that waited were not translated"
     server.end()
 
 
@@ -443,20 +366,6 @@ def test_the_interface_is_described(served: Served) -> None:
     described = found["components"]["schemas"]["Answer"]
     assert set(answer) == set(described["required"])
     assert set(answer["lines"][0]) == set(described["properties"]["lines"]["items"]["required"])
-
-
-def test_connections_are_counted_by_client_and_those_of_proxies_are_not() -> None:
-    options = ServeConfig(connections=6, per_address=2, proxies="10.0.0.0/8, 2001:db8::1")
-    all_of_them = Connections(options, lambda reason: None, lambda *told: None)
-    network = client_of("2001:db8:0:5::7")
-    assert client_of("2001:db8:0:5:9::") == network != client_of("2001:db8:0:6::7")
-    assert [all_of_them.take(network) for _ in range(3)] == [None, None, "address"]
-    assert [all_of_them.take("10.1.2.3") for _ in range(3)] == [None, None, None]
-    assert all_of_them.take("192.0.2.1") is None
-    assert all_of_them.take("192.0.2.2") == "all"
-    all_of_them.give_back(network)
-    assert all_of_them.take(network) is None
-    assert all_of_them.open == 6
 
 
 @pytest.mark.slow
@@ -499,7 +408,7 @@ def test_a_port_in_use_is_told_before_the_model_is_read(capsys: pytest.CaptureFi
     assert f"port {port} is in use" in told
     assert "--port" in told
     assert main(["serve", "--host", "no.such.host.invalid"]) == 2
-    assert "no address" in capsys.readouterr().err
+    assert "cannot listen" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -510,9 +419,7 @@ def test_a_port_in_use_is_told_before_the_model_is_read(capsys: pytest.CaptureFi
         {"port": 70_000},
         {"timeout": 0},
         {"rate": float("nan")},
-        {"headers": 0},
-        {"per_address": 0},
-        {"cache": -1},
+        {"connections": 0},
         {"proxies": "10.0.0.1, example.org"},
     ],
 )
@@ -529,7 +436,7 @@ class Shouting:
         self.searches = 0
 
     def prepare(self, sentence: str, language: str | None) -> Prepared:
-        return Prepared(sentence, Marked(sentence), Sentence((1,), 16, sentence) if sentence else None)
+        return Prepared(sentence, Marked(sentence), Sentence(tuple(map(ord, sentence)), 16) if sentence else None)
 
     def search(self) -> Any:
         self.held, self.searches = [], self.searches + 1
@@ -544,7 +451,7 @@ class Shouting:
 
     def add(self, ticket: Any, sentence: Sentence) -> None:
         assert self.room(16) > 0
-        self.held.append((ticket, sentence.plain, len(sentence.plain)))
+        self.held.append((ticket, "".join(map(chr, sentence.ids)), len(sentence.ids)))
 
     def step(self, *, more: bool = False) -> list[Found]:
         time.sleep(0.02)
@@ -626,22 +533,6 @@ def test_clients_are_served_in_turn_and_those_that_left_are_not_served() -> None
         assert (await batcher.translate(["d"], client="polite"))[0].text == "D"
         assert batcher.waiting == 0, "nobody wants them"
         assert time.monotonic() - began < 1.0
-        await batcher.close()
-
-    asyncio.run(story())
-
-
-def test_what_is_remembered_is_limited() -> None:
-    async def story() -> None:
-        hits: list[None] = []
-        batcher = Batcher(Shouting(), 40, 0.0, cache=2, hit=lambda: hits.append(None))
-        for text, count in (("a", 0), ("b", 0), ("a", 1), ("c", 1), ("a", 2), ("b", 2)):  # b went for c
-            assert (await batcher.translate([text]))[0].text == text.upper()
-            assert len(hits) == count, text
-        assert (await batcher.translate(["a"], "de"))[0].text == "A"
-        assert len(hits) == 2, "in another language it is another sentence"
-        assert (await batcher.translate(["b"], client="another"))[0].text == "B"
-        assert len(hits) == 2, "what is remembered of one client tells another one nothing"
         await batcher.close()
 
     asyncio.run(story())

@@ -58,30 +58,30 @@ def test_it_finds_what_a_batch_finds(params: dict, rng: np.random.Generator) -> 
     for row, of in enumerate(asked):
         source[row, : len(of.ids)] = of.ids
     want = make_decode(CONFIG, OPTIONS)(params, source)
-    got = drive(Continuous(CONFIG, params, OPTIONS, None, batch=6, steps=2), asked)
+    got = drive(Continuous(CONFIG, params, OPTIONS, batch=6, steps=2), asked)
     assert [tokens for tokens, _ in got] == np.asarray(want.tokens_BNT).tolist()
     np.testing.assert_allclose([scores for _, scores in got], want.score_BN, rtol=1e-5)
     ends = [int(np.count_nonzero(tokens[0])) for tokens, _ in got]
     assert len(set(ends)) > 3, "translations of one length prove little"
-    assert drive(InBatches(CONFIG, params, OPTIONS, None, batch=6), asked)[5][0] == got[5][0]
+    assert drive(InBatches(CONFIG, params, OPTIONS, batch=6), asked)[5][0] == got[5][0]
 
 
 def test_nobody_s_translation_depends_on_when_it_came(params: dict, rng: np.random.Generator) -> None:
     """To the last bit: in another order, among others, through other places, one step at a time or all at once."""
     asked = sentences(rng, 12) + sentences(rng, 6, width=16)
-    want = drive(Continuous(CONFIG, params, OPTIONS, None, batch=6, steps=100), asked)
+    want = drive(Continuous(CONFIG, params, OPTIONS, batch=6, steps=100), asked)
     for steps in (1, 3):
         order = rng.permutation(len(asked))
         arrivals = rng.integers(0, 4, len(asked)).tolist()
-        search = Continuous(CONFIG, params, OPTIONS, None, batch=6, steps=steps)
+        search = Continuous(CONFIG, params, OPTIONS, batch=6, steps=steps)
         got = drive(search, [asked[n] for n in order], arrivals)
         assert [got[place] for place in np.argsort(order)] == want
-    alone = Continuous(CONFIG, params, OPTIONS, None, batch=6)
+    alone = Continuous(CONFIG, params, OPTIONS, batch=6)
     assert [drive(alone, [of])[0] for of in asked[:3]] == want[:3], "and a place serves one after the other"
 
 
 def test_who_ends_leaves_at_once(params: dict, rng: np.random.Generator) -> None:
-    search = Continuous(CONFIG, params, OPTIONS, None, batch=6, steps=1)
+    search = Continuous(CONFIG, params, OPTIONS, batch=6, steps=1)
     for n, of in enumerate(sentences(rng, 6)):
         search.add(n, of)
     assert search.room(8) == 0
@@ -94,7 +94,7 @@ def test_who_ends_leaves_at_once(params: dict, rng: np.random.Generator) -> None
 
 
 def test_few_do_not_take_as_many_turns_as_many_and_are_not_forgotten(params: dict, rng: np.random.Generator) -> None:
-    search = Continuous(CONFIG, params, OPTIONS, None, batch=6, steps=1)
+    search = Continuous(CONFIG, params, OPTIONS, batch=6, steps=1)
     few, many = sentences(rng, 1, width=16), sentences(rng, 60)
     search.add("few", few[0])
     left: dict[Any, int] = {}
@@ -116,9 +116,9 @@ def test_each_program_is_compiled_once(params: dict, rng: np.random.Generator) -
     """
     params = jax.device_put(params, jax.devices()[0])
     options = dataclasses.replace(OPTIONS, max_length=11)  # nobody else's programs
-    drive(Continuous(CONFIG, params, options, None, batch=6), sentences(rng, 1))
+    drive(Continuous(CONFIG, params, options, batch=6), sentences(rng, 1))
     programs = _programs(CONFIG, options, 6, 8)
-    drive(Continuous(CONFIG, params, options, None, batch=6, steps=1), sentences(rng, 9), [1] * 9)
+    drive(Continuous(CONFIG, params, options, batch=6, steps=1), sentences(rng, 9), [1] * 9)
     assert [program._cache_size() for program in programs] == [1, 1, 1]  # type: ignore[union-attr]
 
 
@@ -127,8 +127,8 @@ def test_a_model_that_knows_no_finite_score_does_not_harm_the_others(params: dic
     asked = sentences(rng, 4)
     broken = dataclasses.replace(CONFIG, experts=0)  # rows of experts' blocks are shared
     dense = {**moe.init(broken, jax.random.key(1))}
-    sound = drive(Continuous(broken, dense, OPTIONS, None, batch=6), asked)
-    search = Continuous(broken, dense, OPTIONS, None, batch=6)
+    sound = drive(Continuous(broken, dense, OPTIONS, batch=6), asked)
+    search = Continuous(broken, dense, OPTIONS, batch=6)
     got = drive(search, [asked[0], Sentence((99, EOS), 8), *asked[1:]])
     assert [got[0], *got[2:]] == sound
     assert not np.isfinite(got[1][1]).any()

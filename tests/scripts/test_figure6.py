@@ -14,10 +14,10 @@ import tyro
 
 from gshard import moe
 from gshard_m4 import evaluate, evaluation_files
-from gshard_m4.by_class import by_class
+from gshard_m4.by_class import by_class, by_language
 from gshard_m4.config import ModelChoice
+from gshard_m4.corpus.pair import Pair
 from gshard_m4.held_out import BOTH
-from gshard_m4.translate import Example
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 import figure6
@@ -113,7 +113,7 @@ def test_a_page_is_written_from_what_was_measured(tmp_path: Path, rng: np.random
     (data / "manifest.json").write_text(json.dumps(manifest | {"source_vocabulary": 80, "target_vocabulary": 40}))
     words = "open the file save a new window and close all of them now".split()
     english = [" ".join(rng.choice(words, 7)) for _ in range(160)]
-    examples = [Example(f"l{number % 8}", line[::-1], line) for number, line in enumerate(english)]
+    examples = [Pair(f"l{number % 8}", line[::-1], line) for number, line in enumerate(english)]
     job = Job(data, tmp_path, size, 1500, 160, (), (), "a try", tmp_path / "docs" / "page.md", math.inf, "again")
     by_dense: dict[str, list[str]] = {}
     for name, wrong in ((DENSE, 0.4), ("moe-8", 0.33)):
@@ -121,11 +121,10 @@ def test_a_page_is_written_from_what_was_measured(tmp_path: Path, rng: np.random
         for held in BOTH:
             found = evaluate.measure(name, examples, written, pairs)
             found = dataclasses.replace(found, cross_entropy=2.0 + wrong, beside={"copy": (1.0, 2.0)})
-            sure = evaluate.sureness(examples, written, by_dense)
             dense = [] if name == DENSE else [evaluate.Results.load(job.evaluation(DENSE, held))]
             classes = by_class(found, examples, written, by_dense)
-            deltas = evaluate.differences(found, dense)
-            evaluation_files.save(job.evaluation(name, held), found, deltas, examples, written, sure, classes)
+            languages = by_language(found, examples, written, by_dense, evaluate.differences(found, dense))
+            evaluation_files.save(job.evaluation(name, held), found, examples, written, languages, classes)
         (job.evaluation(name) / DONE).write_text("1500")
         steps = [{"cross_entropy": 2.5 - wrong + 0.1 * x, "tokens": 700.3, "seconds": 0.2} for x in rng.random(1500)]
         (job.run(name) / "metrics.jsonl").write_text("\n".join(map(json.dumps, steps)))

@@ -1,4 +1,4 @@
-"""By class: scores of high-, medium- and low-resource languages, all sentences of a class together.
+"""By class: scores of high-, medium- and low-resource languages, all sentences of a class together; and of languages.
 
 A score of a few sentences is an accident. So the languages of a class are scored as one text, which has an interval,
 and a language has a line of its own only where it has sentences enough.
@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from gshard_m4 import score
+from gshard_m4.corpus.pair import Pair
 from gshard_m4.evaluate import CLASSES, Results, resource_classes
 from gshard_m4.significance import compare, holm
-from gshard_m4.translate import Example
 
 ALONE = 50
 """Sentences from which on a language has a line of its own."""
@@ -22,10 +22,10 @@ ALONE = 50
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OfClass:
-    """The score of a class of languages.
+    """The score of a class of languages, or of one.
 
     Attributes:
-        resource: high, medium or low, or all.
+        resource: high, medium or low, or all; or the language.
         languages, sentences: how many.
         fewest, most: training pairs of its smallest and its largest language.
         bleu, chrf: of all its sentences together.
@@ -33,7 +33,8 @@ class OfClass:
         compared: languages that the baseline has, too.
         delta_bleu, delta_chrf: by how much the model is better than the baseline on their sentences.
         p_bleu, p_chrf: probability of a difference as large by chance; see `gshard_m4.significance`.
-        p_bleu_holm, p_chrf_holm: the same, corrected for the number of comparisons: both measures of all classes.
+        p_bleu_holm, p_chrf_holm: the same, corrected for the number of comparisons: both measures of all classes,
+            or of all languages.
         english: different English sentences.
     """
 
@@ -58,7 +59,7 @@ class OfClass:
 
 def by_class(
     results: Results,
-    examples: Sequence[Example],
+    examples: Sequence[Pair],
     translations: Sequence[str],
     theirs: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> list[OfClass]:
@@ -71,11 +72,40 @@ def by_class(
         theirs: language -> what a baseline wrote for the examples of that language, in their order.
     """
     classes = resource_classes(results)
-    found = []
-    for name in (*CLASSES, score.ALL):
-        codes = [code for code in results.languages if name in (classes[code], score.ALL)]
-        if codes:
-            found.append(_of_class(name, codes, results, examples, translations, theirs))
+    groups = {
+        name: [code for code in results.languages if name in (classes[code], score.ALL)]
+        for name in (*CLASSES, score.ALL)
+    }
+    return _corrected(
+        [_of_class(name, codes, results, examples, translations, theirs) for name, codes in groups.items() if codes]
+    )
+
+
+def by_language(
+    results: Results,
+    examples: Sequence[Pair],
+    translations: Sequence[str],
+    theirs: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    deltas: Mapping[str, tuple[float, float]] = MappingProxyType({}),
+) -> list[OfClass]:
+    """Scores of each language, from high to low resource.
+
+    Args:
+        results, examples, translations, theirs: see `by_class`.
+        deltas: differences to a baseline, which may have kept no translations.
+    """
+    found = [_of_class(code, [code], results, examples, translations, theirs) for code in results.languages]
+    return _corrected(
+        [
+            dataclasses.replace(row, delta_bleu=deltas[row.resource][0], delta_chrf=deltas[row.resource][1])
+            if row.resource in deltas
+            else row
+            for row in found
+        ]
+    )
+
+
+def _corrected(found: Sequence[OfClass]) -> list[OfClass]:
     corrected = holm([p for row in found for p in (row.p_bleu, row.p_chrf)])
     return [
         dataclasses.replace(row, p_bleu_holm=corrected[2 * at], p_chrf_holm=corrected[2 * at + 1])
@@ -87,7 +117,7 @@ def _of_class(
     name: str,
     codes: Sequence[str],
     results: Results,
-    examples: Sequence[Example],
+    examples: Sequence[Pair],
     translations: Sequence[str],
     theirs: Mapping[str, Sequence[str]],
 ) -> OfClass:

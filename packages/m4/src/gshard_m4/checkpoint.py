@@ -37,6 +37,7 @@ import orbax.checkpoint as ocp
 from gshard_m4 import manifest
 from gshard_m4.disk import cannot_write, check_room, says_full
 from gshard_m4.errors import CheckpointError as CheckpointError
+from gshard_m4.lock import alive
 from gshard_m4.manifest import MANIFEST as MANIFEST
 
 META = "meta.json"
@@ -303,7 +304,7 @@ def sweep(directory: Path) -> None:
     """Removes what processes that have died were writing or removing."""
     for path in (*directory.glob(f"{_SAVING}*"), *directory.glob(f"{_REMOVING}*")):
         owner = path.name.rpartition("-")[2]
-        if not (owner.isdecimal() and int(owner) != os.getpid() and _alive(int(owner))):
+        if not (owner.isdecimal() and int(owner) != os.getpid() and alive(int(owner))):
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -319,16 +320,6 @@ def verify(folder: str | Path) -> None:
 def _wait_for_all(what: str) -> None:
     if jax.process_count() > 1:
         ocp.multihost.get_barrier_sync_fn()(key=what, timeout_ms=1000 * _WAIT)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _handler() -> Any:

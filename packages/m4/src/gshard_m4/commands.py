@@ -24,7 +24,7 @@ from gshard_m4.evaluate_command import Evaluate
 from gshard_m4.groups import model_for
 from gshard_m4.planned import describe_model, plan_summary
 from gshard_m4.prepare import PrepareConfig, open_text, prepare
-from gshard_m4.processes import Alone, Group
+from gshard_m4.processes import Alone
 from gshard_m4.score_command import Score
 from gshard_m4.serve.config import ServeConfig
 from gshard_m4.starting_point import Start
@@ -130,7 +130,7 @@ class Train:
             text = text.rebatched(temperature=self.temperature)
         return text.of_languages(self.languages) if self.languages else text
 
-    def _train(self, group: Group) -> int:
+    def _train(self, group: Alone) -> int:
         with group, asked_to_stop() as asked:
             devices = self.devices or every_device()
             check_devices(devices)
@@ -280,7 +280,7 @@ class Serve:
                 run, text = _opened(self.run, self.data)
                 translator = load(run, text, self.search, self.step, batch=self.batch, devices=self.devices)
             tell_uneven_experts(translator.model.experts, self.devices)
-            ended_by: int = server.serve(translator, self.listen, bound, identify=text.identify)
+            ended_by: int = server.serve(translator, self.listen, bound)
         return 128 + ended_by if ended_by else 1
 
 

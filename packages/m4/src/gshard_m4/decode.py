@@ -29,8 +29,6 @@ import numpy as np
 
 import gshard
 from gshard import moe
-from gshard_m4 import copying
-from gshard_m4.copying import Copied, Progress
 from gshard_m4.errors import OptionError
 
 PAD, EOS, UNK = 0, 1, 2
@@ -49,7 +47,7 @@ class Decoded(NamedTuple):
     Attributes:
         tokens_BNT: ids without the end token, followed by zeros.
         score_BN: the normalised log-probability that they are ordered by, minus infinity where a sentence has fewer
-            than N; for `greedy` that of ``alpha = 0``.
+            than N.
     """
 
     tokens_BNT: jax.Array
@@ -61,7 +59,7 @@ class DecodeConfig:
     """How to search.
 
     Attributes:
-        beam: hypotheses that are kept for each sentence; 1 decodes greedily.
+        beam: hypotheses that are kept for each sentence.
         alpha: exponent of the length normalisation; 0 compares plain log-probabilities.
         max_length: longest translation in tokens, end token included; by default 16 more than the row that holds the
             source, which has 16, 32, 64, ... tokens.
@@ -96,8 +94,7 @@ class DecodeConfig:
 
 @functools.lru_cache(maxsize=64)
 def make_decode(config: moe.TransformerConfig, options: DecodeConfig, devices: int = 1) -> Callable[..., Decoded]:
-    """A function of parameters and a batch of padded sources ``source_BL`` that translates it; and of what is to be
-    copied in it, if anything is (`copying.Copied`).
+    """A function of parameters and a batch of padded sources ``source_BL`` that translates it.
 
     Args:
         config: the model; its routing is replaced by one that drops nothing.
@@ -106,41 +103,20 @@ def make_decode(config: moe.TransformerConfig, options: DecodeConfig, devices: i
     """
     config = dataclasses.replace(config, partitions=devices)
 
-    def run(params: Any, source_BL: jax.Array, copied: Copied | None = None) -> Decoded:
-        return search(config, params, source_BL, options, copied)
+    def run(params: Any, source_BL: jax.Array) -> Decoded:
+        return search(config, params, source_BL, options)
 
     return jax.jit(run) if devices == 1 else gshard.jit(run, mesh=devices)  # type: ignore[no-any-return]
 
 
-def decode(
-    config: moe.TransformerConfig, params: Any, source_BL: jax.Array | np.ndarray, options: DecodeConfig
-) -> Decoded:
-    """Translates a batch of padded source sentences on one device.
-
-    Args:
-        config: the model; its routing is replaced by one that drops nothing.
-        params: its parameters.
-        source_BL: source ids, 0 where padded.
-        options: beam size, normalisation, number of translations and longest length.
-    """
-    return make_decode(config, options)(params, source_BL)
-
-
-def search(
-    config: moe.TransformerConfig,
-    params: Any,
-    source_BL: jax.Array,
-    options: DecodeConfig,
-    copied: Copied | None = None,
-) -> Decoded:
-    """What `decode` compiles: encodes, and searches with `greedy` or `beam_search`.
+def search(config: moe.TransformerConfig, params: Any, source_BL: jax.Array, options: DecodeConfig) -> Decoded:
+    """What `make_decode` compiles: encodes, and searches with `beam_search`.
 
     Args:
         config: the model, with as many partitions as there are devices.
         params: its parameters.
         source_BL: source ids, 0 where padded.
         options: beam size, normalisation, number of translations and longest length.
-        copied: the placeholders of the sources.
     """
     config = config.dropless()
     source_valid_BL = source_BL != PAD
@@ -148,8 +124,7 @@ def search(
     step = make_scorer(config, params, memory, source_valid_BL)
     sentences, longest = source_BL.shape[0], options.longest(source_BL.shape[1])
     cache = moe.init_cache(config, sentences, longest * options.beam)
-    decoder = greedy if options.beam == 1 else beam_search
-    return decoder(step, cache, sentences, longest, options, copied)
+    return beam_search(step, cache, sentences, longest, options)
 
 
 def make_scorer(config: moe.TransformerConfig, params: Any, memory: Any, source_valid_BL: jax.Array) -> Step:
@@ -168,48 +143,6 @@ def make_scorer(config: moe.TransformerConfig, params: Any, memory: Any, source_
     return step
 
 
-def greedy(
-    step: Step, cache: Any, sentences: int, longest: int, options: DecodeConfig, copied: Copied | None = None
-) -> Decoded:
-    """The most likely token each time, until every sentence has ended or the longest length is reached."""
-    B, T = sentences, longest
-    same_B1 = jnp.zeros((B, 1), jnp.int32)
-
-    def unfinished(carry: tuple[Any, ...]) -> jax.Array:
-        position, ended_B = carry[0], carry[2]
-        return (position < T) & ~jnp.all(ended_B)
-
-    def extend(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        position, last_B, ended_B, score_B, tokens_BT, progress, cache = carry
-        seen_BKP = jnp.broadcast_to(jnp.arange(T) <= position, (B, 1, T))
-        logits_BKV, cache = step(cache, last_B[:, None], position, seen_BKP)
-        logp_BKV = _log_probabilities(logits_BKV)
-        if copied is not None:
-            logp_BKV = copying.constrain(copied, progress, logp_BKV, T - position)
-        logp_BV = logp_BKV[:, 0]
-        next_B = jnp.argmax(logp_BV, axis=-1).astype(jnp.int32)
-        gained_B = jnp.take_along_axis(logp_BV, next_B[:, None], axis=-1)[:, 0]
-        score_B = score_B + jnp.where(ended_B, 0.0, gained_B)
-        ended_B = ended_B | (next_B == EOS)
-        next_B = jnp.where(ended_B, PAD, next_B)
-        tokens_BT = jax.lax.dynamic_update_slice(tokens_BT, next_B[:, None], (0, position))
-        if copied is not None:
-            progress = copying.follow(copied, progress, same_B1, next_B[:, None])
-        return position + 1, next_B, ended_B, score_B, tokens_BT, progress, cache
-
-    start = (
-        jnp.int32(0),
-        jnp.zeros(B, jnp.int32),
-        jnp.zeros(B, bool),
-        jnp.zeros(B, jnp.float32),
-        jnp.zeros((B, T), jnp.int32),
-        None if copied is None else copying.begin(copied, 1),
-        cache,
-    )
-    _, _, _, score_B, tokens_BT, _, _ = jax.lax.while_loop(unfinished, extend, start)
-    return Decoded(tokens_BT[:, None], score_B[:, None])
-
-
 class Beam(NamedTuple):
     """How far the search is in B sentences.
 
@@ -220,7 +153,6 @@ class Beam(NamedTuple):
         seen_BKP: the slots that they see.
         best_BN: scores of the best endings, best first.
         best_BNT: their tokens.
-        progress: in copying placeholders.
         cache: keys and values.
     """
 
@@ -230,13 +162,10 @@ class Beam(NamedTuple):
     seen_BKP: jax.Array
     best_BN: jax.Array
     best_BNT: jax.Array
-    progress: Progress | None
     cache: Any
 
 
-def beam_search(
-    step: Step, cache: Any, sentences: int, longest: int, options: DecodeConfig, copied: Copied | None = None
-) -> Decoded:
+def beam_search(step: Step, cache: Any, sentences: int, longest: int, options: DecodeConfig) -> Decoded:
     """The best finished hypotheses of each sentence. Of equals, the one found first, and in the better place, wins.
 
     Args:
@@ -245,20 +174,17 @@ def beam_search(
         sentences: B.
         longest: tokens T of the longest translation, end token included.
         options: beam size K, normalisation and number of translations N.
-        copied: the placeholders of the sentences.
     """
-    start = begin_beam(cache, jnp.int32(0), sentences, longest, options, copied)
+    start = begin_beam(cache, jnp.int32(0), sentences, longest, options)
     found = jax.lax.while_loop(
         lambda beam: jnp.any(unfinished(beam, options)),
-        lambda beam: extend_beam(step, beam, options, copied),
+        lambda beam: extend_beam(step, beam, options),
         start,
     )
     return Decoded(found.best_BNT, found.best_BN)
 
 
-def begin_beam(
-    cache: Any, position: jax.Array, sentences: int, longest: int, options: DecodeConfig, copied: Copied | None
-) -> Beam:
+def begin_beam(cache: Any, position: jax.Array, sentences: int, longest: int, options: DecodeConfig) -> Beam:
     """Nothing is written yet; see `beam_search`.
 
     Args:
@@ -267,7 +193,6 @@ def begin_beam(
         sentences: B.
         longest: T.
         options: K and N.
-        copied: the placeholders.
     """
     B, K, T, N = sentences, options.beam, longest, options.n_best
     return Beam(
@@ -278,7 +203,6 @@ def begin_beam(
         jnp.zeros((B, K, T * K), bool),
         jnp.zeros((B, N)) - jnp.inf,
         jnp.zeros((B, N, T), jnp.int32),
-        None if copied is None else copying.begin(copied, K),
         cache,
     )
 
@@ -291,9 +215,9 @@ def unfinished(beam: Beam, options: DecodeConfig) -> jax.Array:
     return can_improve_B & (beam.position < T)
 
 
-def extend_beam(step: Step, beam: Beam, options: DecodeConfig, copied: Copied | None) -> Beam:
+def extend_beam(step: Step, beam: Beam, options: DecodeConfig) -> Beam:
     """One more token for every hypothesis of every sentence that is not finished."""
-    position, live_BK, live_BKT, seen_BKP, best_BN, best_BNT, progress, cache = beam
+    position, live_BK, live_BKT, seen_BKP, best_BN, best_BNT, cache = beam
     B, K, T = live_BKT.shape
     position_B = jnp.broadcast_to(position, (B,))
     now_BT = jnp.arange(T) == position_B[:, None]
@@ -305,10 +229,7 @@ def extend_beam(step: Step, beam: Beam, options: DecodeConfig, copied: Copied | 
     last_BK = jnp.take_along_axis(live_BKT, before_B11, axis=2, mode="clip")[:, :, 0]
     seen_BKP = seen_BKP | (own_KP & jnp.repeat(now_BT, K, axis=1)[:, None])
     logits_BKV, cache = step(cache, last_BK, position, seen_BKP)
-    logp_BKV = _log_probabilities(logits_BKV)
-    if copied is not None and progress is not None:
-        logp_BKV = copying.constrain(copied, progress, logp_BKV, T - position)
-    total_BKV = live_BK[:, :, None] + logp_BKV
+    total_BKV = live_BK[:, :, None] + _log_probabilities(logits_BKV)
 
     # Every live hypothesis could end here, with |Y| = position + 1.
     ending_BK = total_BKV[:, :, EOS] / jnp.take(normal_T, position_B, mode="clip")[:, None]
@@ -325,9 +246,7 @@ def extend_beam(step: Step, beam: Beam, options: DecodeConfig, copied: Copied | 
     live_BKT = jnp.take_along_axis(live_BKT, parent_BK[:, :, None], axis=1)
     live_BKT = jnp.where(now_BT[:, None], token_BK[:, :, None], live_BKT)
     seen_BKP = jnp.take_along_axis(seen_BKP, parent_BK[:, :, None], axis=1)
-    if copied is not None and progress is not None:
-        progress = copying.follow(copied, progress, parent_BK, token_BK)
-    return Beam(position + 1, live_BK, live_BKT, seen_BKP, best_BN, best_BNT, progress, cache)
+    return Beam(position + 1, live_BK, live_BKT, seen_BKP, best_BN, best_BNT, cache)
 
 
 def length_normaliser(length: np.ndarray, alpha: float) -> np.ndarray:

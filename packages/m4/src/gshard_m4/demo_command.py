@@ -1,23 +1,46 @@
-"""``gshard-m4 demo``: what the demo trains, and how long."""
+"""``gshard-m4 demo``: everything once, small enough for two processor cores and ten minutes.
+
+It prepares a small corpus, shows how the training step is partitioned, trains, evaluates on both tests of the corpus
+(`gshard_m4.held_out`), and shows translations drawn at random.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import os
+import shlex
+import shutil
+import sys
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax
+import numpy as np
 import tyro
 
+from gshard import moe
 from gshard_m4 import runs
 from gshard_m4.config import ModelChoice, Run, TrainConfig
 from gshard_m4.decode import DecodeConfig
-from gshard_m4.demo import demo, what_next
 from gshard_m4.devices import check_devices
+from gshard_m4.evaluate_command import Evaluate
+from gshard_m4.evaluation_files import TRANSLATIONS
 from gshard_m4.groups import model_for
+from gshard_m4.held_out import BOTH
+from gshard_m4.language_names import name_of
+from gshard_m4.planned import describe_model, plan_summary
 from gshard_m4.prepare import PrepareConfig, open_text, prepare
+from gshard_m4.step import compile_step, initial_state, make_step
+from gshard_m4.train import train
 
 DATA = Path("data/demo")
+LEAST = 50
+"""Steps that are trained however long they take."""
+
+_SHOWN = 10  # translations of each test
+_TIMED = 8  # steps
+_SEED = 0  # of the sentences that are shown
 
 
 def _corpus() -> PrepareConfig:
@@ -75,12 +98,88 @@ class Demo:
         model = model_for(self.model, text, self.devices, self.train)
         run = _unused(self.run)
         runs.remember_corpus(run, self.corpus.folder)
-        demo(
-            text, model, self.train, run, self.search, devices=1 if virtual else self.devices, minutes=self.minutes,
-            sentences=self.sentences, began=began,
-        )  # fmt: skip
-        print(what_next(run.directory))
+        print(describe_model(model))
+        if model.partitions > 1:
+            print(plan_summary(model, self.train, text.batch(0)))
+        if virtual and model.partitions > 1:
+            print("\nno accelerators here: training takes the processor as one device, which computes the same numbers")
+            model = dataclasses.replace(model, partitions=1)
+        options = self.train
+        if self.minutes and options.steps > LEAST:
+            print("\nmeasuring how long a step takes here ...", flush=True)
+            options = within(options, seconds_per_step(model, options, text.batch), self.minutes)
+        print(f"\ntraining {options.steps:,} steps", flush=True)
+        result = train(model, options, run, text.batch, text.held_out(), meta={"vocabularies": text.fingerprint})
+        before, *_, after = result.held_out.values()
+        print(
+            f"trained: {result.tokens_per_second:,.0f} target tokens/s, {result.seconds_per_step:.2f} s a step, "
+            f"{result.compile_seconds:.0f} s to compile\n"
+            f"cross entropy of sentences with new English: {before:.2f} before, {after:.2f} after training"
+        )
+        Evaluate(self.corpus.folder, run.directory, sentences=self.sentences, search=self.search)()
+        for held in BOTH:
+            path = run.directory / "evaluation" / held.folder / TRANSLATIONS
+            if path.exists():
+                print(f"\n{held.name}, {drawn(path)}")
+        print(
+            f"\nwhat it cannot do yet: languages other than {', '.join(map(name_of, text.languages))};\n"
+            f"sentences of more than {text.length - 1} tokens; text that is not of the kind that programs show.\n"
+            f"More English and longer training help, see docs/training.md.\n\n"
+            f"{(time.perf_counter() - began) / 60:.1f} minutes in all; the model "
+            f"is in {run.directory}\n{what_next(run.directory)}"
+        )
         return 0
+
+
+def seconds_per_step(
+    model: moe.TransformerConfig, options: TrainConfig, batch: Callable[[int], Mapping[str, np.ndarray]]
+) -> float:
+    """Median of some steps, whose results are thrown away."""
+    step = compile_step(make_step(model, options), model.partitions)
+    state = initial_state(model, options.seed)
+    seconds = []
+    for number in range(_TIMED + 1):
+        begin = time.perf_counter()
+        state, metrics = step(state, dict(batch(number)))
+        float(metrics["loss"])
+        seconds.append(time.perf_counter() - begin)
+    return float(np.median(seconds[1:]))  # the first one compiles
+
+
+def within(options: TrainConfig, seconds: float, minutes: float) -> TrainConfig:
+    """The options with as many steps of so many seconds as fit into some minutes, and a cool-down of the same share.
+
+    >>> fit = within(TrainConfig(steps=2000, cooldown_steps=600), 0.3, 6.0)
+    >>> fit.steps, fit.cooldown_steps
+    (1200, 360)
+    """
+    steps = min(options.steps, max(LEAST, int(60 * minutes / seconds) // LEAST * LEAST))
+    return dataclasses.replace(options, steps=steps, cooldown_steps=options.cooldown_steps * steps // options.steps)
+
+
+def what_next(run: Path) -> str:
+    """Lines to type after the demo, with the folder of the commands where the shell would not find them."""
+    name = shlex.quote(str(run))
+    folder = "" if shutil.which("gshard-m4") else f"{os.path.relpath(Path(sys.executable).parent)}/"
+    lines = {
+        f"gshard-m4 translate --run {name}": "type sentences, or name a file",
+        f"gshard-m4 serve --run {name}": "the same as a web page",
+        f"gshard-m4 evaluate --run {name}": "both tests in full",
+        "gshard explain gshard_m4.planned:newest_step --mesh 8 --html step.html": "how a step is split, and why",
+    }
+    wide = max(map(len, lines))
+    return "\n".join(["next:", *(f"  {folder}{line:<{wide}}  {why}" for line, why in lines.items())])
+
+
+def drawn(path: Path) -> str:
+    """Some lines of a file of translations, drawn at random."""
+    rows = [line.split("\t") for line in path.read_text("utf-8").splitlines()]
+    count = min(_SHOWN, len(rows))
+    picked = np.random.default_rng(_SEED).choice(len(rows), count, replace=False)
+    lines = [f"{count} of {len(rows)} drawn at random (seed {_SEED}):"]
+    for language, source, english, written in (rows[at] for at in sorted(picked)):
+        lines.append(f"  [{language}] {source}\n    reference: {english}\n    model:     {written}")
+    return "\n".join(lines)
 
 
 def _unused(folder: Path) -> Run:

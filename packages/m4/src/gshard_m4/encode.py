@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gshard_m4.corpus.pair import Pair
+from gshard_m4.corpus.pair import Pair, rows
 from gshard_m4.encoded import Writer
 from gshard_m4.tokens import Vocabulary, learn
 
@@ -18,9 +18,7 @@ _FEW = 1000
 
 def read_pairs(path: Path) -> Iterator[Pair]:
     """The pairs of a part, one after the other."""
-    with path.open(encoding="utf-8", newline="\n") as lines:
-        for line in lines:
-            yield Pair(*line.rstrip("\n").split("\t"))
+    return (Pair(*cells) for cells in rows(path))
 
 
 def learn_source(

@@ -10,13 +10,11 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from gshard import GShardError
 from gshard_m4 import score
-from gshard_m4.significance import Sureness, compare
-from gshard_m4.translate import Example
+from gshard_m4.corpus.pair import Pair
 
 RESULTS = "results.json"
 CLASSES = ("high", "medium", "low")
@@ -100,7 +98,7 @@ class Results:
 
 def measure(
     name: str,
-    examples: Sequence[Example],
+    examples: Sequence[Pair],
     translations: Sequence[str],
     pairs: Mapping[str, int],
     step: int | None = None,
@@ -181,25 +179,7 @@ def differences(results: Results, baselines: Sequence[Results]) -> dict[str, tup
     return found
 
 
-def sureness(
-    examples: Sequence[Example], translations: Sequence[str], theirs: Mapping[str, Sequence[str]] = MappingProxyType({})
-) -> dict[str, Sureness]:
-    """How sure the scores of each language are.
-
-    Args:
-        examples: what was translated.
-        translations: of each.
-        theirs: language -> what a baseline wrote for the examples of that language, in their order.
-    """
-    ours: dict[str, tuple[list[str], list[str]]] = {}
-    for example, translation in zip(examples, translations, strict=True):
-        references, written = ours.setdefault(example.language, ([], []))
-        references.append(example.english)
-        written.append(translation)
-    return {code: compare(*both, theirs.get(code)) for code, both in ours.items()}
-
-
-def _hashes(examples: Sequence[Example]) -> dict[str, str]:
+def _hashes(examples: Sequence[Pair]) -> dict[str, str]:
     """A hash of the sentences of each language, in order."""
     found: dict[str, Any] = {}
     for code, source, english in examples:

@@ -11,16 +11,17 @@ from typing import Any, Literal
 
 import tyro
 
-from gshard_m4 import by_class, evaluate, evaluation_files, near_copies, placeholders, runs, score
+from gshard_m4 import by_class, evaluate, evaluation_files, near_copies, runs, score
 from gshard_m4.config import Run
+from gshard_m4.corpus.pair import Pair
 from gshard_m4.decode import DecodeConfig
 from gshard_m4.devices import check_devices, tell_uneven_experts
 from gshard_m4.errors import CommandError
 from gshard_m4.held_out import BOTH, KNOWN_ENGLISH, NEW_ENGLISH, NO_KNOWN, HeldOut
 from gshard_m4.prepare import open_text
 from gshard_m4.step import compile_step, held_out_cross_entropy, make_evaluation
-from gshard_m4.text import DATA
-from gshard_m4.translate import Example, Text, Translator, load
+from gshard_m4.text import DATA, PreparedText
+from gshard_m4.translate import Translator, load
 
 _TESTS: dict[str, Sequence[HeldOut]] = {"both": BOTH, "known": (KNOWN_ENGLISH,), "new": (NEW_ENGLISH,)}
 
@@ -96,7 +97,7 @@ class Evaluate:
         self,
         held: HeldOut,
         run: Run,
-        text: Text,
+        text: PreparedText,
         translator: Translator,
         others: dict[str, dict[str, evaluate.Results] | Translator],
         folder: Path,
@@ -130,15 +131,17 @@ class Evaluate:
         if twins is not None:
             print(near_copies.told_twins(twins, references, written))
         print(near_copies.told(sources, references, written))
-        print(placeholders.accuracy(sources, written))
+        if self.search.placeholders and (marked := [of for of in translated if of.placeholders]):
+            whole = sum(not (of.lost or of.invented) for of in marked)
+            print(f"placeholders: the model wrote those of {whole:,} of {len(marked):,} sentences that have any")
 
         compared, theirs = self._compared(held, others, examples, pairs)
         deltas = evaluate.differences(results, compared)
-        sure = evaluate.sureness(examples, written, theirs)
+        rows = by_class.by_language(results, examples, written, theirs, deltas)
         classes = by_class.by_class(results, examples, written, theirs)
         names = " and ".join(map(_name, self.baselines))
         print(f"\n{by_class.summary(classes, names)}\n{results.signature}\n")
-        evaluation_files.save(folder, results, deltas, examples, written, sure, classes)
+        evaluation_files.save(folder, results, examples, written, rows, classes)
         try:
             figure = importlib.import_module("gshard_m4.figure")
         except ModuleNotFoundError as error:
@@ -153,7 +156,7 @@ class Evaluate:
         self,
         held: HeldOut,
         others: dict[str, dict[str, evaluate.Results] | Translator],
-        examples: Sequence[Example],
+        examples: Sequence[Pair],
         pairs: Any,
     ) -> tuple[list[evaluate.Results], dict[str, list[str]]]:
         """The baselines' results on a test, and what they wrote for each language."""
@@ -162,7 +165,7 @@ class Evaluate:
         for name, other in others.items():
             if isinstance(other, Translator):
                 shared = [example for example in examples if example.language in other.languages]
-                by_other = [t.text for t in other.translate([example.source for example in shared])]
+                by_other = [t.text for t in other.translate([example.foreign for example in shared])]
                 for example, line in zip(shared, by_other, strict=True):
                     theirs.setdefault(example.language, []).append(line)
                 compared.append(evaluate.measure(name, shared, by_other, pairs))

@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from gshard_m4.by_class import OfClass
+from gshard_m4.corpus.pair import Pair
 from gshard_m4.evaluate import EvaluateError, Results, resource_classes
-from gshard_m4.significance import Sureness, holm
-from gshard_m4.translate import Example
 
 TRANSLATIONS = "translations.tsv"
 SCORES, BY_CLASS = "scores.csv", "classes.csv"
@@ -47,42 +45,12 @@ def read_translations(folder: Path) -> dict[str, list[str]]:
     return found
 
 
-def rows(
-    results: Results, deltas: Mapping[str, tuple[float, float]], sure: Mapping[str, Sureness] = MappingProxyType({})
-) -> list[dict[str, Any]]:
-    """One row for each language, from high to low resource; without a baseline there are no differences."""
-    classes = resource_classes(results)
-    found = []
-    for rank, (code, of) in enumerate(results.languages.items(), 1):
-        row: dict[str, Any] = {"rank": rank, "language": code, "class": classes[code], "pairs": of.pairs}
-        row |= {"sentences": of.sentences, "bleu": round(of.bleu, 2), "chrf++": round(of.chrf, 2)}
-        if sure:
-            row |= {"bleu_95": round(sure[code].bleu, 2), "chrf++_95": round(sure[code].chrf, 2)}
-        if deltas:
-            bleu, chrf = deltas.get(code, (None, None))
-            row |= {"delta_bleu": None if bleu is None else round(bleu, 2)}
-            row |= {"delta_chrf++": None if chrf is None else round(chrf, 2)}
-            if sure:
-                row |= {"p_bleu": _p(sure[code].bleu_p), "p_chrf++": _p(sure[code].chrf_p)}
-        found.append(row)
-    if deltas and sure:  # of all languages and both measures together
-        corrected = iter(holm([p for code in results.languages for p in (sure[code].bleu_p, sure[code].chrf_p)]))
-        for row in found:
-            row |= {"p_bleu_holm": _p(next(corrected)), "p_chrf++_holm": _p(next(corrected))}
-    return found
-
-
-def _p(value: float | None) -> float | None:
-    return None if value is None else round(value, 4)
-
-
 def save(
     folder: Path,
     results: Results,
-    deltas: Mapping[str, tuple[float, float]],
-    examples: Sequence[Example],
+    examples: Sequence[Pair],
     translations: Sequence[str],
-    sure: Mapping[str, Sureness] = MappingProxyType({}),
+    languages: Sequence[OfClass] = (),
     classes: Sequence[OfClass] = (),
 ) -> None:
     """Writes the files of an evaluation, except the figure.
@@ -93,8 +61,8 @@ def save(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         results.save(folder)
-        _write_table(folder / SCORES, rows(results, deltas, sure))
-        _write_table(folder / BY_CLASS, [_rounded(dataclasses.asdict(row)) for row in classes])
+        _write_table(folder / SCORES, _rows(results, languages))
+        _write_table(folder / BY_CLASS, [_rounded(row) for row in classes])
         with (folder / TRANSLATIONS).open("w", encoding="utf-8") as file:
             for example, translation in zip(examples, translations, strict=True):
                 file.write("\t".join(" ".join(cell.split()) for cell in (*example, translation)) + "\n")
@@ -102,12 +70,23 @@ def save(
         raise EvaluateError(f"results cannot be written: {error.strerror}.", where=str(folder)) from error
 
 
-def _write_table(path: Path, table: Sequence[Mapping[str, Any]]) -> None:
+def _rows(results: Results, languages: Sequence[OfClass]) -> Iterator[dict[str, Any]]:
+    """One row for each language, from high to low resource."""
+    classes = resource_classes(results)
+    for rank, of in enumerate(languages, 1):
+        row: dict[str, Any] = {"rank": rank, "language": of.resource, "class": classes[of.resource], "pairs": of.most}
+        left_out = ("resource", "languages", "fewest", "most", "compared", "english")
+        row |= {name.replace("chrf", "chrf++"): value for name, value in _rounded(of).items() if name not in left_out}
+        yield row
+
+
+def _rounded(row: OfClass) -> dict[str, Any]:
+    return {n: round(value, 4) if isinstance(value, float) else value for n, value in dataclasses.asdict(row).items()}
+
+
+def _write_table(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    table = list(rows)
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(table[0]) if table else [])
         writer.writeheader()
         writer.writerows(table)
-
-
-def _rounded(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: round(value, 4) if isinstance(value, float) else value for name, value in row.items()}

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from gshard import moe
 from gshard_m4 import devices as of_devices
 from gshard_m4.config import ModelChoice, TrainConfig
-from gshard_m4.translate import Text
+from gshard_m4.text import PreparedText
 
 _TOKENS = 1024  # of a group, where a batch has more than eight of them; as in the paper
 _LEAST = 8
@@ -38,7 +38,7 @@ def groups_of(shape: tuple[int, int, int], accumulate: int = 1) -> int:
 
 def model_for(
     choice: ModelChoice,
-    text: Text,
+    text: PreparedText,
     devices: int,
     options: TrainConfig,
     say: Callable[[str], None] = print,

@@ -150,7 +150,7 @@ class Speed:
         self._live = self._stream.isatty() if live is None else live
         self._since, self.lines, self.tokens, self.cut = time.perf_counter(), 0, 0, 0
         self.unfamiliar, self._first_unfamiliar = 0, 0
-        self.unlike, self._first_unlike = 0, ""  # lines whose placeholders are not those of their source
+        self.unlike, self._first_unlike = 0, ""  # lines whose placeholders the model did not write
 
     def add(self, translated: Iterable[Translated]) -> None:
         """Counts some more."""
@@ -161,10 +161,8 @@ class Speed:
                 self._first_unfamiliar = self._first_unfamiliar or self.lines
             if of.lost or of.invented:
                 self.unlike += 1
-                said = [f"lacks {' '.join(of.lost)}"] * bool(of.lost) + [f"adds {' '.join(of.invented)}"] * bool(
-                    of.invented
-                )
-                self._first_unlike = self._first_unlike or f"line {self.lines} {' and '.join(said)}"
+                wrong = f"{' '.join(of.lost) or 'none'} put in, {' '.join(of.invented) or 'none'} taken out"
+                self._first_unlike = self._first_unlike or f"line {self.lines}: {wrong}"
         if self._live:
             print(f"\r{self}\x1b[K", end="", file=self._stream, flush=True)
 
@@ -185,8 +183,8 @@ class Speed:
                 file=self._stream,
             )
         if self.unlike:
-            were = "translation does" if self.unlike == 1 else "translations do"
-            told = f"gshard-m4: {self.unlike} {were} not have the placeholders of the source: {self._first_unlike}"
+            what = "translation was" if self.unlike == 1 else "translations were"
+            told = f"gshard-m4: {self.unlike} {what} given the placeholders of the source ({self._first_unlike})"
             print(told + (", ..." if self.unlike > 1 else ""), file=self._stream)
 
     def __str__(self) -> str:

@@ -11,7 +11,7 @@ out of a sentence, and what it returns puts them into the translation.
     ('Datei %s öffnen', ('%s',))
     >>> marked.restore("Open the file %s")
     '<b>&Open the file %s</b>'
-    >>> lost_and_invented("Noch %d von %d", "%d of {total} left")
+    >>> lost_and_invented(["%d", "%d"], "%d of {total} left")
     (['%d'], ['{total}'])
 """
 
@@ -38,6 +38,7 @@ _PARTS = {
     "fragment": r"(?<=\w)\)[sdif]\b",  # the end of a "%(name)s" without its beginning, which a model may write
 }
 _PLACEHOLDER = re.compile("|".join(f"(?P<{name}>{pattern})" for name, pattern in _PARTS.items()))
+_SIGNS = re.compile(r"https?://|[%{}$<>&\[\]@\\_~()]")  # without them nothing is a placeholder, tag or accelerator
 _LETTER = r"(?=[^\W\d_])"
 _ACCELERATOR = re.compile(rf"(?<![\w.])_{_LETTER}|&{_LETTER}(?!(?<=[A-Z]&)[A-Z])|(?<!\S)~{_LETTER}")
 _IN_BRACKETS = re.compile(r"(?<!\s)\s*\(([_&~])([A-Za-z0-9])\)")  # "開く(_O)"
@@ -52,10 +53,45 @@ def found(text: str) -> list[str]:
     return [piece for _, piece in sorted(pieces)]
 
 
-def lost_and_invented(source: str, translation: str) -> tuple[list[str], list[str]]:
-    """What a translation lacks of its source, and what it has beyond it, as multisets."""
-    theirs, ours = Counter(found(source)), Counter(found(translation))
+def lost_and_invented(wanted: Sequence[str], translation: str) -> tuple[list[str], list[str]]:
+    """What a translation lacks of what is wanted, and what it has beyond it, as multisets."""
+    theirs, ours = Counter(wanted), Counter(found(translation))
     return list((theirs - ours).elements()), list((ours - theirs).elements())
+
+
+def complete(translation: str, wanted: Sequence[str]) -> str:
+    """A translation with exactly the placeholders that are wanted, whatever the model wrote.
+
+    One that is missing takes the place of one that is not wanted, as of a misspelt one, or else comes last. What is
+    left over is taken out. If what remains of the text still spells one, the signs in it are taken out too.
+
+    Args:
+        translation: what the model wrote.
+        wanted: placeholders of the source, in order.
+
+    >>> complete("Copy {nam} to the file {x}", ["{name}", "%s", "%d"])
+    'Copy {name} to the file %s %d'
+    >>> complete("the folder name)s", [])
+    'the folder name'
+    """
+    lost, invented = lost_and_invented(wanted, translation)
+    if not lost and not invented:
+        return translation
+    keep, parts, at = Counter(wanted), [], 0
+    for piece in _PLACEHOLDER.finditer(translation):
+        kept = piece.group()
+        if keep[kept]:
+            keep[kept] -= 1
+        else:
+            kept = lost.pop(0) if lost and piece.lastgroup not in ("tag", "fragment") else ""
+        parts += [translation[at : piece.start()], kept]
+        at = piece.end()
+    parts.append(translation[at:])
+    for text in (parts, [_SIGNS.sub(" ", part) if n % 2 == 0 else part for n, part in enumerate(parts)]):
+        whole = " ".join([*"".join(text).split(), *lost])
+        if lost_and_invented(wanted, whole) == ([], []):
+            return whole
+    return " ".join([*_SIGNS.sub(" ", " ".join(parts[::2])).split(), *wanted])
 
 
 def without(text: str) -> str:
@@ -73,7 +109,7 @@ class Marked:
 
     Attributes:
         plain: what is left for the model to read.
-        placeholders: of it, in order; the search copies them.
+        placeholders: of it, in order.
         before, after: tags around the whole sentence.
         within: tags inside of it, each with the share of the text that is before it.
         accelerator: its mark, and the letter it is at.
@@ -177,48 +213,3 @@ def _with_tags(text: str, within: Sequence[tuple[float, str]]) -> str:
         at = max(at, done)
         out, done = out + text[done:at] + tag, at
     return out + text[done:]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Accuracy:
-    """How well placeholders, tags and accelerators were kept.
-
-    Attributes:
-        sentences: with any of them in the source.
-        exact: of these, translated with exactly the same ones.
-        wanted: all that sources have.
-        kept: of these, found in the translation.
-        invented: found in a translation and not in its source, in any sentence.
-    """
-
-    sentences: int
-    exact: int
-    wanted: int
-    kept: int
-    invented: int
-
-    def __str__(self) -> str:
-        if not self.sentences:
-            return f"placeholders: no sentence has any; {self.invented} invented"
-        return (
-            f"placeholders: {self.kept} of {self.wanted} kept ({self.kept / self.wanted:.1%}), {self.invented} "
-            f"invented; exact in {self.exact} of {self.sentences} sentences that have any"
-        )
-
-
-def accuracy(sources: Sequence[str], translations: Sequence[str]) -> Accuracy:
-    """Counts what translations kept of their sources.
-
-    >>> print(accuracy(["%s frei", "Zeile %d", "nichts"], ["%s free", "line", "not {a} thing"]))
-    placeholders: 1 of 2 kept (50.0%), 1 invented; exact in 1 of 2 sentences that have any
-    """
-    sentences = exact = wanted = kept = invented = 0
-    for source, translation in zip(sources, translations, strict=True):
-        all_of_it = found(source)
-        lost, more = lost_and_invented(source, translation)
-        sentences += bool(all_of_it)
-        exact += bool(all_of_it) and not lost and not more
-        wanted += len(all_of_it)
-        kept += len(all_of_it) - len(lost)
-        invented += len(more)
-    return Accuracy(sentences, exact, wanted, kept, invented)

@@ -47,7 +47,6 @@ class Defaults:
 TIERS: Mapping[Tier, Defaults] = {
     "tiny": Defaults("quick-start", 8_000, 4_000, 200_000, 2.0, 3072, 24, 0, 1, None),
     "base": Defaults("base", 64_000, 32_000, 1_000_000, 5.0, 8192, 128, 300, 1000, 100),
-    "standard": Defaults("standard", 64_000, 32_000, 1_000_000, 5.0, 8192, 128, 300, 1000, 100),
 }
 
 
@@ -56,14 +55,14 @@ class PrepareConfig:
     """What to prepare.
 
     Attributes:
-        tier: which corpus: tiny (three packages, a minute), base (61 sources), standard (113 sources). The larger ones
-            need Debian's apt and npm; what cannot be had is left out and told.
-        output: the folder to make; by default data/quick-start, data/base or data/standard.
+        tier: which corpus: tiny (three packages, a minute), or base (61 sources), which
+            needs Debian's apt and npm; what cannot be had is left out and told.
+        output: the folder to make; by default data/quick-start or data/base.
         cache: where downloaded packages are kept, and what was read from them.
         sources: take translations from these sources instead of those of the tier.
         files: parallel text of your own: .tsv (language, foreign, English), .jsonl, .po, or talk.de beside talk.en.
         licences: ``permissive`` takes only sources whose licence asks for nothing but to be named.
-        languages: keep so many languages, the largest; by default 100 of the larger tiers, and all of tiny. Languages
+        languages: keep so many languages, the largest; by default 100 of base, and all of tiny. Languages
             of your own files are always kept.
         only: keep these languages, by their codes or English names (de, German), instead of the largest.
         source_vocabulary: ids of the vocabulary of all source languages; by default 64000 (tiny: 8000), or what the

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from gshard_m4.step import Batch
 
@@ -14,14 +13,16 @@ Draw = Callable[..., Batch]
 (p + 1) B / n, rounded down."""
 
 
-class Group(Protocol):
-    """The processes of one run, seen from one of them. Enter it before training: its end is told to the others.
+class Alone:
+    """One process: a run as it sees it. `gshard_m4.together.Together` is one of several.
+
+    Enter it before training: its end is told to the others.
 
     Attributes:
         first: whether this is the one that writes metrics and talks to the user.
     """
 
-    first: bool
+    first = True
 
     def at(self, step: int, phase: str) -> None:
         """Says what this process is about to do."""
@@ -35,52 +36,18 @@ class Group(Protocol):
 
     def any(self, *values: bool) -> tuple[bool, ...]:
         """For each value, whether it is true in any of the processes; all of them must call this."""
-
-    def batch(self, draw: Draw, step: int) -> Batch:
-        """The batch of a step, as far as this process needs it."""
-
-    def runs(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """A compiled step as it is called with arrays of this process's memory."""
-
-    def nothing(self) -> AbstractContextManager[None]:
-        """In place of what only the first process has."""
-
-    def __enter__(self) -> Any:
-        """Training begins."""
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Training ends, or failed."""
-
-
-class Alone:
-    """One process."""
-
-    first = True
-
-    def at(self, step: int, phase: str) -> None:
-        """Nobody wants to know."""
-
-    def agree(self, settings: Mapping[str, Any]) -> None:
-        """Of one mind."""
-
-    def any(self, *values: bool) -> tuple[bool, ...]:
-        """The values of this process."""
         return values
 
     def batch(self, draw: Draw, step: int) -> Batch:
-        """The whole."""
+        """The batch of a step, as far as this process needs it."""
         return draw(step)
 
     def runs(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """JAX places the arrays."""
+        """A compiled step as it is called with arrays of this process's memory."""
         return compiled
-
-    def nothing(self) -> AbstractContextManager[None]:
-        """Nothing."""
-        return nullcontext()
 
     def __enter__(self) -> Alone:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        pass
+        """Training ends, or failed."""

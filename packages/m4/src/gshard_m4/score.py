@@ -12,8 +12,7 @@ BLEU 100.0, chrF++ 100.0 on 1 sentence
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from sacrebleu.metrics import BLEU, CHRF
 
@@ -65,15 +64,6 @@ def score(translations: Sequence[str], references: Sequence[str], languages: Seq
     return {
         language: _score([translations[i] for i in at], [references[i] for i in at]) for language, at in wanted.items()
     }
-
-
-def most_frequent(sentences: Iterable[str]) -> str:
-    """The most frequent sentence; the first one seen among equals.
-
-    >>> most_frequent(["no", "yes", "maybe", "yes"])
-    'yes'
-    """
-    return Counter(sentences).most_common(1)[0][0]
 
 
 def baselines(

@@ -9,7 +9,7 @@ from gshard import moe
 from gshard_m4 import checkpoint, runs
 from gshard_m4.config import ModelChoice
 from gshard_m4.errors import CommandError, OptionError
-from gshard_m4.translate import Text
+from gshard_m4.text import PreparedText
 
 _MAY_DIFFER = ("dropout", "groups")
 
@@ -29,7 +29,7 @@ class Start:
     choice: ModelChoice
 
     @staticmethod
-    def of(folder: Path, choice: ModelChoice, text: Text) -> Start:
+    def of(folder: Path, choice: ModelChoice, text: PreparedText) -> Start:
         """Reads which model a run has.
 
         Args:

@@ -9,7 +9,7 @@ takes as long for one sentence as for many.
 What becomes of a sentence depends on nothing but the sentence: every program has one shape, sources are encoded so many
 at a time whether there are as many or not, and rows do not see each other.
 
-    search = Continuous(config, params, options, copier, batch=16)
+    search = Continuous(config, params, options, batch=16)
     search.add("a", Sentence((5, 9, 1), 16))
     while search.busy:
         for ticket, tokens_NT, score_N in search.step(): ...
@@ -28,7 +28,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from gshard import moe
-from gshard_m4.copying import Copied, Copier
 from gshard_m4.decode import PAD, Beam, DecodeConfig, begin_beam, extend_beam, make_decode, make_scorer, unfinished
 
 _AT_ONCE = 4
@@ -41,14 +40,10 @@ class Sentence(NamedTuple):
     Attributes:
         ids: its tokens, end included.
         width: what they are padded to.
-        plain: its text, to know which characters it has.
-        placeholders: what is to be copied.
     """
 
     ids: tuple[int, ...]
     width: int
-    plain: str = ""
-    placeholders: tuple[str, ...] = ()
 
 
 class Found(NamedTuple):
@@ -81,7 +76,6 @@ class Pool(NamedTuple):
 
     memory: Any
     valid_BW: jax.Array
-    copied: Copied | None
     beam: Beam
 
 
@@ -93,20 +87,20 @@ def _programs(
     config = dataclasses.replace(config, partitions=1).dropless()
     T = options.longest(width)
 
-    def empty(params: Any, copied: Copied | None) -> Pool:
+    def empty(params: Any) -> Pool:
         source_BW = jnp.zeros((batch, width), jnp.int32)
         shapes = jax.eval_shape(lambda: moe.project_memory(config, params, moe.encode(config, params, source_BW)))
         memory = jax.tree.map(lambda of: jnp.zeros(of.shape, of.dtype), shapes)
         cache = moe.init_cache(config, batch, T * options.beam)
-        beam = begin_beam(cache, jnp.full(batch, T, jnp.int32), batch, T, options, copied)
+        beam = begin_beam(cache, jnp.full(batch, T, jnp.int32), batch, T, options)
         valid_BW = jnp.broadcast_to(jnp.arange(width) == 0, (batch, width))  # something to attend to
-        return Pool(memory, valid_BW, copied, beam._replace(live_BK=jnp.full_like(beam.live_BK, -jnp.inf)))
+        return Pool(memory, valid_BW, beam._replace(live_BK=jnp.full_like(beam.live_BK, -jnp.inf)))
 
-    def admit(params: Any, pool: Pool, source_RW: jax.Array, copied: Copied | None, place_R: jax.Array) -> Pool:
+    def admit(params: Any, pool: Pool, source_RW: jax.Array, place_R: jax.Array) -> Pool:
         """Place B, which there is not, is that of no source."""
         memory = moe.project_memory(config, params, moe.encode(config, params, source_RW))
         rows = source_RW.shape[0]
-        start = begin_beam(None, jnp.zeros(rows, jnp.int32), rows, T, options, copied)
+        start = begin_beam(None, jnp.zeros(rows, jnp.int32), rows, T, options)
 
         def put(old: jax.Array, new: jax.Array) -> jax.Array:
             return old.at[place_R].set(new, mode="drop")
@@ -115,7 +109,6 @@ def _programs(
         return Pool(
             jax.tree.map(lambda old, new: old.at[:, place_R].set(new, mode="drop"), pool.memory, memory),
             put(pool.valid_BW, source_RW != PAD),
-            None if copied is None or pool.copied is None else _placed(put, pool.copied, copied),
             beam._replace(cache=pool.beam.cache),  # what is in there is not seen
         )
 
@@ -127,18 +120,12 @@ def _programs(
             return (carry[0] < steps) & (jnp.sum(unfinished(carry[1], options)) > until)
 
         def once(carry: tuple[jax.Array, Beam]) -> tuple[jax.Array, Beam]:
-            return carry[0] + 1, extend_beam(score, carry[1], options, pool.copied)
+            return carry[0] + 1, extend_beam(score, carry[1], options)
 
         _, beam = jax.lax.while_loop(goes_on, once, (jnp.int32(0), pool.beam))
         return pool._replace(beam=beam), unfinished(beam, options)
 
     return jax.jit(empty), jax.jit(admit, donate_argnums=1), jax.jit(advance, donate_argnums=1)
-
-
-def _placed(put: Callable[..., jax.Array], old: Copied, new: Copied) -> Copied:
-    """What is said of sentences is put into their places; what is said of tokens stays."""
-    of_rows = {name for name in Copied._fields if "_B" in name}
-    return old._replace(**{name: put(jnp.asarray(getattr(old, name)), getattr(new, name)) for name in of_rows})
 
 
 class _OfWidth:
@@ -170,10 +157,9 @@ class _OfWidth:
     def step(self, more: bool) -> list[Found]:
         run = self._run
         if self._pool is None:
-            nobody = _table(run.copier, [], run.batch, run.options.longest(self._width))
             # Placed as the pool that a search returns is: `admit` would be compiled once more for another placement.
             device = next(iter(jax.tree.leaves(run.params)[0].sharding.device_set))
-            self._pool = jax.device_put(self._empty(run.params, nobody), device)
+            self._pool = jax.device_put(self._empty(run.params), device)
         while self._come:
             self._let_in([self._come.popleft() for _ in range(min(len(self._come), _AT_ONCE))])
         held = [at for at, place in enumerate(self._places) if place is not None]
@@ -190,17 +176,15 @@ class _OfWidth:
         return found
 
     def _let_in(self, some: list[tuple[Any, Sentence]]) -> None:
-        run, T = self._run, self._run.options.longest(self._width)
         source_RW = np.full((_AT_ONCE, self._width), PAD, np.int32)
-        place_R = np.full(_AT_ONCE, run.batch, np.int32)
+        place_R = np.full(_AT_ONCE, self._run.batch, np.int32)
         for row in range(_AT_ONCE):
             ids = some[min(row, len(some) - 1)][1].ids  # one again where there are fewer, which is thrown away
             source_RW[row, : len(ids)] = ids
         for row, (ticket, _) in enumerate(some):
             place_R[row] = self._places.index(None)
             self._places[place_R[row]] = ticket
-        copied = _table(run.copier, [sentence for _, sentence in some], _AT_ONCE, T)
-        self._pool = self._admit(run.params, self._pool, source_RW, copied, place_R)
+        self._pool = self._admit(self._run.params, self._pool, source_RW, place_R)
 
 
 class Continuous:
@@ -209,17 +193,13 @@ class Continuous:
     Args:
         config: the model.
         params: its parameters, on the device.
-        options: how to search, with a beam of more than one.
-        copier: knows how placeholders are spelt; None copies none.
+        options: how to search.
         batch: places B of each width.
         steps: after which a step of the search ends, to let others in.
     """
 
-    def __init__(
-        self, config: moe.TransformerConfig, params: Any, options: DecodeConfig, copier: Copier | None, batch: int,
-        steps: int = 8,
-    ):  # fmt: skip
-        self.config, self.params, self.options, self.copier = config, params, options, copier
+    def __init__(self, config: moe.TransformerConfig, params: Any, options: DecodeConfig, batch: int, steps: int = 8):
+        self.config, self.params, self.options = config, params, options
         self.batch, self.steps = batch, steps
         self._widths: dict[int, _OfWidth] = {}
 
@@ -251,19 +231,16 @@ class Continuous:
 
 
 class InBatches:
-    """One batch after the other: for a greedy search, and for one that is partitioned over several devices.
+    """One batch after the other: for a search that is partitioned over several devices.
 
     Args:
-        config, params, options, copier, batch: see `Continuous`.
+        config, params, options, batch: see `Continuous`.
         devices: how many.
     """
 
-    def __init__(
-        self, config: moe.TransformerConfig, params: Any, options: DecodeConfig, copier: Copier | None, batch: int,
-        devices: int = 1,
-    ):  # fmt: skip
+    def __init__(self, config: moe.TransformerConfig, params: Any, options: DecodeConfig, batch: int, devices: int = 1):
         self._run = make_decode(config, options, devices)
-        self._params, self._options, self._copier, self._batch = params, options, copier, batch
+        self._params, self._batch = params, batch
         self._come: dict[int, deque[tuple[Any, Sentence]]] = {}
 
     @property
@@ -289,14 +266,5 @@ class InBatches:
         for row in range(self._batch):
             ids = some[row if row < len(some) else 0][1].ids  # no longer on the way than a real one
             source_BW[row, : len(ids)] = ids
-        table = _table(self._copier, [of for _, of in some], self._batch, self._options.longest(width))
-        found = jax.device_get(self._run(self._params, source_BW, *(() if table is None else (table,))))
+        found = jax.device_get(self._run(self._params, source_BW))
         return [Found(ticket, found.tokens_BNT[row], found.score_BN[row]) for row, (ticket, _) in enumerate(some)]
-
-
-def _table(copier: Copier | None, sentences: list[Sentence], rows: int, longest: int) -> Copied | None:
-    if copier is None:
-        return None
-    nobody = [("", ())] * (rows - len(sentences))
-    table: Copied = copier.table([*((of.plain, of.placeholders) for of in sentences), *nobody], longest)[0]
-    return table

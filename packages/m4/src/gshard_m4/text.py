@@ -17,19 +17,16 @@ from gshard_m4.batches import Batches, in_order
 from gshard_m4.corpus import hold_out
 from gshard_m4.corpus.hold_out import DEV, TRAIN
 from gshard_m4.corpus.near_twins import NearTwins
-from gshard_m4.corpus.pair import Pair
+from gshard_m4.corpus.pair import Pair, rows
 from gshard_m4.corpus.part import OUT_OF_DOMAIN
 from gshard_m4.encoded import Encoded, of_languages
 from gshard_m4.errors import CorpusError
-from gshard_m4.identify import Identifier, learn
 from gshard_m4.tokens import Vocabulary
-from gshard_m4.translate import Example
 
 DATA = Path("data/quick-start")
 """The folder of the corpus that `gshard-m4 prepare` makes if nothing else is asked for."""
 
 MANIFEST = "manifest.json"
-_BLOCK = 1 << 24
 _WATCHED = 2000  # pairs that training is watched on
 
 
@@ -180,7 +177,7 @@ class PreparedText:
         """Whether there are pairs of a part; corpora of earlier versions have none with known English."""
         return part == OUT_OF_DOMAIN or bool(self.manifest["pairs"].get(part))
 
-    def examples(self, count: int | None = None, part: str = "test", each: int | None = None) -> Sequence[Example]:
+    def examples(self, count: int | None = None, part: str = "test", each: int | None = None) -> Sequence[Pair]:
         """Held-out sentences of any length, always the same ones, of as many languages as there are.
 
         The first ones of a language are the same whatever other languages there are, and however many are asked for.
@@ -201,21 +198,12 @@ class PreparedText:
             shuffled = np.random.default_rng((1, zlib.crc32(name.encode()))).permutation(len(own))
             queues.append([own[i] for i in shuffled[:each]])
         order = np.random.default_rng(1).permutation(len(queues))
-        found: list[Example] = []
+        found: list[Pair] = []
         for turn in range(max(map(len, queues), default=0)):
             for q in order:
                 if turn < len(queues[q]):
-                    found.append(Example(*queues[q][turn]))
+                    found.append(queues[q][turn])
         return found[:count]
-
-    def target_counts(self) -> np.ndarray:
-        """How often each target id occurs in the training data, end included, int64 [target_vocabulary]."""
-        train = self._encoded("train")
-        counts = np.zeros(self.target_vocabulary, np.int64)
-        for start in range(0, len(train.target), _BLOCK):
-            counts += np.bincount(train.target[start : start + _BLOCK], minlength=self.target_vocabulary)
-        counts[1] += len(train)
-        return counts
 
     def near_twins(self, english: Sequence[str]) -> list[bool]:
         """For each English sentence, whether training has a near twin of it (`gshard_m4.corpus.near_twins`)."""
@@ -230,11 +218,9 @@ class PreparedText:
     def _trained_english(self) -> NearTwins:
         keys = set()
         try:
-            with (self.folder / f"{TRAIN}.tsv").open(encoding="utf-8", newline="\n") as lines:
-                for line in lines:
-                    language, _, english = line.rstrip("\n").split("\t")
-                    if not self.only or language in self.only:
-                        keys.add(hold_out.key(english))
+            for language, _, english in rows(self.folder / f"{TRAIN}.tsv"):
+                if not self.only or language in self.only:
+                    keys.add(hold_out.key(english))
         except (OSError, ValueError) as error:
             raise self._damaged(f"{TRAIN}.tsv", error) from error
         return NearTwins(keys)
@@ -255,21 +241,9 @@ class PreparedText:
         """The text of target ids."""
         return self.target.decode(ids)
 
-    def identify(self, lines: Sequence[str]) -> str | None:
-        """The language of lines of text, one of `languages`, or None if that is not sure."""
-        return self._identifier.of([i for ids in self.source.encode(lines) for i in ids])
-
-    @functools.cached_property
-    def _identifier(self) -> Identifier:
-        return learn(self._encoded("train"), self.source_vocabulary)
-
     def spelt_in_bytes(self, ids: Sequence[int]) -> float:
         """The share of source ids that are single bytes: of letters that the training text hardly has."""
         return sum(map(self.source.processor.is_byte, ids)) / max(len(ids), 1)
-
-    def target_pieces(self) -> list[str]:
-        """The text of each target id, ``▁`` for a blank."""
-        return self.target.pieces()
 
     def target_ids(self, text: str) -> list[int]:
         """The target ids of a text, without an end token."""
@@ -282,6 +256,6 @@ class PreparedText:
     def _pairs(self, part: str) -> list[Pair]:
         path = self.folder / f"{part}.tsv"
         try:
-            return [Pair(*line.split("\t")) for line in path.read_text(encoding="utf-8").splitlines()]
+            return [Pair(*cells) for cells in rows(path)]
         except (OSError, ValueError, TypeError) as error:
             raise self._damaged(path.name, error) from error

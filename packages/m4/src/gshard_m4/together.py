@@ -11,7 +11,6 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import TracebackType
@@ -23,7 +22,7 @@ from jax.experimental import multihost_utils
 
 from gshard_m4 import checkpoint
 from gshard_m4.errors import OptionError, TrainError
-from gshard_m4.processes import Draw
+from gshard_m4.processes import Alone, Draw
 from gshard_m4.relay import Relay
 from gshard_m4.rows import OwnRows
 from gshard_m4.step import Batch
@@ -123,8 +122,8 @@ class Processes:
         return Relay(*where).address
 
 
-class Together:
-    """The processes that ``jax.distributed`` has joined; implements `gshard_m4.processes.Group`.
+class Together(Alone):
+    """The processes that ``jax.distributed`` has joined.
 
     Args:
         processes: how they were joined.
@@ -220,13 +219,6 @@ class Together:
             return compiled(*jax.tree.unflatten(tree, map(placed, leaves, expected)))
 
         return call
-
-    def nothing(self) -> AbstractContextManager[None]:
-        """Nothing."""
-        return nullcontext()
-
-    def __enter__(self) -> Together:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if error is not None:

@@ -62,20 +62,6 @@ class Vocabulary:
         """Ids of each sentence, without an end."""
         return [list(ids) for ids in self.processor.encode(list(sentences), num_threads=2)]
 
-    def pieces(self) -> list[str]:
-        """The text of each id, ``▁`` for a blank; a byte as its character, nothing for what is no text."""
-
-        def text(i: int) -> str:
-            if self.processor.is_control(i) or self.processor.is_unknown(i):
-                return ""
-            piece = str(self.processor.id_to_piece(i))
-            if not self.processor.is_byte(i):
-                return piece
-            byte = int(piece[3:5], 16)  # <0x25>
-            return chr(byte) if byte < 128 else ""
-
-        return [text(i) for i in range(self.size)]
-
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids."""
         return str(self.processor.decode([int(i) for i in ids]))

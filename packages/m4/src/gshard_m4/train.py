@@ -11,6 +11,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from gshard_m4.errors import NotFiniteError as NotFiniteError
 from gshard_m4.errors import TrainError as TrainError
 from gshard_m4.lock import locked
 from gshard_m4.metrics import MetricsLog
-from gshard_m4.processes import Alone, Draw, Group
+from gshard_m4.processes import Alone, Draw
 from gshard_m4.progress import Progress
 from gshard_m4.saver import Saver
 from gshard_m4.step import Batch as Batch
@@ -75,7 +76,7 @@ def train(
     resume: bool = False,
     stop: Callable[[], bool] = lambda: False,
     show: Progress | None = None,
-    group: Group | None = None,
+    group: Alone | None = None,
     start: Path | None = None,
 ) -> Result:
     """Trains a model and saves it.
@@ -103,7 +104,7 @@ def train(
         CheckpointError: a checkpoint cannot be written or read.
     """
     group = group or Alone()
-    with locked(run.lock) if group.first else group.nothing():
+    with locked(run.lock) if group.first else nullcontext():
         loop = _Loop(model, options, run, batch, list(held_out), dict(meta or {}), group, start)
         return loop.run(resume, stop, show)
 
@@ -119,7 +120,7 @@ class _Loop:
         batch: Draw,
         held_out: Sequence[Batch],
         meta: Mapping[str, Any],
-        group: Group,
+        group: Alone,
         start: Path | None,
     ):
         self.begin_with = start
@@ -150,7 +151,7 @@ class _Loop:
         saved_at = time.perf_counter()
         events = run.events if options.tensorboard else None
         with (
-            MetricsLog(run.metrics, first, events) if group.first else group.nothing() as log,
+            MetricsLog(run.metrics, first, events) if group.first else nullcontext() as log,
             Saver(run.checkpoints, options.keep) as saver,
             shown as bar,
         ):

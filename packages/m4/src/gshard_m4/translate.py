@@ -1,7 +1,7 @@
 """From sentences to sentences: vocabularies around the search.
 
-`Text` is all that training and translating ask of a prepared corpus. A `Translator` is a trained model with the
-vocabularies it was trained with; it pads sentences to few widths, so that the search is compiled once for each.
+A `Translator` is a trained model with the vocabularies it was trained with; it pads sentences to few widths, so that
+the search is compiled once for each.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -18,112 +18,18 @@ import numpy as np
 from gshard import GShardError, moe
 from gshard_m4 import checkpoint
 from gshard_m4.config import Run
-from gshard_m4.copying import Copier
 from gshard_m4.corpus.language import language as canonical
 from gshard_m4.decode import EOS, DecodeConfig, ids_of
 from gshard_m4.language_names import code_of, name_of
-from gshard_m4.placeholders import Marked, lost_and_invented, mark, without
+from gshard_m4.placeholders import Marked, complete, lost_and_invented, mark, without
 from gshard_m4.stream import Continuous, Found, InBatches, Search, Sentence
+from gshard_m4.text import PreparedText
 
 _UNFAMILIAR = 0.5  # share of a sentence's ids that are single bytes
 
 
 class TranslateError(GShardError):
     """There is no model that could translate, or it does not belong to these vocabularies."""
-
-
-class Example(NamedTuple):
-    """A sentence with its translation by a human."""
-
-    language: str
-    source: str
-    english: str
-
-
-class Text(Protocol):
-    """A prepared corpus: vocabularies, training batches and held-out sentences."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Hash of both vocabularies."""
-
-    @property
-    def digest(self) -> str:
-        """Hash of all that the batches follow from."""
-
-    @property
-    def source_vocabulary(self) -> int:
-        """Number of source ids, tags included."""
-
-    @property
-    def target_vocabulary(self) -> int:
-        """Number of target ids."""
-
-    @property
-    def length(self) -> int:
-        """Tokens of a row of a batch, end token included."""
-
-    def batch(self, step: int) -> Mapping[str, np.ndarray]:
-        """The training batch of a step: ``source`` and ``target``, int32 [B, L]."""
-
-    def held_out(self, part: str = "dev") -> Sequence[Mapping[str, np.ndarray]]:
-        """Batches of a part that is not trained on, of the same shape."""
-
-    def has(self, part: str) -> bool:
-        """Whether the corpus has pairs of a part."""
-
-    def examples(self, count: int | None = None, part: str = "test", each: int | None = None) -> Sequence[Example]:
-        """Sentences of a held-out part, of any length, always the same ones, of as many languages as there are."""
-
-    def near_twins(self, english: Sequence[str]) -> Sequence[bool]:
-        """For each English sentence, whether training has a near twin of it."""
-
-    def target_counts(self) -> np.ndarray:
-        """How often each target id occurs in the training data, int64 [target_vocabulary]."""
-
-    def frequent_sentence(self) -> str:
-        """The most frequent English sentence of the training data."""
-
-    @property
-    def languages(self) -> Mapping[str, int]:
-        """The number of pairs of each language."""
-
-    def tag(self, language: str) -> int:
-        """The source id that names a language, in front of a sentence."""
-
-    def of_languages(self, languages: Sequence[str]) -> Text:
-        """The same vocabularies, and these languages only."""
-
-    def source_ids(self, sentence: str) -> list[int]:
-        """The ids of a source sentence, without an end token."""
-
-    def target_ids(self, text: str) -> Sequence[int]:
-        """The target ids of a text, without an end token."""
-
-    def english(self, ids: Sequence[int]) -> str:
-        """The text of target ids."""
-
-
-@runtime_checkable
-class Spelling(Protocol):
-    """A corpus that tells how its target vocabulary spells a text."""
-
-    def target_pieces(self) -> Sequence[str]:
-        """The text of each id, see `copying.Copier`."""
-
-    def target_ids(self, text: str) -> list[int]:
-        """The ids of a text, without an end token."""
-
-    def english(self, ids: Sequence[int]) -> str:
-        """The text of target ids."""
-
-
-@runtime_checkable
-class Letters(Protocol):
-    """A corpus that tells which source ids spell letters that its training text hardly has."""
-
-    def spelt_in_bytes(self, ids: Sequence[int]) -> float:
-        """The share of ids that are single bytes of such letters."""
 
 
 class Hypothesis(NamedTuple):
@@ -141,8 +47,9 @@ class Translated:
         hypotheses: its translations, best first; none for an empty sentence. Each is a single line.
         cut: whether the source was longer than the model reads and its end was not read.
         tokens: how many source tokens were read, end included.
-        lost: placeholders, tags and accelerators of the sentence that the best translation does not have.
-        invented: those that it has and the sentence does not.
+        placeholders: of the sentence.
+        lost: placeholders of the sentence that the model did not write, and that were put into the best translation.
+        invented: those that it wrote and the sentence does not have, and that were taken out.
         unfamiliar: whether most of the sentence is in letters that the model was not trained on, as of a language that
             it does not know.
     """
@@ -150,6 +57,7 @@ class Translated:
     hypotheses: tuple[Hypothesis, ...] = ()
     cut: bool = False
     tokens: int = 0
+    placeholders: tuple[str, ...] = ()
     lost: tuple[str, ...] = ()
     invented: tuple[str, ...] = ()
     unfamiliar: bool = False
@@ -192,22 +100,14 @@ class Translator:
         options: how to search.
         batch: sentences that are translated together.
         devices: how many to partition the search over.
-        copier: knows how placeholders are spelt, if they are copied and the vocabularies can tell.
     """
 
     model: moe.TransformerConfig
     params: Any
-    text: Text
+    text: PreparedText
     options: DecodeConfig
     batch: int = 32
     devices: int = 1
-    copier: Copier | None = dataclasses.field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        text, copier = self.text, None
-        if self.options.placeholders and isinstance(text, Spelling):
-            copier = Copier(tuple(text.target_pieces()), text.target_ids, text.english)
-        object.__setattr__(self, "copier", copier)
 
     @property
     def languages(self) -> Mapping[str, int]:
@@ -293,13 +193,13 @@ class Translator:
         ids = self.text.source_ids(shown)
         if not ids:
             return Prepared(head, marked)
-        unfamiliar = isinstance(self.text, Letters) and self.text.spelt_in_bytes(ids) > _UNFAMILIAR
+        unfamiliar = self.text.spelt_in_bytes(ids) > _UNFAMILIAR
         if language is not None:
             ids = [self.text.tag(language), *ids]
         cut = len(ids) > room or len(shown) < len(marked.plain) or len(head) < len(sentence)
         kept = (*ids[:room], EOS)
         width = _width(len(kept), self.text.length)
-        return Prepared(head, marked, Sentence(kept, width, marked.plain, marked.placeholders), cut, unfamiliar)
+        return Prepared(head, marked, Sentence(kept, width), cut, unfamiliar)
 
     def search(self, steps: int = 8) -> Search:
         """A search for sentences that are prepared.
@@ -307,9 +207,9 @@ class Translator:
         Args:
             steps: tokens after which others are let in.
         """
-        if self.devices > 1 or self.options.beam == 1:
-            return InBatches(self.model, self.params, self.options, self.copier, self.batch, self.devices)
-        return Continuous(self.model, self.params, self.options, self.copier, self.batch, steps)
+        if self.devices > 1:
+            return InBatches(self.model, self.params, self.options, self.batch, self.devices)
+        return Continuous(self.model, self.params, self.options, self.batch, steps)
 
     def finish(self, prepared: Prepared, found: Found | None = None) -> Translated:
         """What became of a sentence.
@@ -331,19 +231,20 @@ class Translator:
                 got=f"score {found.score_N[0]}",
                 hint="The run has diverged: use an earlier checkpoint with --step, or train again.",
             )
-        hypotheses = []
+        wanted = marked.placeholders
+        written: list[Hypothesis] = []
         for tokens_T, score in zip(found.tokens_NT, found.score_N, strict=True):
             if np.isfinite(score):
                 # Bytes that spell a line break must not become one: lines out are lines in.
                 text = " ".join(self.text.english(ids_of(tokens_T)).split())
-                hypotheses.append(Hypothesis(marked.restore(text), float(score)))
-        lost: list[str] = []
-        invented: list[str] = []
-        if self.options.placeholders:
-            # Of several translations those that keep everything come first.
-            hypotheses.sort(key=lambda of: lost_and_invented(sentence, of.text) != ([], []))
-            lost, invented = lost_and_invented(sentence, hypotheses[0].text)
-        return Translated(tuple(hypotheses), cut, len(searched.ids), tuple(lost), tuple(invented), unfamiliar)
+                written.append(Hypothesis(text, float(score)))
+        if not self.options.placeholders:
+            return Translated(tuple(written), cut, len(searched.ids), unfamiliar=unfamiliar)
+        # Of several translations those that keep everything come first.
+        written.sort(key=lambda of: lost_and_invented(wanted, of.text) != ([], []))
+        lost, invented = map(tuple, lost_and_invented(wanted, written[0].text))
+        hypotheses = tuple(Hypothesis(marked.restore(complete(of.text, wanted)), of.score) for of in written)
+        return Translated(hypotheses, cut, len(searched.ids), wanted, lost, invented, unfamiliar)
 
 
 def _width(tokens: int, longest: int) -> int:
@@ -352,7 +253,7 @@ def _width(tokens: int, longest: int) -> int:
 
 
 def load(
-    run: Run, text: Text, options: DecodeConfig, step: int | None = None, *, batch: int = 32, devices: int = 1
+    run: Run, text: PreparedText, options: DecodeConfig, step: int | None = None, *, batch: int = 32, devices: int = 1
 ) -> Translator:
     """The translator of a finished run.
 

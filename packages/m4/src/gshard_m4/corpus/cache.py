@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from gshard_m4.lock import alive
+
 _PREFIX = "unfinished"
 _NAME = re.compile(rf"{_PREFIX}-(\d+)-")
 
@@ -23,17 +25,7 @@ def work_folder(parent: Path) -> Iterator[Path]:
     parent.mkdir(parents=True, exist_ok=True)
     for path in parent.glob(f"{_PREFIX}-*"):
         found = _NAME.match(path.name)
-        if found and not _runs(int(found.group(1))):
+        if found and not alive(int(found.group(1))):
             shutil.rmtree(path, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=parent, prefix=f"{_PREFIX}-{os.getpid()}-") as name:
         yield Path(name)
-
-
-def _runs(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

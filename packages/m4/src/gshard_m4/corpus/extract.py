@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import gzip
 import hashlib
 import json
 import multiprocessing
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple
 from gshard_m4.corpus.cache import work_folder
 from gshard_m4.corpus.clean import clean, words
 from gshard_m4.corpus.fetch import Fetched
-from gshard_m4.corpus.pair import Pair, Unreadable
+from gshard_m4.corpus.pair import Pair, Unreadable, writing
 from gshard_m4.corpus.readers import READERS
 from gshard_m4.corpus.sentences import split
 
@@ -99,8 +98,8 @@ def extract(got: Fetched, folder: Path) -> Extracted:
     with work_folder(folder) as work:
         made = _files(work, name)
         with (
-            made.pairs.open("w", encoding="utf-8", newline="\n") as out,
-            gzip.open(made.left_out, "wt", compresslevel=1, encoding="utf-8", newline="\n") as aside,
+            writing(made.pairs) as out,
+            writing(made.left_out) as aside,
         ):
             tally = Tally(out.write, aside.write)
             tally.take(READERS[got.source.reader](got.files), got.source.accelerators)

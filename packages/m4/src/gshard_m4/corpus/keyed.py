@@ -14,19 +14,17 @@ from gshard_m4.corpus.pair import Pair, Unreadable
 
 _COMPONENT = re.compile(r"^(.*/translations/(?:.*\.)?)([A-Za-z][A-Za-z-]*)\.json$")
 _SCRATCH = re.compile(r"package/((?:editor|www)/[^/]+)/([A-Za-z-]+)\.json$")
-_MATRIX = re.compile(r"package/src/(i18n)/strings/([A-Za-z_]+)\.json$")
-_CLDR = re.compile(r"package/(annotations)/([^/]+)/annotations\.json$")
 _WIKI = re.compile(r"/mediawiki/(.*i18n(?:/[^/]+)*)/([a-z-]+)\.json$")
 
 Strings = Mapping[str, str]
 
 
-def join(groups: Mapping[str, Mapping[str, Strings]], english: Sequence[str] = ("en",)) -> Iterator[Pair]:
+def join(groups: Mapping[str, Mapping[str, Strings]]) -> Iterator[Pair]:
     """Pairs of files that belong together: group -> code of the language -> key -> string."""
     for group in groups.values():
-        ours = next((group[code] for code in english if code in group), None)
-        if ours is None:
+        if "en" not in group:
             continue
+        ours = group["en"]
         for code, theirs in group.items():
             of_language = language(code)
             if of_language is not None:
@@ -43,38 +41,25 @@ def read_scratch(files: Sequence[Path]) -> Iterator[Pair | Unreadable]:
     return _read(files, _SCRATCH, _flat_strings)
 
 
-def read_matrix(files: Sequence[Path]) -> Iterator[Pair | Unreadable]:
-    """Matrix: i18n/strings/LANGUAGE.json, British and American English kept apart."""
-    return _read(files, _MATRIX, _flat_strings, ("en_EN", "en"))
-
-
-def read_cldr(files: Sequence[Path]) -> Iterator[Pair | Unreadable]:
-    """Unicode: the spoken name of every symbol."""
-    return _read(files, _CLDR, _spoken)
-
-
 def read_mediawiki(files: Sequence[Path]) -> Iterator[Pair | Unreadable]:
     """MediaWiki and its extensions: i18n/PART/LANGUAGE.json, in wiki markup."""
     return _read(files, _WIKI, _unwiki)
 
 
 def _read(
-    files: Sequence[Path],
-    pattern: re.Pattern[str],
-    strings: Callable[[Any], Strings],
-    english: Sequence[str] = ("en",),
+    files: Sequence[Path], pattern: re.Pattern[str], strings: Callable[[Any], Strings]
 ) -> Iterator[Pair | Unreadable]:
     for file in files:
         groups: dict[str, dict[str, Strings]] = {}
         for name, data in members(file, lambda name: name.endswith(".json")):
             found = pattern.search(name)
-            if not found or (found.group(2) not in english and language(found.group(2)) is None):
+            if not found or (found.group(2) != "en" and language(found.group(2)) is None):
                 continue
             try:
                 groups.setdefault(found.group(1), {})[found.group(2)] = strings(json.loads(data.decode("utf-8")))
             except ValueError as error:  # not JSON, or not UTF-8
                 yield Unreadable(name, str(error))
-        yield from join(groups, english)
+        yield from join(groups)
 
 
 def _flat_strings(tree: Any) -> Strings:
@@ -87,13 +72,6 @@ def _flat(tree: Any, path: str) -> Iterator[tuple[str, str]]:
             yield from _flat(value, f"{path}/{key}")
     elif isinstance(tree, str):
         yield path, tree
-
-
-def _spoken(tree: Any) -> Strings:
-    try:
-        return {key: found["tts"][0] for key, found in tree["annotations"]["annotations"].items() if found.get("tts")}
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ValueError(f"not a file of annotations: {error!r}") from error
 
 
 def _unwiki(tree: Any) -> Strings:

@@ -23,11 +23,12 @@ import hashlib
 import heapq
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from gshard_m4.corpus.clean import PLACEHOLDER
 from gshard_m4.corpus.hold_out import DEV, TEST
+from gshard_m4.corpus.pair import rows
 
 KNOWN_DEV, KNOWN_TEST = f"known_{DEV}", f"known_{TEST}"
 OTHERS = 2
@@ -100,7 +101,7 @@ def _told(
     same: dict[str, set[tuple[str, str]]] = defaultdict(set)
     owners: dict[str, list[tuple[str, set[str]]]] = {name: [] for name in files}
     for name, path in files.items():
-        for foreign, english in _rows(path):
+        for foreign, english in rows(path):
             key = key_of[english]
             if key in asked[name]:
                 source = units(foreign)
@@ -112,7 +113,7 @@ def _told(
     found: set[tuple[str, str]] = set()
     for name, path in files.items():
         own_runs, own_rows = runs[name], owners[name]
-        for foreign, english in _rows(path):
+        for foreign, english in rows(path):
             key = key_of[english]
             if key not in training[name]:
                 continue
@@ -133,10 +134,3 @@ def _runs(source: list[str], length: int = _RUN) -> set[str]:
 
 def _place(language: str, key: str) -> bytes:
     return hashlib.blake2b(f"{language}\t{key}".encode(), digest_size=8).digest()
-
-
-def _rows(path: Path) -> Iterator[tuple[str, str]]:
-    with path.open(encoding="utf-8", newline="\n") as lines:
-        for line in lines:
-            foreign, english = line.rstrip("\n").split("\t")
-            yield foreign, english

@@ -8,13 +8,13 @@ translations of a sentence beyond the third, and *copies*: the same translation 
 from __future__ import annotations
 
 import dataclasses
-import gzip
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from gshard_m4.corpus.extract import SAME_AGAIN
+from gshard_m4.corpus.pair import rows, writing
 
 COPY = "the same in another language"
 MORE = "a fourth translation of one sentence"
@@ -78,13 +78,13 @@ def merge(
     _distribute(sources, folder)
     found = Merged()
     large = {name: copies for name in _LARGE if (copies := _digests(folder / name))}
-    with gzip.open(aside, "wt", compresslevel=1, encoding="utf-8", newline="\n") as left_out:
+    with writing(aside) as left_out:
         for path in sorted(folder.iterdir()):
             language = path.name
             others = [held for name, held in large.items() if name != language and not _related(name, language)]
             kept = folder / f"{language}.tsv"
             by_source = Counter[str]()
-            with kept.open("w", encoding="utf-8", newline="\n") as out:
+            with writing(kept) as out:
                 for source, foreign, english, reason in _judged(path, others):
                     if reason:
                         found.left_out[reason] += 1
@@ -111,38 +111,31 @@ def merge(
 def _distribute(sources: Mapping[str, Path], folder: Path) -> None:
     """Writes number of the source, foreign and English to a file for each language."""
     for number, path in enumerate(sources.values()):
-        rows: dict[str, list[str]] = defaultdict(list)
+        waiting: dict[str, list[str]] = defaultdict(list)
         held = 0
         with path.open(encoding="utf-8", newline="\n") as lines:
             for line in lines:
                 language, _, rest = line.partition("\t")
-                rows[language].append(f"{number}\t{rest}")
+                waiting[language].append(f"{number}\t{rest}")
                 held += 1
                 if held == 500_000:
-                    _flush(rows, folder)
+                    _flush(waiting, folder)
                     held = 0
-        _flush(rows, folder)
+        _flush(waiting, folder)
 
 
-def _flush(rows: dict[str, list[str]], folder: Path) -> None:
-    for language, lines in rows.items():
+def _flush(waiting: dict[str, list[str]], folder: Path) -> None:
+    for language, lines in waiting.items():
         with (folder / language).open("a", encoding="utf-8", newline="\n") as out:
             out.writelines(lines)
-    rows.clear()
-
-
-def _rows(path: Path) -> Iterator[tuple[int, str, str]]:
-    with path.open(encoding="utf-8", newline="\n") as lines:
-        for line in lines:
-            number, foreign, english = line.rstrip("\n").split("\t")
-            yield int(number), foreign, english
+    waiting.clear()
 
 
 def _judged(path: Path, others: Sequence[set[bytes]]) -> Iterator[tuple[int, str, str, str]]:
     """Number of the source, foreign, English, and why the pair is left out, or nothing."""
     seen: set[bytes] = set()
     translations = Counter[str]()
-    for number, foreign, english in _rows(path):
+    for number, foreign, english in rows(path):
         small = english.lower()
         same = _digest(small.rstrip(_END), foreign.lower().rstrip(_END))
         if same in seen:
@@ -155,7 +148,7 @@ def _judged(path: Path, others: Sequence[set[bytes]]) -> Iterator[tuple[int, str
             seen.add(same)
             translations[small] += 1
             reason = ""
-        yield number, foreign, english, reason
+        yield int(number), foreign, english, reason
 
 
 def _in_any(digest: bytes, sets: Sequence[set[bytes]]) -> bool:
@@ -165,7 +158,7 @@ def _in_any(digest: bytes, sets: Sequence[set[bytes]]) -> bool:
 def _digests(path: Path) -> set[bytes]:
     if not path.exists():
         return set()
-    return {_digest(en, fo) for _, fo, en in _rows(path) if en.count(" ") + 1 >= _COPY_WORDS}
+    return {_digest(en, fo) for _, fo, en in rows(path) if en.count(" ") + 1 >= _COPY_WORDS}
 
 
 def _digest(english: str, foreign: str) -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gzip
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any, TextIO
 
 from gshard_m4.corpus import parallel
 from gshard_m4.corpus.extract import Tally
-from gshard_m4.corpus.pair import Pair
+from gshard_m4.corpus.pair import Pair, writing
 
 
 @dataclasses.dataclass
@@ -42,7 +41,7 @@ class Own:
             languages: those that there is training text in; pairs of others are rejected.
             path: where to write.
         """
-        with path.open("w", encoding="utf-8", newline="\n") as out, self._bad() as bad:
+        with writing(path) as out, self.bad_lines.open("a", encoding="utf-8", newline="\n") as bad:
             for file in files:
                 count = rejected = 0
                 for number, item in enumerate(parallel.read(file), 1):
@@ -63,9 +62,6 @@ class Own:
         self.first_bad = self.first_bad or f"{file}:{line.number}, {line.reason}"
         bad.write(f"{file}:{line.number}\t{line.reason}\t{' '.join(line.text.splitlines())}\n")
 
-    def _bad(self) -> TextIO:
-        return self.bad_lines.open("a", encoding="utf-8", newline="\n")
-
 
 def extract(files: Sequence[Path], work: Path, aside: Path) -> Own:
     """Writes the pairs of the user's files, cleaned.
@@ -77,9 +73,9 @@ def extract(files: Sequence[Path], work: Path, aside: Path) -> Own:
     """
     bad_lines = work / "own.bad.tsv"
     with (
-        (work / "own.pairs.tsv").open("w", encoding="utf-8", newline="\n") as out,
-        bad_lines.open("w", encoding="utf-8", newline="\n") as bad,
-        gzip.open(aside, "wt", compresslevel=1, encoding="utf-8", newline="\n") as left_out,
+        writing(work / "own.pairs.tsv") as out,
+        writing(bad_lines) as bad,
+        writing(aside) as left_out,
     ):
         tally = Tally(out.write, left_out.write)
         own = Own(work / "own.pairs.tsv", bad_lines, tally, Counter(), [])

@@ -1,8 +1,11 @@
-"""Pair: one sentence in some language, and the same in English."""
+"""Pair: one sentence in some language, and the same in English; and how files of them are read and written."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import gzip
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple, TextIO
 
 
 class Pair(NamedTuple):
@@ -24,3 +27,17 @@ class Unreadable(NamedTuple):
 
     name: str
     problem: str
+
+
+def rows(path: Path) -> Iterator[list[str]]:
+    """The cells of each line of a file, which tabs part; only a line feed ends a line."""
+    with path.open(encoding="utf-8", newline="\n") as lines:
+        for line in lines:
+            yield line.rstrip("\n").split("\t")
+
+
+def writing(path: Path) -> TextIO:
+    """A new file of such lines; compressed if its name says so."""
+    if path.suffix == ".gz":
+        return gzip.open(path, "wt", compresslevel=1, encoding="utf-8", newline="\n")
+    return path.open("w", encoding="utf-8", newline="\n")

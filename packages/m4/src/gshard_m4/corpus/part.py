@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gzip
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 from gshard_m4.corpus import hold_out
 from gshard_m4.corpus.known_english import KNOWN_DEV, KNOWN_TEST, choose
 from gshard_m4.corpus.near_twins import NearTwins
+from gshard_m4.corpus.pair import rows, writing
 from gshard_m4.errors import CorpusError
 
 OUT_OF_DOMAIN = "out_of_domain"
@@ -78,7 +78,7 @@ def write_parts(
     prose: dict[str, set[str]] = {}
     for language, path in files.items():
         own, full = keys.setdefault(language, set()), prose.setdefault(language, set())
-        for _, english in _rows(path):
+        for _, english in rows(path):
             key = key_of.get(english)
             if key is None:
                 key = key_of[english] = hold_out.key(english)
@@ -103,7 +103,7 @@ def write_parts(
     found = _write(files, folder, key_of, parts, aside)
     for part, path in given.items():
         shutil.copyfile(path, folder / f"{part}.tsv")
-        languages = Counter(line.partition("\t")[0] for line in _lines(path))
+        languages = Counter(language for language, *_ in rows(path))
         found["pairs"][part] = languages.total()
         for row in found["distribution"]:
             row[part] = languages[row["language"]]
@@ -133,11 +133,11 @@ def _write(
     table: list[dict[str, Any]] = []
     often, left_out = Counter[str](), Counter[str]()
     with contextlib.ExitStack() as stack:
-        open_ = {p: stack.enter_context((folder / f"{p}.tsv").open("w", encoding="utf-8", newline="\n")) for p in PARTS}
-        secret = stack.enter_context(gzip.open(aside, "wt", compresslevel=1, encoding="utf-8", newline="\n"))
+        open_ = {p: stack.enter_context(writing(folder / f"{p}.tsv")) for p in PARTS}
+        secret = stack.enter_context(writing(aside))
         for language, path in files.items():
             counts, words = Counter[str](dict.fromkeys(PARTS, 0)), 0
-            for foreign, english in _rows(path):
+            for foreign, english in rows(path):
                 part = parts[language].get(key_of[english], hold_out.TRAIN)
                 if reason := KEPT_OUT.get(part):
                     left_out[reason] += 1
@@ -161,30 +161,14 @@ def _write(
 def _write_tested(tested: Path, files: Mapping[str, Path], folder: Path) -> Counter[str]:
     """Writes pairs of the languages there are; how often each key occurs in them."""
     found = Counter[str]()
-    with (
-        tested.open(encoding="utf-8", newline="\n") as lines,
-        (folder / f"{OUT_OF_DOMAIN}.tsv").open("w", encoding="utf-8", newline="\n") as out,
-    ):
-        for line in lines:
-            language, _, english = line.rstrip("\n").split("\t")
+    with writing(folder / f"{OUT_OF_DOMAIN}.tsv") as out:
+        for language, foreign, english in rows(tested):
             if language in files:
                 found[hold_out.key(english)] += 1
-                out.write(line)
+                out.write(f"{language}\t{foreign}\t{english}\n")
     return found
-
-
-def _lines(path: Path) -> Iterator[str]:
-    with path.open(encoding="utf-8", newline="\n") as lines:
-        yield from lines
 
 
 def _keys(path: Path) -> set[str]:
     """The keys of the English sentences of a part."""
-    return {hold_out.key(line.rstrip("\n").split("\t")[2]) for line in _lines(path)}
-
-
-def _rows(path: Path) -> Iterator[tuple[str, str]]:
-    with path.open(encoding="utf-8", newline="\n") as lines:
-        for line in lines:
-            foreign, english = line.rstrip("\n").split("\t")
-            yield foreign, english
+    return {hold_out.key(english) for _, _, english in rows(path)}

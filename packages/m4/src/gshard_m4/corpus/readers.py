@@ -6,22 +6,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from gshard_m4.corpus import debian, descriptions, gettext, josm, keyed, libreoffice, manual, mozilla, udhr
+from gshard_m4.corpus import debian, descriptions, gettext, josm, keyed, mozilla, udhr
 from gshard_m4.corpus.pair import Pair, Unreadable
 
 Reader = Callable[[Sequence[Path]], Iterator[Pair | Unreadable]]
 
 READERS: Mapping[str, Reader] = MappingProxyType(
     {
-        "cldr": keyed.read_cldr,
         "component": keyed.read_component,
         "debian": debian.read,
         "descriptions": descriptions.read,
         "gettext": gettext.read,
         "josm": josm.read,
-        "libreoffice": libreoffice.read,
-        "manual": manual.read,
-        "matrix": keyed.read_matrix,
         "mediawiki": keyed.read_mediawiki,
         "mozilla": mozilla.read,
         "po_folders": gettext.read_folders,

@@ -14,7 +14,7 @@ from typing import Literal
 
 from gshard_m4.errors import CorpusError
 
-Tier = Literal["tiny", "base", "standard"]
+Tier = Literal["tiny", "base"]
 Licences = Literal["all", "permissive"]
 
 PERMISSIVE = frozenset({"Apache-2.0", "BSD-3-Clause", "ISC and BSD-3-Clause", "MIT", "Unicode-3.0"})
@@ -86,12 +86,12 @@ def of_tier(tier: Tier, licences: Licences = "all") -> list[Source]:
 
     Args:
         tier: which corpus.
-        licences: ``permissive`` leaves out all others, and for the larger corpora adds some sources of such licences.
+        licences: ``permissive`` leaves out all others, and for base adds some sources of such licences.
 
     >>> [source.name for source in of_tier("tiny")]
     ['django', 'homeassistant', 'wagtail']
-    >>> len(of_tier("base")), len(of_tier("standard"))
-    (61, 113)
+    >>> len(of_tier("base"))
+    61
     """
     if licences == "all":
         return [s for s in SOURCES.values() if tier in s.tiers]

@@ -1,10 +1,8 @@
 """Serving: a page and an HTTP interface for translation, on one machine.
 
     config.py       addresses and limits
-    batcher.py      sentences of many requests are translated together, and remembered
+    batcher.py      sentences of many requests are translated together
     limits.py       how much, how often and for how long a client may ask
-    connections.py  how many connections there may be, and how long each may take
-    access.py       the access log
     app.py          what is asked and what is answered
     openapi.py      the same as a document for other programs
     starting.py     what is answered while the model is read

@@ -16,13 +16,14 @@ the moment, or the server is starting or about to end.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import json
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from importlib import resources
 from typing import Any
 
@@ -36,10 +37,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gshard_m4.language_names import name_of
-from gshard_m4.serve import access
 from gshard_m4.serve.batcher import Batcher, QueueFullError
 from gshard_m4.serve.config import ServeConfig
-from gshard_m4.serve.limits import Patience, Rate, client_of, read_body, while_there
+from gshard_m4.serve.limits import Rate, client_of, read_body, while_there
 from gshard_m4.serve.openapi import document
 from gshard_m4.translate import Translated, TranslateError, Translator
 
@@ -72,9 +72,6 @@ class Metrics:
         self.seconds = made(Histogram, "m4_request_seconds", "From request to answer.", ["route"])
         self.sentences = made(Counter, "m4_sentences_total", "Sentences translated.")
         self.tokens = made(Counter, "m4_source_tokens_total", "Source tokens read.")
-        self.remembered = made(Counter, "m4_cached_sentences_total", "Sentences answered from memory.")
-        self.refused = made(Counter, "m4_connections_refused_total", "Connections closed unanswered.", ["reason"])
-        self.open = made(Gauge, "m4_connections", "Open connections.")
         sizes = [1, 2, 4, 8, 16, 32, 64, 128]
         self.batches = made(Histogram, "m4_batch_sentences", "Sentences searched for together.", buckets=sizes)
         self.batch_seconds = made(Histogram, "m4_batch_seconds", "Time that some steps of a search took.")
@@ -143,22 +140,18 @@ def make_app(
     translator: Translator,
     options: ServeConfig,
     stopping: Callable[[], bool] = lambda: False,
-    identify: Callable[[Sequence[str]], str | None] = lambda lines: None,
 ) -> Starlette:
-    """The application. Its ``state`` has ``metrics``, and ``patience``, whose end is that of every request.
+    """The application.
 
     Args:
         translator: what translates; its `options.n_best` is the most alternatives that can be asked for.
         options: limits.
         stopping: whether the server is about to end.
-        identify: tells the language of lines of text, if it can.
     """
     rate = Rate(options.rate, options.burst)
     page = {at: resources.files("gshard_m4.serve").joinpath("page", name).read_bytes() for at, name in PAGE.items()}
     languages = [{"code": code, "name": name_of(code), "pairs": n} for code, n in translator.languages.items()]
     shown = {"languages": languages, "characters": options.characters, "alternatives": translator.options.n_best}
-    shown["remembers"] = options.cache > 0
-    patience = Patience()
     batcher: Batcher
 
     metrics = Metrics(lambda: batcher.waiting)
@@ -167,12 +160,17 @@ def make_app(
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         nonlocal batcher
         wait = options.wait / 1000
-        seen, hit = metrics.batch, metrics.remembered.inc
-        batcher = Batcher(translator, options.queue, wait, seen, options.cache, hit)
+        batcher = Batcher(translator, options.queue, wait, metrics.batch)
         yield
         await batcher.close()
 
     async def translate(request: Request) -> Response:
+        try:
+            return await answered(request)
+        except asyncio.CancelledError:  # the grace is over
+            raise _STOPPING from None
+
+    async def answered(request: Request) -> Response:
         client = client_of(request.client.host) if request.client else ""
         seconds = rate.ask(client)
         if seconds:
@@ -180,15 +178,15 @@ def make_app(
         if request.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
             raise HTTPException(415, "The body must be of the type application/json.")
         try:
-            async with patience.within(options.timeout):
+            async with asyncio.timeout(options.timeout):
                 body = await read_body(request, options.body)
         except TimeoutError:
             late = f"The body did not come within {options.timeout:.0f} seconds."
-            raise _STOPPING if patience.over else HTTPException(408, late, {"Connection": "close"}) from None
+            raise HTTPException(408, late, {"Connection": "close"}) from None
         asked = understand(body, options, translator)
         rate.charge(client, len(asked.lines) - 1)
         try:
-            async with patience.within(options.timeout):
+            async with asyncio.timeout(options.timeout):
                 done = await while_there(request, batcher.translate(asked.lines, asked.language, client))
         except (QueueFullError, TimeoutError):
             much = HTTPException(503, "Too much is asked at the moment.", {"Retry-After": "5"})
@@ -198,8 +196,7 @@ def make_app(
         except Exception:  # the log has it already
             raise HTTPException(500, "The translation failed; the log of the server says why.") from None
         metrics.tokens.inc(sum(of.tokens for of in done))
-        language = asked.language or (None if any(of.unfamiliar for of in done) else identify(asked.lines))
-        return JSONResponse(_answer(asked, done, language))
+        return JSONResponse(_answer(asked, done))
 
     described = document(options, translator.options.n_best, list(translator.languages))
 
@@ -234,15 +231,12 @@ def make_app(
         exception_handlers={HTTPException: _refused},
     )
     app.router.redirect_slashes = False
-    app.state.metrics, app.state.patience = metrics, patience
     paths = {route.path for route in routes}
-    log_access = access.logger(options.access_log).info
-    around = {"metrics": metrics, "paths": paths, "log_access": log_access, "stopping": stopping}
-    app.add_middleware(_Around, **around)  # type: ignore[arg-type]
+    app.add_middleware(_Around, metrics=metrics, paths=paths, stopping=stopping)  # type: ignore[arg-type]
     return app
 
 
-def _answer(asked: Asked, done: list[Translated], language: str | None) -> dict[str, Any]:
+def _answer(asked: Asked, done: list[Translated]) -> dict[str, Any]:
     lines = [
         {
             "source": source,
@@ -255,7 +249,7 @@ def _answer(asked: Asked, done: list[Translated], language: str | None) -> dict[
         }
         for source, of in zip(asked.lines, done, strict=True)
     ]
-    return {"text": "\n".join(of.text for of in done), "language": language, "lines": lines}
+    return {"text": "\n".join(of.text for of in done), "language": asked.language, "lines": lines}
 
 
 async def _refused(request: Request, error: Exception) -> Response:
@@ -264,14 +258,10 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 
 class _Around:
-    """Counts and logs every answer, and adds the headers that keep the page to itself."""
+    """Counts every answer, and adds the headers that keep the page to itself."""
 
-    def __init__(
-        self, app: ASGIApp, metrics: Metrics, paths: set[str], log_access: Callable[[str], None],
-        stopping: Callable[[], bool],
-    ):  # fmt: skip
-        self._app, self._metrics, self._paths, self._log = app, metrics, paths, log_access
-        self._stopping = stopping
+    def __init__(self, app: ASGIApp, metrics: Metrics, paths: set[str], stopping: Callable[[], bool]):
+        self._app, self._metrics, self._paths, self._stopping = app, metrics, paths, stopping
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -279,27 +269,16 @@ class _Around:
             return
         began = time.perf_counter()
         route = scope["path"] if scope["path"] in self._paths else "other"
-        status = size = 0
 
         async def told(message: Message) -> None:
-            nonlocal status, size
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 for name, value in _HEADERS.items():
                     headers.setdefault(name, value)
                 if self._stopping():  # a client would send its next request into a connection that is being closed
                     headers["Connection"] = "close"
-                status = message["status"]
-                self._metrics.requests.labels(route, str(status)).inc()
+                self._metrics.requests.labels(route, str(message["status"])).inc()
                 self._metrics.seconds.labels(route).observe(time.perf_counter() - began)
-            size += len(message.get("body", b""))
             await send(message)
 
-        try:
-            await self._app(scope, receive, told)
-        finally:
-            target = scope["raw_path"].decode("latin-1")
-            request = f"{scope['method']} {target} HTTP/{scope['http_version']}"
-            address = scope["client"][0] if scope["client"] else ""
-            # 499, as others have it: the client went away before there was an answer.
-            self._log(access.line(address, request, status or 499, size, time.perf_counter() - began))
+        await self._app(scope, receive, told)

@@ -5,8 +5,7 @@ between, sentences that wait take the places of those that have ended, each widt
 of its own, and the queues are served in turn, a sentence at a time: a client that asks for much delays itself. A
 sentence of a request that was cancelled, since its client has left, is not searched for any more.
 
-A sentence that a client had translated before is remembered for this client alone, and one that it asks for twice at
-the same time is translated once. So the time of an answer does not reveal what other clients asked for.
+A sentence that a client asks for twice at the same time is translated once. No text is kept once it is answered.
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ from gshard_m4.stream import Found, Search, Sentence
 from gshard_m4.translate import Prepared, Translated
 
 log = logging.getLogger("gshard_m4.serve")
-
-_REMEMBERED = 500  # characters of the longest sentence that is remembered
 
 
 class QueueFullError(Exception):
@@ -85,8 +82,6 @@ class Batcher:
         limit: sentences that may wait, and half as many of one client.
         wait: seconds to wait for others before a search begins.
         seen: is told how many sentences a search held, and the seconds that its next steps took.
-        cache: sentences that are remembered, of all clients together.
-        hit: is told of each that was.
     """
 
     def __init__(
@@ -95,14 +90,10 @@ class Batcher:
         limit: int,
         wait: float,
         seen: Callable[[int, int, float], None] = lambda held, ended, seconds: None,
-        cache: int = 0,
-        hit: Callable[[], None] = lambda: None,
     ):
-        self._engine, self._limit, self._wait, self._seen, self._hit = engine, limit, wait, seen, hit
+        self._engine, self._limit, self._wait, self._seen = engine, limit, wait, seen
         self._waiting: OrderedDict[str, deque[_Job]] = OrderedDict()  # of each client; who was served last is last
         self._asked: dict[_Key, _Job] = {}  # waiting or being searched for
-        self._cache: OrderedDict[_Key, Translated] = OrderedDict()
-        self._remembered = cache
         self._news = asyncio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="translate")
         self._task = asyncio.create_task(self._run())
@@ -149,11 +140,6 @@ class Batcher:
 
     def _ask(self, key: _Key) -> asyncio.Future[Translated]:
         result: asyncio.Future[Translated] = asyncio.get_running_loop().create_future()
-        if key in self._cache:
-            self._cache.move_to_end(key)
-            self._hit()
-            result.set_result(self._cache[key])
-            return result
         job = self._asked.get(key)
         if job is None:
             job = self._asked[key] = _Job(key)
@@ -242,7 +228,6 @@ class Batcher:
                 held.discard(job)
                 self._asked.pop(job.key, None)
                 if isinstance(translated, Translated):
-                    self._remember(job.key, translated)
                     job.answer(translated)
                 else:
                     job.answer(None, translated)
@@ -263,10 +248,3 @@ class Batcher:
                 log.exception("a sentence could not be translated")
                 ended.append((found.ticket, error))
         return ended
-
-    def _remember(self, key: _Key, translated: Translated) -> None:
-        if not self._remembered or len(key.sentence) > _REMEMBERED:
-            return
-        self._cache[key] = translated
-        if len(self._cache) > self._remembered:
-            self._cache.popitem(last=False)

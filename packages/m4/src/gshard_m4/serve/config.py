@@ -20,16 +20,13 @@ class ServeConfig:
         body: bytes of the body of a request.
         queue: sentences that may wait, half of them of one address; requests beyond are refused with 503. At least
             twice as many as a request may have lines.
-        connections: open connections; further ones are refused with 503.
-        per_address: open connections of one address (of an IPv6 network of 64 bits); further ones are refused with 429.
+        connections: open connections; requests of further ones are refused with 503.
         rate: sentences a second that one address may ask for, on average; 0 does not limit.
         burst: sentences that one address may ask for at once; a larger request is answered, and the next one waits.
         wait: milliseconds to wait for more sentences before a batch that is not full is translated.
-        headers: seconds in which the headers of a request must have come.
-        timeout: seconds in which its body must have come, and in which it must be translated.
+        timeout: seconds in which the body of a request must have come, and in which it must be translated.
         grace: seconds that requests may still take after SIGTERM.
-        cache: sentences whose translations are remembered, each for the address that asked; 0 remembers none.
-        access_log: file for a line about each request, without its text; - is standard error.
+        access_log: print a line about each request, without its text.
         proxies: addresses or networks, with commas between, of proxies whose X-Forwarded-For is believed; * is all.
     """
 
@@ -39,28 +36,24 @@ class ServeConfig:
     lines: int = 200
     body: int = 64 * 1024
     queue: int = 1_000
-    connections: int = 2_000
-    per_address: int = 100
+    connections: int = 500
     rate: float = 20.0
     burst: int = 200
     wait: float = 5.0
-    headers: float = 10.0
     timeout: float = 60.0
     grace: float = 10.0
-    cache: int = 10_000
-    access_log: str | None = None
+    access_log: bool = False
     proxies: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("characters", "lines", "body", "queue", "connections", "per_address", "burst"):
+        for name in ("characters", "lines", "body", "queue", "connections", "burst"):
             if getattr(self, name) < 1:
                 raise OptionError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("rate", "wait", "grace", "cache"):
+        for name in ("rate", "wait", "grace"):
             if not getattr(self, name) >= 0:
                 raise OptionError(f"{name} must not be negative, got {getattr(self, name)}")
-        for name in ("timeout", "headers"):
-            if not getattr(self, name) > 0:
-                raise OptionError(f"{name} must be positive, got {getattr(self, name)}")
+        if not self.timeout > 0:
+            raise OptionError(f"timeout must be positive, got {self.timeout}")
         if self.queue < 2 * self.lines:
             raise OptionError(
                 f"queue must be at least {2 * self.lines}, twice the {self.lines} lines of a request, got {self.queue}"

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ipaddress
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from starlette.exceptions import HTTPException
@@ -15,7 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 
 T = TypeVar("T")
 
-_GONE = 499  # nginx's status for a closed connection; for the access log and the metrics
+_GONE = 499  # nginx's status for a closed connection; for the metrics
 _CLIENTS = 10_000  # addresses that are remembered; the one that was silent longest is forgotten first
 
 
@@ -122,31 +121,3 @@ async def read_body(request: Request, limit: int) -> bytes:
     except ClientDisconnect:
         raise HTTPException(400, "The client went away.") from None
     return bytes(body)
-
-
-class Patience:
-    """The deadlines of all requests under way, which can be brought forward to now: when the server is to end."""
-
-    def __init__(self) -> None:
-        self.over = False
-        self._running: set[asyncio.Timeout] = set()
-
-    @contextlib.asynccontextmanager
-    async def within(self, seconds: float) -> AsyncIterator[None]:
-        """Raises TimeoutError in the block once it takes longer, or at `end`."""
-        if self.over:
-            raise TimeoutError
-        async with asyncio.timeout(seconds) as deadline:
-            self._running.add(deadline)
-            try:
-                yield
-            finally:
-                self._running.discard(deadline)
-
-    def end(self) -> None:
-        """Nobody is waited for any more."""
-        self.over = True
-        now = asyncio.get_running_loop().time()
-        for deadline in list(self._running):
-            with contextlib.suppress(RuntimeError):  # it is just passing by itself
-                deadline.reschedule(now)

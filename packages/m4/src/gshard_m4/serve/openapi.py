@@ -96,7 +96,6 @@ _LANGUAGES = {
     "languages": {"type": "array", "items": _LANGUAGE},
     "characters": {"type": "integer"},
     "alternatives": {"type": "integer"},
-    "remembers": {"type": "boolean", "description": "Whether translations stay in memory for who asked for them."},
 }
 _LINE = _object(
     {
@@ -104,8 +103,9 @@ _LINE = _object(
         "text": {"type": "string"},
         "cut": {"type": "boolean", "description": "Only the beginning of the line was translated."},
         "unfamiliar": {"type": "boolean", "description": "In letters that the model was not trained on."},
-        "lost": _STRINGS | {"description": "Placeholders and tags of the line that the translation does not have."},
-        "invented": _STRINGS | {"description": "Those that the translation has and the line does not."},
+        "lost": _STRINGS | {"description": "Placeholders that the model did not write and that were put in."},
+        "invented": _STRINGS
+        | {"description": "Those that it wrote, that the line does not have, and that were taken out."},
         "alternatives": {
             "type": "array",
             "items": _object({"text": {"type": "string"}, "score": {"type": "number"}}),

@@ -5,7 +5,6 @@ const [form, source, from, result, status, left, go, copy, alternatives] =
   ["form", "source", "from", "result", "status", "left", "go", "copy", "alternatives"].map(at);
 let limits = { characters: 5000, alternatives: 1 };
 let newest = 0;
-const nameOf = new Map();
 
 // Code points, as the server counts them.
 const count = () => Array.from(source.value).length;
@@ -28,8 +27,8 @@ function show(answer) {
     const notes = [];
     if (line.cut) notes.push("only the beginning of this line was read");
     if (line.unfamiliar) notes.push("the model was not trained on these letters: do not trust this");
-    if (line.lost.length) notes.push(`lacks ${line.lost.join(" ")}`);
-    if (line.invented.length) notes.push(`adds ${line.invented.join(" ")}`);
+    if (line.lost.length) notes.push(`put in: ${line.lost.join(" ")}`);
+    if (line.invented.length) notes.push(`taken out: ${line.invented.join(" ")}`);
     if (notes.length) {
       const note = document.createElement("span");
       note.className = "cut";
@@ -77,7 +76,7 @@ async function translate() {
     }
     show(answer);
     const seconds = `${((performance.now() - began) / 1000).toFixed(1)} s`;
-    say(asked.from || !answer.language ? seconds : `from ${nameOf.get(answer.language)}, it seems; ${seconds}`);
+    say(seconds);
   } catch {
     if (mine === newest) say("The server does not answer.", true);
   } finally {
@@ -94,12 +93,8 @@ async function start() {
   at("count").textContent = known.languages.length || "Many";
   alternatives.closest("label").hidden = known.alternatives < 2;
   const named = known.languages.map(({ code, name }) => [name, code]);
-  for (const [name, code] of named) nameOf.set(code, name);
   named.sort(([a], [b]) => a.localeCompare(b, "en"));
   from.append(...named.map(([name, code]) => new Option(name, code)));
-  at("kept").textContent = known.remembers
-    ? "The server keeps recent sentences and translations in memory, for your address alone, and sends them nowhere else."
-    : "The text is neither kept nor sent anywhere else.";
   showLeft();
 }
 
