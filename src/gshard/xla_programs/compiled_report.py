@@ -37,7 +37,7 @@ NO_MACHINE = (
     'No machine is named, so that no times are modelled. Name one: machine="h100:1x8", '
     "on the command line --machine h100:1x8."
 )
-_ONLY_GSHARD = ("gathered", "dropped", "replicated", "returned", "low_precision", "layout", "unused")
+_ONLY_GSHARD = ("gathered", "dropped", "replicated", "batches", "returned", "low_precision", "layout", "unused")
 _HIDDEN = 0.005  # of the network's time: less is nothing
 _READERS = 40  # lines that read an argument, at most
 
