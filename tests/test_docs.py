@@ -26,6 +26,7 @@ PAGES = [path for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 # What these show is tested elsewhere in the fast tests too.
 LONG = {
+    "configure.md",
     "exporting.md",
     "routing.md",
     "sequence_parallel.py",

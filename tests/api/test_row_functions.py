@@ -46,6 +46,7 @@ def both(x: Any, places: Any, size: int, axes: Any = ("a", "b")) -> Any:
     return sent, gshard.take_rows(sent, places)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("axes", [("a", "b"), ("b", "a"), "b"])
 @pytest.mark.parametrize(
     "tokens, size, copies", [(16, 24, 1), (16, 40, 2), (13, 29, 2), (5, 3, 1), (3, 41, 3), (1, 1, 1)]
@@ -65,6 +66,7 @@ def test_rows_arrive_and_return(tokens: int, size: int, copies: int, axes: Any) 
         np.testing.assert_array_equal(back, taken(want, places))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, np.int8, np.bool_, np.complex64, np.uint32, np.float16])
 def test_every_dtype(dtype: Any) -> None:
     x, places, want = case(16, 40, 2, dtype)
@@ -125,6 +127,7 @@ def test_derivatives() -> None:
         np.testing.assert_allclose(gshard.jit(transform(ours), mesh=8)(x, places), want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dims", [(0, 0), (1, None), (None, 1), (0, 1)])
 def test_vmap(dims: tuple[int | None, int | None]) -> None:
     cases = [case(8, 12, 2, seed=seed) for seed in range(3)]
@@ -144,6 +147,7 @@ def test_vmap(dims: tuple[int | None, int | None]) -> None:
             jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda y, i=i: y[i], got), want[i])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("batches, tokens, size, copies", [(2, 8, 16, 2), (3, 5, 13, 2), (4, 13, 5, 1), (1, 6, 9, 2)])
 def test_batches_are_split_beside_their_rows(batches: int, tokens: int, size: int, copies: int) -> None:
     """One, two and padded batches on a device, even and uneven rows; three calls with arrays placed differently."""

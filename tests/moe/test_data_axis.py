@@ -49,6 +49,7 @@ def assert_trees_close(left: Any, right: Any) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), left, right)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "dispatch, data, expert, changes",
     [
@@ -96,6 +97,7 @@ def test_any_number_of_groups_and_replicas(rows: int, replicas: int, data: int, 
     assert_trees_close(got, expected)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("factor", [1.5, math.inf])
 @pytest.mark.parametrize("dispatch", ["ragged", "ragged_all_to_all"])
 def test_replicas_are_layers_beside_each_other(dispatch: str, factor: float) -> None:
@@ -138,6 +140,7 @@ def explained(config: TransformerConfig, mesh: dict[str, int], *, backward: bool
     return gshard.explain(gradients if backward else run, *arguments, mesh=gshard.Mesh.abstract(**mesh))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "dispatch, shared",
     [
@@ -208,6 +211,7 @@ def test_other_axes_split_the_weights(dispatch: str) -> None:
     assert found.cost("v5e").flops < 0.6 * alone.cost("v5e").flops
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dispatch", ALL)
 def test_one_named_axis_is_the_number_of_partitions(dispatch: str) -> None:
     by_number = dataclasses.replace(LARGE, dispatch=dispatch, partitions=8)
