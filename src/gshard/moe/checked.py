@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 from gshard.core.errors import GShardError, known_names
 
@@ -131,11 +131,15 @@ def check(config: Choices) -> None:
         _check_routing(config)
 
 
+def as_axes(axes: Any) -> Any:
+    """The names of mesh axes as a tuple, from one name, several, or None."""
+    return () if axes is None else (axes,) if isinstance(axes, str) else axes
+
+
 def _check_axes(config: Choices) -> None:
     names: list[str] = []
     for field in ("expert_axis", "data_axis"):
-        axes = getattr(config, field)
-        axes = () if axes is None else (axes,) if isinstance(axes, str) else axes
+        axes = as_axes(getattr(config, field))
         require(
             isinstance(axes, tuple) and all(isinstance(axis, str) for axis in axes),
             f"{field} is a mesh axis, or a tuple of mesh axes.",

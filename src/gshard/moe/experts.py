@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 
 from gshard.api.marks import name, replicate, shard, split
 from gshard.moe.blocks import blocks_expert_layer
+from gshard.moe.checked import as_axes
 from gshard.moe.config import TransformerConfig
 from gshard.moe.dispatch import (
     combine_einsum,
@@ -190,10 +191,7 @@ def _split(config: TransformerConfig, x: jax.Array, names: str) -> jax.Array:
         return name(x, names.replace("replicas", "_").replace("partitions", "_"))
     if config.expert_axis is None and config.data_axis is None:
         return split(x, 0, config.partitions)
-    expert, data = (
-        () if axes is None else (axes,) if isinstance(axes, str) else axes
-        for axes in (config.expert_axis, config.data_axis)
-    )
+    expert, data = as_axes(config.expert_axis), as_axes(config.data_axis)
     axes_of = {"groups": (*data, *expert), "experts": expert, "partitions": (*data, *expert), "replicas": data}
     return shard(x, PartitionSpec(*(axes_of.get(dim) or PartitionSpec.UNCONSTRAINED for dim in names.split())))
 

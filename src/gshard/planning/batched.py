@@ -56,25 +56,24 @@ def batched(program: Program, mesh: Mesh) -> Program:
 
 
 def plan_of_either(program: Program, mesh: Mesh, make: Callable[[Program], Plan]) -> Plan:
-    """A plan that was made before, for the settled program or for the one with batches.
+    """A plan that was made before, for a settled program or for the same program with batches.
 
     Args:
-        program: the program.
+        program: the settled program.
         mesh: the devices.
         make: the plan for a program. It raises PlanError if the plan is for another program.
 
     Raises:
         PlanError: the plan is for neither; the error is that of the settled program.
     """
-    first = settled(program, mesh).program
     try:
-        return make(first)
+        return make(program)
     except PlanError as error:
-        second = batched(first, mesh)
-        if second is first:
+        with_batches = batched(program, mesh)
+        if with_batches is program:
             raise
         try:
-            return make(settled(second, mesh).program)
+            return make(settled(with_batches, mesh).program)
         except PlanError:
             raise error from None
 
@@ -121,9 +120,9 @@ def _with_batches(block: Block, devices: int, builder: Builder, fired: list[Fire
 
 
 def _shares(group: Sequence[Function], devices: int) -> Iterator[tuple[Sequence[Function], int]]:
-    """The batches of equal functions, each with its size, of which devices can have equal shares.
+    """Divides equal functions into batches, each with a size that devices can share evenly.
 
-    A function that would be the only one on its device stays as it is: to gather its array sends as much.
+    If one function would be left over for an additional round, it is not batched: gathering its array sends as much.
     """
     most = devices * max(1, _BUSY // max(group[0].root.bytes, 1))
     for start in range(0, len(group), most):

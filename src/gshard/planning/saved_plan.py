@@ -26,6 +26,7 @@ from gshard.core.split import Split
 from gshard.planning.batched import plan_of_either
 from gshard.planning.demands import demands
 from gshard.planning.io_shardings import at_boundary
+from gshard.planning.settled import settled
 
 _FORMAT = 4
 _SHOWN = 6  # changed lines in an error message
@@ -102,7 +103,9 @@ class SavedPlan:
             PlanError, MeshError: as of ``plan_of_settled``.
         """
         self._check_mesh(mesh)
-        return plan_of_either(program, mesh, lambda settled: self.plan_of_settled(settled, mesh, boundary))
+        return plan_of_either(
+            settled(program, mesh).program, mesh, lambda program: self.plan_of_settled(program, mesh, boundary)
+        )
 
     def plan_of_settled(self, program: Program, mesh: Mesh, boundary: Boundary = AS_MARKED) -> Plan:
         """The plan for a settled program with the same text.

@@ -170,7 +170,7 @@ def run_where_split(
 
 
 def recorded(name: str, others: Others, note: str = "") -> Fired:
-    """Records and logs a rewrite, with a text for explanations if there is one."""
+    """Records and logs a rewrite, with the text of what it batches."""
     first = next(iter(others))
     after = (q.name for new in others.values() for q in new)
     fired = Fired(name, first.line, tuple(e.name for e in others), tuple(after), note)

@@ -95,8 +95,7 @@ def needed_parts(parts: Sequence[Sequence[Equation]], places: Sequence[int]) -> 
 
 
 def in_order(places: Sequence[int], needs: Sequence[Set[int]]) -> Iterator[int]:
-    """The numbers of parts, each after those that it needs. Of the parts that may come next, the one with the lowest
-    place does.
+    """Orders parts so that each follows those that it needs. Among parts that may come next, the lowest place wins.
 
     Args:
         places: the place of each part.
@@ -140,7 +139,7 @@ def _functions(block: Block) -> Iterator[Function]:
 
 
 class _Roots:
-    """The array of which each value of a block is a function.
+    """Finds for each value of a block the array that it is a function of, its root.
 
     An equation continues the function of its operands if all large arrays among them are functions of one root, or
     depend on no array. Otherwise its results are new roots. An array is large if it has more elements than each

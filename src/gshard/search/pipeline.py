@@ -170,9 +170,8 @@ def _choose_within_limit(draft: Draft, settings: Settings) -> Draft:
         return draft
 
     def seconds_within(planned: Planned) -> float:
-        limited = dataclasses.replace(settings, windowed=None)
         try:
-            return _priced(run(FITTING, Draft(plans=(planned,)), limited).best, limited).seconds
+            return _priced(run(FITTING, Draft(plans=(planned,)), settings).best, settings).seconds
         except MemoryLimitError:
             return math.inf
 

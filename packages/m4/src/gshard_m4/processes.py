@@ -16,7 +16,7 @@ Draw = Callable[..., Batch]
 class Alone:
     """One process: a run as it sees it. `gshard_m4.together.Together` is one of several.
 
-    Enter it before training: its end is told to the others.
+    Use it as a context around training. With several processes, leaving it tells the others how this one ended.
 
     Attributes:
         first: whether this is the one that writes metrics and talks to the user.
@@ -43,7 +43,7 @@ class Alone:
         return draw(step)
 
     def runs(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """A compiled step as it is called with arrays of this process's memory."""
+        """Wraps a compiled step so that it takes arrays in the memory of this process."""
         return compiled
 
     def __enter__(self) -> Alone:

@@ -97,7 +97,7 @@ def serve(
 
 
 class _Server(uvicorn.Server):
-    """Uvicorn; a second signal ends it as it is."""
+    """Uvicorn's server, except that a second signal ends the process without waiting for requests."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Lets requests end."""
