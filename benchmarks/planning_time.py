@@ -1,7 +1,8 @@
 """Claim: planning takes seconds, however a program is marked: an axis in parts, three axes, with a machine or without.
 
 Programs that once took minutes: a window-attention vision Transformer with its weights split over one axis of 8 while
-it has 2 and 4 heads, a spectral atmosphere model on three axes, a padding whose every way to be split has to be priced.
+it has 2 and 4 heads, a spectral atmosphere model on three axes, a padding whose every way to be split has to be priced,
+a Transformer on four axes.
 Each is traced, planned and priced for devices that need not exist. Counts do not depend on this computer: equations
 that are traced alone to be priced, and shardings from which steps are found.
 
@@ -22,8 +23,10 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
+import growth
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 import families
 import gshard
@@ -132,7 +135,21 @@ def padding() -> tuple[Callable[..., Any], tuple[Any, ...], gshard.Mesh]:
     return padded, shapes, gshard.Mesh.abstract(a=2, b=2, c=2)
 
 
-PROGRAMS = {"windows": windows, "spectral": spectral, "padding": padding}
+def layers(depth: int = 10) -> tuple[Callable[..., Any], tuple[Any, ...], gshard.Mesh]:
+    """The gradient of a Transformer of layers that are written out, on four axes, of which marks name three."""
+
+    def loss(layers: list[dict[str, Any]], x: Any) -> Any:
+        x = gshard.split(x, 0, ("data", "fsdp"))
+        marks = {"o": P("model", None, "fsdp"), "wi": P("fsdp", "model"), "wo": P("model", "fsdp")}
+        projections = dict.fromkeys("qkv", P("fsdp", "model", None))
+        for p in layers:
+            x = growth.layer(x, {name: gshard.shard(p[name], spec) for name, spec in (marks | projections).items()})
+        return jnp.mean(x * x)
+
+    return jax.grad(loss), growth.arguments(depth), gshard.Mesh.abstract(pod=2, data=2, fsdp=2, model=2)
+
+
+PROGRAMS = {"windows": windows, "spectral": spectral, "padding": padding, "layers": layers}
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 from gshard.comm.exchange import can_change
 from gshard.comm.reshard import steps_from
@@ -69,6 +69,7 @@ class AxisSteps:
     Args:
         mesh: the devices.
         axes: the axes that move as wholes (``reshard_costs.axes_of``).
+        through: the dimensions of the shardings that reshards may pass through; None for all.
 
     Attributes:
         coarse: a mesh of the axes themselves, without atoms: few steps lead from one sharding to others.
@@ -76,7 +77,7 @@ class AxisSteps:
         blocks: axes that move in one message: a sum over two axes is scattered over both at once.
     """
 
-    def __init__(self, mesh: Mesh, axes: tuple[Atoms, ...]):
+    def __init__(self, mesh: Mesh, axes: tuple[Atoms, ...], through: frozenset[tuple[Atoms, ...]] | None = None):
         self.atoms_of = {mesh.format_atoms(axis): axis for axis in axes}
         sizes = tuple((name, mesh.count(axis)) for name, axis in self.atoms_of.items())
         self.coarse = Mesh(sizes or mesh.axes, factored=False)
@@ -84,7 +85,7 @@ class AxisSteps:
         # For each axis of the mesh, the names of its parts.
         self._parts = [tuple(map(names_of.__getitem__, axis)) for axis in parts_of(mesh, axes)]
         self._is_parted = any(len(axis) > FEW_PARTS for axis in self._parts)
-        self._visited: set[tuple[Atoms, ...]] | None = set() if has_many(mesh, axes) else None
+        self._through = through
         runs = [[(), *_runs(axis)] if len(axis) > FEW_PARTS else list(_some(axis)) for axis in self._parts]
         chosen = (tuple(itertools.chain(*some)) for some in itertools.product(*runs))
         self.blocks = tuple(sorted(filter(None, chosen), key=lambda b: (len(b), *map(self.coarse.atoms.index, b))))
@@ -99,12 +100,6 @@ class AxisSteps:
             steps = functools.partial(self._steps_from, monoids=monoids)
             self._tables[rank, monoids] = StepTable(self.coarse, steps)
         return self._tables[rank, monoids]
-
-    def visit(self, dims: Iterable[tuple[Atoms, ...]]) -> None:
-        """Lets reshards pass through shardings with these dimensions. It matters with many axes (``has_many``)."""
-        if self._visited is not None:
-            self._visited.update(dims)
-            self._passed.clear()
 
     def _steps_from(self, here: Sharding, monoids: Monoids) -> Iterator[Numbered]:
         """The steps from a sharding of an array whose size every split divides."""
@@ -138,14 +133,14 @@ class AxisSteps:
 
     def _is_passed(self, here: Sharding) -> bool:
         """Whether reshards pass through a sharding: one that ``places_for`` enumerates, of dimensions and a sum."""
-        if self._visited is None and not self._is_parted:
+        if self._through is None and not self._is_parted:
             return True
         if here not in self._passed:
             self._passed[here] = self._is_enumerated(here)
         return self._passed[here]
 
     def _is_enumerated(self, here: Sharding) -> bool:
-        if self._visited is not None and here.dims not in self._visited:
+        if self._through is not None and here.dims not in self._through:
             return False
         if not self._is_parted:
             return True
@@ -161,17 +156,14 @@ class AxisSteps:
         return True
 
 
-def axis_steps(mesh: Mesh, axes: tuple[Atoms, ...]) -> AxisSteps:
-    """The steps over the axes of a mesh. Plans that are made together share them.
-
-    With many axes, reshards pass through the shardings of one plan only, so each objective has its own.
-    """
-    return AxisSteps(mesh, axes) if has_many(mesh, axes) else _shared(dataclasses.replace(mesh, times=None), axes)
+def axis_steps(mesh: Mesh, axes: tuple[Atoms, ...], through: frozenset[tuple[Atoms, ...]] | None = None) -> AxisSteps:
+    """The steps over the axes of a mesh. Plans that are made together share them; arguments as of ``AxisSteps``."""
+    return _shared(dataclasses.replace(mesh, times=None), axes, through)
 
 
 @tabulated(64)
-def _shared(mesh: Mesh, axes: tuple[Atoms, ...]) -> AxisSteps:
-    return AxisSteps(mesh, axes)
+def _shared(mesh: Mesh, axes: tuple[Atoms, ...], through: frozenset[tuple[Atoms, ...]] | None) -> AxisSteps:
+    return AxisSteps(mesh, axes, through)
 
 
 @tabulated(65536)

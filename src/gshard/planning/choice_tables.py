@@ -7,6 +7,7 @@ arguments and propagated shardings (``planning.propagated``) limit them. Equal s
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
@@ -18,7 +19,7 @@ from gshard.core.program import Equation, Program, Value, itemsize
 from gshard.core.program_boundary import Boundary
 from gshard.core.rule import Rule
 from gshard.core.sharding import Sharding
-from gshard.core.split import Split, operand_sharding, result_sharding
+from gshard.core.split import Split
 from gshard.language.region import REGIONS
 from gshard.planning.demands import demands
 from gshard.planning.interned import Interned
@@ -31,7 +32,9 @@ from gshard.planning.seed_strategies import (
     allowed_by_marks,
     component_splits,
     group_shardings,
+    operand_shardings,
     propagated_arrays,
+    result_shardings,
     suggested_shardings,
 )
 from gshard.planning.sharding_groups import free_result_groups, sharding_groups_of
@@ -54,6 +57,7 @@ class ChoiceTables:
         demands_of: for each marked value, what its marks require.
         crossings: the values that enter or leave regions, each with the equation of the region.
         carried: inputs of bodies that an iteration passes to the next one.
+        is_limited: whether not all choices are compared (``planning.nearby``).
         room: the bytes that loops may hold.
         interned: the states and tables so far.
     """
@@ -61,7 +65,10 @@ class ChoiceTables:
     def __init__(self, program: Program, objective: Objective, propagated: Propagated | None, boundary: Boundary):
         self.program = program
         self.objective = objective
-        self.mesh = objective.mesh
+        # All objectives of one mesh have one list of splits: it does not depend on the times of steps.
+        self.mesh = dataclasses.replace(objective.mesh, times=None)
+        if propagated is not None:
+            propagated = dataclasses.replace(propagated, mesh=self.mesh)
         self.propagated = propagated
         self.boundary = boundary
         self.runs = dict(program.block.runs())
@@ -84,12 +91,12 @@ class ChoiceTables:
         self.groups = sharding_groups_of(program, alone, finished, marked_unreduced, fused=objective.fuses)
         self._kinds = kinds_of(program, propagated)
         self._changes = changes(program, self.mesh, objective.axes)
+        self.is_limited = self._changes is not None
         self._suggested: dict[Value, dict[Sharding, None]] = {}
         self._free_groups: set[int] = set()
         if propagated is not None:
-            every = self._changes is not None
             self._suggested = suggested_shardings(
-                propagated, self._kinds, self.groups.tied, objective.axes, whole_axes=every
+                propagated, self._kinds, self.groups.tied, objective.axes, whole_axes=self.is_limited
             )
             results = {v for v in program.block.outputs if isinstance(v, Value)} - propagated.kept
             unmarked = results - self.demands_of.keys() - self.inputs
@@ -199,7 +206,7 @@ class ChoiceTables:
         if key not in self._splits:
             arrays = () if self.propagated is None else propagated_arrays(e, self.propagated)
             axes = axes_without(self.objective.axes, barred)
-            pinned = self._manual.pinned(e)
+            pinned = tuple(self._manual.pinned(e).items())
             self._splits[key] = component_splits(
                 rule, component, passing, arrays, self.mesh, axes, barred, pinned, self._changes
             )
@@ -241,7 +248,7 @@ class ChoiceTables:
 
         def find() -> Floats:
             read = self.interned.states(
-                (operand_sharding, rule, id(splits), i), lambda: (operand_sharding(rule, i, split) for split in splits)
+                (operand_shardings, rule, id(splits), i), lambda: operand_shardings(rule, i, splits)
             )
             return self._costs_with_cuts(v, states, read)
 
@@ -255,7 +262,7 @@ class ChoiceTables:
 
         def find() -> Floats:
             made = self.interned.states(
-                (result_sharding, rule, id(splits), i), lambda: (result_sharding(rule, i, split) for split in splits)
+                (result_shardings, rule, id(splits), i), lambda: result_shardings(rule, i, splits)
             )
             return self._costs_with_cuts(v, made, states).T
 

@@ -6,7 +6,8 @@ states of the nodes and computes the cost tables; this module adds a node for ea
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -55,7 +56,7 @@ class _Builder:
 
     def __init__(self, tables: ChoiceTables):
         self.tables = tables
-        self.program, self.objective, self.mesh = tables.program, tables.objective, tables.mesh
+        self.program, self.objective, self.mesh = tables.program, tables.objective, tables.objective.mesh
         self.groups, self.states, self.interned = tables.groups, tables.states, tables.interned
         self.costs: list[Floats] = [tables.group_costs(group) for group in range(len(self.states))]
         self.edges: list[tuple[int, int, Floats]] = []
@@ -73,9 +74,8 @@ class _Builder:
 
     def graph(self) -> Graph:
         marked_shares = self._add_strategies()
-        self.objective.visit(s for states in self.states for s in states)
-        for (e, _), (_, splits) in self.strategies.items():
-            self.objective.visit(array_shardings(rule_of(e), splits))
+        if self.tables.is_limited:
+            self.objective = self.tables.objective = self.objective.through(self._shardings())
         for kernel, runs in self.objective.kernels(self.program.block):
             self._add_kernel(kernel, runs, marked_shares.get(kernel.equation, np.inf))
         for v, receivers in self.windows.shared():
@@ -103,6 +103,14 @@ class _Builder:
             loop_bytes=self.loop_bytes,
             donated_results=donated_results,
         )
+
+    def _shardings(self) -> Iterator[Sharding]:
+        """The states of groups, and the shardings in which equations read and make arrays under each split."""
+        yield from itertools.chain(*dict.fromkeys(self.states))
+        for rule, splits in {
+            (id(e.rule), id(s)): (rule_of(e), s) for (e, _), (_, s) in self.strategies.items()
+        }.values():
+            yield from itertools.chain(*array_shardings(rule, splits))
 
     def _add_node(self, states: int, name: str) -> int:
         self.costs.append(self.interned.table(("free", states), lambda: np.zeros(states)))

@@ -1,14 +1,15 @@
 """Limits how many axes may differ from the propagated places, if there are too many choices to compare all.
 
-A choice gives each axis one dimension, or none. With many axes (``axis_steps.has_many``), at most two of them may
-differ from the propagated places, or from no place. With three axes, or an axis in several parts, all choices are
-compared, unless the program is large: then nodes have hundreds of states and tables tens of thousands of entries, so
-that building the problem takes long and its solution ends far from the best. There, at most one axis may differ, and
-the parts of it that differ have one place.
+A choice gives each axis one dimension, or none. With up to three axes, all choices are compared. With many axes
+(``axis_steps.has_many``), at most two of them may differ from the propagated places, or from no place. If a program is
+large, even these are too many, with three or more axes or with an axis in several parts: nodes have hundreds of states
+and tables tens of thousands of entries, so that building the problem takes long and its solution ends far from the
+best. There, at most one axis may differ, and the parts of it that differ have one place.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 
 from gshard.core.mesh import Atoms, Mesh
@@ -17,7 +18,7 @@ from gshard.core.rule import REPLICATE
 from gshard.planning.axis_steps import FEW, FEW_PARTS, has_many, parts_of
 
 MANY_AXES, LARGE_PROGRAM = 2, 1  # the numbers of axes that may differ
-LARGE = 2e6  # entries of all tables with all choices: such a problem takes some seconds to build and solve
+LARGE = 2e6  # entries of all tables: such a problem takes some seconds to build and solve
 
 
 def changes(program: Program, mesh: Mesh, axes: tuple[Atoms, ...]) -> int | None:
@@ -28,24 +29,27 @@ def changes(program: Program, mesh: Mesh, axes: tuple[Atoms, ...]) -> int | None
         mesh: the devices.
         axes: the axes that move as wholes.
     """
-    if has_many(mesh, axes):
-        return MANY_AXES
     parts = parts_of(mesh, axes)
-    has_several = sum(map(bool, parts)) == FEW or any(len(part) > FEW_PARTS for part in parts)
-    return LARGE_PROGRAM if has_several and estimated_entries(program, mesh, axes) > LARGE else None
+    has_several = sum(map(bool, parts)) >= FEW or any(len(part) > FEW_PARTS for part in parts)
+    if has_several and estimated_entries(program, mesh, axes) > LARGE:
+        return LARGE_PROGRAM
+    return MANY_AXES if has_many(mesh, axes) else None
 
 
 def estimated_entries(program: Program, mesh: Mesh, axes: tuple[Atoms, ...]) -> float:
-    """An estimate of the entries of all tables between values and equations, if all choices are compared.
+    """An estimate of the entries of all tables between values and equations, without the limit for large programs.
 
-    Each axis has one dimension of a value, or none, and one factor of an equation, or none.
+    Each axis has one dimension of a value, or none, and one factor of an equation, or none. With many axes, two of them
+    have any place, and the others have the propagated one.
     """
     parts = [len(part) for part in parts_of(mesh, axes)]
+    most = MANY_AXES if has_many(mesh, axes) else len(parts)
 
     def choices(places: int) -> int:
         """The number of choices. Of an axis in several parts, the first parts have one place, the others another."""
         options = places + 1
-        return math.prod(options**n if n <= FEW_PARTS else options + (n - 1) * options * places for n in parts)
+        others = [(options**n if n <= FEW_PARTS else options + (n - 1) * options * places) - 1 for n in parts]
+        return sum(math.prod(some) for k in range(most + 1) for some in itertools.combinations(others, k))
 
     entries = 0.0
     for e in program.block.walk():

@@ -22,7 +22,6 @@ from gshard.core.rule import COMMUNICATE, REPLICATE, Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split
 from gshard.device.fusion_model import Kernel, is_product, kind_of
-from gshard.planning.axis_steps import has_many
 from gshard.planning.reshard_costs import Moves
 from gshard.planning.strategies import share
 from gshard.solver.problem import Floats
@@ -93,8 +92,8 @@ class Objective(Protocol):
         """Computes the costs of equations with these splits. True if one had a lower bound before, so costs changed."""
         ...
 
-    def visit(self, shardings: Iterable[Sharding]) -> None:
-        """Lets reshards pass through these shardings, which matters with many axes."""
+    def through(self, shardings: Iterable[Sharding]) -> Objective:
+        """The same objective, whose reshards pass only through these shardings, reduced or not."""
         ...
 
     def table(
@@ -190,17 +189,9 @@ class Bytes(Moves):
         return rule.flops * OTHER * np.array(parts)
 
 
-def bytes_on(mesh: Mesh, axes: tuple[Atoms, ...]) -> Bytes:
-    """The objective in bytes for a mesh.
-
-    Plans that are made together share the costs of reshards; equal meshes share one objective. With many axes each plan
-    has its own objective, because reshards then pass only through the shardings of one plan.
-    """
-    return Bytes(mesh, axes) if has_many(mesh, axes) else _shared_bytes(mesh, axes)
-
-
 @tabulated(64)
-def _shared_bytes(mesh: Mesh, axes: tuple[Atoms, ...]) -> Bytes:
+def bytes_on(mesh: Mesh, axes: tuple[Atoms, ...]) -> Bytes:
+    """The objective in bytes for a mesh. Plans that are made together share the costs of reshards."""
     return Bytes(mesh, axes)
 
 

@@ -7,9 +7,11 @@ cost of a step: bytes, or seconds on a machine.
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Self
 
 import numpy as np
 
@@ -18,7 +20,7 @@ from gshard.comm.steps import Step
 from gshard.core.deadline import check_deadline
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.sharding import Sharding
-from gshard.planning.axis_steps import FEW, FEW_PARTS, Monoids, axis_steps, has_many
+from gshard.planning.axis_steps import FEW, FEW_PARTS, AxisSteps, Monoids, axis_steps, has_many
 from gshard.planning.step_table import Steps, StepTable, shortest
 from gshard.solver.problem import Floats
 
@@ -170,16 +172,30 @@ class Moves:
 
     def __init__(self, mesh: Mesh, axes: tuple[Atoms, ...]):
         self.mesh, self.axes = mesh, axes
-        self._steps = axis_steps(mesh, axes)
+        self._take(axis_steps(mesh, axes))
         self.atoms_of, self._coarse = self._steps.atoms_of, self._steps.coarse
         self._names_of = {axis: name for name, axis in self.atoms_of.items()}
         self._known: dict[Sharding, Sharding | None] = {}  # over whole axes; None if a sharding uses a part of one
         self._lists: dict[int, tuple[Sequence[Sharding], list[Sharding | None]]] = {}
+        self._others: dict[tuple[Sharding, Sharding, tuple[int, ...], int], float] = {}
+
+    def _take(self, steps: AxisSteps) -> None:
+        """Uses these steps. Nothing is priced yet."""
+        self._steps = steps
         self._classes: dict[int, int] = {}  # the price class of each group of steps
         self._class_numbers: dict[Hashable, int] = {}
         self._prices: dict[tuple[int, ...], float] = {}  # of a step, by everything that it depends on
         self._graphs: dict[tuple[Monoids, tuple[int, ...], int], _Graph] = {}
-        self._others: dict[tuple[Sharding, Sharding, tuple[int, ...], int], float] = {}
+
+    def through(self, shardings: Iterable[Sharding]) -> Self:
+        """The same objective, whose reshards pass only through these shardings, reduced or not.
+
+        Many axes have too many shardings to pass through any (``planning.nearby``).
+        """
+        dims = frozenset(tuple(self._names(atoms) or () for atoms in s.dims) for s in {*shardings})
+        found = copy.copy(self)
+        found._take(axis_steps(self.mesh, self.axes, dims))
+        return found
 
     def step(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> float:
         """The cost of one step for an array of this global shape. Its atoms may be axes, which ``mesh`` defines."""
@@ -233,11 +249,6 @@ class Moves:
             steps = plan_reshard(source, target, shape, itemsize, self.mesh)
             self._others[key] = sum(self.step(step, shape, itemsize, self.mesh) for step in steps)
         return self._others[key]
-
-    def visit(self, shardings: Iterable[Sharding]) -> None:
-        """Lets reshards pass through these shardings, reduced or not. It matters with many axes (``has_many``)."""
-        if has_many(self.mesh, self.axes):
-            self._steps.visit(tuple(self._names(atoms) or () for atoms in s.dims) for s in shardings)
 
     def _all_in_axes(self, some: Sequence[Sharding]) -> list[Sharding | None]:
         """The shardings in terms of whole axes, as ``_in_axes``. The result for the same tuple is kept."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from gshard.core.mark import Demand
 from gshard.core.mesh import Atoms, Mesh
+from gshard.core.planning_tables import tabulated
 from gshard.core.program import Equation, Value
 from gshard.core.rule import Rule
 from gshard.core.sharding import Sharding
@@ -62,7 +63,7 @@ def _suggested_by(
 ) -> Iterator[tuple[int, Sharding]]:
     for split in candidates(rule, arrays, mesh):
         if whole_axes or any(not is_made_of(atoms, axes) for atoms in split.values()):
-            yield from enumerate(array_shardings(rule, (split,)))
+            yield from enumerate(sharding for (sharding,) in array_shardings(rule, (split,)))
 
 
 def group_shardings(
@@ -107,22 +108,47 @@ def allowed_by_marks(
     return tuple(allowed)
 
 
-def array_shardings(rule: Rule, splits: Sequence[Split]) -> Iterator[Sharding]:
-    """The shardings of the operands and results of an equation under each split."""
-    for split in splits:
-        yield from (operand_sharding(rule, i, split) for i in range(len(rule.operands)))
-        yield from (result_sharding(rule, i, split) for i in range(len(rule.results)))
+def array_shardings(rule: Rule, splits: Sequence[Split]) -> Iterator[tuple[Sharding, ...]]:
+    """For each operand and result of an equation, its sharding under each split."""
+    yield from (operand_shardings(rule, i, splits) for i in range(len(rule.operands)))
+    yield from (result_shardings(rule, i, splits) for i in range(len(rule.results)))
 
 
+def operand_shardings(rule: Rule, i: int, splits: Sequence[Split]) -> tuple[Sharding, ...]:
+    """The shardings in which an equation reads an operand under each split. All objectives share them."""
+    return _under_splits(operand_sharding, rule, i, splits)
+
+
+def result_shardings(rule: Rule, i: int, splits: Sequence[Split]) -> tuple[Sharding, ...]:
+    """The shardings in which an equation makes a result under each split. All objectives share them."""
+    return _under_splits(result_sharding, rule, i, splits)
+
+
+def _under_splits(
+    sharding_of: Callable[[Rule, int, Split], Sharding], rule: Rule, i: int, splits: Sequence[Split]
+) -> tuple[Sharding, ...]:
+    known, key = _known_shardings(), (sharding_of, rule, i, id(splits))
+    if key not in known:
+        known[key] = splits, tuple(sharding_of(rule, i, split) for split in splits)
+    return known[key][1]
+
+
+@tabulated(1)
+def _known_shardings() -> dict[object, tuple[Sequence[Split], tuple[Sharding, ...]]]:
+    """The results of ``_under_splits``. Each list of splits keeps its identity, which is in its key, valid."""
+    return {}
+
+
+@tabulated(16384)
 def component_splits(
     rule: Rule,
     component: Component,
     passing: frozenset[int],
-    arrays: Sequence[Arrays],
+    arrays: tuple[Arrays, ...],
     mesh: Mesh,
     axes: tuple[Atoms, ...],
     barred: frozenset[str] = frozenset(),
-    pinned: Split | None = None,
+    pinned: tuple[tuple[int, Atoms], ...] = (),
     changes: int | None = None,
 ) -> tuple[tuple[Split, ...], float]:
     """The splits of a component of an equation: over whole axes, and those that its arrays suggest.
@@ -135,7 +161,7 @@ def component_splits(
         mesh: the devices.
         axes: the axes that move as wholes.
         barred: atoms that are manual at the equation, so that no split may use them.
-        pinned: splits of factors over manual atoms, which every split contains.
+        pinned: factors with their manual atoms, which every split contains.
         changes: how many axes may differ from the first suggestion; None if all may.
 
     Returns:
@@ -143,7 +169,7 @@ def component_splits(
         suggestions).
     """
     if rule.manual is not None:
-        return splits(rule, component, mesh, axes, passing, pinned=tuple((pinned or {}).items())), math.inf
+        return splits(rule, component, mesh, axes, passing, pinned=pinned), math.inf
     near = [split for known in arrays for split in candidates(rule, known, mesh)] if rule.fixed is None else []
     if barred:
         near = [split for split in near if barred.isdisjoint(a for atoms in split.values() for a in atoms)]

@@ -24,7 +24,6 @@ from gshard.device.network import interchangeable
 from gshard.device.roofline import dtype_of, host_seconds, launch_seconds, roofline
 from gshard.device.step_times import StepTimes
 from gshard.language.transfer import changes_memory
-from gshard.planning.axis_steps import has_many
 from gshard.planning.objective import Windows
 from gshard.planning.reshard_costs import Moves
 from gshard.planning.strategies import share
@@ -61,7 +60,9 @@ class Seconds(Moves):
             name: tuple(sum(a in axis_atoms for a in atoms_of_class) for atoms_of_class in classes)
             for name, axis_atoms in self.atoms_of.items()
         }
-        self._own_ways = own_ways(on_machine(mesh, machine), machine)  # independent of shared messages
+        # What equations cost does not depend on shared messages.
+        self._own_ways = own_ways(on_machine(mesh, machine), machine)
+        self._costs_of_splits = _costs_of_splits(dataclasses.replace(mesh, times=None), machine)
         self._traces = True  # whether an equation with an own way to run on shards is traced when it needs a price
 
     def step(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> float:
@@ -88,7 +89,12 @@ class Seconds(Moves):
 
     def split_costs(self, kernel: Kernel, splits: Sequence[Split], marked_share: float) -> Floats:
         """float64 [splits]: one run of a kernel under each split, including its own way to run on shards."""
-        return np.array([self._split_seconds(kernel, split) for split in splits])
+        if not self._traces:  # lower bounds
+            return np.array([self._split_seconds(kernel, split) for split in splits])
+        key = self.cost_key(kernel), id(splits)
+        if key not in self._costs_of_splits:
+            self._costs_of_splits[key] = splits, np.array([self._split_seconds(kernel, split) for split in splits])
+        return self._costs_of_splits[key][1]
 
     def _split_seconds(self, kernel: Kernel, split: Split) -> float:
         """Seconds of one run of a kernel under a split of its equation."""
@@ -193,10 +199,7 @@ def seconds_on(
     """
 
     def objective(mesh: Mesh, axes: tuple[Atoms, ...]) -> Seconds:
-        if has_many(mesh, axes):  # reshards pass through the shardings of one plan only
-            known = Seconds(mesh, machine, axes, joined=joined)
-        else:
-            known = copy.copy(_shared_seconds(machine, joined, mesh, axes))
+        known = copy.copy(_shared_seconds(machine, joined, mesh, axes))
         if call is not None:
             known.stacked_byte_cost = _HELD * call / machine.memory
         return known
@@ -207,6 +210,12 @@ def seconds_on(
 def on_machine(mesh: Mesh, machine: Machine, *, joined: bool = False) -> Mesh:
     """The mesh with the step times of a machine, so that reshards take the fastest steps."""
     return dataclasses.replace(mesh, times=StepTimes(machine, joined))
+
+
+@tabulated(16)
+def _costs_of_splits(mesh: Mesh, machine: Machine) -> dict[Hashable, tuple[Sequence[Split], Floats]]:
+    """The costs of kernels under lists of splits. Each list keeps its identity, which is in its key, valid."""
+    return {}
 
 
 @tabulated(16)
