@@ -231,7 +231,7 @@ def _chosen(graph: Graph, propagated: Propagated) -> tuple[Graph, Ints, float]:
     equal_cost = math.inf if equal is None else equal[0].problem.value(equal[1])
     start = None if equal is None else equal[1]
 
-    best, gap = _solved(graph.problem, _starts(graph, propagated, start))
+    best, gap = _solved(graph.problem, _starts(graph, propagated, start), equal_cost / _SAME)
     best_cost = graph.problem.value(best)
     while best_cost * _SAME < equal_cost:
         limited = _with_less_held(graph, best, propagated, start)
@@ -288,7 +288,9 @@ def _with_equal_layers(graph: Graph, classes: Ints) -> tuple[Graph, Ints] | None
 
 
 def _solved(
-    problem: Problem, places: Callable[[Reduced], Iterable[Ints | None]] = lambda reduced: ()
+    problem: Problem,
+    places: Callable[[Reduced], Iterable[Ints | None]] = lambda reduced: (),
+    enough: float = math.inf,
 ) -> tuple[Ints, float]:
     """The cheapest states, and the gap: exact for a small problem, by rounds of messages for a large one.
 
@@ -297,6 +299,7 @@ def _solved(
     Args:
         problem: the problem.
         places: states of the reduced problem at which to begin: the result costs no more than these.
+        enough: stop once all states are known to cost at least as much.
     """
     reduced = reduce(problem)
     if (solution := exact(reduced.problem)) is not None:
@@ -311,6 +314,8 @@ def _solved(
     for round_index in range(int(min(_MOST, max(_FEWEST, _WORK / max(work, 1))))):
         before = descent.value
         descent.round()
+        if descent.prices.bound >= enough:
+            break
         if work >= LARGE:
             best_of_few(descent)
         gap_cost = descent.value - descent.prices.bound
@@ -322,7 +327,7 @@ def _solved(
                 return reduced.lift(best), 0.0
             tried_gap = gap_cost
     assert descent.states is not None, "without a limit of memory, messages find states that are allowed"
-    return reduced.lift(descent.states), gap_cost / descent.value if gap_cost > 0 else 0.0
+    return reduced.lift(descent.states), max(0.0, 1 - descent.prices.bound / descent.value) if descent.value else 0.0
 
 
 def decided(graph: Graph, chosen: Ints, propagated: Propagated) -> Plan:
