@@ -294,7 +294,7 @@ def test_a_language_is_told_to_the_model(trained: Path) -> None:
     assert alone[0] == mixed[0], "whatever the others are"
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], pytest.param(["train", "--help"], marks=pytest.mark.slow)])
 def test_help_into_a_pipe_that_closes(arguments: list[str]) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "gshard_m4", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE
