@@ -47,7 +47,7 @@ def translator() -> Translator:
         text.source_vocabulary, text.target_vocabulary, model_dim=16, hidden_dim=32, heads=2, head_dim=8,
         encoder_layers=2, decoder_layers=2, experts=4, group_size=None,
     )  # fmt: skip
-    params = jax.tree.map(jnp.asarray, naive.values(moe.param_specs(model), 3))
+    params = jax.tree.map(jnp.asarray, naive.values(moe.param_specs(model), 8))
     params["target_embedding"] = 5.0 * params["target_embedding"]
     for kind in ("sparse", "dense"):  # what is written depends on what is read
         attention = params["decoder"]["blocks"][kind]["memory_attention"]
