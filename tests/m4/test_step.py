@@ -41,8 +41,11 @@ def batch(rng: np.random.Generator, rows: int = 16, length: int = 8) -> dict[str
 
 @functools.cache
 def step_and_state(model: moe.TransformerConfig) -> tuple[Any, Any]:
-    """Compiled once."""
-    return jax.jit(make_step(model, TrainConfig())), initial_state(model, 0)
+    """Compiled once; the first state is not, as its parameters come from numpy."""
+    like = jax.eval_shape(lambda: initial_state(model, 0))
+    state = jax.tree.map(lambda x: jnp.asarray(np.zeros(x.shape, x.dtype)), like)
+    params = jax.tree.map(jnp.asarray, naive.values(moe.param_specs(model)))
+    return jax.jit(make_step(model, TrainConfig())), state | {"params": params}
 
 
 @pytest.mark.parametrize(
