@@ -69,9 +69,7 @@ def test_no_position_sees_a_later_one(config):
     assert float(jnp.abs(changed_BLV[:, 5:] - logits_BLV[:, 5:]).max()) > 1e-2
 
 
-@pytest.mark.parametrize(
-    "config", [pytest.param(DENSE, marks=pytest.mark.slow), DROPLESS], ids=["dense", "dropless"]
-)
+@pytest.mark.parametrize("config", [pytest.param(DENSE, marks=pytest.mark.slow), DROPLESS], ids=["dense", "dropless"])
 def test_padding_changes_nothing(config):
     """A longer, emptier batch of the same sentences has the same loss and metrics."""
     params = values(config)
