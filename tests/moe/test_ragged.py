@@ -75,7 +75,7 @@ def test_equals_the_other_dispatches(name, dispatch, partitions):
     assert_trees_close(value_and_gradients(other)(*case(config)), expected)
 
 
-@pytest.mark.parametrize("partitions", [1, 2])
+@pytest.mark.parametrize("partitions", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dispatch", BOTH)
 def test_equals_a_loop_over_tokens(dispatch, partitions):
     config = dataclasses.replace(BASE, dispatch=dispatch, partitions=partitions, shared_experts=1)
@@ -87,7 +87,7 @@ def test_equals_a_loop_over_tokens(dispatch, partitions):
     assert float(metrics["kept_share"]) == 1
 
 
-@pytest.mark.parametrize("partitions", [1, 4])
+@pytest.mark.parametrize("partitions", [pytest.param(1, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("dispatch", BOTH)
 def test_nothing_is_dropped_when_all_want_the_same(dispatch, partitions):
     """One expert has every token, the others some or none; with partitions all of it is in one of them."""
@@ -105,7 +105,9 @@ def test_nothing_is_dropped_when_all_want_the_same(dispatch, partitions):
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("dispatch", BOTH)
+@pytest.mark.parametrize(  # a fast test of the other one is in test_data_axis
+    "dispatch", ["ragged", pytest.param("ragged_all_to_all", marks=pytest.mark.slow)]
+)
 def test_eight_devices_compute_what_one_does(dispatch, dtype):
     config = dataclasses.replace(BASE, experts=8, dispatch=dispatch, partitions=8, group_size=4, dtype=dtype)
     params, x_BLM, valid_BL = case(config)

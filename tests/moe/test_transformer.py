@@ -250,15 +250,19 @@ def test_an_id_outside_the_vocabulary_shows():
 
 
 @pytest.mark.parametrize(
-    "experts, expected",
-    [pytest.param(4, 3.4903502, id="moe"), pytest.param(0, 3.551667, id="dense", marks=pytest.mark.slow)],
+    "experts, parameters, expected",
+    [
+        pytest.param(4, values, 3.4241338, id="moe, parameters of numpy"),
+        pytest.param(4, drawn, 3.4903502, id="moe", marks=pytest.mark.slow),
+        pytest.param(0, drawn, 3.551667, id="dense", marks=pytest.mark.slow),
+    ],
 )
-def test_the_papers_model_has_the_loss_it_always_had(experts, expected):
+def test_the_papers_model_has_the_loss_it_always_had(experts, parameters, expected):
     """With dropout, coins and drops: written down before there were other models."""
     config = dataclasses.replace(DENSE, decoder_layers=4, dropout=0.1, attention_dropout=0.1, experts=experts,
         group_size=8, capacity_factor=1.0)  # fmt: skip
     rng = np.random.default_rng(0)
     source = jnp.asarray(rng.integers(1, 20, (4, 6)), jnp.int32)
     target = jnp.asarray(rng.integers(1, 18, (4, 8)), jnp.int32).at[2, 5:].set(0)
-    value, _ = run_loss(config, drawn(config), {"source": source, "target": target}, key=jax.random.key(1))
+    value, _ = run_loss(config, parameters(config), {"source": source, "target": target}, key=jax.random.key(1))
     assert float(value) == pytest.approx(expected, rel=2e-6)
