@@ -82,7 +82,7 @@ def test_every_expert_has_the_same_load():
     assert 0 < float(routed.metrics["dropped_share"]) < 1
 
 
-@pytest.mark.parametrize("dispatch", ["einsum", "gather"])
+@pytest.mark.parametrize("dispatch", [pytest.param("einsum", marks=pytest.mark.slow), "gather"])
 def test_on_four_devices(dispatch):
     config = dataclasses.replace(CONFIG, dispatch=dispatch, partitions=4)
     params = naive.values(expert_specs(config))

@@ -43,7 +43,8 @@ def assert_trees_close(left, right, **tolerance):
     [
         (24, 0.5, "lingvo"), (None, math.inf, "paper"),
         *(pytest.param(*rest, marks=pytest.mark.slow) for rest in [
-            (8, 1.0, "paper"), (8, 1.0, "lingvo"), (24, 0.5, "paper"), (4, 2.0, "paper"), (4, 2.0, "lingvo"), (None, math.inf, "lingvo"),
+            (8, 1.0, "paper"), (8, 1.0, "lingvo"),
+            (24, 0.5, "paper"), (4, 2.0, "paper"), (4, 2.0, "lingvo"), (None, math.inf, "lingvo"),
         ]),
     ],
 )  # fmt: skip

@@ -197,7 +197,7 @@ def test_a_partition_has_room_for_its_experts_together(factor, partitions):
             )  # fmt: skip
 
 
-@pytest.mark.parametrize("dispatch", BOTH)
+@pytest.mark.parametrize("dispatch", [pytest.param("ragged", marks=pytest.mark.slow), "ragged_all_to_all"])
 def test_by_names_without_marks(dispatch):
     """With a layout in place of partitions the product itself is split by experts."""
     config = dataclasses.replace(BASE, dispatch=dispatch)
