@@ -100,7 +100,7 @@ def test_capacities_of_training_on_request():
     assert float(jnp.abs(kept - dropping).max()) > 1e-2
     cache, memory = init_cache(MOE, 4, 3), kept
     given = params, cache, np.zeros(4, np.int32), 0, memory, source_BL != 0
-    logits_BV, _ = jax.eval_shape(lambda *given: step(MOE, *given, dropless=False), *given)
+    logits_BV, _ = jax.eval_shape(lambda *given: decode_step(MOE, *given, dropless=False), *given)
     assert logits_BV.shape == (4, 18)
 
 
