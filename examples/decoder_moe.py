@@ -1,8 +1,8 @@
-"""A decoder as they are built now, trained on text that Python brings: its own docstrings, on eight devices.
+"""A decoder of current structure, trained on the docstrings of Python's built-in types, on eight devices.
 
-Rotary positions, grouped queries, SwiGLU, sigmoid gates, three experts a token of which one is shared, and a bias in
-place of a balancing loss. Tokens are sent to their experts and back by all-to-alls; where none may be dropped, they are
-gathered.
+The model has rotary positions, grouped queries, SwiGLU, sigmoid gates, three experts for each token (one of them
+shared), and a bias instead of a balancing loss. All-to-alls send tokens to their experts and back; if no token may be
+dropped, tokens are gathered.
 
     python examples/decoder_moe.py
 """

@@ -1,7 +1,7 @@
 """Rules of two operators that gshard has never heard of are registered and checked.
 
-One is told in a line of text, the other by a function of its equation, because its dimensions depend on a parameter.
-Then a line that is not true: the check finds the dimension.
+One rule is a line of text. The other is a function of the equation, because the dimensions depend on a parameter.
+A third rule is wrong: the check names the dimension.
 
     python examples/new_operator.py
 """

@@ -73,7 +73,7 @@ def corpus(job: Job) -> str:
 {of} of [the corpus](corpus.md): {m["pairs"]["train"]:,} training pairs in
 {len(m["languages"])} languages{names}, drawn with a temperature of {m["settings"]["temperature"]:g}; vocabularies of
 {m["source_vocabulary"]:,} and {m["target_vocabulary"]:,} pieces; sentences of up to {m["settings"]["length"]} tokens;
-batches of {job.size.tokens:,} tokens on each side. Nobody is told the language of a sentence when it is scored.
+batches of {job.size.tokens:,} tokens on each side. In scoring, the models do not get the language of a sentence.
 """
 
 

@@ -57,7 +57,7 @@ def assert_no_more_collectives(
 
     Raises:
         AssertionError: there is no such file, or the program is not as the file says. The message has the difference,
-            the collectives of which there are more with their lines and reasons, and what to do.
+            the additional collectives with their lines and reasons, and what to do.
         ArgumentError: the file is no baseline; or as for ``assert_collectives``.
 
     >>> import jax.numpy as jnp, os, tempfile

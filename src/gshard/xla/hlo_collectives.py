@@ -201,7 +201,7 @@ def sent_in(module: Module, name: str, times: int = 1, exact: bool = True) -> li
         place = module.computations[inside]
         read = collective_of(module, place, itself, match[1], bool(match[2]), times, exact)
         if read.kind == "all_reduce" and inside.startswith("all-reduce-scatter"):
-            # libtpu writes a reduce-scatter as an all-reduce of which each device keeps a part.
+            # libtpu writes a reduce-scatter as an all-reduce; each device keeps a part of its result.
             part = read.operand_bytes // read.group_size
             read = dataclasses.replace(
                 read, kind="reduce_scatter", bytes_moved=read.bytes_moved // 2, result_bytes=part

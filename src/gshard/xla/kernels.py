@@ -79,7 +79,7 @@ class ArrayType:
 
 
 def arrays_of(text: str) -> list[ArrayType]:
-    """The arrays of a type as it is printed.
+    """The arrays of a printed type.
 
     >>> [str(a) for a in arrays_of("(f32[8,4]{1,0:T(8,128)S(1)}, pred[])")]
     ['f32[8,4]', 'pred[]']

@@ -31,7 +31,7 @@ class CompiledArgument:
         local_bytes: of this part;
         bytes: and of the whole array; None if the program does not tell.
         sharding: how it is cut, as text; empty if the program does not tell.
-        parts: in how many parts each dimension is cut; none where all of it is on each device, or nothing is told.
+        parts: in how many parts each dimension is cut; empty if each device has the whole array, or if it is unknown.
         dims: the atoms of the mesh that cut each dimension; None if they are not known.
     """
 

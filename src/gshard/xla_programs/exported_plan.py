@@ -147,7 +147,7 @@ class ExportedPlan:
     def follows_plan(self) -> bool:
         """Whether XLA sends at most 5 % more than the plan, and computes at most 5 % more products.
 
-        If rewrites of gshard's are in what was compiled, also the function as it is written must.
+        If the compiled program contains rewrites by gshard, the same holds for the function as written.
         """
         written = self._made.as_written
         is_near = self._ways[self._best].distance <= NEAR

@@ -174,9 +174,9 @@ class PlanCompiler:
 
     @functools.cached_property
     def as_written(self) -> CompiledExplanation | None:
-        """What XLA compiles with the shardings alone of the function as it is written; None if that is known already.
+        """What XLA compiles from the function as written, with the shardings alone; None if that is known already.
 
-        Rewrites of gshard's that move less are in the program that is compiled otherwise.
+        Otherwise the compiled program contains gshard's rewrites that move less.
         """
         function = self.found.function
         if function is None or function.jaxpr is None or not self._rewrites:

@@ -56,7 +56,7 @@ class TriedConstraints:
     """What XLA compiles with sharding constraints on values inside.
 
     Attributes:
-        before: what the program takes as it is.
+        before: what the unchanged program takes.
         helping: the constraints that help by themselves, the best first; the best one of each expression.
         together: those of them that help together, and what the program then takes.
         tried, candidates: how many constraints were compiled, of how many.
@@ -128,7 +128,7 @@ def try_constraints(
     """Compiles a program with sharding constraints on values inside.
 
     Args:
-        found: the program as it is.
+        found: the unchanged program.
         candidates: the constraints to try, in this order.
         left_out: how many expressions are not among them.
         compiled: traces and compiles the function; None if JAX or XLA refuses.
@@ -183,7 +183,7 @@ def improves(now: Figures, before: Figures, peak: int | None = None) -> bool:
 
     Args:
         now, before: with it and without.
-        peak: of the program as it is, if ``before`` already has constraints.
+        peak: of the unchanged program, if ``before`` already has constraints.
     """
     if now.peak > MORE_PEAK * (before.peak if peak is None else peak):
         return False

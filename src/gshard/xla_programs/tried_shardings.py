@@ -122,7 +122,7 @@ class TriedShardings:
     """What XLA compiles with other shardings of arguments.
 
     Attributes:
-        before: as it is.
+        before: what the unchanged program takes.
         helping: the changes that help by themselves, the best first.
         together: those of them that help together, and what the program then takes.
         tried, changes: how many changes were compiled, of how many.
@@ -160,7 +160,7 @@ class TriedShardings:
 
 
 def spec_text(spec: PartitionSpec) -> str:
-    """A spec as it is written: ``P('data', None)``.
+    """A spec as Python source: ``P('data', None)``.
 
     >>> spec_text(PartitionSpec(None, ("data", "model")))
     "P(None, ('data', 'model'))"
@@ -177,7 +177,7 @@ def try_shardings(
     """Compiles a program with other shardings of its arguments.
 
     Args:
-        found: the program as it is.
+        found: the unchanged program.
         leaves: its arguments in order, each with a sharding; None for one that is not known.
         compiled: compiles it with other shardings of some of them; None if XLA fails.
         seconds: how long to go on. No program is begun that would end later, if it takes as long as the longest before;

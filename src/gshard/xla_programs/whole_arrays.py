@@ -25,7 +25,7 @@ _MOST = 200  # instructions that an index is followed back
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Regathered:
-    """An array that is gathered on every device of a group, of which each device then keeps a part only.
+    """An array that every device of a group gathers, though it keeps only a part of the array.
 
     Attributes:
         part: the gather.
@@ -46,7 +46,7 @@ def whole_arguments(program: CompiledProgram) -> tuple[CompiledArgument, ...]:
 
 
 def regathered(program: CompiledProgram, parts: Sequence[Part]) -> tuple[Regathered, ...]:
-    """The gathers of which each device keeps a part only, most bytes first.
+    """The gathers whose result each device keeps only in part, most bytes first.
 
     Args:
         program: a compiled program.
