@@ -7,12 +7,14 @@ import sys
 from types import MappingProxyType
 
 import jax
+import jax.numpy as jnp
 
 from gshard import moe
 from gshard_m4.decode import DecodeConfig
 from gshard_m4.serve import server
 from gshard_m4.serve.config import ServeConfig
 from gshard_m4.translate import Translator
+from moe import naive
 
 WORDS = "save the file open a new window close now please help".split()
 
@@ -45,7 +47,7 @@ def translator() -> Translator:
         text.source_vocabulary, text.target_vocabulary, model_dim=16, hidden_dim=32, heads=2, head_dim=8,
         encoder_layers=2, decoder_layers=2, experts=4, group_size=None,
     )  # fmt: skip
-    params = moe.init(model, jax.random.key(3))
+    params = jax.tree.map(jnp.asarray, naive.values(moe.param_specs(model), 8))
     params["target_embedding"] = 5.0 * params["target_embedding"]
     for kind in ("sparse", "dense"):  # what is written depends on what is read
         attention = params["decoder"]["blocks"][kind]["memory_attention"]

@@ -401,7 +401,7 @@ with Saver(sys.argv[1], 3) as saver:
 """
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [2, pytest.param(60, marks=pytest.mark.slow)])
 def test_a_killed_writer_leaves_whole_steps(kills: int, tmp_path: Path, rng: np.random.Generator) -> None:
     """Killed at random moments while it writes and removes steps: each one listed is whole, none goes back."""
     newest = 0

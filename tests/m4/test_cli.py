@@ -137,6 +137,7 @@ def test_the_demo_tells_its_story(
     model: list[str], planned: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = ["--steps", "51", "--minutes", "0.001", "--sentences", "12", "--max-length", "8", *model]
+    given += ["--warmup-steps", "100", "--cooldown-steps", "0"]  # as the other tests: the same program for any --steps
     assert main(["demo", *given]) == 0
     told = capsys.readouterr().out
     for part in (
@@ -182,7 +183,7 @@ def test_what_is_not_utf8_is_told_with_its_line_and_nothing_before_is_lost(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "in.txt").write_bytes(b"\xef\xbb\xbfevas eht elif\n\nwon \xff\xfe\nwon\n")
-    given = ["translate", "in.txt", "--run", str(trained), "--max-length", "6", "--beam", "1"]
+    given = ["translate", "in.txt", "--run", str(trained), "--max-length", "6"]
     assert main(given) == 2
     told = capsys.readouterr()
     assert told.out.count("\n") == 2
@@ -231,7 +232,7 @@ def test_a_slow_pipe_is_answered_line_by_line() -> None:
 
 def test_long_lines_are_cut_and_counted(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "in.txt").write_text("a " * 5_000_000 + "\nwon\n")  # ten megabytes
-    assert main(["translate", "in.txt", "--run", str(trained), "--beam", "1", "--max-length", "4"]) == 0
+    assert main(["translate", "in.txt", "--run", str(trained), "--max-length", "6"]) == 0
     told = capsys.readouterr()
     assert told.out.count("\n") == 2
     assert "1 line was longer than 7 tokens" in told.err
@@ -276,7 +277,7 @@ def test_other_vocabularies_are_refused(
 
 
 def test_a_language_is_told_to_the_model(trained: Path) -> None:
-    translator = load(Run(trained), Toy(), DecodeConfig(beam=2, max_length=6))
+    translator = load(Run(trained), Toy(), DecodeConfig(max_length=6))
     read: list[list[int]] = []
 
     class Reading(Toy):
@@ -294,7 +295,7 @@ def test_a_language_is_told_to_the_model(trained: Path) -> None:
     assert alone[0] == mixed[0], "whatever the others are"
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], pytest.param(["train", "--help"], marks=pytest.mark.slow)])
 def test_help_into_a_pipe_that_closes(arguments: list[str]) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "gshard_m4", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -367,7 +368,7 @@ def test_a_corpus_without_known_english_says_so(
 
 def test_the_newest_run_is_meant(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "in.txt").write_text("won\n")
-    given = ["translate", "in.txt", "--max-length", "4", "--beam", "1"]
+    given = ["translate", "in.txt", "--max-length", "6"]
     assert main(given) == 2
     told = capsys.readouterr().err
     assert "there is no trained model" in told
@@ -605,7 +606,7 @@ def test_a_model_is_not_used_with_other_vocabularies(trained: Path) -> None:
 
 
 def test_translator_reads_text_in_any_order(trained: Path) -> None:
-    translator: Translator = load(Run(trained), Toy(), DecodeConfig(beam=2, max_length=5))
+    translator: Translator = load(Run(trained), Toy(), DecodeConfig(max_length=6))
     sentences = ["evas eht elif", "won", "", "nepo a wen wodniw"]
     once = [t.text for t in translator.translate(sentences)]
     assert [t.text for t in translator.translate(sentences[::-1])] == once[::-1]

@@ -144,7 +144,8 @@ def test_given_translations_are_scored(trained: Path, tmp_path: Path, capsys: py
     for row, pair in enumerate(pairs):
         for side, ids in enumerate((text.source_ids(pair.foreign), text.target_ids(pair.english))):
             sides[side, row, : len(ids) + 1] = [*ids, 1]
-    mean, tokens = make_evaluation(translator.model)(translator.params, {"source": sides[0], "target": sides[1]})
+    evaluate = jax.jit(make_evaluation(translator.model))
+    mean, tokens = evaluate(translator.params, {"source": sides[0], "target": sides[1]})
     assert sum(count for _, count in found) == tokens
     assert sum(value for value, _ in found) == pytest.approx(float(mean * tokens), rel=1e-5)
     for pair, (value, _) in zip(pairs, found, strict=True):

@@ -12,6 +12,7 @@ import pytest
 import gshard
 from gshard import moe
 from gshard_m4 import optimizer
+from moe import naive
 
 STEPS = 20
 # Sums in another order, carried through 20 updates: a few units in the last place of float32 at first, and
@@ -45,7 +46,7 @@ def training(dispatch: str, partitions: int) -> tuple[Any, Any, Any]:
             for row, length in zip(ids, rng.integers(3, 12, 16), strict=True):
                 row[length], row[length + 1 :] = 1, 0
         batches.append({k: v.astype(np.int32) for k, v in batch.items()})
-    params = moe.init(config, jax.random.key(5))
+    params = naive.values(specs, 5)
     return step, (params, optimizer.init(specs)), batches
 
 

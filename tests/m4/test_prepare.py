@@ -150,7 +150,7 @@ def test_the_first_pairs_are_packed_whatever_their_length(rng: np.random.Generat
     assert fill(np.array([[9, 4], [1, 1]]), 3, (8, 8)).tolist() == [], "the first does not fit"
 
 
-@pytest.mark.parametrize("temperature", [1.0, 5.0])
+@pytest.mark.parametrize("temperature", [pytest.param(1.0, marks=pytest.mark.slow), 5.0])
 def test_long_sentences_are_drawn_as_often_as_short_ones(temperature: float) -> None:
     data = random_text(3000, 3, 200)
     batches = Batches(data, tokens=4096, length=128, temperature=temperature, seed=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import struct
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,13 @@ from gshard_m4.errors import TrainError
 from gshard_m4.metrics import MetricsLog
 from gshard_m4.planned import describe_model, plan_summary
 from gshard_m4.step import compile_step, initial_state, make_evaluation, make_step
+from moe import naive
 
 V = 14
 DENSE = moe.TransformerConfig(
     V, V, model_dim=16, hidden_dim=32, heads=2, head_dim=8, encoder_layers=2, decoder_layers=2, dropout=0.0
 )
+ALONE = dataclasses.replace(DENSE, source_vocabulary=0, encoder_layers=0)  # a decoder: half of the program
 SPARSE = dataclasses.replace(DENSE, experts=8, group_size=None, dropout=0.1)
 
 
@@ -36,22 +39,23 @@ def batch(rng: np.random.Generator, rows: int = 16, length: int = 8) -> dict[str
     return {"source": ids.astype(np.int32), "target": ids[:, ::-1].astype(np.int32)}
 
 
-@pytest.fixture(scope="module")
-def dense_step() -> Any:
-    """Compiled once."""
-    return jax.jit(make_step(DENSE, TrainConfig()))
+@functools.cache
+def step_and_state(model: moe.TransformerConfig) -> tuple[Any, Any]:
+    """Compiled once; the first state is not, as its parameters come from numpy."""
+    like = jax.eval_shape(lambda: initial_state(model, 0))
+    state = jax.tree.map(lambda x: jnp.asarray(np.zeros(x.shape, x.dtype)), like)
+    params = jax.tree.map(jnp.asarray, naive.values(moe.param_specs(model)))
+    return jax.jit(make_step(model, TrainConfig())), state | {"params": params}
 
 
-@pytest.fixture(scope="module")
-def dense_state() -> Any:
-    return initial_state(DENSE, 0)
-
-
-def test_micro_batches_add_up_to_the_batch(dense_step: Any, dense_state: Any, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize(
+    "model", [ALONE, pytest.param(DENSE, marks=pytest.mark.slow)], ids=["decoder", "encoder and decoder"]
+)
+def test_micro_batches_add_up_to_the_batch(model: moe.TransformerConfig, rng: np.random.Generator) -> None:
     """Sentences are of all lengths, so the mean of the micro-batches' means would be another number."""
-    state, given = dense_state, batch(rng)
-    whole, want = dense_step(state, given)
-    parts, got = jax.jit(make_step(DENSE, TrainConfig(accumulate=4)))(state, given)
+    given, (step, state) = batch(rng), step_and_state(model)
+    whole, want = step(state, given)
+    parts, got = jax.jit(make_step(model, TrainConfig(accumulate=4)))(state, given)
     for name in ("loss", "cross_entropy", "gradient_norm", "tokens"):
         np.testing.assert_allclose(got[name], want[name], rtol=1e-5)
     for a, b in zip(jax.tree.leaves(parts), jax.tree.leaves(whole), strict=True):
@@ -72,12 +76,11 @@ def test_devices_combine_what_micro_batches_add_to_once(rng: np.random.Generator
     assert others < 0.05 * found.total_bytes, "the sentences themselves, where micro-batches are dealt, and masks"
 
 
-def test_a_step_that_is_not_finite_changes_nothing_but_counts(
-    dense_step: Any, dense_state: Any, rng: np.random.Generator
-) -> None:
-    state, given = jax.tree.map(lambda x: x, dense_state), batch(rng)  # dictionaries of its own
+def test_a_step_that_is_not_finite_changes_nothing_but_counts(rng: np.random.Generator) -> None:
+    step, state = step_and_state(ALONE)
+    state, given = jax.tree.map(lambda x: x, state), batch(rng)  # dictionaries of its own
     state["params"]["decoder"]["norm"] = state["params"]["decoder"]["norm"].at[3].set(jnp.inf)
-    after, metrics = dense_step(state, given)
+    after, metrics = step(state, given)
     assert not np.isfinite(metrics["loss"])
     assert (int(after["step"]), int(after["skipped"]), float(metrics["skipped"])) == (1, 1, 1.0)
     for name in ("params", "moments"):
@@ -87,7 +90,7 @@ def test_a_step_that_is_not_finite_changes_nothing_but_counts(
 
 def test_activations_may_be_bfloat16_and_the_router_is_not(rng: np.random.Generator) -> None:
     model = dataclasses.replace(SPARSE, dtype="bfloat16", dropout=0.0)
-    state, given = initial_state(model, 0), batch(rng)
+    state, given = jax.eval_shape(lambda: initial_state(model, 0)), batch(rng)
     assert {str(x.dtype) for x in jax.tree.leaves((state["params"], state["moments"]))} == {"float32"}
     program = jax.make_jaxpr(make_step(model, TrainConfig()))(state, given)
     products = [line.split("=")[0] for line in str(program).splitlines() if "dot_general" in line]
@@ -95,8 +98,9 @@ def test_activations_may_be_bfloat16_and_the_router_is_not(rng: np.random.Genera
     assert gates
     assert all(":f32[" in line for line in gates)
     assert any(":bf16[" in line for line in products), "the rest is bfloat16"
-    half, _ = jax.jit(make_evaluation(model))(state["params"], given)
-    full, _ = jax.jit(make_evaluation(dataclasses.replace(model, dtype="float32")))(state["params"], given)
+    params = naive.values(moe.param_specs(model))
+    half, _ = jax.jit(make_evaluation(model))(params, given)
+    full, _ = jax.jit(make_evaluation(dataclasses.replace(model, dtype="float32")))(params, given)
     np.testing.assert_allclose(half, full, rtol=0.02)
 
 
@@ -140,7 +144,8 @@ def test_every_preset_makes_a_model(preset: str) -> None:
 
 def test_a_plan_needs_no_devices(rng: np.random.Generator) -> None:
     model = ModelChoice("paper-moe-512e-12l").transformer(900, 800, partitions=512)
-    told = plan_summary(model, TrainConfig(), batch(rng, 512, 256))
+    model = dataclasses.replace(model, source_vocabulary=0, encoder_layers=0)  # planned in half of the time
+    told = plan_summary(model, TrainConfig(), {"target": batch(rng, 512, 256)["target"]})
     assert "on 512 devices" in told
     assert "['experts']['wi']" in told
     assert "512@devices" in told

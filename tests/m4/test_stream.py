@@ -12,6 +12,7 @@ import pytest
 from gshard import moe
 from gshard_m4.decode import EOS, DecodeConfig, make_decode
 from gshard_m4.stream import Continuous, InBatches, Search, Sentence, _programs
+from moe import naive
 
 CONFIG = moe.TransformerConfig(
     source_vocabulary=23, target_vocabulary=11, model_dim=16, hidden_dim=24, heads=2, head_dim=8, encoder_layers=2,
@@ -23,11 +24,16 @@ OPTIONS = DecodeConfig(beam=3, alpha=0.0, max_length=12)  # without a bonus for 
 @pytest.fixture(scope="module")
 def params() -> dict:
     """Of a model whose translations are of many lengths, and depend on what is read."""
-    found = moe.init(CONFIG, jax.random.key(9))
+    found = jax.jit(moe.init, static_argnums=0)(CONFIG, jax.random.key(9))
     found["target_embedding"] = 6.0 * found["target_embedding"]
     for layer in found["decoder"]["blocks"].values():
         layer["memory_attention"]["output"] = 8.0 * layer["memory_attention"]["output"]
-    return found
+    return placed(found)
+
+
+def placed(params: dict) -> dict:
+    """On a device, as those of a run are."""
+    return jax.device_put(params, jax.devices()[0])  # type: ignore[no-any-return]
 
 
 def sentences(rng: np.random.Generator, count: int, width: int = 8) -> list[Sentence]:
@@ -53,14 +59,17 @@ def drive(search: Search, asked: list[Sentence], arrivals: list[int] | None = No
 
 
 def test_it_finds_what_a_batch_finds(params: dict, rng: np.random.Generator) -> None:
-    asked = sentences(rng, 23)
+    asked = sentences(rng, 24)
     source = np.zeros((len(asked), 8), np.int32)
     for row, of in enumerate(asked):
         source[row, : len(of.ids)] = of.ids
-    want = make_decode(CONFIG, OPTIONS)(params, source)
+    decode = make_decode(CONFIG, OPTIONS)
+    batches = [decode(params, source[first : first + 6]) for first in range(0, 24, 6)]
     got = drive(Continuous(CONFIG, params, OPTIONS, batch=6, steps=2), asked)
-    assert [tokens for tokens, _ in got] == np.asarray(want.tokens_BNT).tolist()
-    np.testing.assert_allclose([scores for _, scores in got], want.score_BN, rtol=1e-5)
+    assert [tokens for tokens, _ in got] == np.concatenate([of.tokens_BNT for of in batches]).tolist()
+    np.testing.assert_allclose(
+        [scores for _, scores in got], np.concatenate([of.score_BN for of in batches]), rtol=1e-5
+    )
     ends = [int(np.count_nonzero(tokens[0])) for tokens, _ in got]
     assert len(set(ends)) > 3, "translations of one length prove little"
     assert drive(InBatches(CONFIG, params, OPTIONS, batch=6), asked)[5][0] == got[5][0]
@@ -112,13 +121,11 @@ def test_few_do_not_take_as_many_turns_as_many_and_are_not_forgotten(params: dic
 def test_each_program_is_compiled_once(params: dict, rng: np.random.Generator) -> None:
     """Also for a search under way: what a first sentence has compiled, no later one waits for.
 
-    The parameters are placed on a device, as those of a run are.
+    The parameters are placed on a device, as those of a run are. The programs are those of all tests of this file.
     """
-    params = jax.device_put(params, jax.devices()[0])
-    options = dataclasses.replace(OPTIONS, max_length=11)  # nobody else's programs
-    drive(Continuous(CONFIG, params, options, batch=6), sentences(rng, 1))
-    programs = _programs(CONFIG, options, 6, 8)
-    drive(Continuous(CONFIG, params, options, batch=6, steps=1), sentences(rng, 9), [1] * 9)
+    drive(Continuous(CONFIG, params, OPTIONS, batch=6), sentences(rng, 1))
+    programs = _programs(CONFIG, OPTIONS, 6, 8)
+    drive(Continuous(CONFIG, params, OPTIONS, batch=6, steps=1), sentences(rng, 9), [1] * 9)
     assert [program._cache_size() for program in programs] == [1, 1, 1]  # type: ignore[union-attr]
 
 
@@ -126,7 +133,7 @@ def test_a_model_that_knows_no_finite_score_does_not_harm_the_others(params: dic
     """Places that hold nobody yet, and ids that are no words (NaN), stay in their rows."""
     asked = sentences(rng, 4)
     broken = dataclasses.replace(CONFIG, experts=0)  # rows of experts' blocks are shared
-    dense = {**moe.init(broken, jax.random.key(1))}
+    dense = placed(naive.values(moe.param_specs(broken), 1))
     sound = drive(Continuous(broken, dense, OPTIONS, batch=6), asked)
     search = Continuous(broken, dense, OPTIONS, batch=6)
     got = drive(search, [asked[0], Sentence((99, EOS), 8), *asked[1:]])

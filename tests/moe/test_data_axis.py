@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -53,7 +54,7 @@ def assert_trees_close(left: Any, right: Any) -> None:
 @pytest.mark.parametrize(
     "dispatch, data, expert, changes",
     [
-        ("ragged_all_to_all", 2, 4, {"capacity_factor": 1.5, "shared_experts": 1}),
+        ("ragged_all_to_all", 2, 4, {"capacity_factor": 1.5, "shared_experts": 1}),  # 6 groups on 8 devices
         ("ragged", 4, 2, {"top_k": 3}),
         *(
             pytest.param(*rest, marks=pytest.mark.slow)
@@ -71,22 +72,22 @@ def assert_trees_close(left: Any, right: Any) -> None:
 def test_devices_compute_what_one_does(dispatch: str, data: int, expert: int, changes: dict[str, Any]) -> None:
     """Values, gradients and metrics, in three calls with arguments placed differently."""
     config = on_axes(BASE, expert, data, dispatch=dispatch, **changes)
-    arguments = case(config)
+    drops = config.capacity_factor == 1.5
+    arguments = case(config, 6 if drops else 8)
     expected = jax.jit(value_and_gradients(config), compiler_options=FAST)(*arguments)
+    assert 0.5 < float(expected[0][1][1]["kept_share"]) < 1 or not drops
     assert float(jnp.abs(expected[0][1][0]).max()) > 0.1
     mesh = mesh_of(data=data, expert=expert)
     for got in in_every_way(gshard.jit(value_and_gradients(config), mesh=mesh), arguments, mesh):
         assert_trees_close(got, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rows, replicas, data, expert",
-    [
-        (6, 2, 2, 4),
-        *(pytest.param(*rest, marks=pytest.mark.slow) for rest in [(6, 3, 2, 4), (8, 4, 2, 4), (8, 2, 4, 2)]),
-    ],
-    ids=["uneven groups", "uneven replicas", "two a device", "one on two devices"],
-)  # fmt: skip
+    [(6, 3, 2, 4), (8, 4, 2, 4), (8, 2, 4, 2)],
+    ids=["uneven replicas", "two a device", "one on two devices"],
+)
 def test_any_number_of_groups_and_replicas(rows: int, replicas: int, data: int, expert: int) -> None:
     """Groups that the devices do not divide, and more or fewer replicas than the mesh has."""
     config = on_axes(BASE, expert, replicas, dispatch="ragged_all_to_all", capacity_factor=1.5)
@@ -97,9 +98,12 @@ def test_any_number_of_groups_and_replicas(rows: int, replicas: int, data: int, 
     assert_trees_close(got, expected)
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("factor", [1.5, math.inf])
-@pytest.mark.parametrize("dispatch", ["ragged", "ragged_all_to_all"])
+@pytest.mark.parametrize(
+    "dispatch, factor",
+    [("ragged_all_to_all", 1.5), ("ragged", math.inf), *(pytest.param(*rest, marks=pytest.mark.slow) for rest in [
+        ("ragged_all_to_all", math.inf), ("ragged", 1.5),
+    ])],
+)  # fmt: skip
 def test_replicas_are_layers_beside_each_other(dispatch: str, factor: float) -> None:
     """Outputs and gradients are those of each part of the batch alone, and each replica has room of its own."""
     config = dataclasses.replace(BASE, dispatch=dispatch, capacity_factor=factor, partitions=4)
@@ -126,7 +130,13 @@ def test_replicas_are_layers_beside_each_other(dispatch: str, factor: float) -> 
 
 
 def explained(config: TransformerConfig, mesh: dict[str, int], *, backward: bool) -> gshard.Explanation:
+    return _explained(config, tuple(mesh.items()), backward)
+
+
+@functools.cache
+def _explained(config: TransformerConfig, axes: tuple[tuple[str, int], ...], backward: bool) -> gshard.Explanation:
     """Two groups on each device that holds tokens; arguments and results are split as the tokens."""
+    mesh = dict(axes)
     tokens = {0: tuple(axis for axis in mesh if axis != "model")}
     x_BLM = jax.ShapeDtypeStruct((2 * config.replicas * config.partitions, 32, config.model_dim), "float32")
 

@@ -76,13 +76,13 @@ def test_both_dispatches_have_the_same_gradients():
 
 def test_every_expert_has_the_same_load():
     logits = naive.normal(0, 2, 16, 4) + np.array([5.0, 0.0, 0.0, 0.0])
-    routed = expert_choice_gating(logits, 4)
+    routed = jax.jit(expert_choice_gating, static_argnums=1, compiler_options=FAST)(logits, 4)
     assert routed.load_E.tolist() == [8] * 4
     assert float(routed.metrics["load_entropy"]) == pytest.approx(1.0, abs=1e-6)
     assert 0 < float(routed.metrics["dropped_share"]) < 1
 
 
-@pytest.mark.parametrize("dispatch", ["einsum", "gather"])
+@pytest.mark.parametrize("dispatch", [pytest.param("einsum", marks=pytest.mark.slow), "gather"])
 def test_on_four_devices(dispatch):
     config = dataclasses.replace(CONFIG, dispatch=dispatch, partitions=4)
     params = naive.values(expert_specs(config))
@@ -107,7 +107,7 @@ def test_a_model_whose_encoder_chooses():
     changed, _ = run(roomy, params, source, target.at[:, 5].set(2))
     np.testing.assert_allclose(changed[:, :5], logits[:, :5], rtol=1e-5, atol=1e-5)
     assert {"aux_loss", "dropped_share", "kept_share"} <= set(metrics)
-    memory = jax.jit(encode, static_argnums=0, compiler_options=FAST)(CONFIG, params, source)
+    memory = jax.eval_shape(lambda params, source: encode(CONFIG, params, source), params, source)
     assert memory.shape == (4, 8, 8)
 
 

@@ -41,32 +41,41 @@ def assert_trees_close(left, right):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), left, right)
 
 
+CHANGES = {
+    "top 2": {},
+    "top 3": {"top_k": 3, "gates": "sigmoid", "gate_scale": 2.5, "balance": "bias", "shared_experts": 2},
+    "top 1": {"top_k": 1, "normalise_gates": False, "activation": "relu"},
+    "paper": {"routing": "paper", "activation": "relu"},  # burnt slots are rows that nobody has
+}
+
+
+@functools.cache
+def of_einsum(name):
+    config = dataclasses.replace(BASE, dispatch="einsum", **CHANGES[name])
+    return config, value_and_gradients(config)(*case(config))
+
+
 @pytest.mark.parametrize(
-    "change, others",
+    "name, dispatch, partitions",
     [
-        ({}, [("blocks", 1)]),
-        (
-            {"top_k": 3, "gates": "sigmoid", "gate_scale": 2.5, "balance": "bias", "shared_experts": 2},
-            [("ragged", 1), ("ragged_all_to_all", 1), ("blocks", 1), ("gather", 1)],
-        ),
-        ({"top_k": 1, "normalise_gates": False, "activation": "relu"}, []),
-        ({"routing": "paper", "activation": "relu"}, [("ragged", 1)]),  # burnt slots are rows that nobody has
+        ("top 3", "ragged", 2), ("top 3", "ragged_all_to_all", 2), ("top 3", "blocks", 1), ("paper", "ragged", 1),
+        ("paper", "ragged_all_to_all", 2),
+        *(pytest.param(*rest, marks=pytest.mark.slow) for rest in [
+            ("top 3", "ragged", 1), ("top 3", "ragged_all_to_all", 1), ("top 3", "gather", 1), ("paper", "ragged", 2),
+            ("top 2", "ragged", 2), ("top 2", "ragged_all_to_all", 2), ("top 2", "blocks", 1), ("top 1", "ragged", 2),
+            ("top 1", "ragged_all_to_all", 2),
+        ]),
     ],
-    ids=["top 2", "top 3", "top 1", "paper"],
-)
-@pytest.mark.one_in(3)
-def test_equals_the_other_dispatches(change, others):
+)  # fmt: skip
+def test_equals_the_other_dispatches(name, dispatch, partitions):
     """Values, gradients and metrics of the einsum form, whatever the number of partitions."""
-    config = dataclasses.replace(BASE, dispatch="einsum", **change)
-    arguments = case(config)
-    expected = value_and_gradients(config)(*arguments)
+    config, expected = of_einsum(name)
     assert float(jnp.abs(expected[0][1][0]).max()) > 0.1
-    for dispatch, partitions in [("ragged", 2), ("ragged_all_to_all", 2), *others]:
-        other = dataclasses.replace(config, dispatch=dispatch, partitions=partitions)
-        assert_trees_close(value_and_gradients(other)(*arguments), expected)
+    other = dataclasses.replace(config, dispatch=dispatch, partitions=partitions)
+    assert_trees_close(value_and_gradients(other)(*case(config)), expected)
 
 
-@pytest.mark.parametrize("partitions", [1, 2])
+@pytest.mark.parametrize("partitions", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dispatch", BOTH)
 def test_equals_a_loop_over_tokens(dispatch, partitions):
     config = dataclasses.replace(BASE, dispatch=dispatch, partitions=partitions, shared_experts=1)
@@ -78,7 +87,7 @@ def test_equals_a_loop_over_tokens(dispatch, partitions):
     assert float(metrics["kept_share"]) == 1
 
 
-@pytest.mark.parametrize("partitions", [1, 4])
+@pytest.mark.parametrize("partitions", [pytest.param(1, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("dispatch", BOTH)
 def test_nothing_is_dropped_when_all_want_the_same(dispatch, partitions):
     """One expert has every token, the others some or none; with partitions all of it is in one of them."""
@@ -96,7 +105,9 @@ def test_nothing_is_dropped_when_all_want_the_same(dispatch, partitions):
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("dispatch", BOTH)
+@pytest.mark.parametrize(  # a fast test of the other one is in test_data_axis
+    "dispatch", ["ragged", pytest.param("ragged_all_to_all", marks=pytest.mark.slow)]
+)
 def test_eight_devices_compute_what_one_does(dispatch, dtype):
     config = dataclasses.replace(BASE, experts=8, dispatch=dispatch, partitions=8, group_size=4, dtype=dtype)
     params, x_BLM, valid_BL = case(config)
@@ -137,8 +148,12 @@ def test_each_token_is_sent_to_its_experts_and_back():
     assert sum(c.total_bytes for c in sent) < sum(exchanges) + 2000
 
 
-@pytest.mark.parametrize("partitions", [1, 4])
-@pytest.mark.parametrize("factor", [0.25, 1.0, 2.5])
+@pytest.mark.parametrize(
+    "factor, partitions",
+    [(0.25, 4), (2.5, 1), *(pytest.param(*rest, marks=pytest.mark.slow) for rest in [
+        (0.25, 1), (1.0, 1), (1.0, 4), (2.5, 4),
+    ])],
+)  # fmt: skip
 def test_a_partition_has_room_for_its_experts_together(factor, partitions):
     """The experts with the most tokens lose their last ones, and no token is dropped while there is room."""
     config = dataclasses.replace(BASE, experts=8, dispatch="ragged_all_to_all", partitions=partitions,
@@ -182,7 +197,7 @@ def test_a_partition_has_room_for_its_experts_together(factor, partitions):
             )  # fmt: skip
 
 
-@pytest.mark.parametrize("dispatch", BOTH)
+@pytest.mark.parametrize("dispatch", [pytest.param("ragged", marks=pytest.mark.slow), "ragged_all_to_all"])
 def test_by_names_without_marks(dispatch):
     """With a layout in place of partitions the product itself is split by experts."""
     config = dataclasses.replace(BASE, dispatch=dispatch)

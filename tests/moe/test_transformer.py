@@ -23,7 +23,7 @@ DROPLESS = dataclasses.replace(MOE, capacity_factor=math.inf)
 FAST = {"xla_backend_optimization_level": 0}
 run = jax.jit(forward, static_argnums=0, compiler_options=FAST)
 run_loss = jax.jit(loss, static_argnums=0, static_argnames="label_smoothing", compiler_options=FAST)
-initial = jax.jit(init, static_argnums=0, compiler_options=FAST)  # where it matters what a model starts with
+initial = jax.jit(init, static_argnums=0, compiler_options=FAST)
 
 
 @functools.partial(jax.jit, static_argnums=0, compiler_options=FAST)
@@ -49,6 +49,11 @@ def values(config):
     return naive.values(param_specs(config))
 
 
+def drawn(config):
+    """Parameters as a model starts with them."""
+    return initial(config, jax.random.key(0))
+
+
 def shifted(target_BL):
     return jnp.pad(target_BL, ((0, 0), (1, 0)))[:, :-1]
 
@@ -64,7 +69,7 @@ def test_no_position_sees_a_later_one(config):
     assert float(jnp.abs(changed_BLV[:, 5:] - logits_BLV[:, 5:]).max()) > 1e-2
 
 
-@pytest.mark.parametrize("config", [DENSE, DROPLESS], ids=["dense", "dropless"])
+@pytest.mark.parametrize("config", [pytest.param(DENSE, marks=pytest.mark.slow), DROPLESS], ids=["dense", "dropless"])
 def test_padding_changes_nothing(config):
     """A longer, emptier batch of the same sentences has the same loss and metrics."""
     params = values(config)
@@ -112,30 +117,36 @@ def test_a_packed_batch_is_its_sentences(config):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), together, alone)
 
 
-def test_loss_by_hand():
-    params = values(MOE)
+@pytest.mark.parametrize(
+    "config, label_smoothing", [(DROPLESS, 0.1), (DENSE, 0.0), pytest.param(MOE, 0.1, marks=pytest.mark.slow)],
+    ids=["moe", "dense without smoothing", "moe that drops"],
+)  # fmt: skip
+def test_loss_by_hand(config, label_smoothing):
+    params = values(config)
     data = batch()
-    value, metrics = run_loss(MOE, params, data)
-    logits_BLV, of_layers = run(MOE, params, data["source"], shifted(data["target"]))
+    given = {} if label_smoothing == 0.1 else {"label_smoothing": label_smoothing}
+    value, metrics = run_loss(config, params, data, **given)
+    logits_BLV, of_layers = run(config, params, data["source"], shifted(data["target"]))
     log_BLV = np.asarray(jax.nn.log_softmax(logits_BLV))
     target_BL = np.asarray(data["target"])
     picked = [log_BLV[b, i, target_BL[b, i]] for b, i in zip(*np.nonzero(target_BL), strict=True)]
     spread = [log_BLV[b, i].mean() for b, i in zip(*np.nonzero(target_BL), strict=True)]
     assert float(metrics["tokens"]) == len(picked)
     assert float(metrics["cross_entropy"]) == pytest.approx(-np.mean(picked), rel=1e-5)
-    smoothed = -0.9 * np.mean(picked) - 0.1 * np.mean(spread)
-    aux = 0.01 * 2 * float(of_layers["aux_loss"])  # two MoE layers
+    smoothed = -(1 - label_smoothing) * np.mean(picked) - label_smoothing * np.mean(spread)
+    aux = 0.01 * 2 * float(of_layers["aux_loss"]) if config.experts else 0.0  # two MoE layers
     assert float(value) == pytest.approx(smoothed + aux, rel=1e-5)
     assert float(metrics["loss"]) == float(value)
-    plain, _ = run_loss(MOE, params, data, label_smoothing=0.0)
-    assert float(plain) == pytest.approx(-np.mean(picked) + aux, rel=1e-5)
 
 
-def test_a_new_model_knows_nothing():
+@pytest.mark.parametrize("parameters", [values, pytest.param(drawn, marks=pytest.mark.slow)])
+def test_a_new_model_knows_nothing(parameters):
     """Logits start with a variance near 1: cross entropy is about log V + 1/2."""
-    config = dataclasses.replace(MOE, model_dim=64, source_vocabulary=500, target_vocabulary=500)
-    _, metrics = run_loss(config, initial(config, jax.random.key(0)), batch())
-    assert float(metrics["cross_entropy"]) == pytest.approx(math.log(500) + 0.5, abs=0.7)
+    config = DROPLESS
+    if parameters is drawn:
+        config = dataclasses.replace(MOE, model_dim=64, source_vocabulary=500, target_vocabulary=500)
+    _, metrics = run_loss(config, parameters(config), batch())
+    assert float(metrics["cross_entropy"]) == pytest.approx(math.log(config.target_vocabulary) + 0.5, abs=0.7)
 
 
 def test_dense_metrics_have_the_same_names():
@@ -239,16 +250,19 @@ def test_an_id_outside_the_vocabulary_shows():
 
 
 @pytest.mark.parametrize(
-    "experts, expected",
-    [pytest.param(4, 3.4903502, id="moe"), pytest.param(0, 3.551667, id="dense", marks=pytest.mark.slow)],
+    "experts, parameters, expected",
+    [
+        pytest.param(4, values, 3.4241338, id="moe, parameters of numpy"),
+        pytest.param(4, drawn, 3.4903502, id="moe", marks=pytest.mark.slow),
+        pytest.param(0, drawn, 3.551667, id="dense", marks=pytest.mark.slow),
+    ],
 )
-def test_the_papers_model_has_the_loss_it_always_had(experts, expected):
+def test_the_papers_model_has_the_loss_it_always_had(experts, parameters, expected):
     """With dropout, coins and drops: written down before there were other models."""
     config = dataclasses.replace(DENSE, decoder_layers=4, dropout=0.1, attention_dropout=0.1, experts=experts,
         group_size=8, capacity_factor=1.0)  # fmt: skip
     rng = np.random.default_rng(0)
     source = jnp.asarray(rng.integers(1, 20, (4, 6)), jnp.int32)
     target = jnp.asarray(rng.integers(1, 18, (4, 8)), jnp.int32).at[2, 5:].set(0)
-    params = initial(config, jax.random.key(0))
-    value, _ = run_loss(config, params, {"source": source, "target": target}, key=jax.random.key(1))
+    value, _ = run_loss(config, parameters(config), {"source": source, "target": target}, key=jax.random.key(1))
     assert float(value) == pytest.approx(expected, rel=2e-6)
