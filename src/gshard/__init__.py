@@ -57,6 +57,7 @@ from gshard.api.marks import name as name
 from gshard.api.marks import replicate as replicate
 from gshard.api.marks import shard as shard
 from gshard.api.marks import split as split
+from gshard.api.pipeline_mark import pipeline as pipeline
 from gshard.api.row_functions import put_rows as put_rows
 from gshard.api.row_functions import take_rows as take_rows
 from gshard.api.search import search as search
@@ -155,6 +156,7 @@ __all__ = [
     "name",
     "part_index",
     "partition",
+    "pipeline",
     "propagate",
     "put_rows",
     "replicate",

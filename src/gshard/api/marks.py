@@ -57,7 +57,7 @@ def replicate(x: T, *, send: Any = None) -> T:
     >>> replicate(jnp.arange(3)).tolist()
     [0, 1, 2]
     """
-    leaves = _arrays(x, "replicate(x)")
+    leaves = arrays_of(x, "replicate(x)")
     return marked(x, leaves, [Mark("replicate", leaf=name) for name, _ in leaves], send)
 
 
@@ -108,7 +108,7 @@ def split(x: Any, dim: Any, over: Any = None, *, send: Any = None) -> Any:
         hint = f"Write split(x, {dim}, 'data') for a mesh axis, or split(x, {dim}, 8) for a number of parts."
         raise ShardingError("split does not say over what the dimension is split.", user_line(), call, hint)
     parts = partitions_of(over, call)
-    leaves = _arrays(x, call)
+    leaves = arrays_of(x, call)
     ndims, has = _having((dim,), x, leaves, call)
     marks = [
         Mark("split", dim=dim % ndim, partitions=parts, leaf=name) if found else None
@@ -127,7 +127,7 @@ def _split_over_axes(x: Any, axes: Mapping[Any, Any], over: Any, send: Any) -> A
         if over is not None:
             hint = "Leave out the last argument."
         raise ShardingError("a dictionary for split maps dimensions to mesh axes.", user_line(), call, hint)
-    leaves = _arrays(x, call)
+    leaves = arrays_of(x, call)
     ndims, has = _having(tuple(names), x, leaves, call)
     marks: list[Mark | None] = []
     for (leaf, array), ndim, found in zip(leaves, ndims, has, strict=True):
@@ -162,7 +162,7 @@ def _having(dims: Sequence[int], x: Any, leaves: Sequence[tuple[str, Any]], call
         if most:
             hint = f"Use a dimension from 0 to {most - 1}." if most > 1 else "Its only dimension is 0."
         hint += hidden_by_vmap(array for _, array in leaves)
-        raise ShardingError(what, user_line(), f"{_listed(leaves)}; {call}", hint)
+        raise ShardingError(what, user_line(), f"{listed(leaves)}; {call}", hint)
     return ndims, has
 
 
@@ -194,7 +194,7 @@ def shard(x: T, spec: Any, *, send: Any = None) -> T:
     (8, 4)
     """
     said = jax.tree.leaves(spec, is_leaf=_is_assignment)
-    leaves = _arrays(x, "shard(x, ...)")
+    leaves = arrays_of(x, "shard(x, ...)")
     if said and all(map(_is_assignment, said)):
         each = [s for _, s, _ in spread("shardings", spec, x, _is_assignment)]
     else:  # numbers in lists, for every array
@@ -290,14 +290,15 @@ def names_of(said: Any, x: Any, leaf: str, at: str = "") -> Names:
     return Names(tuple(words), at)
 
 
-def _arrays(x: Any, call: str) -> list[tuple[str, Any]]:
+def arrays_of(x: Any, call: str) -> list[tuple[str, Any]]:
     """The leaves as arrays, and what to call each in a message: ``x['l1']['w']``, and nothing if there is but one."""
     leaves = jax.tree_util.tree_leaves_with_path(x)
     names = [f"x{jax.tree_util.keystr(path)}" if path else "" for path, _ in leaves]
     return [(name, as_array(leaf, name, call)) for name, (_, leaf) in zip(names, leaves, strict=True)]
 
 
-def _listed(leaves: Sequence[tuple[str, Any]]) -> str:
+def listed(leaves: Sequence[tuple[str, Any]]) -> str:
+    """The first arrays of a pytree, as text."""
     shown = [f"{name}: {describe(array)}" if name else describe(array) for name, array in leaves[:3]]
     return ", ".join(shown) + (", ..." if len(leaves) > 3 else "")
 

@@ -200,6 +200,15 @@ def shapes_of(avals: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
     return list(map(shape_of_type, avals))
 
 
+def without_axes_of_dim(aval: Any, dim: int) -> Any:
+    """The type of an array without axes of type Explicit along a dimension."""
+    spec: Any = getattr(getattr(aval, "sharding", None), "spec", ())
+    if len(spec) <= dim or spec[dim] is None:
+        return aval
+    entries = [None if d == dim else entry for d, entry in enumerate(spec)]
+    return aval.update(sharding=aval.sharding.update(spec=spec.update(partitions=entries)))
+
+
 def as_weak(x: Any, weak: bool) -> Any:
     """The array with a weak type, or with a type that is not weak. A weak type gives way to the types of others."""
     if _core.typeof(x).weak_type == weak or _dtypes.issubdtype(x.dtype, _dtypes.extended):

@@ -25,6 +25,7 @@ from gshard.core.device_order import Order, cut, order_for, table_of_axes, table
 from gshard.core.errors import ShardingError, known_names
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.partition_spec import text_of_spec
+from gshard.core.pipeline_schedule import Schedule
 from gshard.core.sharding import Sharding
 
 
@@ -53,6 +54,7 @@ class Mark:
         source_text: the user's source text, if the other attributes do not contain it.
         send: the dtype in which devices send the array; empty if it is that of the array.
         wide: the dtype of the array that is sent like this.
+        schedule: the pipeline in which loops over this stack run; None if it is no stack of a pipeline.
     """
 
     kind: str
@@ -73,6 +75,7 @@ class Mark:
     source_text: str = dataclasses.field(default="", compare=False, repr=False)
     send: str = dataclasses.field(default="", repr=False)
     wide: str = dataclasses.field(default="", repr=False)
+    schedule: Schedule | None = dataclasses.field(default=None, repr=False)
 
     def with_batch_dimension(self, dim: int) -> Mark:
         """The same mark for an array with one more dimension, at ``dim``."""

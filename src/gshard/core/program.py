@@ -268,7 +268,12 @@ class Program:
     @property
     def batches(self) -> tuple[str, ...]:
         """Texts of the equal functions that run as batches (``planning.batched``)."""
-        return tuple(fired.note for fired in self.fired if fired.note)
+        return tuple(fired.note for fired in self.fired if fired.note and fired.rewrite != "run_as_pipeline")
+
+    @property
+    def pipelines(self) -> tuple[str, ...]:
+        """Texts of the loops that run as pipelines (``planning.pipelined``)."""
+        return tuple(fired.note for fired in self.fired if fired.note and fired.rewrite == "run_as_pipeline")
 
     def final_values(self) -> list[tuple[int, Value | Constant]]:
         """Pairs of the number of an input that is a reference and the result that is its final value."""

@@ -292,6 +292,7 @@ class Explanation:
         for title, texts in (
             ("work that every device repeats, and devices without work", self.replicated),
             ("operands gathered because moving the larger arrays sends less", moved),
+            ("loops that run as pipelines", self.plan.program.pipelines),
             ("equal functions of separate arrays, computed in one batch", self.plan.program.batches),
             ("results returned in fewer shards than they have inside: a jax.Array cannot have these", self.returned),
             ("arrays in low precision, by marks with send=", self.low_precision),

@@ -51,13 +51,15 @@ class LoopTable:
 
     Attributes:
         sizes: the size of each loop.
+        reading: the equation that is read.
     """
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
+        self.reading: Any = None
         self._joined_with: list[int] = []
         self._parts: dict[int, tuple[int, int]] = {}
-        self._whole: set[int] = set()
+        self._whole: dict[int, Any] = {}
         self._monoids: dict[int, set[str]] = {}
 
     def new(self, size: int) -> int:
@@ -76,16 +78,21 @@ class LoopTable:
             yield root
 
     def keep_whole(self, loops: Iterable[int]) -> None:
-        """These loops cannot be split."""
-        self._whole.update(loops)
+        """The equation that is read does not allow a split of these loops."""
+        for loop in loops:
+            self._whole.setdefault(loop, self.reading)
 
     def reduced(self, loop: int, monoid: str) -> None:
         """An equation combines parts along this loop."""
         self._monoids.setdefault(loop, set()).add(monoid)
 
-    def whole(self) -> set[int]:
-        """All leaves that cannot be split."""
-        return {leaf for loop in self._whole for leaf in self.leaves(loop)}
+    def whole(self) -> dict[int, Any]:
+        """All leaves that cannot be split, each with the first equation that does not allow it (None: no equation)."""
+        found: dict[int, Any] = {}
+        for loop, eqn in self._whole.items():
+            for leaf in self.leaves(loop):
+                found.setdefault(leaf, eqn)
+        return found
 
     def monoids(self) -> dict[int, set[str]]:
         """For each leaf that an equation reduces, how."""
@@ -198,6 +205,7 @@ class _Reader:
         read, steps = _read_equations(body), list[Step]()
 
         def run(eqn: Any, operands: Sequence[list[Loops]]) -> list[list[Loops]]:
+            self.table.reading = eqn
             one = self._scan if eqn.primitive.name == "scan" and eqn in read else self._equation
             step, results = one(eqn, operands, eqn in read, times)
             steps.append(step)

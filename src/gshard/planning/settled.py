@@ -1,6 +1,6 @@
 """Alternates propagation and the rewrites that depend on shardings until neither changes anything.
 
-    program, mesh ──▶ rules of the mesh ──▶ propagate ⇄ rewrite where split ──▶ Propagated, of the settled program
+    program, mesh ──▶ pipelines ──▶ rules of the mesh ──▶ propagate ⇄ rewrite where split ──▶ Propagated
 
 Propagation (``planning.propagated``) does not change a program. Rewrites (``planning.decompose``) read the propagated
 shardings: a loop over a dimension becomes an operator only where that dimension is split. gshard propagates a rewritten
@@ -15,6 +15,7 @@ from gshard.core.phases import log_stage
 from gshard.core.program import Program
 from gshard.planning.decompose import rewritten_where_split
 from gshard.planning.on_mesh import on_mesh
+from gshard.planning.pipelined import pipelined
 from gshard.planning.propagated import Propagated, propagated_from
 
 
@@ -31,6 +32,7 @@ def settled(program: Program, mesh: Mesh) -> Propagated:
         ShardingError: a mark does not fit its value or the mesh.
         RuleError: a user's rule contradicts the operator.
     """
+    program = pipelined(program, mesh)
     while True:
         program = on_mesh(program, mesh)
         propagated = propagated_from(program, mesh)

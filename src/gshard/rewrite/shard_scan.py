@@ -50,8 +50,7 @@ def rule_of_rounds(e: Equation) -> Rule | None:
     if any(q.params.get("sharding") is not None for q in body.walk()):  # of a callback
         return None
     consts, carry = scan_counts(e.params)
-    carried = zip(body.inputs[consts : consts + carry], body.outputs[:carry], strict=True)
-    if not all(_is_only_added_to(body, start, end) and not start.on_host for start, end in carried):
+    if not all(only_added_to(e)) or any(v.on_host for v in body.inputs[consts : consts + carry]):
         return None
     make = RuleMaker()
     rounds = make.factor(e.trip_count, REDUCE, "add") if carry else make.factor(e.trip_count)
@@ -110,6 +109,14 @@ class _OnDevice(Interpreter):
 def _flops(block: Block) -> int:
     own = sum(e.rule.flops for e in block.equations if e.rule is not None)
     return own + sum(e.trip_count * _flops(body) for e in block.equations for body in e.blocks)
+
+
+def only_added_to(e: Equation) -> list[bool]:
+    """For each carried value of a scan whether an iteration only adds to it or subtracts from it."""
+    consts, carry = scan_counts(e.params)
+    (body,) = e.blocks
+    pairs = zip(body.inputs[consts : consts + carry], body.outputs[:carry], strict=True)
+    return [_is_only_added_to(body, start, end) for start, end in pairs]
 
 
 def _is_only_added_to(body: Block, start: Value, end: Value | Constant) -> bool:

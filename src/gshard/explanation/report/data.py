@@ -124,6 +124,7 @@ def report_data(
         "gathered": list(explanation.gathered),
         "dropped": list(explanation.dropped),
         "replicated": list(explanation.replicated),
+        "pipelines": list(explanation.plan.program.pipelines),
         "batches": list(explanation.plan.program.batches),
         "returned": list(explanation.returned),
         "low_precision": list(explanation.low_precision),
@@ -175,6 +176,7 @@ def _notes(explanation: Explained) -> list[tuple[str, list[str]]]:
     notes = (
         ("What the collectives are for", tuple(map(str, explanation.purposes))),
         ("Work that every device repeats, and devices without work", explanation.replicated),
+        ("Loops that run as pipelines", explanation.plan.program.pipelines),
         ("Equal functions of separate arrays, computed in one batch", explanation.plan.program.batches),
         ("Results returned in fewer shards than they have inside", explanation.returned),
         ("No rule, so operands are gathered", explanation.gathered),

@@ -1,0 +1,92 @@
+"""The mark of stacked layers that run as a pipeline.
+
+stacked = gshard.pipeline(stacked, "stage", micro_batches=8)
+x, _ = jax.lax.scan(layer, x, stacked)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, TypeVar
+
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from gshard.api.mark_arguments import partitions_of
+from gshard.api.marks import arrays_of, listed
+from gshard.api.sending import marked
+from gshard.core.errors import ShardingError, known_names
+from gshard.core.jax_adapter import user_line
+from gshard.core.keywords import keywords
+from gshard.core.mark import Mark
+from gshard.core.pipeline_schedule import Schedule
+
+T = TypeVar("T")  # an array or a pytree of arrays
+
+
+@keywords("Write pipeline(stacked, 'stage', micro_batches=8).", num_micro_batches="micro_batches")
+def pipeline(
+    x: T,
+    over: int | str | Sequence[str],
+    *,
+    micro_batches: int,
+    rounds: int = 1,
+    schedule: Literal["gpipe", "zero_bubble"] = "gpipe",
+) -> T:
+    """Marks stacked layers as the stages of a pipeline.
+
+    A loop ``jax.lax.scan(layer, x, stacked)`` over the marked stack runs as a pipeline on a mesh: each stage has
+    ``layers / stages`` layers, the batch of the carry is cut into micro-batches, and all stages run at once, each on
+    another micro-batch. The loop of the derivative is a pipeline in the other direction. Results are those of the
+    loop, up to the order in which gradients of weights are added up. Outside of a mesh the mark is the identity.
+
+    A layer must compute each row of the batch alone. The batch is the first dimension of the carry if the rows along it
+    are independent, and otherwise the next dimension along which they are.
+
+    Args:
+        x: array ``[layers, ...]``, or pytree of such arrays, any dtypes.
+        over: the mesh axis of the stages, a tuple of axes, or a number of stages.
+        micro_batches: their number. It divides the batch. A stage waits in ``stages - 1`` of
+            ``micro_batches * rounds + stages - 1`` turns.
+        rounds: how often each micro-batch passes all stages. The first stage has the first layers of each round, and
+            so on. The mark leaves the stack open then, since a stage has layers that are apart.
+        schedule: ``"gpipe"``: forward, then backward. ``"zero_bubble"``: the backward loop computes only the gradients
+            of activations, and the gradients of weights follow without a bubble, from stacks of what they need.
+
+    Returns:
+        the same values.
+
+    Raises:
+        ShardingError: an array has no layers, or the arrays have different numbers of them; a number is no positive
+            integer; or there is no such schedule. When a program is planned: layers or rows are not divisible, or a
+            layer mixes the rows of the batch.
+
+    >>> import jax, jax.numpy as jnp
+    >>> stacked = pipeline(jnp.ones((4, 3, 3)), "stage", micro_batches=2)
+    >>> jax.lax.scan(lambda x, w: (x @ w, None), jnp.ones((8, 3)), stacked)[0].shape
+    (8, 3)
+    """
+    call = f"pipeline(x, {over!r}, micro_batches={micro_batches!r})"
+    hint = "Write pipeline(stacked, 'stage', micro_batches=8)."
+    for word, number in (("micro_batches", micro_batches), ("rounds", rounds)):
+        if not isinstance(number, int | np.integer) or isinstance(number, bool) or number < 1:
+            raise ShardingError(f"{word} is a positive integer, not {number!r}.", user_line(), call, hint)
+    if schedule not in ("gpipe", "zero_bubble"):
+        hint = known_names(str(schedule), ("gpipe", "zero_bubble"), "Use")
+        raise ShardingError(f"there is no schedule {schedule!r}.", user_line(), call, hint)
+    found = Schedule(partitions_of(over, call), int(micro_batches), int(rounds), schedule == "zero_bubble")
+    leaves = arrays_of(x, call)
+    of_count = {array.shape[:1]: (name, array) for name, array in leaves if array is not None}
+    if len(of_count) > 1 or () in of_count:
+        what = "the arrays of a pipeline have one dimension of layers, and it comes first."
+        hint = "Mark only the stacks that one loop scans over, each with as many layers."
+        raise ShardingError(what, user_line(), f"{listed([*of_count.values()])}; {call}", hint)
+    first = found.over if rounds == 1 else PartitionSpec.UNCONSTRAINED
+    marks = [
+        None if array is None else Mark(
+            "spec", spec=(first, *(PartitionSpec.UNCONSTRAINED,) * (array.ndim - 1)), leaf=name,
+            source_text=str(found), schedule=found,
+        )
+        for name, array in leaves
+    ]  # fmt: skip
+    return marked(x, leaves, marks, None)

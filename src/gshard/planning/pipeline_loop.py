@@ -1,0 +1,284 @@
+"""Runs a scan over layers as a pipeline: a function of the operands of the scan, which JAX traces.
+
+    turn     0    1    2    3    4                           2 stages, 4 micro-batches
+    stage 0  m0   m1   m2   m3   (m3)
+    stage 1  (m0) m0   m1   m2   m3                          (m): repeated, and not used
+
+A scan over turns runs all stages at once, each on another micro-batch, as a ``vmap`` over the stages. After each turn a
+shift along the dimension of stages hands the results on. With several rounds, the last stage hands micro-batches back
+to the first one, which keeps them until their next round begins.
+
+In turn ``t`` stage ``s`` has the item ``n = t - s``: micro-batch ``n % micro_batches`` in round ``n //
+micro_batches``. A loop over the layers in reverse, as a derivative has it, runs the turns in reverse, so the same
+numbers hold. Therefore a stack that one loop writes turn by turn is what another loop reads turn by turn: residuals of
+the forward loop are neither moved nor copied.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import jaxpr_as_fun
+
+from gshard.planning.micro_batches import MicroBody
+from gshard.planning.stage_layout import StageLayout
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PipelinedLoop:
+    """A scan that runs as a pipeline.
+
+    Attributes:
+        layout: the stages.
+        reverse: whether the scan begins with the last layer.
+        counts: the numbers of constants and of carried values of the scan.
+        body: the body on one micro-batch.
+        added: for each carried value whether iterations only add to it.
+        by_turn: for each stacked operand whether it is a stack by turns, which another pipeline made.
+        shapes: for each stacked operand the shape of the array of one layer.
+    """
+
+    layout: StageLayout
+    reverse: bool
+    counts: tuple[int, int]
+    body: MicroBody
+    added: tuple[bool, ...]
+    by_turn: tuple[bool, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def stacked_by_turn(self) -> tuple[bool, ...]:
+        """For each stacked result whether it has a batch dimension, so that there is a stack by turns."""
+        return tuple(rows is not None for rows in self.body.outputs[self.counts[1] :])
+
+    def __call__(self, *operands: Any) -> list[Any]:
+        """The results of the scan, followed by the stacks by turns.
+
+        Args:
+            operands: those of the scan. A stacked operand that is one by turns has the shape
+                ``[turns, stages, layers, ...]``, in which ``...`` is the shape of a slice for one micro-batch.
+        """
+        consts, carry = self.counts
+        stacks = operands[consts + carry :]
+        constants = [self.layout.parted(x, rows) for x, rows in zip(operands, self.body.inputs[:consts], strict=False)]
+        start = [self._entering(i, operands[consts + i]) for i in self._flowing]
+        by_item, fixed, by_turn = dict[int, Any](), dict[int, Any](), dict[int, Any]()
+        for i, (x, rows, shape) in enumerate(zip(stacks, self.body.inputs[consts + carry :], self.shapes, strict=True)):
+            if self.by_turn[i]:
+                by_turn[i] = self.layout.pinned(x, 1)
+                continue
+            fixed[i] = self.layout.pinned(self.layout.by_stage(x, shape), 0)
+            if rows is not None:
+                by_item[i] = self.layout.pinned(self.layout.by_item(fixed.pop(i), rows), 0)
+        left, sums, made = self._run(constants, start, by_item, fixed, by_turn)
+        flow = dict(zip(self._flowing, left, strict=True))
+        results = [self._leaving(i, operands[consts + i], flow, sums) for i in range(carry)]
+        stacked = iter(made)
+        for i, (rows, aval) in enumerate(zip(self.body.outputs[carry:], self._out_avals[carry:], strict=True)):
+            results.append(
+                self.layout.by_layer(
+                    sums[carry + i] if rows is None else self.layout.from_turns(next(stacked), rows)
+                ).astype(aval.dtype)
+            )
+        return [*results, *made]
+
+    @property
+    def _flowing(self) -> list[int]:
+        """The carried values that go from stage to stage."""
+        return [i for i, added in enumerate(self.added) if not added]
+
+    @property
+    def _entry(self) -> int:
+        """The stage that a micro-batch enters first."""
+        return self.layout.stages - 1 if self.reverse else 0
+
+    @property
+    def _out_avals(self) -> list[Any]:
+        return list(self.body.jaxpr.out_avals)
+
+    def _run(
+        self,
+        constants: Sequence[Any],
+        start: Sequence[Any],
+        by_item: dict[int, Any],
+        fixed: dict[int, Any],
+        by_turn: dict[int, Any],
+    ) -> tuple[list[Any], dict[int, Any], list[Any]]:
+        """Runs all turns.
+
+        Args:
+            constants: the constants; those with a batch dimension as micro-batches.
+            start: the carried values that flow, as micro-batches.
+            by_item, fixed, by_turn: the stacked operands: for each stage those of all items, those that are the same
+                for all micro-batches, and those by turns.
+
+        Returns:
+            the carried values that left the last stage, as micro-batches; the sums over micro-batches by output; the
+            stacks by turns.
+        """
+        rounds, entry, turns = self.layout.schedule.rounds, self._entry, self.layout.schedule.turns(self.layout.stages)
+        numbers = np.arange(self.layout.stages, dtype=np.int32)
+        state = [self.layout.pinned(jnp.broadcast_to(x[0], (self.layout.stages, *x.shape[1:])), 0) for x in start]
+        waiting = (
+            [self.layout.pinned(jnp.broadcast_to(x, (self.layout.stages, *x.shape)), 0) for x in start]
+            if rounds > 1
+            else []
+        )
+
+        def turn(carried: Any, now: Any) -> Any:
+            (state, waiting, sums), (t, slices) = carried, now
+            item = t - numbers
+            is_used = (item >= 0) & (item < self.layout.items)
+            item = jnp.clip(item, 0, self.layout.items - 1)
+            first = jnp.clip(t - entry, 0, self.layout.items - 1) % self.layout.schedule.micro_batches
+            if rounds > 1:
+                waiting, state = self._handed_round(state, waiting, t, first)
+            else:
+                state = [self._handed_on(x, lax.dynamic_index_in_dim(new, first, 0)) for x, new in zip(state, start)]
+            state = [self.layout.pinned(x, 0) for x in state]
+
+            def stage(*own: Any) -> Any:
+                return self._stage(constants, *own)
+
+            state, sums, made = jax.vmap(stage)(item, is_used, state, slices, by_item, fixed, sums)
+            state = [self.layout.pinned(x, 0) for x in state]
+            return (state, waiting, sums), (state if rounds == 1 else [], made)
+
+        begin = state, waiting, self._zeros()
+        clock = jnp.arange(turns, dtype=jnp.int32)
+        (state, waiting, sums), (left, made) = lax.scan(turn, begin, (clock, by_turn), reverse=self.reverse)
+        last = 0 if self.reverse else self.layout.stages - 1
+        if rounds > 1:
+            waiting, _ = self._handed_round(state, waiting, jnp.int32(-1 if self.reverse else turns), jnp.int32(0))
+            return [x[entry] for x in waiting], sums, made
+        window = slice(last, last + self.layout.items)  # the turns in which the last stage has items
+        return [x[window, last] for x in left], sums, made
+
+    def _handed_on(self, x: Any, new: Any) -> Any:
+        """The values of all stages after they are handed on; ``new`` enters the first one."""
+        return jnp.concatenate([x[1:], new] if self.reverse else [new, x[:-1]])
+
+    def _handed_round(
+        self, state: Sequence[Any], waiting: Sequence[Any], t: Any, first: Any
+    ) -> tuple[list[Any], list[Any]]:
+        """Hands on in a ring. The first stage keeps what it gets, and takes the micro-batch ``first``.
+
+        Returns:
+            the micro-batches that wait, and the values of all stages.
+        """
+        got = t + 1 if self.reverse else t - self.layout.stages  # the item that the last stage had in the turn before
+        is_got = (got >= 0) & (got < self.layout.items)
+        place = jnp.clip(got, 0, self.layout.items - 1) % self.layout.schedule.micro_batches
+        is_entry = np.arange(self.layout.stages) == self._entry
+        kept, handed = list[Any](), list[Any]()
+        for x, held in zip(state, waiting, strict=True):
+            ring = self._handed_on(x, x[:1] if self.reverse else x[-1:])
+            before = lax.dynamic_index_in_dim(held, place, 1, keepdims=False)
+            held = lax.dynamic_update_index_in_dim(held, jnp.where(is_got, ring, before), place, 1)
+            new = lax.dynamic_index_in_dim(held, first, 1, keepdims=False)
+            kept.append(held)
+            handed.append(jnp.where(is_entry.reshape(-1, *[1] * (ring.ndim - 1)), new, ring))
+        return kept, handed
+
+    def _stage(
+        self,
+        constants: Sequence[Any],
+        item: Any,
+        is_used: Any,
+        state: Sequence[Any],
+        by_turn: dict[int, Any],
+        by_item: dict[int, Any],
+        fixed: dict[int, Any],
+        sums: dict[int, Any],
+    ) -> tuple[list[Any], dict[int, Any], list[Any]]:
+        """One turn of one stage: its layers on one micro-batch.
+
+        Returns:
+            the carried values that flow, the sums, and the slices with a batch dimension.
+        """
+        consts, carry = self.counts
+        micro_batch, in_round = item % self.layout.schedule.micro_batches, item // self.layout.schedule.micro_batches
+        several = self.layout.schedule.rounds > 1
+
+        def of(x: Any, i: Any) -> Any:
+            return lax.dynamic_index_in_dim(x, i, 0, keepdims=False)
+
+        now = [x if rows is None else of(x, micro_batch) for x, rows in zip(constants, self.body.inputs, strict=False)]
+        slices = by_turn | {i: of(x, item) for i, x in by_item.items()}
+        slices |= {i: of(x, in_round) if several else x for i, x in fixed.items()}
+        flowing = iter(state)
+        begin = [
+            jnp.zeros(v.shape, v.dtype) if added else next(flowing)
+            for v, added in zip(self.body.jaxpr.in_avals[1 + consts :], self.added, strict=False)
+        ]
+
+        def layer(carried: Sequence[Any], own: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            out = jaxpr_as_fun(self.body.jaxpr)(micro_batch == 0, *now, *carried, *own)
+            return out[:carry], out[carry:]
+
+        xs = [slices[i] for i in sorted(slices)]
+        if self.layout.layers == 1:
+            end, ys = layer(begin, [x[0] for x in xs])
+            ys = [y[None] for y in ys]
+        else:
+            end, ys = lax.scan(layer, begin, xs, length=self.layout.layers, reverse=self.reverse)
+        new = dict(sums)
+        for i, y in enumerate([*end, *ys]):
+            if i not in sums:
+                continue
+            by_round = several and i >= carry
+            before = of(sums[i], in_round) if by_round else sums[i]
+            y = y.astype(before.dtype)
+            if self.body.sums[i]:
+                after = before + jnp.where(is_used, y, jnp.zeros_like(y))
+            else:  # equal for all micro-batches
+                after = jnp.where(is_used & (micro_batch == 0), y, before)
+            new[i] = lax.dynamic_update_index_in_dim(sums[i], after, in_round, 0) if by_round else after
+        made = [y for y, rows in zip(ys, self.body.outputs[carry:], strict=True) if rows is not None]
+        return [end[i] for i in self._flowing], new, made
+
+    def _zeros(self) -> dict[int, Any]:
+        """The initial sums, for each stage: of carried values that are only added to, and of stacks without a batch."""
+        _, carry = self.counts
+        zeros = dict[int, Any]()
+        for i, (aval, rows) in enumerate(zip(self._out_avals, self.body.outputs, strict=True)):
+            leading = self.layout.leading if i >= carry else (self.layout.stages,)
+            if rows is None and (i >= carry or self.added[i]):
+                dtype = _wide(aval.dtype) if self.body.sums[i] else aval.dtype
+                zeros[i] = self.layout.pinned(jnp.zeros((*leading, *aval.shape), dtype), 0)
+        return zeros
+
+    def _entering(self, i: int, x: Any) -> Any:
+        """Carried value ``i`` before the first layer, for each micro-batch."""
+        consts, _ = self.counts
+        rows, count = self.body.inputs[consts + i], self.layout.schedule.micro_batches
+        if rows is not None:
+            return self.layout.parted(x, rows)
+        copies = jnp.broadcast_to(x, (count, *jnp.shape(x)))
+        if not self.body.start_as_sums[consts + i]:
+            return copies
+        is_first = (np.arange(count) == 0).reshape(-1, *[1] * jnp.ndim(x))
+        return jnp.where(is_first, copies, jnp.zeros_like(copies))
+
+    def _leaving(self, i: int, start: Any, flow: dict[int, Any], sums: dict[int, Any]) -> Any:
+        """Carried value ``i`` after the last layer."""
+        consts, _ = self.counts
+        rows, dtype = self.body.inputs[consts + i], self._out_avals[i].dtype
+        if self.added[i]:
+            return (start + sums[i].sum(0)).astype(dtype)
+        if rows is not None:
+            return self.layout.joined(flow[i], rows)
+        if self.body.start_as_sums[consts + i]:
+            return flow[i].sum(0).astype(dtype)
+        return flow[i][0]
+
+
+def _wide(dtype: Any) -> Any:
+    """The dtype in which values of this dtype are added up."""
+    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype

@@ -1,0 +1,316 @@
+"""Runs scans over marked stacks of layers as pipelines (``gshard.pipeline``).
+
+    stacked = gshard.pipeline(stacked, "stage", micro_batches=8)
+    x, _ = jax.lax.scan(layer, x, stacked)     ──▶     a scan over turns, in which all stages run at once
+
+A scan is a pipeline if it reads a marked stack, or a stack that a pipeline made, and hands a carry from layer to layer.
+So the loop of the derivative, which reads the residuals, is a pipeline in the other direction. Loops that only add to
+their carry are left to ``rewrite.shard_scan``.
+
+With ``schedule="zero_bubble"`` a loop in reverse is cut in two before: the first one computes the carry, and stacks
+what the equations of the second one read. The iterations of the second one are independent, so it has no bubble.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from gshard.core.errors import ShardingError
+from gshard.core.fired import Fired
+from gshard.core.jax_adapter import no_mesh_set, scan_counts, user_line
+from gshard.core.mark import atoms_of_partitions
+from gshard.core.mesh import Mesh
+from gshard.core.pipeline_schedule import Schedule
+from gshard.core.program import Block, Constant, Equation, Program, Value
+from gshard.core.rule import PARALLEL
+from gshard.language.region import with_edges
+from gshard.language.traits import traits_of
+from gshard.planning.loop_fission import in_two, without_tables
+from gshard.planning.micro_batches import Mixed, Rows, micro_body
+from gshard.planning.pipeline_loop import PipelinedLoop
+from gshard.planning.stage_layout import StageLayout
+from gshard.planning.stage_loop import StageLoop
+from gshard.rewrite.dce import without_dead_code
+from gshard.rewrite.driver import recorded
+from gshard.rewrite.equation_graph import written
+from gshard.rewrite.shard_scan import only_added_to
+from gshard.tracing.builder import Builder
+from gshard.tracing.permitted import permitted
+
+NAME = "run_as_pipeline"
+_RESHAPE = "new_sizes"  # the parameter of a reshape
+
+
+def pipelined(program: Program, mesh: Mesh) -> Program:
+    """The program with its loops over marked stacks as pipelines; the same object if there are none.
+
+    Args:
+        program: the traced function.
+        mesh: the devices. Equal meshes give the same object.
+
+    Raises:
+        ShardingError: layers or rows of the batch are not divisible, or a layer mixes the rows of its batch.
+    """
+    if any(fired.rewrite == NAME for fired in program.fired):
+        return program
+    schedules = {e.mark.schedule for e in program.block.walk() if e.mark is not None} - {None}
+    if not any(mesh.count(atoms_of_partitions(s.over, mesh)) > 1 for s in schedules if s is not None):
+        return program
+    block, fired = program.decomposed.get((program.block, NAME, mesh), lambda: _pipelined(program, mesh))
+    return dataclasses.replace(program, block=block, fired=fired) if fired != program.fired else program
+
+
+@no_mesh_set()
+def _pipelined(program: Program, mesh: Mesh) -> tuple[Block, tuple[Fired, ...]]:
+    counter = itertools.count(1 + max((v.index for v in program.block.values()), default=0))
+    walk = _Walk(mesh, Builder(counter))
+    block = walk.block(program.block, {})
+    return permitted(block, finite=program.finite), (*program.fired, *walk.fired)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Stack:
+    """A stack of layers.
+
+    Attributes:
+        schedule: the schedule of loops that read it.
+        dim: the dimension of layers.
+        by_turn: the same values by turns, if a pipeline made them.
+        rows: the batch dimension of a slice of it.
+    """
+
+    schedule: Schedule
+    dim: int = 0
+    by_turn: Value | None = None
+    rows: Rows | None = None
+
+
+class _Walk:
+    """Replaces the loops of a program.
+
+    Attributes:
+        fired: a record for each replaced loop.
+    """
+
+    def __init__(self, mesh: Mesh, builder: Builder):
+        self.fired: list[Fired] = []
+        self._mesh, self._builder = mesh, builder
+
+    def block(self, block: Block, stacks: Mapping[Value, _Stack]) -> Block:
+        """The block with pipelines in place of its loops.
+
+        Args:
+            block: the block.
+            stacks: the stacks of layers among its inputs.
+        """
+        known, equations, is_changed = dict(stacks), list[Equation](), False
+        pending = list(reversed(block.equations))
+        while pending:
+            e = pending.pop()
+            if e.name == "scan" and (schedule := self._schedule_of(e, known)) is not None:
+                parts = in_two(e, self._builder) if schedule.zero_bubble and e.params["reverse"] else None
+                if parts is not None:
+                    pending += reversed(parts)
+                    continue
+                try:
+                    equations += self._pipeline(e, schedule, known)
+                except Mixed as mixed:
+                    parts = without_tables(e, self._builder)
+                    if parts is None:
+                        raise _refusal(e, schedule, mixed) from None
+                    pending += reversed(parts)
+                is_changed = True
+                continue
+            new = self._with_bodies(e, known)
+            is_changed |= new is not e
+            equations.append(new)
+            known |= _handed_on(new, known)
+        if not is_changed:
+            return block
+        equations, outputs = self._without_open_marks(equations, block.outputs)
+        return Block(block.inputs, tuple(without_dead_code(equations, outputs)), outputs)
+
+    def _without_open_marks(
+        self, equations: Sequence[Equation], outputs: Sequence[Value | Constant]
+    ) -> tuple[list[Equation], tuple[Value | Constant, ...]]:
+        """The equations without marks of stacks in several rounds, and with one reshape for several in a row.
+
+        A stack ``[rounds, layers of a round, ...]`` that is split along its second dimension cannot be split as
+        ``[length, ...]``. So reshapes between this form and that of a pipeline must be one.
+        """
+        renamed, reshaped, kept = dict[Any, Any](), dict[Any, Any](), list[Equation]()
+        for e in equations:
+            inputs = tuple(renamed.get(x, x) for x in e.inputs)
+            if e.mark is not None and e.mark.schedule is not None and e.mark.schedule.rounds > 1:
+                renamed[e.outputs[0]] = inputs[0]
+                continue
+            new = e if inputs == e.inputs else dataclasses.replace(e, inputs=inputs)
+            new = with_edges(new) if new is not e and new.blocks else new
+            if traits_of(e.name).shape_in == _RESHAPE and e.params.get("dimensions") is None:
+                (v,) = e.outputs
+                reshaped[v] = x = reshaped.get(inputs[0], inputs[0])
+                if x is not inputs[0]:
+                    kept += written(self._builder, functools.partial(jnp.reshape, shape=v.shape), [x], [v], e)
+                    continue
+            kept.append(new)
+        return kept, tuple(renamed.get(v, v) for v in outputs)
+
+    def _with_bodies(self, e: Equation, known: Mapping[Value, _Stack]) -> Equation:
+        if not e.blocks:
+            return e
+        inner = {edge.inner: known[edge.outer] for edge in e.edges if not edge.stacked and edge.outer in known}
+        bodies = tuple(self.block(body, {v: s for v, s in inner.items() if v in body.inputs}) for body in e.blocks)
+        return e if bodies == e.blocks else with_edges(dataclasses.replace(e, blocks=bodies))
+
+    def _schedule_of(self, e: Equation, known: Mapping[Value, _Stack]) -> Schedule | None:
+        """The schedule of a loop; None if it is no pipeline."""
+        operands = e.inputs[sum(scan_counts(e.params)) :]
+        stacks = [known[x] for x in operands if isinstance(x, Value) and x in known and not known[x].dim]
+        if not stacks or self._stages(stacks[0].schedule) == 1:
+            return None
+        is_independent = all(only_added_to(e)) and any(s.by_turn is not None for s in stacks)
+        return stacks[0].schedule if _hands_on(e) or is_independent else None
+
+    def _stages(self, schedule: Schedule) -> int:
+        return self._mesh.count(atoms_of_partitions(schedule.over, self._mesh))
+
+    def _pipeline(self, e: Equation, schedule: Schedule, known: dict[Value, _Stack]) -> list[Equation]:
+        """The pipeline of a loop. Its results are added to ``known``.
+
+        Raises:
+            Mixed: an iteration mixes rows of the batch.
+        """
+        stages, (consts, carry) = self._stages(schedule), scan_counts(e.params)
+        _check_layers(e, schedule, stages)
+        layout = StageLayout(schedule, stages, int(e.params["length"]) // (stages * schedule.rounds))
+        first, made = consts + carry, dict[int, Value]()
+        found = [known.get(x) if isinstance(x, Value) else None for x in e.inputs[first:]]
+        stacks = [s if s is not None and s.schedule == schedule and not s.dim else None for s in found]
+        by_turn = [None if s is None else s.by_turn for s in stacks]
+        rows = tuple(None if s is None or s.by_turn is None else s.rows for s in stacks)
+        run: StageLoop | PipelinedLoop
+        if not _hands_on(e):
+            run = StageLoop(layout, e, rows)
+        else:
+            run = _loop(e, layout, rows)
+            of_results = list(enumerate(run.body.outputs[carry:]))
+            avals = run.body.jaxpr.out_avals[carry:]
+            turns = schedule.turns(stages), stages, layout.layers
+            made = {i: self._builder.fresh((*turns, *avals[i].shape), avals[i].dtype) for i, has in of_results if has}
+            known |= {e.outputs[carry + i]: _Stack(schedule, 0, made.get(i), has) for i, has in of_results}
+        operands = [*e.inputs[:first], *(v or x for v, x in zip(by_turn, e.inputs[first:], strict=True))]
+        equations = written(self._builder, run, operands, [*e.outputs, *made.values()], e)
+        note = _note(e, schedule, stages, run.body.rows) if isinstance(run, PipelinedLoop) else ""
+        self.fired.append(recorded(NAME, {e: equations}, note))
+        return equations
+
+
+def _hands_on(e: Equation) -> bool:
+    """Whether a loop hands arrays on from iteration to iteration that it does not only add to."""
+    consts, carry = scan_counts(e.params)
+    carried = e.blocks[0].inputs[consts : consts + carry]
+    return any(v.shape and not added for v, added in zip(carried, only_added_to(e), strict=True))
+
+
+def _loop(e: Equation, layout: StageLayout, rows: Sequence[Rows | None]) -> PipelinedLoop:
+    """The pipeline of a loop.
+
+    Args:
+        e: the loop.
+        layout: the stages.
+        rows: for each stacked operand the batch dimension of a slice, if it is a stack by turns; otherwise None.
+
+    Raises:
+        Mixed: an iteration mixes rows of the batch.
+    """
+    counts = scan_counts(e.params)
+    inputs = e.blocks[0].inputs
+    known = {sum(counts) + i: own for i, own in enumerate(rows) if own is not None}
+    body = micro_body(e, layout.schedule.micro_batches, known)
+    added = tuple(is_added and body.sums[i] for i, is_added in enumerate(only_added_to(e)))
+    by_turn, shapes = tuple(own is not None for own in rows), tuple(v.shape for v in inputs[sum(counts) :])
+    return PipelinedLoop(layout, bool(e.params["reverse"]), counts, body, added, by_turn, shapes)
+
+
+def _handed_on(e: Equation, known: Mapping[Value, _Stack]) -> Iterator[tuple[Value, _Stack]]:
+    """The results of an equation that are stacks of the same layers as an operand."""
+    if e.mark is not None and e.mark.schedule is not None:
+        ndim = len(e.outputs[0].shape) - len(e.mark.batch_dims)
+        dims = e.mark.place([d == 0 for d in range(ndim)], False)
+        yield e.outputs[0], _Stack(e.mark.schedule, dims.index(True))
+        return
+    if e.rule is None:
+        return
+    for x, own in zip(e.inputs, e.rule.operands, strict=True):
+        if not isinstance(x, Value) or x not in known:
+            continue
+        stack = known[x]
+        factors = own[stack.dim]
+        if len(factors) != 1 or e.rule.factors[factors[0]].kind != PARALLEL:
+            continue
+        for v, of_result in zip(e.outputs, e.rule.results, strict=True):
+            d = of_result.index(factors) if factors in of_result else 0
+            if factors in of_result and v.shape[d] == x.shape[stack.dim]:
+                yield v, _Stack(stack.schedule, d)
+
+
+def _note(e: Equation, schedule: Schedule, stages: int, rows: int) -> str:
+    rounds = f" in {schedule.rounds} rounds" if schedule.rounds > 1 else ""
+    layers = int(e.params["length"])
+    return (
+        f"{layers} layers in {stages} stages{rounds}, {schedule.micro_batches} micro-batches of {rows} rows: "
+        f"{schedule.turns(stages)} turns, bubble {stages - 1}/{schedule.turns(stages)} = {schedule.bubble(stages):.1%}"
+        f"{', last layer first' if e.params['reverse'] else ''}{f' at {e.line}' if e.line else ''}"
+    )
+
+
+def _check_layers(e: Equation, schedule: Schedule, stages: int) -> None:
+    """Checks that stages have equal numbers of layers.
+
+    Raises:
+        ShardingError: they do not, or there are too few micro-batches for several rounds.
+    """
+    layers, parts = int(e.params["length"]), stages * schedule.rounds
+    if layers % parts:
+        raise ShardingError(
+            f"a loop over {layers} layers cannot be cut into {parts} equal parts.",
+            e.line,
+            f"{schedule}: {stages} stages{f' x {schedule.rounds} rounds' if schedule.rounds > 1 else ''}",
+            "Give a number of layers that stages x rounds divide, or fewer stages or rounds.",
+        )
+    if schedule.rounds > 1 and schedule.micro_batches < stages:
+        raise ShardingError(
+            f"{schedule.micro_batches} micro-batches cannot pass {stages} stages in several rounds.",
+            e.line,
+            str(schedule),
+            f"Give at least {stages} micro-batches: a stage begins a round when the last stage has its results.",
+        )
+
+
+def _refusal(e: Equation, schedule: Schedule, mixed: Mixed) -> ShardingError:
+    """The error for a loop whose batch cannot be cut into micro-batches."""
+    if mixed.rows:
+        return ShardingError(
+            f"a batch of {mixed.rows} rows cannot be cut into {schedule.micro_batches} micro-batches.",
+            e.line,
+            str(schedule),
+            f"Give a number of micro-batches that divides {mixed.rows}.",
+        )
+    eqn = mixed.equation
+    line = user_line(eqn.source_info) if eqn is not None else ""
+    what = "the batch of this loop cannot be cut into micro-batches."
+    if eqn is not None:
+        what = f"{eqn.primitive.name} in a layer mixes the rows of the batch, or needs their positions."
+    return ShardingError(
+        what,
+        line or e.line,
+        f"{schedule}{f', loop at {e.line}' if e.line and line else ''}",
+        "A layer must compute each row of the batch alone. Compute what needs all rows before the loop, and pass it as "
+        "an operand; or scan over the stack before it is marked.",
+    )

@@ -1,0 +1,426 @@
+"""Pipelines of stacked layers: the numbers of every call, turns, what devices send and hold, and refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import gshard
+from gshard import moe
+from gshard.core.mesh import Mesh
+from gshard.core.pipeline_schedule import Schedule
+from gshard.planning.pipelined import pipelined
+from gshard.planning.settled import settled
+from placed import cut, mesh_of
+
+RNG = np.random.default_rng(3)
+ROWS, LENGTH, UNITS = 24, 3, 6
+
+
+def normal(*shape: int) -> Any:
+    return (RNG.standard_normal(shape) / 3).astype(np.float32)
+
+
+def weights(layers: int) -> dict[str, Any]:
+    return {"a": normal(layers, UNITS, 10), "b": normal(layers, 10, UNITS), "g": normal(layers, UNITS) + 1}
+
+
+def block(x: Any, w: Any) -> Any:
+    """A layer that mixes positions and units of a row."""
+    x = x - x.mean(1, keepdims=True) * w["g"]
+    h = jnp.tanh(x.reshape(-1, UNITS) @ w["a"])  # rows and positions are one dimension
+    return x + (h @ w["b"]).reshape(x.shape)
+
+
+def plain(x: Any, w: Any) -> Any:
+    return block(x, w), None
+
+
+X, SHARED, MASK = normal(ROWS, LENGTH, UNITS), normal(UNITS), RNG.random((ROWS, LENGTH)) < 0.7
+W = weights(8)
+
+
+def of_plain(w: Any) -> Any:
+    return jax.lax.scan(plain, X, w)[0]
+
+
+def of_remat(w: Any) -> Any:
+    return jax.lax.scan(jax.checkpoint(plain), X, w)[0]
+
+
+def of_carried(w: Any) -> Any:
+    """A sum over the batch, one that each layer scales, and a number that does not depend on the batch."""
+
+    def layer(carry: Any, w: Any) -> Any:
+        x, aux, scaled, i = carry
+        x = block(x, w) * SHARED
+        return (x, aux + (x**2).mean(), 0.5 * scaled + x.sum(), i + 1), ((x**2).sum(), x[:, 0], w["g"] * 2)
+
+    (x, aux, scaled, i), (sums, rows, doubled) = jax.lax.scan(layer, (X, 0.3, 0.1, 2), w)
+    return x * aux + scaled + i, sums.sum() + (rows**2).sum() + doubled.sum()
+
+
+def of_masked(w: Any) -> Any:
+    """A constant and a stack with a batch dimension."""
+    offsets = jnp.cumsum(jnp.ones((8, ROWS, UNITS)) * X[:, 0] / 8, 0)
+    masked = lambda x, w: (jnp.where(MASK[..., None], block(x, w[0]), x) + w[1][:, None], None)  # noqa: E731
+    return jax.lax.scan(jax.checkpoint(masked), X, (w, offsets))[0]
+
+
+def of_dropped(w: Any) -> Any:
+    """Random bits, which depend on positions in the batch."""
+
+    def layer(x: Any, w: Any) -> Any:
+        w, key = w
+        return jnp.where(jax.random.bernoulli(key, 0.8, x.shape), block(x, w), x), None
+
+    return jax.lax.scan(jax.checkpoint(layer), X, (w, jax.random.split(jax.random.key(1), 8)))[0]
+
+
+def of_narrow(w: Any) -> Any:
+    narrow = lambda x: jax.tree.map(lambda a: a.astype(jnp.bfloat16), x)  # noqa: E731
+    return jax.lax.scan(plain, narrow(X), narrow(w))[0].astype(jnp.float32)
+
+
+def of_second(w: Any) -> Any:
+    """The batch is the second dimension: the first one is mixed."""
+    layer = lambda x, w: (jnp.tanh(jnp.cumsum(x, 0) @ w["a"] @ w["b"]) + x, None)  # noqa: E731
+    return jax.lax.scan(layer, X.swapaxes(0, 1), w)[0]
+
+
+def of_chunks(w: Any) -> Any:
+    """A loop in each layer, and layers of several arrays in the carry."""
+
+    def layer(carry: Any, w: Any) -> Any:
+        x, y = carry
+        y = jax.lax.scan(lambda c, t: (0.5 * c + t, c * t), y, jnp.moveaxis(x, 1, 0))[0]
+        return (block(x, w) + y[:, None], jnp.tanh(y)), None
+
+    return jax.lax.scan(layer, (X, X[:, 0]), w)[0]
+
+
+PROGRAMS: dict[str, Callable[[Any], Any]] = {
+    "plain": of_plain,
+    "remat": of_remat,
+    "carried": of_carried,
+    "masked": of_masked,
+    "dropped": of_dropped,
+    "narrow": of_narrow,
+    "second": of_second,
+    "chunks": of_chunks,
+}
+
+
+def loss_of(program: Callable[[Any], Any], mark: Callable[[Any], Any] = lambda w: w) -> Callable[[Any], Any]:
+    """The value of a program and its gradient by the weights."""
+
+    def loss(w: Any) -> Any:
+        return sum((x**2).mean() if x.ndim else x for x in jax.tree.leaves(program(mark(w))))
+
+    return jax.value_and_grad(loss)
+
+
+def marked(over: str = "stage", **arguments: Any) -> Callable[[Any], Any]:
+    return lambda w: gshard.pipeline(w, over, **arguments)
+
+
+def check_equal(got: Any, want: Any, *, narrow: bool = False) -> None:
+    tolerance = 3e-2 if narrow else 2e-5
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        scale = float(np.abs(np.asarray(y)).max())
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=tolerance, atol=tolerance * max(scale, 1e-3))
+
+
+def check_calls(function: Callable[..., Any], want: Any, *arguments: Any, mesh: Any, narrow: bool = False) -> None:
+    """Calls with arguments on the host, as results of the first call are placed, and replicated."""
+    run = gshard.jit(function, mesh=mesh)
+    check_equal(run(*arguments), want, narrow=narrow)
+    placed = jax.device_put(arguments, jax.sharding.NamedSharding(mesh, P()))
+    check_equal(run(*placed), want, narrow=narrow)
+    split = jax.tree.map(lambda x: cut(np.asarray(x), mesh, 0, 1), arguments)
+    check_equal(run(*split), want, narrow=narrow)
+
+
+@functools.cache
+def wanted(name: str) -> Any:
+    return jax.jit(loss_of(PROGRAMS[name]))(W)
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble"])
+@pytest.mark.parametrize("rounds", [1, 2])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_numbers_are_those_of_the_loop(name: str, rounds: int, schedule: str) -> None:
+    function = loss_of(PROGRAMS[name], marked(micro_batches=6, rounds=rounds, schedule=schedule))
+    assert len(gshard.explain(function, W, mesh=Mesh.abstract(stage=4)).plan.program.pipelines) == 2
+    check_calls(function, wanted(name), W, mesh=mesh_of(stage=4, other=2), narrow=name == "narrow")
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(
+    ("stages", "micro_batches", "rounds"),
+    [(2, 1, 1), (2, 3, 4), (8, 8, 1), (8, 24, 1), (4, 2, 1), (4, 4, 2), (2, 2, 4)],
+)
+def test_numbers_of_other_schedules(stages: int, micro_batches: int, rounds: int) -> None:
+    function = loss_of(of_carried, marked(micro_batches=micro_batches, rounds=rounds))
+    check_calls(function, wanted("carried"), W, mesh=mesh_of(stage=stages, other=8 // stages))
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("over", [4, ("stage", "data")])
+def test_stages_over_a_number_of_parts_or_several_axes(over: Any) -> None:
+    function = loss_of(of_remat, marked(over, micro_batches=4))
+    check_calls(function, wanted("remat"), W, mesh=mesh_of(stage=2, data=2, model=2))
+
+
+def beside(w: Any, x: Any) -> Any:
+    """A pipeline beside a split batch and split units."""
+    w = {
+        "a": gshard.shard(w["a"], P("stage", None, "model")),
+        "b": gshard.shard(w["b"], P("stage", "model")),
+        "g": gshard.split(w["g"], 0, "stage"),
+    }
+    w = gshard.pipeline(w, "stage", micro_batches=3)
+    return (jax.lax.scan(jax.checkpoint(plain), gshard.split(x, 0, "data"), w)[0] ** 2).mean()
+
+
+def test_beside_data_and_tensor_parallelism() -> None:
+    want = jax.jit(jax.value_and_grad(lambda w, x: (jax.lax.scan(plain, x, w)[0] ** 2).mean()))(W, X)
+    function = jax.value_and_grad(beside)
+    check_calls(function, want, W, X, mesh=mesh_of(stage=2, data=2, model=2))
+    found = gshard.explain(function, W, X, mesh=Mesh.abstract(stage=2, data=2, model=2))
+    over = {(c.kind, c.atoms) for c in found.spmd.collectives}
+    assert ("collective_permute", ("stage",)) in over
+    assert not any(kind == "all_gather" for kind, _ in over)
+
+
+def test_a_training_step_keeps_its_state() -> None:
+    optimizer = optax.adamw(1e-2)
+
+    def step(w: Any, state: Any, x: Any, mark: Callable[[Any], Any] = lambda w: w) -> Any:
+        value, gradient = jax.value_and_grad(
+            lambda w: (jax.lax.scan(jax.checkpoint(plain), x, mark(w))[0] ** 2).mean()
+        )(w)
+        updates, state = optimizer.update(gradient, state, w)
+        return optax.apply_updates(w, updates), state, value
+
+    run = gshard.jit(functools.partial(step, mark=marked(micro_batches=4)), mesh=mesh_of(stage=4, data=2))
+    want = got = (W, optimizer.init(W))
+    for _ in range(3):
+        *want, value = jax.jit(step)(*want, X)
+        *got, other = run(*got, X)
+        check_equal((got, other), (want, value))
+    for x in jax.tree.leaves(got[0]):
+        assert x.sharding.spec[0] == "stage"
+
+
+def test_arguments_of_explicit_axes() -> None:
+    function = loss_of(of_remat, marked(micro_batches=4))
+    run = gshard.jit(function, mesh=mesh_of(stage=8, explicit=True))
+    check_equal(run(W), wanted("remat"))
+    _, gradient = run(W)
+    again = run(jax.tree.map(lambda g, w: jax.device_put(w, g.sharding), gradient, W))
+    check_equal(again, wanted("remat"))
+    plain_jax = jax.jit(function)(jax.tree.map(lambda g, w: jax.device_put(w, g.sharding), gradient, W))
+    check_equal(plain_jax, wanted("remat"))
+
+
+def test_outside_of_a_mesh_the_mark_is_the_identity() -> None:
+    check_equal(jax.jit(loss_of(of_plain, marked(micro_batches=5, rounds=3)))(W), wanted("plain"))
+    check_calls(loss_of(of_plain, marked(micro_batches=5, rounds=1)), wanted("plain"), W, mesh=mesh_of(stage=1, data=8))
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("stages", [2, 4, 8])
+@pytest.mark.parametrize("micro_batches", [4, 8])
+def test_turns_permutes_and_bytes(stages: int, micro_batches: int) -> None:
+    """One permutation each turn, of one micro-batch; each stage has its part of the weights."""
+    function = loss_of(of_remat, marked(micro_batches=micro_batches))
+    found = gshard.explain(function, W, mesh=Mesh.abstract(stage=stages))
+    turns = Schedule("stage", micro_batches).turns(stages)
+    assert turns == micro_batches + stages - 1
+    permutes = [c for c in found.spmd.collectives if c.kind == "collective_permute"]
+    assert sum(c.times for c in permutes) == 2 * turns  # forward and backward
+    assert {c.bytes for c in permutes} == {X.nbytes // micro_batches}
+    loops = [e for e in found.plan.program.block.walk() if e.name == "scan" and e.trip_count == turns]
+    assert len(loops) == 2
+    assert all(row.local_bytes * stages == row.bytes for row in found.tensors if row.name.startswith("w["))
+    text = f"{turns} turns, bubble {stages - 1}/{turns} = {(stages - 1) / turns:.1%}"
+    assert all(text in line for line in found.plan.program.pipelines)
+    assert text in found.format(tensors=0)
+
+
+def flops_of(schedule: str) -> float:
+    function = loss_of(of_remat, marked(micro_batches=4, schedule=schedule))
+    return gshard.explain(function, W, mesh=Mesh.abstract(stage=4)).cost("h100:1x4").flops
+
+
+def test_gradients_of_weights_have_no_bubble() -> None:
+    assert flops_of("zero_bubble") < flops_of("gpipe")
+
+
+def in_rounds(w: Any) -> Any:
+    w = gshard.split(w, 1, "stage")
+    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), w)
+    return of_remat(gshard.pipeline(flat, "stage", micro_batches=4, rounds=2))
+
+
+def test_stacks_in_rounds_stay_where_they_are() -> None:
+    w = jax.tree.map(lambda x: x.reshape(2, 4, *x.shape[1:]), W)
+    value, gradient = wanted("remat")
+    want = value, jax.tree.map(lambda x: x.reshape(2, 4, *x.shape[1:]), gradient)
+    function = jax.value_and_grad(lambda w: (in_rounds(w) ** 2).mean())
+    check_calls(function, want, w, mesh=mesh_of(stage=4, other=2))
+    found = gshard.explain(function, w, mesh=Mesh.abstract(stage=4))
+    assert found.bytes_by_kind["collective_permute"] > 0
+    assert not any(c.shape.endswith(("6,10]", "10,6]")) for c in found.spmd.collectives)  # weights and their gradients
+    assert all(row.local_bytes * 4 == row.bytes for row in found.tensors if row.name.startswith("w["))
+
+
+def test_under_vmap_also_of_weights() -> None:
+    """The dimension that vmap adds is no batch if micro-batches do not divide it, and layers are no first dimension."""
+    loss = lambda w, x: (jax.lax.scan(plain, x, gshard.pipeline(w, "stage", micro_batches=4))[0] ** 2).mean()  # noqa: E731
+    function = jax.vmap(jax.vmap(jax.value_and_grad(loss), (None, 0)), (0, None))
+    w = jax.tree.map(lambda v: np.stack([v, 0.5 * v, -v]), W)
+    x = np.stack([X, X[::-1]])
+    check_calls(function, jax.jit(function)(w, x), w, x, mesh=mesh_of(stage=4, other=2))
+    pipelines = gshard.explain(function, w, x, mesh=Mesh.abstract(stage=4)).plan.program.pipelines
+    assert len(pipelines) == 2
+    assert all("4 micro-batches of 6 rows" in text for text in pipelines)
+
+
+def test_inside_a_loop_over_batches() -> None:
+    def accumulated(w: Any, x: Any) -> Any:
+        loss = lambda w, x: (jax.lax.scan(plain, x, gshard.pipeline(w, "stage", micro_batches=4))[0] ** 2).mean()  # noqa: E731
+        added = lambda total, x: (jax.tree.map(jnp.add, total, jax.value_and_grad(loss)(w, x)), None)  # noqa: E731
+        return jax.lax.scan(added, jax.tree.map(jnp.zeros_like, (0.0, w)), x)[0]
+
+    x = np.stack([X, 0.5 * X, X + 1])
+    check_calls(accumulated, jax.jit(accumulated)(W, x), W, x, mesh=mesh_of(stage=4, other=2))
+    assert len(gshard.explain(accumulated, W, x, mesh=Mesh.abstract(stage=4)).plan.program.pipelines) == 2
+
+
+def test_with_a_layout() -> None:
+    def layer(x: Any, w: Any) -> Any:
+        h = gshard.name(jnp.tanh(x @ w["a"]), "batch length hidden")
+        return x + h @ w["b"], None
+
+    function = lambda w: jax.lax.scan(layer, X, gshard.pipeline(w, "stage", micro_batches=4))[0]  # noqa: E731
+    mesh = mesh_of(stage=2, data=2, model=2)
+    run = gshard.jit(function, mesh=mesh, layout=gshard.Layout(batch="data", hidden="model"))
+    for _ in range(3):
+        check_equal(run(W), jax.jit(function)(W))
+    assert gshard.explain(run, W).plan.program.pipelines
+
+
+@pytest.mark.slow
+def test_the_dense_transformer_of_the_paper() -> None:
+    """Encoder and decoder of T(96L), small: the encoder's result and its masks are operands of each layer."""
+    config = dataclasses.replace(
+        moe.TABLE_1["T(96L)"], encoder_layers=4, decoder_layers=4, model_dim=8, hidden_dim=16, heads=2, head_dim=4,
+        source_vocabulary=13, target_vocabulary=13, dropout=0.1, remat=True,
+    )  # fmt: skip
+    batch = {name: RNG.integers(1, 13, (8, 6)).astype(np.int32) for name in ("source", "target")}
+
+    def loss(params: Any, mark: Callable[[Any], Any]) -> Any:
+        params = {**params, **{h: {**params[h], "blocks": mark(params[h]["blocks"])} for h in ("encoder", "decoder")}}
+        return moe.loss(config, params, batch, key=jax.random.key(5))[0]
+
+    params = moe.init(config, jax.random.key(0))
+    want = jax.jit(jax.value_and_grad(lambda p: loss(p, lambda w: w)))(params)
+    function = jax.value_and_grad(lambda p: loss(p, marked(micro_batches=4)))
+    check_calls(function, want, params, mesh=mesh_of(stage=4, data=2))
+    assert len(gshard.explain(function, params, mesh=Mesh.abstract(stage=4)).plan.program.pipelines) == 4
+
+
+def test_a_settled_program_is_a_fixed_point() -> None:
+    mesh = Mesh.abstract(stage=4)
+    program = gshard.trace(loss_of(of_remat, marked(micro_batches=4)), W)
+    once = settled(program, mesh).program
+    assert settled(once, mesh).program is once
+    assert pipelined(once, mesh) is once
+    assert settled(program, mesh).program.block is once.block
+    other = Mesh.abstract(data=4)
+    with pytest.raises(gshard.ShardingError, match="no axis 'stage'"):
+        settled(program, other)
+
+
+def test_a_saved_plan_is_for_the_same_program(tmp_path: Path) -> None:
+    function = loss_of(of_remat, marked(micro_batches=4))
+    mesh = Mesh.abstract(stage=4)
+    found = gshard.explain(function, W, mesh=mesh)
+    gshard.SavedPlan.of(found.plan).save(tmp_path / "plan.json")
+    again = gshard.explain(function, W, mesh=mesh, plan=gshard.SavedPlan.load(tmp_path / "plan.json"))
+    assert again.plan.program.pipelines == found.plan.program.pipelines
+    assert again.total_bytes == found.total_bytes
+
+
+def test_loops_that_only_add_are_no_pipelines() -> None:
+    def norms(w: Any) -> Any:
+        w = gshard.pipeline(w, "stage", micro_batches=4)
+        return jax.lax.scan(lambda total, w: (total + (w["a"] ** 2).sum(), w["a"].max()), 0.0, w)
+
+    check_calls(norms, jax.jit(norms)(W), W, mesh=mesh_of(stage=4, other=2))
+    assert not gshard.explain(norms, W, mesh=Mesh.abstract(stage=4)).plan.program.pipelines
+
+
+def mixed(x: Any, w: Any) -> Any:
+    return jnp.tanh(x - x.mean(0)) @ w["a"] @ w["b"] - x.mean((1, 2)).sum() - x.mean(1, keepdims=True).mean(2), None
+
+
+def normalised(x: Any, w: Any) -> Any:
+    x = x / jnp.sqrt((x**2).mean() + 1)
+    return x + jnp.tanh(x @ w["a"]) @ w["b"], None
+
+
+@pytest.mark.parametrize(
+    ("layer", "arguments", "message"),
+    [
+        (normalised, {"micro_batches": 4}, "mixes the rows of the batch"),
+        (plain, {"micro_batches": 5}, "a batch of 24 rows cannot be cut into 5 micro-batches"),
+        (plain, {"micro_batches": 4, "rounds": 3}, "a loop over 8 layers cannot be cut into 12 equal parts"),
+        (plain, {"micro_batches": 2, "rounds": 2}, "2 micro-batches cannot pass 4 stages in several rounds"),
+    ],
+)
+def test_refusals_name_the_line(layer: Any, arguments: Any, message: str) -> None:
+    def f(w: Any) -> Any:
+        return jax.lax.scan(layer, X, gshard.pipeline(w, "stage", **arguments))[0]
+
+    with pytest.raises(gshard.ShardingError, match=message) as error:
+        gshard.explain(f, W, mesh=Mesh.abstract(stage=4))
+    assert "test_pipelined.py:" in str(error.value)
+    assert "pipeline(x, 'stage'" in str(error.value)
+    assert error.value.hint
+
+
+def test_a_refusal_names_the_operator_in_the_layer() -> None:
+    f = lambda w: jax.lax.scan(normalised, X, gshard.pipeline(w, "stage", micro_batches=4))[0]  # noqa: E731
+    with pytest.raises(gshard.ShardingError) as error:
+        gshard.explain(f, W, mesh=Mesh.abstract(stage=4))
+    assert "(normalised)" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("x", "arguments", "message"),
+    [
+        (W, {"micro_batches": 0}, "micro_batches is a positive integer"),
+        (W, {"micro_batches": True}, "micro_batches is a positive integer"),
+        (W, {"micro_batches": 2, "rounds": 1.5}, "rounds is a positive integer"),
+        (W, {"micro_batches": 2, "schedule": "1f1b"}, "there is no schedule '1f1b'"),
+        ({"a": X, "b": W["a"]}, {"micro_batches": 2}, "one dimension of layers"),
+        (1.0, {"micro_batches": 2}, "one dimension of layers"),
+    ],
+)
+def test_wrong_marks(x: Any, arguments: Any, message: str) -> None:
+    with pytest.raises(gshard.ShardingError, match=message):
+        gshard.pipeline(x, "stage", **arguments)
