@@ -374,6 +374,16 @@ def test_loops_that_only_add_are_no_pipelines() -> None:
     assert not gshard.explain(norms, W, mesh=Mesh.abstract(stage=4)).plan.program.pipelines
 
 
+def test_a_stack_that_no_loop_scans_is_refused() -> None:
+    def f(w: Any) -> Any:
+        w = gshard.pipeline(w, "stage", micro_batches=4)
+        return jax.lax.scan(plain, X, jax.tree.map(lambda a: a[::-1][:4] * 2, w))[0]
+
+    with pytest.raises(gshard.ShardingError, match="no loop scans over the stack") as error:
+        gshard.explain(f, W, mesh=Mesh.abstract(stage=4))
+    assert "test_pipelined.py:" in str(error.value)
+
+
 def mixed(x: Any, w: Any) -> Any:
     return jnp.tanh(x - x.mean(0)) @ w["a"] @ w["b"] - x.mean((1, 2)).sum() - x.mean(1, keepdims=True).mean(2), None
 

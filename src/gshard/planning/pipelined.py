@@ -39,7 +39,7 @@ from gshard.planning.stage_loop import StageLoop
 from gshard.rewrite.dce import without_dead_code
 from gshard.rewrite.driver import recorded
 from gshard.rewrite.equation_graph import written
-from gshard.rewrite.shard_scan import only_added_to
+from gshard.rewrite.shard_scan import only_added_to, shard_scan
 from gshard.tracing.builder import Builder
 from gshard.tracing.permitted import permitted
 
@@ -55,7 +55,8 @@ def pipelined(program: Program, mesh: Mesh) -> Program:
         mesh: the devices. Equal meshes give the same object.
 
     Raises:
-        ShardingError: layers or rows of the batch are not divisible, or a layer mixes the rows of its batch.
+        ShardingError: layers or rows of the batch are not divisible, a layer mixes the rows of its batch, or no loop
+            scans over a marked stack.
     """
     if any(fired.rewrite == NAME for fired in program.fired):
         return program
@@ -71,6 +72,14 @@ def _pipelined(program: Program, mesh: Mesh) -> tuple[Block, tuple[Fired, ...]]:
     counter = itertools.count(1 + max((v.index for v in program.block.values()), default=0))
     walk = _Walk(mesh, Builder(counter))
     block = walk.block(program.block, {})
+    if not walk.scans and not any(fired.rewrite == shard_scan.__name__ for fired in program.fired):
+        marked = next(e for e in program.block.walk() if e.mark is not None and e.mark.schedule is not None)
+        raise ShardingError(
+            "no loop scans over the stack of layers that is marked here.",
+            marked.line,
+            str(marked.mark and marked.mark.schedule),
+            "Scan over the marked stack itself, as in jax.lax.scan(layer, x, stacked), or mark it with gshard.split.",
+        )
     return permitted(block, finite=program.finite), (*program.fired, *walk.fired)
 
 
@@ -96,10 +105,12 @@ class _Walk:
 
     Attributes:
         fired: a record for each replaced loop.
+        scans: whether a loop scans over a marked stack.
     """
 
     def __init__(self, mesh: Mesh, builder: Builder):
         self.fired: list[Fired] = []
+        self.scans = False
         self._mesh, self._builder = mesh, builder
 
     def block(self, block: Block, stacks: Mapping[Value, _Stack]) -> Block:
