@@ -72,7 +72,7 @@ def _pipelined(program: Program, mesh: Mesh) -> tuple[Block, tuple[Fired, ...]]:
     counter = itertools.count(1 + max((v.index for v in program.block.values()), default=0))
     walk = _Walk(mesh, Builder(counter))
     block = walk.block(program.block, {})
-    if not walk.scans and not any(fired.rewrite == shard_scan.__name__ for fired in program.fired):
+    if not walk.scans and not any(fired.rewrite == shard_scan.name for fired in program.fired):
         marked = next(e for e in program.block.walk() if e.mark is not None and e.mark.schedule is not None)
         raise ShardingError(
             "no loop scans over the stack of layers that is marked here.",
@@ -183,6 +183,7 @@ class _Walk:
         """The schedule of a loop; None if it is no pipeline."""
         operands = e.inputs[sum(scan_counts(e.params)) :]
         stacks = [known[x] for x in operands if isinstance(x, Value) and x in known and not known[x].dim]
+        self.scans |= bool(stacks)
         if not stacks or self._stages(stacks[0].schedule) == 1:
             return None
         is_independent = all(only_added_to(e)) and any(s.by_turn is not None for s in stacks)
