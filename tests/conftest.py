@@ -1,6 +1,8 @@
 """What all tests share: eight virtual CPU devices, seeded random numbers, golden files."""
 
+import functools
 import gc
+import importlib.metadata
 import itertools
 import os
 import zlib
@@ -11,24 +13,33 @@ from pathlib import Path
 # device threads are late (eight of them on few cores) would abort the process after a minute; on a busy
 # machine that proves nothing, so wait longer than a test may last. An unknown flag aborts too: these
 # are known to every supported version.
-_FLAGS = {
+_FLAGS: dict[str, object] = {
     "--xla_force_host_platform_device_count": 8,
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds": 120,
     "--xla_cpu_collective_call_terminate_timeout_seconds": 3600,
     "--xla_cpu_collective_timeout_seconds": 3600,
 }
+# Most of the time of a test goes into compiling programs that run once. In the fast tests LLVM does not optimise them,
+# but where every bit counts (``pytest.mark.optimised``). XLA writes all kernels of a program into one module of LLVM,
+# and does so without MLIR if the version has that choice: this halves the time of compiling. `make test-full` and
+# `make test-newest` compile everything as users do.
+_UNOPTIMISED = os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1") == "1"
+_DEFAULTS: dict[str, object] = {"xla_cpu_parallel_codegen_split_count": 32}
+if _UNOPTIMISED:
+    _FLAGS["--xla_cpu_parallel_codegen_split_count"] = 1
+    if importlib.metadata.version("jaxlib").startswith("0.10."):
+        _FLAGS["--xla_cpu_use_fusion_emitters"] = "false"
+        _DEFAULTS["xla_cpu_use_fusion_emitters"] = True
 _given = os.environ.get("XLA_FLAGS", "")
 os.environ["XLA_FLAGS"] = " ".join([_given, *(f"{k}={v}" for k, v in _FLAGS.items() if k not in _given)]).strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["GSHARD_M4_COMPILATION_CACHE"] = "off"  # nothing of the user's is read or written
-# Most of the time of a test goes into compiling programs that run once. LLVM does not optimise them, but where every
-# bit counts (``pytest.mark.optimised``), in `make test-full` and in `make test-newest`.
-_UNOPTIMISED = os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1") == "1"
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
+from jax._src import compiler  # noqa: E402
 
 # The same cases at every run; no limit on time, since a first call compiles.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
@@ -94,14 +105,22 @@ def room_for_compiled_programs() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def optimised_if_marked(request: pytest.FixtureRequest) -> Iterator[None]:
+def optimised_if_marked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Compiles as users do in tests that are marked ``optimised``."""
     marked = _UNOPTIMISED and request.node.get_closest_marker("optimised") is not None
     if marked:
         jax.config.update("jax_disable_most_optimizations", False)
+        as_users_do = functools.partial(_as_users_do, compiler.get_compile_options)
+        monkeypatch.setattr(compiler, "get_compile_options", as_users_do)
     yield
     if marked:
         jax.config.update("jax_disable_most_optimizations", True)
+
+
+def _as_users_do(get_compile_options: Callable[..., object], *arguments: object, **options: object) -> object:
+    """JAX's options of a program, with XLA's own choice of what ``XLA_FLAGS`` sets for the fast tests."""
+    given = options.pop("env_options_overrides", None) or {}
+    return get_compile_options(*arguments, **options, env_options_overrides=_DEFAULTS | given)
 
 
 _TESTS = itertools.count()

@@ -18,8 +18,6 @@ import gshard
 import pages
 from test_structure import FILES, exported, name_of
 
-pytestmark = pytest.mark.optimised  # pages show what users get
-
 ROOT = Path(__file__).resolve().parent.parent
 WITH_DOCTESTS = [path for path in FILES if ">>> " in path.read_text()]
 PAGES = [path for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))] if "_build" not in path.parts]
@@ -64,11 +62,13 @@ def skip_without_packages(code: str) -> None:
 
 
 def each(paths: list[Path]) -> pytest.MarkDecorator:
-    marked = [
-        pytest.param(p, id=p.relative_to(ROOT).as_posix(), marks=[pytest.mark.slow] if p.name in LONG else [])
-        for p in paths
-    ]
-    return pytest.mark.parametrize("path", marked)
+    def marks(path: Path) -> list[pytest.MarkDecorator]:
+        slow = [pytest.mark.slow] if path.name in LONG else []
+        return slow + ([pytest.mark.optimised] if "compiled by XLA" in path.read_text() else [])  # as users get it
+
+    return pytest.mark.parametrize(
+        "path", [pytest.param(p, id=p.relative_to(ROOT).as_posix(), marks=marks(p)) for p in paths]
+    )
 
 
 @each([page for page in PAGES if pages.blocks(page)])

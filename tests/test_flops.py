@@ -26,6 +26,7 @@ def compiled(f: Callable[..., Any], *arguments: Any) -> Any:
     return jax.jit(f).lower(*arguments).compile()
 
 
+@pytest.mark.optimised  # otherwise XLA opens a scatter as a loop
 @pytest.mark.parametrize(
     "f, arguments",
     [

@@ -59,7 +59,7 @@ class Served:
         self.process = subprocess.Popen(
             [sys.executable, str(TESTS / "serving.py"), json.dumps(options)],
             env=os.environ
-            | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+            | {"XLA_FLAGS": os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=1"), "JAX_PLATFORMS": "cpu"}
             | {"JAX_COMPILATION_CACHE_DIR": str(COMPILED[-1]), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"},
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
