@@ -156,7 +156,7 @@ def wanted(name: str) -> Any:
     return jax.jit(loss_of(PROGRAMS[name]))(W)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble"])
 @pytest.mark.parametrize("rounds", [1, 2])
 @pytest.mark.parametrize("name", PROGRAMS)
