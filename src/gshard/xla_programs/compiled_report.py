@@ -17,7 +17,7 @@ from gshard.device.cost import BOUNDS
 from gshard.device.fusion_model import COLLECTIVE, FUSED, OPERATOR
 from gshard.device.network import groups
 from gshard.explanation.difference import FORMAT
-from gshard.explanation.report.data import EVENTS, MOMENTS, PEAK_ROWS, groups_text, machine_data, mesh_data
+from gshard.explanation.report.data import EVENTS, LISTS, MOMENTS, PEAK_ROWS, groups_text, machine_data, mesh_data
 from gshard.explanation.timeline import TRACKS, Event, complete_event, named_track, thinned
 from gshard.xla.dataflow import Array
 from gshard.xla.hlo_collectives import groups_of
@@ -37,7 +37,6 @@ NO_MACHINE = (
     'No machine is named, so that no times are modelled. Name one: machine="h100:1x8", '
     "on the command line --machine h100:1x8."
 )
-_ONLY_GSHARD = ("gathered", "dropped", "replicated", "batches", "returned", "low_precision", "layout", "unused")
 _HIDDEN = 0.005  # of the network's time: less is nothing
 _READERS = 40  # lines that read an argument, at most
 
@@ -94,7 +93,7 @@ class CompiledReport:
             "memory": self._memory(),
             "time": self._time() if is_timed else [],
             "notes": self._notes(),
-            **{name: [] for name in _ONLY_GSHARD},
+            **{name: [] for name in LISTS},
             "searched": "",
             "lines": lines,
             "groups": dict(map(self._groups, self.rows)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -72,6 +72,20 @@ class Explained(Protocol):
     def purposes(self) -> Purposes: ...
 
 
+# The lists of lines of a report, each with the lines of an explanation. A report of XLA's program has them empty.
+LISTS: dict[str, Callable[[Explained], Iterable[str]]] = {
+    "gathered": lambda e: e.gathered,
+    "dropped": lambda e: e.dropped,
+    "replicated": lambda e: e.replicated,
+    "pipelines": lambda e: e.plan.program.pipelines,
+    "batches": lambda e: e.plan.program.batches,
+    "returned": lambda e: e.returned,
+    "low_precision": lambda e: e.low_precision,
+    "layout": lambda e: e.layout,
+    "unused": lambda e: e.unused,
+}
+
+
 def report_data(
     explanation: Explained,
     found: Cost,
@@ -121,15 +135,7 @@ def report_data(
         "memory": _memory(found, places, plan.program, explanation.names),
         "time": _time(found),
         "notes": _notes(explanation),
-        "gathered": list(explanation.gathered),
-        "dropped": list(explanation.dropped),
-        "replicated": list(explanation.replicated),
-        "pipelines": list(explanation.plan.program.pipelines),
-        "batches": list(explanation.plan.program.batches),
-        "returned": list(explanation.returned),
-        "low_precision": list(explanation.low_precision),
-        "layout": list(explanation.layout),
-        "unused": list(explanation.unused),
+        **{name: list(lines_of(explanation)) for name, lines_of in LISTS.items()},
         "searched": "",  # what a search tells of its plan
         "lines": lines,
         "files": sorted(places.files(), key=lambda f: -_sent_in(f["name"], lines)),
