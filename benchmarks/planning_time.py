@@ -2,9 +2,8 @@
 
 Programs that once took minutes: a window-attention vision Transformer with its weights split over one axis of 8 while
 it has 2 and 4 heads, a spectral atmosphere model on three axes, a padding whose every way to be split has to be priced,
-a Transformer on four axes.
-Each is traced, planned and priced for devices that need not exist. Counts do not depend on this computer: equations
-that are traced alone to be priced, and shardings from which steps are found.
+a Transformer on four axes. Each is traced, planned and priced for devices that need not exist. Counts do not depend on
+this computer: equations that are traced alone to be priced, and shardings from which steps are found.
 
     python benchmarks/planning_time.py [--programs windows padding] [--machines h100]
     python benchmarks/planning_time.py --programs --slowest 10     the slowest of tests/families: some minutes
@@ -136,7 +135,7 @@ def padding() -> tuple[Callable[..., Any], tuple[Any, ...], gshard.Mesh]:
 
 
 def layers(depth: int = 10) -> tuple[Callable[..., Any], tuple[Any, ...], gshard.Mesh]:
-    """The gradient of a Transformer of layers that are written out, on four axes, of which marks name three."""
+    """The gradient of a Transformer without loops, on a mesh of four axes. Marks name three of them."""
 
     def loss(layers: list[dict[str, Any]], x: Any) -> Any:
         x = gshard.split(x, 0, ("data", "fsdp"))

@@ -45,7 +45,7 @@ CHANGES = {
     "top 2": {},
     "top 3": {"top_k": 3, "gates": "sigmoid", "gate_scale": 2.5, "balance": "bias", "shared_experts": 2},
     "top 1": {"top_k": 1, "normalise_gates": False, "activation": "relu"},
-    "paper": {"routing": "paper", "activation": "relu"},  # burnt slots are rows that nobody has
+    "paper": {"routing": "paper", "activation": "relu"},  # rejected choices keep their slots: these rows have no token
 }
 
 

@@ -6,13 +6,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import gshard
 from families import SMALL
 from gshard.core.mesh import Mesh
 from gshard.core.program import Program
+from gshard.device.machine import Machine
 from gshard.planning import nearby
+from gshard.planning.axis_steps import axis_steps
 from gshard.planning.choices import graph_of
 from gshard.planning.graph import Graph
 from gshard.planning.nearby import LARGE_PROGRAM, MANY_AXES, changes, estimated_entries
@@ -20,7 +23,8 @@ from gshard.planning.objective import bytes_on
 from gshard.planning.propagate import choose
 from gshard.planning.reshard_costs import axes_of
 from gshard.planning.settled import settled
-from gshard.planning.strategies import places_for, places_of
+from gshard.planning.strategies import places_for, places_of, shardings
+from gshard.search.seconds import seconds_on
 from gshard.tracing.trace import trace
 
 CUBE = Mesh.abstract(x=2, y=2, z=2)
@@ -114,3 +118,23 @@ def test_plans_near_the_marks_are_as_good(name: str, monkeypatch: pytest.MonkeyP
         assert found is not None
         cost[large] = found.cost
     assert cost[0.0] <= cost[float("inf")] * (1 + 2e-6)
+
+
+@pytest.mark.parametrize("machine", ["", "h100"])
+def test_reshards_pass_through_some_shardings(machine: str) -> None:
+    """Steps lead to no other shardings than those given, and the objective itself stays as it was."""
+    axes, shape = axes_of(CUBE), (8, 24, 16)
+    moves = seconds_on(Machine.of(machine, CUBE.size))(CUBE, axes) if machine else bytes_on(CUBE, axes)
+    states = shardings(shape, CUBE, axes, unreduced="add")
+    ends = [states[k] for k in (1, 9, 30, 50)]
+    through_all = moves.table(ends, ends, shape, 4)
+    assert np.isfinite(through_all).all()
+    few = moves.through(ends)
+    assert np.isfinite(few.table(ends, ends, shape, 4)).all()  # a reshard that they do not allow has its own steps
+    assert not np.array_equal(few.table(ends, ends, shape, 4), through_all)
+    assert np.array_equal(moves.table(ends, ends, shape, 4), through_all)
+    places = [s for s in few._all_in_axes(ends) if s is not None]
+    dims = frozenset(s.dims for s in places)
+    table = axis_steps(CUBE, axes, dims).table(3, ("add",))
+    table.add(places)
+    assert {s.dims for s in table._places} == dims

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 
+# Rewrites that are no modules of ``gshard.rewrite``. Their notes describe what they made.
+BATCH_EQUAL_FUNCTIONS, RUN_AS_PIPELINE = "batch_equal_functions", "run_as_pipeline"
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fired:

@@ -17,7 +17,7 @@ import numpy as np
 
 from gshard.core.context import NO_CONTEXT, Context
 from gshard.core.dropped import Dropped
-from gshard.core.fired import Fired
+from gshard.core.fired import BATCH_EQUAL_FUNCTIONS, RUN_AS_PIPELINE, Fired
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_dispatch import Cache
 from gshard.core.layout import Layout, Named
@@ -268,12 +268,12 @@ class Program:
     @property
     def batches(self) -> tuple[str, ...]:
         """Texts of the equal functions that run as batches (``planning.batched``)."""
-        return tuple(fired.note for fired in self.fired if fired.note and fired.rewrite != "run_as_pipeline")
+        return tuple(fired.note for fired in self.fired if fired.note and fired.rewrite == BATCH_EQUAL_FUNCTIONS)
 
     @property
     def pipelines(self) -> tuple[str, ...]:
         """Texts of the loops that run as pipelines (``planning.pipelined``)."""
-        return tuple(fired.note for fired in self.fired if fired.note and fired.rewrite == "run_as_pipeline")
+        return tuple(fired.note for fired in self.fired if fired.note and fired.rewrite == RUN_AS_PIPELINE)
 
     def final_values(self) -> list[tuple[int, Value | Constant]]:
         """Pairs of the number of an input that is a reference and the result that is its final value."""

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from gshard.core.errors import PlanError
-from gshard.core.fired import Fired
+from gshard.core.fired import BATCH_EQUAL_FUNCTIONS, Fired
 from gshard.core.jax_adapter import no_mesh_set
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
@@ -36,7 +36,6 @@ from gshard.rewrite.equation_graph import written
 from gshard.tracing.builder import Builder
 from gshard.tracing.permitted import permitted
 
-_NAME = "batch_equal_functions"
 # Bytes of the arrays that a device has of one batch, unless one array is larger. A kernel that reads and writes as many
 # takes several times as long as its launch.
 _BUSY = 2**25
@@ -49,9 +48,11 @@ def batched(program: Program, mesh: Mesh) -> Program:
         program: a settled program.
         mesh: the devices.
     """
-    if mesh.size == 1 or any(fired.rewrite == _NAME for fired in program.fired):
+    if mesh.size == 1 or any(fired.rewrite == BATCH_EQUAL_FUNCTIONS for fired in program.fired):
         return program
-    made = program.decomposed.get((program.block, _NAME, mesh.size), lambda: _batched(program, mesh.size))
+    made = program.decomposed.get(
+        (program.block, BATCH_EQUAL_FUNCTIONS, mesh.size), lambda: _batched(program, mesh.size)
+    )
     return program if made is None else dataclasses.replace(program, block=made[0], fired=made[1])
 
 
@@ -98,7 +99,7 @@ def _with_batches(block: Block, devices: int, builder: Builder, fired: list[Fire
                 batches.append((functions, equations))
                 replaced = dict.fromkeys((e for f in functions for e in f.equations), ())
                 others = {**replaced, functions[0].equations[0]: equations}
-                fired.append(recorded(_NAME, others, _note(functions, size)))
+                fired.append(recorded(BATCH_EQUAL_FUNCTIONS, others, _note(functions, size)))
     gone = {e for functions, _ in batches for f in functions for e in f.equations}
     parts, is_changed = list[tuple[int, Sequence[Equation]]](), bool(batches)
     number = {e: i for i, e in enumerate(block.equations)}

@@ -22,7 +22,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from gshard.core.errors import ShardingError
-from gshard.core.fired import Fired
+from gshard.core.fired import RUN_AS_PIPELINE, Fired
 from gshard.core.jax_adapter import no_mesh_set, scan_counts, user_line
 from gshard.core.mark import atoms_of_partitions
 from gshard.core.mesh import Mesh
@@ -43,7 +43,6 @@ from gshard.rewrite.shard_scan import only_added_to, shard_scan
 from gshard.tracing.builder import Builder
 from gshard.tracing.permitted import permitted
 
-NAME = "run_as_pipeline"
 _RESHAPE = "new_sizes"  # the parameter of a reshape
 
 
@@ -58,12 +57,12 @@ def pipelined(program: Program, mesh: Mesh) -> Program:
         ShardingError: layers or rows of the batch are not divisible, a layer mixes the rows of its batch, or no loop
             scans over a marked stack.
     """
-    if any(fired.rewrite == NAME for fired in program.fired):
+    if any(fired.rewrite == RUN_AS_PIPELINE for fired in program.fired):
         return program
     schedules = {e.mark.schedule for e in program.block.walk() if e.mark is not None} - {None}
     if not any(mesh.count(atoms_of_partitions(s.over, mesh)) > 1 for s in schedules if s is not None):
         return program
-    block, fired = program.decomposed.get((program.block, NAME, mesh), lambda: _pipelined(program, mesh))
+    block, fired = program.decomposed.get((program.block, RUN_AS_PIPELINE, mesh), lambda: _pipelined(program, mesh))
     return dataclasses.replace(program, block=block, fired=fired) if fired != program.fired else program
 
 
@@ -219,7 +218,7 @@ class _Walk:
         operands = [*e.inputs[:first], *(v or x for v, x in zip(by_turn, e.inputs[first:], strict=True))]
         equations = written(self._builder, run, operands, [*e.outputs, *made.values()], e)
         note = _note(e, schedule, stages, run.body.rows) if isinstance(run, PipelinedLoop) else ""
-        self.fired.append(recorded(NAME, {e: equations}, note))
+        self.fired.append(recorded(RUN_AS_PIPELINE, {e: equations}, note))
         return equations
 
 

@@ -190,7 +190,7 @@ class Moves:
     def through(self, shardings: Iterable[Sharding]) -> Self:
         """The same objective, whose reshards pass only through these shardings, reduced or not.
 
-        Many axes have too many shardings to pass through any (``planning.nearby``).
+        Large programs and many axes have too many shardings to pass through any (``planning.nearby``).
         """
         dims = frozenset(tuple(self._names(atoms) or () for atoms in s.dims) for s in {*shardings})
         found = copy.copy(self)
