@@ -23,6 +23,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from gshard.core.garbage import collected_seldom
 from gshard.core.mesh import Mesh
 from gshard.core.phases import log_stage
 from gshard.core.plan import Plan
@@ -254,6 +255,7 @@ FITTING = (RECOMPUTE, PREFETCH)
 EMITTING = (PARTITION, *FITTING)
 
 
+@collected_seldom()
 @with_tables
 def run(stages: Sequence[Stage], draft: Draft, settings: Settings) -> Draft:
     """Runs the stages that apply, in order.

@@ -15,7 +15,7 @@ import numpy as np
 from gshard.solver.problem import Floats, Ints, Problem, accumulated, offsets
 
 PADDING = 10_000  # padding entries of a batch: about as expensive as one more batch
-LARGE = 4  # ratio of states to edges above which each table is contiguous in memory, which is fastest in numpy
+LARGE = 256  # entries of a table above which tables are copied one by one
 BATCH = 40_000  # entries of a batch of several edges, so that it stays in the processor's cache
 HELD = 256  # moments whose bytes are kept, because repairs return to the same ones
 
@@ -138,34 +138,37 @@ class Flat:
         """Tables of edges between nodes ``a`` and ``b``, padded to one shape by repeating the last state of a node.
 
         Returns:
-            float64 [states of a, states of b, edges], the tables; int64 [states, edges], the indices of the states of
+            float64 [states of a, edges, states of b], the tables; int64 [edges, states], the indices of the states of
             a, and of b; the same two with padding that points behind all states, to add to them.
         """
-        rows = np.arange(int(self.size[a].max()))[:, None]
-        columns = np.arange(int(self.size[b].max()))[:, None]
-        row, column = np.minimum(rows, self.size[a] - 1), np.minimum(columns, self.size[b] - 1)
-        tables = self._large(edges, a, row, column) if edges.size * LARGE <= rows.size else None
-        if tables is None:
+        rows, columns = np.arange(int(self.size[a].max())), np.arange(int(self.size[b].max()))
+        row, column = (np.minimum(some, self.size[x][:, None] - 1) for some, x in ((rows, a), (columns, b)))
+        if rows.size * columns.size >= LARGE:
+            tables = self._large(edges, a, rows.size, columns.size)
+        else:
             swap = self.problem.ends[edges, 0] != a
             row_step, column_step = np.where(swap, 1, self.size[b]), np.where(swap, self.size[a], 1)
-            entry = (self.table_first[edges] + row * row_step)[:, None, :] + (column * column_step)[None, :, :]
+            entry = (self.table_first[edges] + row.T * row_step)[:, :, None] + column * column_step[:, None]
             tables = self.table[entry]
-        states_a, states_b = self.first[a] + row, self.first[b] + column
+        states_a, states_b = self.first[a][:, None] + row, self.first[b][:, None] + column
         end = self.cost.size
-        into_a = np.where(rows < self.size[a], states_a, end)
-        into_b = np.where(columns < self.size[b], states_b, end)
+        into_a = np.where(rows < self.size[a][:, None], states_a, end)
+        into_b = np.where(columns < self.size[b][:, None], states_b, end)
         return tables, states_a, states_b, into_a, into_b
 
-    def _large(self, edges: Ints, a: Ints, row: Ints, column: Ints) -> Floats:
-        """The tables of few edges between nodes with many states, each contiguous in memory."""
-        tables = np.empty((edges.size, row.shape[0], column.shape[0]))
+    def _large(self, edges: Ints, a: Ints, rows: int, columns: int) -> Floats:
+        """The tables of ``padded``, copied one after the other."""
+        tables = np.empty((rows, edges.size, columns))
         for k, edge in enumerate(edges.tolist()):
             u, v = self.problem.ends[edge]
             first, size = self.table_first[edge], (self.size[u], self.size[v])
             table = self.table[first : first + size[0] * size[1]].reshape(size)
             table = table if u == a[k] else table.T
-            tables[k] = table if table.shape == tables.shape[1:] else table[np.ix_(row[:, k], column[:, k])]
-        return tables.transpose(1, 2, 0)
+            height, width = table.shape
+            tables[:height, k, :width] = table
+            tables[:height, k, width:] = table[:, -1:]
+            tables[height:, k] = tables[height - 1, k]
+        return tables
 
     def best(self, values: Floats) -> Ints:
         """int64 [nodes]: the cheapest state of each node, the first of equals."""
@@ -174,18 +177,14 @@ class Flat:
         return at[np.unique(self.owner[at], return_index=True)[1]] - self.first[:-1]
 
 
-def least(tables: Floats, costs: Floats, axis: int) -> Floats:
-    """float64 [states, edges]: the minimum of tables plus costs over the states of one end.
+def least(tables: Floats, costs: Floats) -> Floats:
+    """float64 [edges, states of b]: the minimum of tables plus costs over the states of a.
 
     Args:
-        tables: float64 [states of a, states of b, edges], from ``Flat.padded``.
-        costs: float64 [states of that end, edges].
-        axis: the end: 0 for a, 1 for b.
+        tables: float64 [states of a, edges, states of b], from ``Flat.padded``.
+        costs: float64 [edges, states of a].
     """
-    if tables.strides[2] <= tables.strides[1]:
-        return (np.expand_dims(costs, 1 - axis) + tables).min(axis)  # type: ignore[no-any-return]
-    by_edge = np.expand_dims(np.ascontiguousarray(costs.T), 2 - axis)
-    return (by_edge + tables.transpose(2, 0, 1)).min(1 + axis).T  # type: ignore[no-any-return]
+    return (costs.T[:, :, None] + tables).min(0)  # type: ignore[no-any-return]
 
 
 def grouped(level: Ints, a: Ints, b: Ints) -> list[Ints]:

@@ -41,11 +41,11 @@ class Forest:
         steps = []
         for edges, child, parent in self._groups:
             tables, a, b, _, into = flat.padded(edges, child, parent)
-            np.add.at(belief, into.ravel(), least(tables, belief[a], 0).ravel())
+            np.add.at(belief, into.ravel(), least(tables, belief[a]).ravel())
             steps.append((tables, a, child, parent))
         best_states = np.where(self.inside, flat.best(belief[:-1]), states)
         for tables, a, child, parent in reversed(steps):
-            best_states[child] = (belief[a] + tables[:, best_states[parent], np.arange(child.size)]).argmin(0)
+            best_states[child] = (belief[a] + tables[:, np.arange(child.size), best_states[parent]].T).argmin(1)
         return best_states
 
 

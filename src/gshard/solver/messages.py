@@ -24,18 +24,20 @@ ROUNDING = 1e-11  # by which a bound is lowered, relative to the magnitudes of i
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Batch:
-    """Edges into one level. The last axis is the edge; a is the state of the earlier node, b that of the later.
+    """Edges into one level; a is the state of the earlier node, b that of the later.
 
     Attributes:
-        tables: float64 [a, b, edges].
+        tables: float64 [a, edges, b].
+        turned: float64 [b, edges, a], the same: numpy finds least entries fastest along the first axis.
         early, late: int64 [edges], the nodes.
-        early_states, late_states: int64 [a, edges] and [b, edges], indices of their states; padding repeats the last.
+        early_states, late_states: int64 [edges, a] and [edges, b], indices of their states; padding repeats the last.
         early_into, late_into: the same, but padding points behind all states.
         to_early, to_late: float64, the messages, by the states of their receiver.
-        early_share, late_share: float64 [edges], the share of a node's sum that it gives each edge in a sweep.
+        early_share, late_share: float64 [edges, 1], the share of a node's sum that it gives each edge in a sweep.
     """
 
     tables: Floats
+    turned: Floats
     early: Ints
     late: Ints
     early_states: Ints
@@ -80,7 +82,10 @@ class Messages:
             u, v = early[edges], late[edges]
             to = self.sent[at:middle].reshape(a.shape), self.sent[middle:end].reshape(b.shape)
             self.batches[level[v[0]]].append(
-                Batch(tables, u, v, a, b, into_a, into_b, *to, self.share[u], self.share[v])
+                Batch(
+                    tables, np.ascontiguousarray(tables.T), u, v, a, b, into_a, into_b, *to,
+                    self.share[u][:, None], self.share[v][:, None],
+                )  # fmt: skip
             )
             at = end
         self.nodes: list[list[tuple[Ints, Ints]]] = [[] for _ in range(self.levels)]
@@ -115,7 +120,7 @@ class Messages:
                 for batch in self.batches[level]:
                     self._send(batch, belief, True, sent)
                     if corrections is not None:
-                        correction = batch.tables[chosen[batch.early], :, np.arange(batch.early.size)].T - batch.to_late
+                        correction = batch.tables[chosen[batch.early], np.arange(batch.early.size)] - batch.to_late
                         np.add.at(corrections, batch.late_into.ravel(), correction.ravel())
             if corrections is not None:
                 for nodes, states in self.nodes[level]:
@@ -124,7 +129,7 @@ class Messages:
                 for batch in self.batches[level]:
                     self._send(batch, belief, False, sent)
                     if corrections is not None:
-                        correction = batch.tables[:, chosen[batch.late], np.arange(batch.late.size)] - batch.to_early
+                        correction = batch.turned[chosen[batch.late], np.arange(batch.late.size)] - batch.to_early
                         np.add.at(corrections, batch.early_into.ravel(), correction.ravel())
         self.belief = belief[:-1]
         least = np.minimum.reduceat(belief[:-1], flat.first[:-1]) if costs.size else costs
@@ -136,14 +141,14 @@ class Messages:
         """Updates the messages of a batch, and the sums of their receivers."""
         if forward:
             out = belief[batch.early_states] * batch.early_share - batch.to_early
-            new = least(batch.tables, out, 0)
+            new = least(batch.tables, out)
             old, into = batch.to_late, batch.late_into
         else:
             out = belief[batch.late_states] * batch.late_share - batch.to_late
-            new = least(batch.tables, out, 1)
+            new = least(batch.turned, out)
             old, into = batch.to_early, batch.early_into
-        lowest = new.min(0)
-        new = new - lowest
+        lowest = new.min(1)
+        new = new - lowest[:, None]
         sent += lowest.sum(), np.abs(lowest).sum()
         np.add.at(belief, into.ravel(), (new - old).ravel())
         old[...] = new

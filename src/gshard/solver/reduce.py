@@ -232,9 +232,9 @@ class _Work:
     def _eliminate(self, i: int) -> None:
         """Eliminates a node with at most two neighbours: it takes its best state for each of theirs."""
         given = tuple(self.tables_of[i])
-        best, choice, extra = self.done(best_states, self.cost[i], *self.tables_of[i].values())
-        kept = tuple(self.kept[j] for j in given)
-        self.steps.append(Step(i, self.kept[i], given, kept, choice, extra))
+        costs = self.cost[i], *self.tables_of[i].values()
+        best, choice = self.done(best_states, *costs)
+        self.steps.append(Step(i, self.kept[i], given, tuple(self.kept[j] for j in given), choice, costs))
         for j in given:
             del self.tables_of[j][i]
             self.nodes[j] = None
@@ -250,7 +250,7 @@ class _Work:
         """Merges node i into j: its state is ``choice`` of j's state."""
         table = self.tables_of[i].pop(j)
         del self.tables_of[j][i]
-        self.steps.append(Step(i, self.kept[i], (j,), (self.kept[j],), choice, None))
+        self.steps.append(Step(i, self.kept[i], (j,), (self.kept[j],), choice, ()))
         self._add_cost(j, self.done(merged_costs, self.cost[i], table, choice))
         for k, other in self.tables_of[i].items():
             del self.tables_of[k][i]

@@ -1,7 +1,7 @@
 """Represents a reduced problem, and lifts its solutions to the whole problem.
 
 >>> whole = Problem.of([[0, 3], [1, 0]])
->>> gone = Step(1, np.arange(2), (), (), np.array(1), np.array([1.0, 0.0]))
+>>> gone = Step(1, np.arange(2), (), (), np.array(1), (np.array([1.0, 0.0]),))
 >>> small = Reduced(whole, Problem.of([[0, 3]]), (0,), (np.arange(2),), np.zeros(0, int), (gone,))
 >>> small.lift([0]).tolist(), [x.tolist() for x in small.lift_alternatives([np.array([0.0, 3.0])], 0.0)]
 ([0, 1], [[0.0, 3.0], [1.0, 0.0]])
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from gshard.solver.problem import Floats, Ints, Problem, ProblemError
+from gshard.solver.table_functions import extra_costs
 
 
 class DoesNotFit(ProblemError):
@@ -31,8 +32,7 @@ class Step:
         given: the nodes from which its state follows; none, one or two.
         given_kept: their remaining states at that time.
         choice: int [states of the given nodes], the index in ``kept`` of the best state.
-        extra: float64 [states, states of the given nodes], the cost of each state above the best; None if all other
-            states are forbidden.
+        costs: the cost of its states, and its tables with the given nodes; empty if all other states are forbidden.
     """
 
     node: int
@@ -40,7 +40,7 @@ class Step:
     given: tuple[int, ...]
     given_kept: tuple[Ints, ...]
     choice: Ints
-    extra: Floats | None
+    costs: tuple[Floats, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -116,9 +116,9 @@ class Reduced:
             for axis, (j, kept) in enumerate(zip(step.given, step.given_kept)):
                 shape = [-1 if a == axis else 1 for a in range(context.ndim)]
                 context = np.maximum(context, bounds[j][kept].reshape(shape))
-            if step.extra is None:
+            if not step.costs:
                 np.minimum.at(bounds[step.node], step.kept[step.choice], context)
             else:
-                axes = tuple(range(1, step.extra.ndim))
-                bounds[step.node][step.kept] = np.min(step.extra + context, axis=axes)
+                axes = tuple(range(1, 1 + context.ndim))
+                bounds[step.node][step.kept] = np.min(extra_costs(*step.costs) + context, axis=axes)
         return bounds

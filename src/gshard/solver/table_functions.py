@@ -84,12 +84,22 @@ def dominated_states(cost: Floats, apart: Sequence[Floats], amounts: Sequence[Fl
     return tuple(dominated)
 
 
-def best_states(cost: Floats, *tables: Floats) -> tuple[Floats, Ints, Floats]:
-    """The least cost of a node for its neighbours' states, its state then, and the extra costs of its other states."""
+def best_states(cost: Floats, *tables: Floats) -> tuple[Floats, Ints]:
+    """The least cost of a node for its neighbours' states, and its state then."""
+    total = _total_costs(cost, tables)
+    return np.asarray(total.min(0)), np.asarray(total.argmin(0))
+
+
+def extra_costs(cost: Floats, *tables: Floats) -> Floats:
+    """float64 [states, states of the neighbours]: the cost of each state of a node above the best."""
+    total = _total_costs(cost, tables)
+    best = np.asarray(total.min(0))
+    with np.errstate(invalid="ignore"):  # inf - inf: no state is allowed there
+        return np.where(np.isfinite(best), total - best, np.inf)
+
+
+def _total_costs(cost: Floats, tables: Sequence[Floats]) -> Floats:
     total = cost.reshape(-1, *[1] * len(tables))
     for axis, table in enumerate(tables):
         total = total + table.reshape(-1, *[table.shape[1] if a == axis else 1 for a in range(len(tables))])
-    best = np.asarray(total.min(0))
-    with np.errstate(invalid="ignore"):  # inf - inf: no state is allowed there
-        extra = np.where(np.isfinite(best), total - best, np.inf)
-    return best, np.asarray(total.argmin(0)), extra
+    return total
