@@ -63,10 +63,11 @@ def test_padded_tables_repeat_the_last_state():
         for e, table in enumerate(problem.tables):
             oriented = table.T if swap[e] else table
             rows, columns = oriented.shape
-            np.testing.assert_array_equal(tables[:rows, :columns, e], oriented)
-            assert (tables[rows:, :columns, e] == oriented[-1]).all()
-            assert (into_a[:rows, e] == of_a[:rows, e]).all()
-            assert (into_a[rows:, e] == flat.cost.size).all()
+            np.testing.assert_array_equal(tables[:rows, e, :columns], oriented)
+            assert (tables[rows:, e, :columns] == oriented[-1]).all()
+            assert (tables[:, e, columns:] == tables[:, e, columns - 1 : columns]).all()
+            assert (into_a[e, :rows] == of_a[e, :rows]).all()
+            assert (into_a[e, rows:] == flat.cost.size).all()
 
 
 def test_groups_hold_every_edge_once_and_one_level_each():

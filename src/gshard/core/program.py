@@ -346,6 +346,7 @@ def _is_real(dtype: Any) -> bool:
     return _is_numpy(dtype) and any(jax.dtypes.issubdtype(dtype, kind) for kind in (np.floating, np.integer))
 
 
+@tabulated(256)
 def short_dtype(dtype: Any) -> str:
     """JAX's short name of a dtype."""
     name = str(dtype.name) if hasattr(dtype, "name") else str(dtype)

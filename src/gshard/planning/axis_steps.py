@@ -75,6 +75,7 @@ class AxisSteps:
         coarse: a mesh of the axes themselves, without atoms: few steps lead from one sharding to others.
         atoms_of: for each axis of ``coarse``, its atoms in the mesh.
         blocks: axes that move in one message: a sum over two axes is scattered over both at once.
+        kind_indices: the index of each kind of steps so far (``step_table.Possible``).
     """
 
     def __init__(self, mesh: Mesh, axes: tuple[Atoms, ...], through: frozenset[tuple[Atoms, ...]] | None = None):
@@ -93,12 +94,13 @@ class AxisSteps:
         self._passed: dict[Sharding, bool] = {}
         self._groups: dict[Hashable, int] = {}
         self._tables: dict[tuple[int, Monoids], StepTable] = {}
+        self.kind_indices: dict[tuple[int, ...], int] = {}
 
     def table(self, rank: int, monoids: Monoids) -> StepTable:
         """The steps between shardings of arrays of this rank, which may be unreduced with ``monoids``."""
         if (rank, monoids) not in self._tables:
             steps = functools.partial(self._steps_from, monoids=monoids)
-            self._tables[rank, monoids] = StepTable(self.coarse, steps)
+            self._tables[rank, monoids] = StepTable(self.coarse, steps, self.kind_indices)
         return self._tables[rank, monoids]
 
     def _steps_from(self, here: Sharding, monoids: Monoids) -> Iterator[Numbered]:

@@ -15,7 +15,8 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import numpy as np
 
-from gshard.core.program import Block, Equation, Value, short_dtype
+from gshard.core.planning_tables import tabulated
+from gshard.core.program import Block, Equation, Program, Value, short_dtype
 from gshard.device.fusion_model import is_product
 from gshard.planning.graph import Graph
 from gshard.planning.strategies import components
@@ -26,14 +27,18 @@ _PERIODS = 64  # periods that are tried in each block, the most frequent ones
 
 def classes_of_layers(graph: Graph) -> Ints | None:
     """int64 [nodes]: the class of each node of the problem; None if every class has one node."""
-    blocks = list(_blocks(graph.program.block))
-    pairs = [list(_repeated(block.equations)) for block in blocks]
-    if not any(map(_has_layers, blocks, pairs)):
-        return None
     classes = _Classes(graph)
-    for e, later in itertools.chain(*pairs):
+    for e, later in _in_layers(graph.program):
         classes.tie_equations(e, later)
     return classes.numbered() if classes.tied else None
+
+
+@tabulated(16)
+def _in_layers(program: Program) -> tuple[tuple[Equation, Equation], ...]:
+    """Pairs of an equation and the equation one period later, of a program with layers; none of other programs."""
+    blocks = list(_blocks(program.block))
+    pairs = [list(_repeated(block.equations)) for block in blocks]
+    return tuple(itertools.chain(*pairs)) if any(map(_has_layers, blocks, pairs)) else ()
 
 
 def _has_layers(block: Block, pairs: Sequence[tuple[Equation, Equation]]) -> bool:

@@ -9,10 +9,12 @@ best. There, at most one axis may differ, and the parts of it that differ have o
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 
 from gshard.core.mesh import Atoms, Mesh
+from gshard.core.planning_tables import tabulated
 from gshard.core.program import Program, Value
 from gshard.core.rule import REPLICATE
 from gshard.planning.axis_steps import FEW, FEW_PARTS, has_many, parts_of
@@ -42,9 +44,15 @@ def estimated_entries(program: Program, mesh: Mesh, axes: tuple[Atoms, ...]) -> 
     Each axis has one dimension of a value, or none, and one factor of an equation, or none. With many axes, two of them
     have any place, and the others have the propagated one.
     """
-    parts = [len(part) for part in parts_of(mesh, axes)]
-    most = MANY_AXES if has_many(mesh, axes) else len(parts)
+    parts = tuple(len(part) for part in parts_of(mesh, axes))
+    return _entries(program, parts, MANY_AXES if has_many(mesh, axes) else len(parts))
 
+
+@tabulated(16)
+def _entries(program: Program, parts: tuple[int, ...], most: int) -> float:
+    """The estimate for axes in so many parts, of which so many have any place."""
+
+    @functools.cache
     def choices(places: int) -> int:
         """The number of choices. Of an axis in several parts, the first parts have one place, the others another."""
         options = places + 1

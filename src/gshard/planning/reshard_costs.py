@@ -141,19 +141,23 @@ class _Graph:
 
     def distances(self, sources: Sequence[Sharding | None], targets: Sequence[Sharding | None]) -> Floats:
         """float64 [sources, targets]: the shortest paths; ``inf`` if steps do not lead there, and for None."""
-        self._table.add(s for s in sources if s is not None)
+        self._table.add(sources)
         source_places, target_places = self._table.places(sources), self._table.places(targets)
         if new_places := len(self._table) - self._row.size:
             self._row = np.append(self._row, np.full(new_places, -1))
             self._found = np.pad(self._found, ((0, 0), (0, new_places)), constant_values=np.inf)
-        wanted = np.unique(source_places[source_places >= 0])
-        missing = wanted[self._row[wanted] < 0]
+        known, reached = source_places >= 0, target_places >= 0
+        if not known.any():
+            return np.full((known.size, reached.size), np.inf)
+        missing = np.unique(source_places[known & (self._row[source_places] < 0)])
         if missing.size:
             self._row[missing] = len(self._found) + np.arange(missing.size)
             self._found = np.vstack([self._found, shortest(self._steps(), missing)])
-        distances = np.full((source_places.size, target_places.size), np.inf)
-        known, reached = np.flatnonzero(source_places >= 0), np.flatnonzero(target_places >= 0)
-        distances[np.ix_(known, reached)] = self._found[np.ix_(self._row[source_places[known]], target_places[reached])]
+        distances = self._found[self._row[source_places][:, None], target_places]
+        if not known.all():
+            distances[~known] = np.inf
+        if not reached.all():
+            distances[:, ~reached] = np.inf
         return distances
 
     def _steps(self) -> Steps:
@@ -185,6 +189,7 @@ class Moves:
         self._classes: dict[int, int] = {}  # the price class of each group of steps
         self._class_numbers: dict[Hashable, int] = {}
         self._prices: dict[tuple[int, ...], float] = {}  # of a step, by everything that it depends on
+        self._prices_of_kinds: dict[int, Floats] = {}  # the same by item size and index of a kind; NaN if not priced
         self._graphs: dict[tuple[Monoids, tuple[int, ...], int], _Graph] = {}
 
     def through(self, shardings: Iterable[Sharding]) -> Self:
@@ -231,8 +236,12 @@ class Moves:
     def _priced(self, table: StepTable, shape: tuple[int, ...], itemsize: int) -> Steps:
         """The steps that an array can take, with their costs. Steps of arrays of any shapes share prices."""
         possible, prices = table.possible(shape), self._prices
-        costs = np.zeros(len(possible.kinds))
-        for k, (step, (group, *sizes)) in enumerate(possible.kinds):
+        known_prices = self._prices_of_kinds.get(itemsize, np.zeros(0))
+        if (new := len(self._steps.kind_indices) - known_prices.size) > 0:
+            known_prices = self._prices_of_kinds[itemsize] = np.append(known_prices, np.full(new, np.nan))
+        costs = known_prices[possible.indices]
+        for k in np.flatnonzero(np.isnan(costs)).tolist():
+            step, (group, *sizes) = possible.kinds[k]
             if group not in self._classes:
                 known = self._class_numbers
                 self._classes[group] = known.setdefault(self.price_class(step), len(known))
@@ -240,6 +249,7 @@ class Moves:
             if (price := prices.get(key)) is None:
                 price = prices[key] = self.step(step, shape, itemsize, self._coarse)
             costs[k] = price
+        known_prices[possible.indices] = costs
         return possible.steps._replace(costs=costs[possible.kind_of]) if possible.kinds else possible.steps
 
     def _by_steps(self, source: Sharding, target: Sharding, shape: tuple[int, ...], itemsize: int) -> float:

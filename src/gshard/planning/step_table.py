@@ -67,11 +67,13 @@ class Possible:
         kinds: one step of each kind, with its numbers: its group, the elements of a part before and after it, whether
             the layout changes, and the sizes and numbers of parts of its two dimensions if they do not divide evenly.
             Steps with equal numbers cost the same for any shape.
+        indices: int64 [kinds], an index for each kind; equal for equal numbers, in all tables.
         kind_of: int64 [steps], the kind of each step.
     """
 
     steps: Steps
     kinds: tuple[tuple[Step, tuple[int, ...]], ...]
+    indices: Ints
     kind_of: Ints
 
 
@@ -81,10 +83,13 @@ class StepTable:
     Args:
         mesh: the mesh of the shardings' axes.
         steps_from: finds the steps from a sharding, for a shape that every split divides.
+        indices: the indices of the kinds of steps so far, which tables share.
     """
 
-    def __init__(self, mesh: Mesh, steps_from: Callable[[Sharding], Iterable[Numbered]]):
-        self.mesh, self._steps_from = mesh, steps_from
+    def __init__(
+        self, mesh: Mesh, steps_from: Callable[[Sharding], Iterable[Numbered]], indices: dict[tuple[int, ...], int]
+    ):
+        self.mesh, self._steps_from, self._indices = mesh, steps_from, indices
         self._places: dict[Sharding, int] = {}
         self._steps: list[Step] = []
         self._rows: list[tuple[int, ...]] = []  # for each step: begin, end, and its numbers
@@ -96,9 +101,12 @@ class StepTable:
     def __len__(self) -> int:
         return len(self._places)
 
-    def add(self, shardings: Iterable[Sharding]) -> None:
+    def add(self, shardings: Sequence[Sharding | None]) -> None:
         """Adds shardings and all shardings that steps reach from them."""
-        queue = [s for s in dict.fromkeys(shardings) if s not in self._places]
+        known = self._known.get(id(shardings))
+        if known is not None and known[0] is shardings and known[1].min() >= 0:
+            return
+        queue = [s for s in dict.fromkeys(shardings) if s is not None and s not in self._places]
         for s in queue:
             self._place(s)
         for here in queue:  # the queue grows
@@ -152,7 +160,7 @@ class StepTable:
     def _found(self, shape: tuple[int, ...]) -> Possible:
         index, rows, parts = self._arrays()
         if not index.size:
-            return Possible(_in_layers(index, index, len(self))[1], (), index)
+            return Possible(_in_layers(index, index, len(self))[1], (), index, index)
         n = np.array(shape, dtype=np.int64)
         chosen = _fitting(n, parts, rows)
         begins, ends, kind, dim, to, _, groups = rows[:, chosen]
@@ -171,11 +179,12 @@ class StepTable:
         key = ((groups * sizes.size + size[begins]) * sizes.size + size[ends]) * len(uneven) + uneven_kind
         ones, kind_of = _first_of_each(2 * key + changed)
         numbers = np.stack([groups[ones], sizes[size[begins[ones]]], sizes[size[ends[ones]]], changed[ones]], 1)
-        numbers_of_kinds = np.concatenate([numbers, uneven[uneven_kind[ones]]], 1).tolist()
+        numbers_of_kinds = [*map(tuple, np.concatenate([numbers, uneven[uneven_kind[ones]]], 1).tolist())]
+        known = self._indices
+        indices = np.array([known.setdefault(some, len(known)) for some in numbers_of_kinds], dtype=np.int64)
         steps_of_kinds = [self._steps[k] for k in index[chosen[ones]].tolist()]
         order, steps = _in_layers(begins, ends, len(self))
-        kinds = tuple(zip(steps_of_kinds, map(tuple, numbers_of_kinds), strict=True))
-        return Possible(steps, kinds, kind_of[order])
+        return Possible(steps, tuple(zip(steps_of_kinds, numbers_of_kinds, strict=True)), indices, kind_of[order])
 
 
 def _first_of_each(keys: Ints) -> tuple[Ints, Ints]:

@@ -74,16 +74,18 @@ def _order(problem: Problem) -> list[int] | None:
     remaining, order, work = [i for i in range(len(size)) if i not in loaded], [], 0
     if len(remaining) > NODES:
         return None
-    while remaining:
-        table, node = min((math.prod(size[j] for j in neighbours[i]) * size[i], i) for i in remaining)
+    table_of = {i: math.prod(size[j] for j in neighbours[i]) * size[i] for i in remaining}
+    while table_of:
+        table, node = min((table, i) for i, table in table_of.items())
         work += table
         if table > TABLE or work > WORK or len(neighbours[node]) > 24:
             return None
+        del table_of[node]
         for j in neighbours[node]:
             neighbours[j] |= neighbours[node]
             neighbours[j] -= {j, node}
+        table_of |= {i: math.prod(size[j] for j in neighbours[i]) * size[i] for i in neighbours[node] if i in table_of}
         order.append(node)
-        remaining.remove(node)
     return order
 
 

@@ -113,7 +113,7 @@ class Messages:
         flat, belief = self.flat, self.sums(costs)
         chosen = np.zeros(flat.size.size, dtype=np.int64)
         corrections = np.append(costs, 0.0) * 0.0 if choose else None  # corrections of messages by the choices so far
-        sent = np.zeros(2)  # sum, and sum of magnitudes
+        sent = [0.0, 0.0]  # sum, and sum of magnitudes
         levels = range(self.levels) if forward else range(self.levels - 1, -1, -1)
         for level in levels:
             if forward:
@@ -137,7 +137,7 @@ class Messages:
         bound = node_terms.sum() + sent[0]
         return float(bound - ROUNDING * (np.abs(node_terms).sum() + sent[1])), chosen
 
-    def _send(self, batch: Batch, belief: Floats, forward: bool, sent: Floats) -> None:
+    def _send(self, batch: Batch, belief: Floats, forward: bool, sent: list[float]) -> None:
         """Updates the messages of a batch, and the sums of their receivers."""
         if forward:
             out = belief[batch.early_states] * batch.early_share - batch.to_early
@@ -149,7 +149,8 @@ class Messages:
             old, into = batch.to_early, batch.early_into
         lowest = new.min(1)
         new = new - lowest[:, None]
-        sent += lowest.sum(), np.abs(lowest).sum()
+        sent[0] += lowest.sum()
+        sent[1] += np.abs(lowest).sum()
         np.add.at(belief, into.ravel(), (new - old).ravel())
         old[...] = new
 

@@ -35,7 +35,7 @@ from gshard.solver.reduced import DoesNotFit, Dominated, Reduced, Step
 from gshard.solver.table_functions import (
     all_states,
     allowed_entries,
-    best_states,
+    best_costs,
     dominated_states,
     finite_states,
     least_excess,
@@ -233,8 +233,8 @@ class _Work:
         """Eliminates a node with at most two neighbours: it takes its best state for each of theirs."""
         given = tuple(self.tables_of[i])
         costs = self.cost[i], *self.tables_of[i].values()
-        best, choice = self.done(best_states, *costs)
-        self.steps.append(Step(i, self.kept[i], given, tuple(self.kept[j] for j in given), choice, costs))
+        best = self.done(best_costs, *costs)
+        self.steps.append(Step(i, self.kept[i], given, tuple(self.kept[j] for j in given), None, costs))
         for j in given:
             del self.tables_of[j][i]
             self.nodes[j] = None
@@ -250,7 +250,7 @@ class _Work:
         """Merges node i into j: its state is ``choice`` of j's state."""
         table = self.tables_of[i].pop(j)
         del self.tables_of[j][i]
-        self.steps.append(Step(i, self.kept[i], (j,), (self.kept[j],), choice, ()))
+        self.steps.append(Step(i, self.kept[i], (j,), (self.kept[j],), choice))
         self._add_cost(j, self.done(merged_costs, self.cost[i], table, choice))
         for k, other in self.tables_of[i].items():
             del self.tables_of[k][i]
@@ -326,7 +326,7 @@ class _Work:
             if any(cost.size * table.size > DOMINANCE for table in tables):
                 return (), None
             dominated = dominated_states(
-                cost, [self.done(least_excess, table) for table in tables], [*self.loads[i].values()]
+                cost, [self.done.part(least_excess, table) for table in tables], [*self.loads[i].values()]
             )
             others = np.ones(cost.size, dtype=bool)
             others[[b for b, _ in dominated]] = False

@@ -1,7 +1,7 @@
 """Represents a reduced problem, and lifts its solutions to the whole problem.
 
 >>> whole = Problem.of([[0, 3], [1, 0]])
->>> gone = Step(1, np.arange(2), (), (), np.array(1), (np.array([1.0, 0.0]),))
+>>> gone = Step(1, np.arange(2), (), (), None, (np.array([1.0, 0.0]),))
 >>> small = Reduced(whole, Problem.of([[0, 3]]), (0,), (np.arange(2),), np.zeros(0, int), (gone,))
 >>> small.lift([0]).tolist(), [x.tolist() for x in small.lift_alternatives([np.array([0.0, 3.0])], 0.0)]
 ([0, 1], [[0.0, 3.0], [1.0, 0.0]])
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from gshard.solver.problem import Floats, Ints, Problem, ProblemError
-from gshard.solver.table_functions import extra_costs
+from gshard.solver.table_functions import best_state, extra_costs
 
 
 class DoesNotFit(ProblemError):
@@ -31,16 +31,24 @@ class Step:
         kept: its remaining states at that time, increasing.
         given: the nodes from which its state follows; none, one or two.
         given_kept: their remaining states at that time.
-        choice: int [states of the given nodes], the index in ``kept`` of the best state.
-        costs: the cost of its states, and its tables with the given nodes; empty if all other states are forbidden.
+        choice: int [states of the given node], the index in ``kept`` of the only state that it allows; None if it may
+            have several.
+        costs: the cost of its states, and its tables with the given nodes, if it may have several states.
     """
 
     node: int
     kept: Ints
     given: tuple[int, ...]
     given_kept: tuple[Ints, ...]
-    choice: Ints
-    costs: tuple[Floats, ...]
+    choice: Ints | None
+    costs: tuple[Floats, ...] = ()
+
+    def best(self, given: Sequence[int]) -> int:
+        """The index in ``kept`` of the best state, for the indices of the states of the given nodes."""
+        if self.choice is not None:
+            return self.choice.item(*given)
+        cost, *tables = self.costs
+        return best_state(cost, *(table[:, k] for table, k in zip(tables, given)))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -86,7 +94,7 @@ class Reduced:
                     if id(kept) not in places:
                         places[id(kept)] = {state: k for k, state in enumerate(kept.tolist())}
                 indices = [places[id(kept)][states_of_nodes[j]] for j, kept in zip(step.given, step.given_kept)]
-                states_of_nodes[step.node] = step.kept.item(step.choice.item(*indices))
+                states_of_nodes[step.node] = step.kept.item(step.best(indices))
         return np.array(states_of_nodes, dtype=np.int64)
 
     def lower(self, states: Sequence[int] | Ints) -> Ints:
@@ -112,11 +120,11 @@ class Reduced:
             if isinstance(step, Dominated):
                 bounds[step.node][step.state] = bounds[step.node][step.by]
                 continue
-            context = np.full(step.choice.shape, least)
+            context = np.full([kept.size for kept in step.given_kept], least)
             for axis, (j, kept) in enumerate(zip(step.given, step.given_kept)):
                 shape = [-1 if a == axis else 1 for a in range(context.ndim)]
                 context = np.maximum(context, bounds[j][kept].reshape(shape))
-            if not step.costs:
+            if step.choice is not None:
                 np.minimum.at(bounds[step.node], step.kept[step.choice], context)
             else:
                 axes = tuple(range(1, 1 + context.ndim))

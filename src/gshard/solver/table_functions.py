@@ -63,7 +63,8 @@ def least_excess(table: Floats) -> Floats:
     """float64 [b, a]: the least amount by which an entry of row b exceeds that of row a."""
     with np.errstate(invalid="ignore"):
         apart = table[:, None, :] - table[None, :, :]
-    apart[np.isnan(apart)] = np.inf  # forbidden for both
+    if np.isinf(table).any():
+        apart[np.isnan(apart)] = np.inf  # forbidden for both
     least: Floats = apart.min(2)
     return least
 
@@ -84,10 +85,16 @@ def dominated_states(cost: Floats, apart: Sequence[Floats], amounts: Sequence[Fl
     return tuple(dominated)
 
 
-def best_states(cost: Floats, *tables: Floats) -> tuple[Floats, Ints]:
-    """The least cost of a node for its neighbours' states, and its state then."""
-    total = _total_costs(cost, tables)
-    return np.asarray(total.min(0)), np.asarray(total.argmin(0))
+def best_costs(cost: Floats, *tables: Floats) -> Floats:
+    """The least cost of a node for its neighbours' states."""
+    return np.asarray(_total_costs(cost, tables).min(0))
+
+
+def best_state(cost: Floats, *rows: Floats) -> int:
+    """The state of the least cost, with these costs at the neighbours' states."""
+    for row in rows:
+        cost = cost + row
+    return int(cost.argmin())
 
 
 def extra_costs(cost: Floats, *tables: Floats) -> Floats:

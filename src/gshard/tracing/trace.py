@@ -27,8 +27,9 @@ from gshard.core.layout import Layout
 from gshard.core.mark import Mark
 from gshard.core.memory_kinds import is_on_host, kind_in_space
 from gshard.core.paths import leaf_names
-from gshard.core.planning_tables import with_tables
+from gshard.core.planning_tables import tabulated, with_tables
 from gshard.core.program import Block, Program
+from gshard.core.rule import Rule
 from gshard.core.wide import dtypes_in, wide_enough_for
 from gshard.tracing.builder import Builder
 from gshard.tracing.by_jax import closed_of, name_of
@@ -157,5 +158,11 @@ def block_of(jaxpr: Any, program: Program | None) -> Block:
         jaxpr: the jaxpr.
         program: the program that it belongs to, whose printed file names it shares; None if there is none.
     """
-    block = Builder().block(jaxpr_without_dead_code(jaxpr))
+    block = Builder(rules=_shared_rules()).block(jaxpr_without_dead_code(jaxpr))
     return with_names_of_files(block, None if program is None else program.block)
+
+
+@tabulated(1)
+def _shared_rules() -> dict[Any, Rule]:
+    """The rules that the equations of all these blocks share: shards of one program are of few shapes."""
+    return {}
