@@ -23,6 +23,7 @@ from gshard.solver.problem import Floats, Ints
 
 _OTHER, _CUT, _GATHERED, _SCATTERED, _TURNED, _EXCHANGED = range(6)
 _CACHED, _FEWEST = 150_000, 64  # path lengths that stay in the processor's cache; the fewest sources at a time
+_TOGETHER = 16  # the most layers of one width that are one operation
 _SPARSE = 16  # numbers for each key, above which the keys are sorted to find different ones
 _KINDS = {ALL_SLICE: _CUT, ALL_GATHER: _GATHERED, REDUCE_SCATTER: _SCATTERED, ALL_TO_ALL: _TURNED}
 
@@ -49,13 +50,13 @@ class Steps(NamedTuple):
         number: int64 [places], the number of each place.
         begins: int64 [steps], the number of the place where each step begins, layer by layer.
         costs: float64 [steps].
-        layer_ends: for each layer, the index after its last step.
+        layers: for each run of layers of one width, their number and the index after their last step.
     """
 
     number: Ints
     begins: Ints
     costs: Floats
-    layer_ends: tuple[int, ...]
+    layers: tuple[tuple[int, int], ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -216,8 +217,13 @@ def _in_layers(begins: Ints, ends: Ints, places: int) -> tuple[Ints, Steps]:
     number[by_count] = np.arange(places)
     layer = np.arange(ends.size) - np.repeat(np.cumsum(count) - count, count)
     order = np.argsort(layer * places + number[ends], kind="stable")
-    layer_ends = tuple(np.cumsum(np.bincount(layer)).tolist()) if layer.size else ()
-    return order, Steps(number, number[begins[order]], np.zeros(order.size), layer_ends)
+    layers: list[tuple[int, int]] = []
+    end = 0
+    for width, same in itertools.groupby(np.bincount(layer).tolist()):
+        count = len([*same])
+        for some in (min(_TOGETHER, count - k) for k in range(0, count, _TOGETHER)):
+            layers.append((some, end := end + width * some))
+    return order, Steps(number, number[begins[order]], np.zeros(order.size), tuple(layers))
 
 
 def _fitting(n: Ints, parts: Ints, rows: Ints) -> Ints:
@@ -289,29 +295,32 @@ def _aligned(n: Ints, parts: Ints, more: Ints) -> NDArray[np.bool_]:
 def shortest(steps: Steps, sources: Ints) -> Floats:
     """float64 [sources, places]: the lengths of the shortest paths; ``inf`` if there is none.
 
-    This is the Bellman-Ford algorithm, for all sources at once: each layer is three numpy operations.
+    This is the Bellman-Ford algorithm, for all sources at once: some layers of one width are four numpy operations.
 
     Args:
         steps: the steps.
         sources: int64 [sources], the places where paths begin.
     """
-    number, begins, costs, layer_ends = steps
+    number, begins, costs, runs = steps
     if sources.size > (most := max(_FEWEST, _CACHED // max(number.size, 1))):
         parts = np.split(sources, range(most, sources.size, most))
         return np.vstack([shortest(steps, part) for part in parts])
     lengths = np.full((number.size, sources.size), np.inf)
     lengths[number[sources], np.arange(sources.size)] = 0.0
-    layers = [
-        (end - begin, begins[begin:end], costs[begin:end, None]) for begin, end in itertools.pairwise((0, *layer_ends))
-    ]
-    reached = layers[0][0] if layers else 0
-    through = np.empty((reached, sources.size))
+    layers = []
+    begin = 0
+    for count, end in runs:
+        there, through = lengths[: (end - begin) // count], np.empty((end - begin, sources.size))
+        layers.append((there, begins[begin:end], costs[begin:end, None], through, (count, *there.shape)))
+        begin = end
+    reached = layers[0][0] if layers else lengths[:0]
     changes = bool(layers)
     while changes:
-        before = lengths[:reached].copy()
-        for size, begin, cost in layers:
-            lengths_there = lengths.take(begin, axis=0, out=through[:size], mode="clip")
-            lengths_there += cost
-            np.minimum(lengths[:size], lengths_there, out=lengths[:size])
-        changes = not np.array_equal(before, lengths[:reached])
+        before = reached.copy()
+        for there, begin_places, cost, through, shape in layers:
+            lengths.take(begin_places, axis=0, out=through, mode="clip")
+            np.add(through, cost, out=through)
+            least = through if shape[0] == 1 else through.reshape(shape).min(0)
+            np.minimum(there, least, out=there)
+        changes = not np.array_equal(before, reached)
     return lengths[number].T.copy()
