@@ -219,16 +219,17 @@ def _cut_further(
 ) -> Step | None:
     """Splits a dimension over more atoms: a slice over free atoms, a reduce-scatter over unreduced ones, else None."""
     have, partial = here.dims[d], dict(here.unreduced)
-    free = set(here.atoms).isdisjoint(atoms)
-    monoids = {partial.get(a, "") for a in atoms}
-    if not free and not (keep.isdisjoint(atoms) and len(monoids) == 1 and monoids <= _WITH_REDUCE_SCATTER):
-        return None
+    free = partial.keys().isdisjoint(atoms) and not any(a in dim for dim in here.dims for a in atoms)
+    if not free:
+        monoids = {partial.get(a, "") for a in atoms}
+        if not (keep.isdisjoint(atoms) and len(monoids) == 1 and monoids <= _WITH_REDUCE_SCATTER):
+            return None
     if not aligned(shape[d], mesh.count(have), mesh.count(atoms)):
         return None
     cut = _with(here, {d: (*have, *atoms)})
     if free:
         return Step(ALL_SLICE, atoms, here, cut, d)
-    return Step(REDUCE_SCATTER, atoms, here, _without(cut, atoms), d, monoid=monoids.pop())
+    return Step(REDUCE_SCATTER, atoms, here, _without(cut, atoms), d, monoid=partial[atoms[0]])
 
 
 def _is_straight(step: Step, target: Sharding) -> bool:

@@ -28,7 +28,7 @@ def propagated_arrays(e: Equation, propagated: Propagated) -> tuple[Arrays, ...]
 
 
 def suggested_shardings(
-    propagated: Propagated, kinds: Kinds, tied: Collection[Equation], axes: Sequence[Atoms], *, whole_axes: bool
+    propagated: Propagated, kinds: Kinds, tied: Collection[Equation], axes: tuple[Atoms, ...], *, whole_axes: bool
 ) -> dict[Value, dict[Sharding, None]]:
     """Shardings over parts of axes in which equations read or make a value that is sharded as propagation found.
 
@@ -58,12 +58,16 @@ def suggested_shardings(
     return suggested
 
 
+@tabulated(16384)
 def _suggested_by(
-    rule: Rule, arrays: Arrays, mesh: Mesh, axes: Sequence[Atoms], whole_axes: bool
-) -> Iterator[tuple[int, Sharding]]:
+    rule: Rule, arrays: Arrays, mesh: Mesh, axes: tuple[Atoms, ...], whole_axes: bool
+) -> tuple[tuple[int, Sharding], ...]:
+    found: list[tuple[int, Sharding]] = []
     for split in candidates(rule, arrays, mesh):
         if whole_axes or any(not is_made_of(atoms, axes) for atoms in split.values()):
-            yield from enumerate(sharding for (sharding,) in array_shardings(rule, (split,)))
+            read = (operand_sharding(rule, i, split) for i in range(len(rule.operands)))
+            found += enumerate((*read, *(result_sharding(rule, i, split) for i in range(len(rule.results)))))
+    return tuple(found)
 
 
 def group_shardings(
