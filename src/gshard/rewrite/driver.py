@@ -127,17 +127,18 @@ def run(
     Returns:
         the new equations, and the rewrites that fired.
     """
-    current, fired = list(equations), list[Fired]()
+    graph, fired = Graph(equations, outputs, writer), list[Fired]()
+    names = {e.name for e in equations}
     settled: dict[str, int] = {}  # for each rewrite the number of fired rewrites when it last did not fire
     while any(settled.get(row.name) != len(fired) for row in rows) and len(fired) < _MOST:
         for row in rows:
             while settled.get(row.name) != len(fired) and len(fired) < _MOST:
-                graph = Graph(current, outputs, writer)
-                others = {} if row.names.isdisjoint(e.name for e in current) else row.others(graph)
+                others = {} if row.names.isdisjoint(names) else row.others(graph)
                 if not others:
                     settled[row.name] = len(fired)
                     break
-                current = graph.replaced(others)
+                graph = Graph(graph.replaced(others), outputs, writer)
+                names = {e.name for e in graph.equations}
                 fired.append(recorded(row.name, others))
     if len(fired) >= _MOST:
         last = fired[-1]
@@ -145,7 +146,7 @@ def run(
             "%s still fires at %s after %d rewrites, so gshard stops here. Results are right. Please report it.",
             last.rewrite, last.line or "an unknown line", _MOST,
         )  # fmt: skip
-    return current, fired
+    return list(graph.equations), fired
 
 
 def run_where_split(

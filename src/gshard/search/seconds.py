@@ -16,7 +16,7 @@ from gshard.core.planning_tables import tabulated
 from gshard.core.program import Block, Equation, Value, short_dtype
 from gshard.core.rule import REDUCE, Rule
 from gshard.core.sharding import Sharding
-from gshard.core.split import Split, operand_sharding, result_sharding
+from gshard.core.split import Split
 from gshard.device.compiled_kernels import as_compiled
 from gshard.device.fusion_model import Kernel, is_looked_up, kernels_of
 from gshard.device.machine import Machine
@@ -26,6 +26,7 @@ from gshard.device.step_times import StepTimes
 from gshard.language.transfer import changes_memory
 from gshard.planning.objective import Windows
 from gshard.planning.reshard_costs import Moves
+from gshard.planning.seed_strategies import operand_shardings, result_shardings
 from gshard.planning.strategies import share
 from gshard.search.emitted import Emitted, as_kernel, has_own_way, own_ways
 from gshard.solver.problem import Floats
@@ -90,32 +91,45 @@ class Seconds(Moves):
     def split_costs(self, kernel: Kernel, splits: Sequence[Split], marked_share: float) -> Floats:
         """float64 [splits]: one run of a kernel under each split, including its own way to run on shards."""
         if not self._traces:  # lower bounds
-            return np.array([self._split_seconds(kernel, split) for split in splits])
+            return self._all_seconds(kernel, splits)
         key = self.cost_key(kernel), id(splits)
         if key not in self._costs_of_splits:
-            self._costs_of_splits[key] = splits, np.array([self._split_seconds(kernel, split) for split in splits])
+            self._costs_of_splits[key] = splits, self._all_seconds(kernel, splits)
         return self._costs_of_splits[key][1]
 
-    def _split_seconds(self, kernel: Kernel, split: Split) -> float:
-        """Seconds of one run of a kernel under a split of its equation."""
+    def _all_seconds(self, kernel: Kernel, splits: Sequence[Split]) -> Floats:
+        rule = kernel.equation.rule
+        assert rule is not None
+        reads = [operand_shardings(rule, i, splits) for i in range(len(rule.operands))]
+        results = [result_shardings(rule, i, splits) for i in range(len(rule.results))]
+        return np.array(
+            [
+                self._split_seconds(kernel, split, [found[k] for found in reads], [found[k] for found in results])
+                for k, split in enumerate(splits)
+            ]
+        )
+
+    def _split_seconds(
+        self, kernel: Kernel, split: Split, reads: Sequence[Sharding], results: Sequence[Sharding]
+    ) -> float:
+        """Seconds of one run of a kernel under a split of its equation, with the shardings of operands and results."""
         e = kernel.equation
         rule = e.rule
         assert rule is not None
         work_share = share(rule, split, self.mesh)
-        results = [result_sharding(rule, i, split) for i in range(len(e.outputs))]
         result_bytes = sum(local_bytes(x, s, self.mesh) for x, s in zip(e.outputs, results, strict=True))
         if changes_memory(e) and self.machine.host_link:
             return host_seconds(self.machine, result_bytes) + launch_seconds(self.machine, 2 * result_bytes)
         read_bytes: dict[Value, int] = {}
         for i, x in enumerate(e.inputs):
             if isinstance(x, Value):
-                operand_bytes = local_bytes(x, operand_sharding(rule, i, split), self.mesh)
+                operand_bytes = local_bytes(x, reads[i], self.mesh)
                 read_bytes[x] = min(operand_bytes, result_bytes) if is_looked_up(rule, i) else operand_bytes
         is_own_kernel = kernel.spares_rows and _splits_a_row(rule, split)
         spared = frozenset[Value]() if is_own_kernel else kernel.spared
         written = 0 if spared.issuperset(kernel.writes) else result_bytes
-        reads = (*(x for x in kernel.reads if x not in spared), *kernel.carried)
-        moved = written + sum(read_bytes.get(x, x.bytes * work_share) for x in reads)
+        needed = *(x for x in kernel.reads if x not in spared), *kernel.carried
+        moved = written + sum(read_bytes.get(x, x.bytes * work_share) for x in needed)
         own_way_seconds = 0.0
         if has_own_way(rule, split):
             emitted = self.emitted_by(e, split)
