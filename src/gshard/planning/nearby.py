@@ -9,7 +9,6 @@ best. There, at most one axis may differ, and the parts of it that differ have o
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 
@@ -52,7 +51,6 @@ def estimated_entries(program: Program, mesh: Mesh, axes: tuple[Atoms, ...]) -> 
 def _entries(program: Program, parts: tuple[int, ...], most: int) -> float:
     """The estimate for axes in so many parts, of which so many have any place."""
 
-    @functools.cache
     def choices(places: int) -> int:
         """The number of choices. Of an axis in several parts, the first parts have one place, the others another."""
         options = places + 1

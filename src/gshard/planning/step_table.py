@@ -217,12 +217,13 @@ def _in_layers(begins: Ints, ends: Ints, places: int) -> tuple[Ints, Steps]:
     number[by_count] = np.arange(places)
     layer = np.arange(ends.size) - np.repeat(np.cumsum(count) - count, count)
     order = np.argsort(layer * places + number[ends], kind="stable")
-    layers: list[tuple[int, int]] = []
-    end = 0
-    for width, same in itertools.groupby(np.bincount(layer).tolist()):
-        count = len([*same])
-        for some in (min(_TOGETHER, count - k) for k in range(0, count, _TOGETHER)):
-            layers.append((some, end := end + width * some))
+    widths: list[int] = np.bincount(layer).tolist()
+    layers, end = list[tuple[int, int]](), 0
+    for width, same in itertools.groupby(widths):
+        equal = len([*same])
+        for some in (min(_TOGETHER, equal - k) for k in range(0, equal, _TOGETHER)):
+            end += width * some
+            layers.append((some, end))
     return order, Steps(number, number[begins[order]], np.zeros(order.size), tuple(layers))
 
 

@@ -104,9 +104,7 @@ def joined(call: Call, axis: int, chunks: Sequence[tuple[int, int]]) -> Rule:
         size = shards.out_shape()[axis]
         route_here = route(shards.mesh.count(atoms), [begins.get(id(x), 0) for x in xs])
         part = shards.route(part, axis, atoms, route_here, size)
-        numbers = [
-            (x, low, high) for x, low, high in zip(xs, offsets[:-1], offsets[1:], strict=True) if not x.shape
-        ]
+        numbers = [(x, low, high) for x, low, high in zip(xs, offsets[:-1], offsets[1:], strict=True) if not x.shape]
         if numbers:
             position = lax.axis_index(atoms) * size + lax.broadcasted_iota(jnp.int32, part.shape, axis)
             for x, low, high in numbers:

@@ -81,12 +81,8 @@ class Messages:
             middle, end = at + a.size, at + a.size + b.size
             u, v = early[edges], late[edges]
             to = self.sent[at:middle].reshape(a.shape), self.sent[middle:end].reshape(b.shape)
-            self.batches[level[v[0]]].append(
-                Batch(
-                    tables, np.ascontiguousarray(tables.T), u, v, a, b, into_a, into_b, *to,
-                    self.share[u][:, None], self.share[v][:, None],
-                )  # fmt: skip
-            )
+            turned, shares = np.ascontiguousarray(tables.T), (self.share[u][:, None], self.share[v][:, None])
+            self.batches[level[v[0]]].append(Batch(tables, turned, u, v, a, b, into_a, into_b, *to, *shares))
             at = end
         self.nodes: list[list[tuple[Ints, Ints]]] = [[] for _ in range(self.levels)]
         for nodes in grouped(level, flat.size, np.ones_like(flat.size)):
