@@ -50,6 +50,7 @@ from gshard.solver.tied import tied
 # entries of tables (half a second), within these bounds. Large problems end after a round that improves little.
 _FEWEST, _MOST, _WORK = 3, 32, 8e6
 _LITTLE = 5e-3  # of the cost: another round over all states of a large problem must save more than this
+_AHEAD = 8  # rounds of messages in which a large problem may show that equal layers are good enough
 _ENOUGH = 1e-8  # of the cost: a smaller gap counts as none
 _NEARLY = 1e-3  # of the cost: with a smaller gap, few states are left that could be better
 _TRIED = 0.5  # of the gap with which too many states were left: they are tried again with a smaller gap
@@ -231,7 +232,7 @@ def _chosen(graph: Graph, propagated: Propagated) -> tuple[Graph, Ints, float]:
     equal_cost = math.inf if equal is None else equal[0].problem.value(equal[1])
     start = None if equal is None else equal[1]
 
-    best, gap = _solved(graph.problem, _starts(graph, propagated, start), equal_cost / _SAME)
+    best, gap = _solved(graph.problem, _starts(graph, propagated, start), equal_cost / _SAME, start)
     best_cost = graph.problem.value(best)
     while best_cost * _SAME < equal_cost:
         limited = _with_less_held(graph, best, propagated, start)
@@ -291,6 +292,7 @@ def _solved(
     problem: Problem,
     places: Callable[[Reduced], Iterable[Ints | None]] = lambda reduced: (),
     enough: float = math.inf,
+    known: Ints | None = None,
 ) -> tuple[Ints, float]:
     """The cheapest states, and the gap: exact for a small problem, by rounds of messages for a large one.
 
@@ -300,17 +302,19 @@ def _solved(
         problem: the problem.
         places: states of the reduced problem at which to begin: the result costs no more than these.
         enough: stop once all states are known to cost at least as much.
+        known: the result for a large problem if the messages of a few rounds show that all states cost ``enough``.
     """
     reduced = reduce(problem)
     if (solution := exact(reduced.problem)) is not None:
         if not solution:
             raise ProblemError("No states are allowed together.")
         return reduced.lift(solution[0]), 0.0
-    descent = Descent(reduced.problem, 0)
+    descent, work, tried_gap = Descent(reduced.problem, 0), entries(reduced.problem), math.inf
+    if known is not None and work >= LARGE and (bound := descent.bound_ahead(enough, _AHEAD)) >= enough:
+        return known, max(0.0, 1 - bound / problem.value(known))
     for place in places(reduced):
         if place is not None:
             descent.offer(place)
-    work, tried_gap = entries(reduced.problem), math.inf
     for round_index in range(int(min(_MOST, max(_FEWEST, _WORK / max(work, 1))))):
         before = descent.value
         descent.round()

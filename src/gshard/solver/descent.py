@@ -78,6 +78,21 @@ class Descent:
             return False
         return self._better(*found)
 
+    def bound_ahead(self, enough: float, rounds: int) -> float:
+        """The bound after at most so many rounds, as soon as it is ``enough``, of a problem without a limit of memory.
+
+        Only the messages of the rounds are sent, and then forgotten: the search continues as without this call.
+        """
+        sent, bound = self.messages.sent.copy(), self.prices.bound
+        for _ in range(rounds):
+            for _ in range(SWEEPS):
+                self.messages.sweep(self.flat.cost, forward=True)
+                bound = max(bound, self.messages.sweep(self.flat.cost, forward=False)[0])
+            if bound >= enough:
+                break
+        self.messages.sent[:] = sent
+        return bound
+
     def leap(self) -> bool:
         """Chooses forests at perturbed costs, from the best or another starting point. True if the best improves."""
         if self.states is None:
