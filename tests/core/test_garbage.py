@@ -24,7 +24,7 @@ def as_it_was() -> Iterator[None]:
 
 def test_the_threshold_is_raised_and_restored() -> None:
     with collected_seldom():
-        assert gc.get_threshold() == (200_000, 11, 12)
+        assert gc.get_threshold() == (50_000, 11, 12)
     assert gc.get_threshold() == (700, 11, 12)
 
 
@@ -34,7 +34,7 @@ def test_it_is_restored_after_an_error() -> None:
     assert gc.get_threshold() == (700, 11, 12)
 
 
-@pytest.mark.parametrize("threshold", [0, 290_000], ids=["off", "higher"])
+@pytest.mark.parametrize("threshold", [0, 90_000], ids=["off", "higher"])
 def test_what_is_rarer_already_stays(threshold: int) -> None:
     gc.set_threshold(threshold)
     with collected_seldom():
@@ -54,7 +54,7 @@ def test_the_last_thread_restores_it() -> None:
     with collected_seldom():
         other.start()
         assert entered.wait(30)
-    assert gc.get_threshold()[0] == 200_000
+    assert gc.get_threshold()[0] == 50_000
     may_leave.set()
     other.join(30)
     assert gc.get_threshold()[0] == 700
@@ -68,5 +68,5 @@ def test_every_stage_does_so() -> None:
         return x * 2
 
     partition(propagate(trace(f, jnp.ones(8)), Mesh.abstract(x=2)))
-    assert seen == [200_000]
+    assert seen == [50_000]
     assert gc.get_threshold()[0] == 700

@@ -12,8 +12,8 @@ import gc
 import threading
 from collections.abc import Iterator
 
-# Number of new objects between two collections. A collection of 50,000 takes ten milliseconds.
-_THRESHOLD = 200_000
+# Number of new objects between two collections; a collection of so many takes some milliseconds.
+_THRESHOLD = 50_000
 
 _lock = threading.Lock()
 _active_contexts = 0
@@ -27,7 +27,7 @@ def collected_seldom() -> Iterator[None]:
     This context manager is also a decorator. It does not change a higher threshold or a disabled collector.
 
     >>> with collected_seldom(), collected_seldom():
-    ...     gc.get_threshold()[0] >= 200_000
+    ...     gc.get_threshold()[0] >= 50_000
     True
     """
     global _active_contexts, _previous_threshold
