@@ -14,29 +14,19 @@ def problem_of(seed: int) -> Problem:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_bound_ahead_is_that_of_as_many_rounds_and_changes_none(seed):
+def test_a_bound_ahead_is_that_of_rounds_and_changes_none(seed):
     problem = problem_of(seed)
-    plain, looking = Descent(problem, 0), Descent(problem, 0)
-    for _ in range(3):
-        ahead = looking.bound_ahead(np.inf, 2)
-        assert looking.bound_ahead(np.inf, 2) == ahead
+    plain, looking, bounds = Descent(problem, 0), Descent(problem, 0), [0.0]
+    for _ in range(6):
         plain.round()
         looking.round()
         assert (looking.prices.bound, looking.value) == (plain.prices.bound, plain.value)
         np.testing.assert_array_equal(looking.states, plain.states)
-    assert Descent(problem, 0).bound_ahead(np.inf, 3) == plain.prices.bound
-
-
-def test_it_ends_with_the_first_bound_that_is_enough():
-    rising = [seed for seed in range(20) if len(set(bounds_of(problem_of(seed)))) == 3]
-    assert rising
-    for seed in rising:
-        first, second, last = bounds_of(problem_of(seed))
-        search = Descent(problem_of(seed), 0)
-        assert search.bound_ahead(first, 6) == first
-        assert search.bound_ahead((first + second) / 2, 6) == second
-        assert search.bound_ahead(2 * last, 3) == last < 2 * last
-
-
-def bounds_of(problem: Problem) -> list[float]:
-    return [Descent(problem, 0).bound_ahead(np.inf, rounds) for rounds in (1, 2, 3)]
+        looking.bound_ahead(2 * plain.value, 3)
+        bounds.append(plain.prices.bound)
+    for k in range(1, 6):
+        assert Descent(problem, 0).bound_ahead(bounds[k], k) == bounds[k]
+        assert Descent(problem, 0).bound_ahead(bounds[1], k) == bounds[1]
+        # What no round can reach: the first round after which the bound rises too slowly, or the last one.
+        slow = (j for j in range(1, k) if bounds[j] + (k - j) * (bounds[j] - bounds[j - 1]) < 1.5 * bounds[k])
+        assert Descent(problem, 0).bound_ahead(1.5 * bounds[k], k) == bounds[next(slow, k)]

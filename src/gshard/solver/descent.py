@@ -79,16 +79,18 @@ class Descent:
         return self._better(*found)
 
     def bound_ahead(self, enough: float, rounds: int) -> float:
-        """The bound after at most so many rounds, as soon as it is ``enough``, of a problem without a limit of memory.
+        """The bound after at most so many rounds, of a problem without a limit of memory.
 
-        Only the messages of the rounds are sent, and then forgotten: the search continues as without this call.
+        The rounds end as soon as the bound is ``enough``, or if the remaining ones would have to raise it by more than
+        the last one did. Only their messages are sent, and then forgotten: the search continues as without this call.
         """
         sent, bound = self.messages.sent.copy(), self.prices.bound
-        for _ in range(rounds):
+        for rounds_left in range(rounds - 1, -1, -1):
+            before = bound
             for _ in range(SWEEPS):
                 self.messages.sweep(self.flat.cost, forward=True)
                 bound = max(bound, self.messages.sweep(self.flat.cost, forward=False)[0])
-            if bound >= enough:
+            if bound >= enough or bound + rounds_left * (bound - before) < enough:
                 break
         self.messages.sent[:] = sent
         return bound
