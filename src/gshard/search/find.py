@@ -92,7 +92,7 @@ class MeshSearch:
         self.pricing = Pricing(machine, list(donated), self.limit, better)
         self.timed = on_machine(mesh, machine)
         self._demands = [demand.sharding for _, demand, _ in demands(program, mesh)]
-        self._as_given = settled(program, self.timed).program
+        self._traced, self._as_given = program, settled(program, self.timed).program
         self.program = settled(batched(self._as_given, self.timed), self.timed).program
         self.graph: Graph | None = None
         self.presets: list[PricedPlan] = []
@@ -153,9 +153,9 @@ class MeshSearch:
 
     def _price_pipelines(self) -> None:
         """Prices pipelines over the layers of the program by bytes, then the best of them by time."""
-        boundary, known = self.pricing.boundary(self.program), [*self._priced, *self.presets]
+        boundary, known = self.pricing.boundary(self._traced), [*self._priced, *self.presets]
         by_bytes = functools.partial(self._price_preset, machine=None)
-        best = best_pipeline(self.program, self.timed, boundary, known, self.limit, by_bytes)
+        best = best_pipeline(self._traced, self.timed, boundary, known, self.limit, by_bytes)
         if best is not None:
             self._price_preset(best, self.machine)
 
