@@ -3,10 +3,10 @@
     tokens ─▶ hop 1, between hosts: one row for each host ─▶ hop 2, inside a host: one row for each expert ─▶ experts
     tokens ◀─ one row from each host ◀─────────── sum of a token's weighted results in a host ◀──────────── experts
 
-The P partitions of the experts are D devices of N hosts. A *lane* has the devices with one number in all hosts, and their
-tokens. Hop 1 is an exchange among the devices of a lane, hop 2 one among the devices of a host. A token crosses the
-network between hosts once for each host with experts of its own, and returns as often, however many these experts are.
-With each row go the places of its k choices and their weights. So the second sender needs nothing else.
+The P partitions of the experts are the D devices of N hosts. Device d of each host, with its tokens, is in *lane* d.
+Hop 1 is an exchange among the devices of a lane, hop 2 one among the devices of a host. A token crosses the network
+between hosts once for each host with experts of its own, and returns as often, however many these experts are. Each row
+takes the places and the weights of its k choices with it, so the second sender needs nothing else.
 
 Each device has room for Y rows that come from hosts, and sends at most F rows to the devices of its host.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -122,32 +122,28 @@ class Hops:
             each: calls a function for each replica.
             mark: splits dimensions with these names.
         """
-        N, D, X, Y = self.hosts, self.devices, self.room, self.received
-        names = "hosts devices _ _"
+        N, D, X = self.hosts, self.devices, self.room
 
-        def crossing(place_TK: jax.Array) -> jax.Array:
+        def rows_of(place_TK: jax.Array) -> jax.Array:
             return jax.vmap(self._rows_of_hosts)(self.in_lanes(place_TK, N * D * X))
 
-        def crossed(rows_DLJ: jax.Array, x_TZ: jax.Array) -> jax.Array:
-            x_DYZ = jax.vmap(lambda x, rows: put_rows(x, rows, N * Y))(self.in_lanes(x_TZ), rows_DLJ)
-            return jnp.swapaxes(x_DYZ.reshape(D, N, Y, -1), 0, 1)
+        def received(rows_DLJ: jax.Array, x_TZ: jax.Array) -> jax.Array:
+            return jnp.swapaxes(jax.vmap(self._to_hosts)(rows_DLJ, self.in_lanes(x_TZ)), 0, 1)
 
-        def onward(place_NDYK: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def sent_on(place_NDYK: jax.Array) -> tuple[jax.Array, jax.Array]:
             first_N = jnp.arange(N, dtype=jnp.int32) * (D * X)
-            # The place of a row that nothing was sent to is 0.
-            place_NDYK = place_NDYK - 1 - first_N[:, None, None, None]
-            return jax.vmap(jax.vmap(self._sent_on))(place_NDYK)
+            # 1 was added to each place, so that 0 is none: a row that no token was sent to holds zeros.
+            return _of_devices(self._sent_on, place_NDYK - 1 - first_N[:, None, None, None])
 
-        rows_QLJ = each(crossing, place_TK)
-        place_HDYK = mark(each(crossed, rows_QLJ, place_TK + 1), names)
-        weight_HDYK = mark(each(crossed, rows_QLJ, weight_TK), names)
-        inputs_HDYM = mark(each(crossed, rows_QLJ, inputs_TM), names)
-        entry_HDF, target_HDF = each(onward, place_HDYK)
-        choices = place_TK.shape[1]
-        weight_HDF = jax.vmap(jax.vmap(_read))(weight_HDYK.reshape(*weight_HDYK.shape[:2], -1), entry_HDF)
-        source_HDF = entry_HDF // choices
-        copies_HDFM = jax.vmap(jax.vmap(_read))(inputs_HDYM, source_HDF)
-        inputs_HXM = jax.vmap(lambda x, rows: put_rows(x, rows, D * X))(_joined(copies_HDFM), _joined(target_HDF))
+        rows_QLJ = each(rows_of, place_TK)
+        place_HDYK, weight_HDYK, inputs_HDYM = (
+            mark(each(received, rows_QLJ, x_TZ), "hosts devices _ _") for x_TZ in (place_TK + 1, weight_TK, inputs_TM)
+        )
+        choice_HDF, target_HDF = each(sent_on, place_HDYK)
+        source_HDF = choice_HDF // place_TK.shape[1]
+        weight_HDF = _of_devices(_read, weight_HDYK.reshape(*weight_HDYK.shape[:2], -1), choice_HDF)
+        copies_HDFM = _of_devices(_read, inputs_HDYM, source_HDF)
+        inputs_HXM = jax.vmap(self._to_devices)(_joined(copies_HDFM), _joined(target_HDF))
         inputs_PXM = mark(inputs_HXM.reshape(-1, X, inputs_HXM.shape[2]), "partitions _ model")
         return inputs_PXM, Received(rows_QLJ, source_HDF, target_HDF, weight_HDF)
 
@@ -161,30 +157,38 @@ class Hops:
         """The weighted sums of the rows of each token, in float32: [R * T, M].
 
         Args:
-            outputs_PXM: the results of the experts; sums of a host are sent in their dtype.
-            received, each, mark: of ``there``.
+            outputs_PXM: the results of the experts; the sum of a host is sent in their dtype.
+            received: the second result of ``there``.
+            each, mark: as in ``there``.
         """
-        N, D, X, Y = self.hosts, self.devices, self.room, self.received
-        M = outputs_PXM.shape[2]
-        outputs_HXM = outputs_PXM.reshape(-1, D * X, M)
-        outputs_HFM = jax.vmap(take_rows)(outputs_HXM, _joined(received.target_HDF))
+        D, M = self.devices, outputs_PXM.shape[2]
+        outputs_HFM = jax.vmap(_from_devices)(outputs_PXM.reshape(-1, D * self.room, M), _joined(received.target_HDF))
         weighted_HFM = _joined(received.weight_HDF)[:, :, None] * outputs_HFM.astype(jnp.float32)
-
-        def added(rows_FM: jax.Array, source_F: jax.Array) -> jax.Array:
-            zeros_YM = jnp.zeros((Y, M), jnp.float32)
-            return zeros_YM.at[source_F].add(
-                rows_FM, mode="drop", indices_are_sorted=True, wrap_negative_indices=False
-            )
-
-        sums_HDYM = jax.vmap(jax.vmap(added))(weighted_HFM.reshape(-1, D, self.sent, M), received.source_HDF)
+        sums_HDYM = _of_devices(self._sums, weighted_HFM.reshape(-1, D, self.sent, M), received.source_HDF)
         sums_HDYM = mark(sums_HDYM.astype(outputs_PXM.dtype), "hosts devices _ model")
 
         def returned(rows_DLJ: jax.Array, sums_NDYM: jax.Array) -> jax.Array:
-            sums_DYM = jnp.swapaxes(sums_NDYM, 0, 1).reshape(D, N * Y, M)
-            of_hosts_DLJM = jax.vmap(take_rows)(sums_DYM, rows_DLJ)
-            return self.of_tokens(jnp.sum(of_hosts_DLJM.astype(jnp.float32), axis=2))
+            return self.of_tokens(jax.vmap(self._from_hosts, (0, 1))(rows_DLJ, sums_NDYM))
 
         return each(returned, received.rows_QLJ, sums_HDYM)
+
+    def _to_hosts(self, rows_LJ: jax.Array, x_LZ: jax.Array) -> jax.Array:
+        """Hop 1 of a lane."""
+        return put_rows(x_LZ, rows_LJ, self.hosts * self.received).reshape(self.hosts, self.received, -1)
+
+    def _to_devices(self, x_FM: jax.Array, target_F: jax.Array) -> jax.Array:
+        """Hop 2 of a host."""
+        return put_rows(x_FM, target_F, self.devices * self.room)
+
+    def _from_hosts(self, rows_LJ: jax.Array, sums_NYM: jax.Array) -> jax.Array:
+        """The sums of the rows that come back to the tokens of a lane."""
+        returned_LJM = take_rows(sums_NYM.reshape(-1, sums_NYM.shape[2]), rows_LJ)
+        return jnp.sum(returned_LJM.astype(jnp.float32), axis=1)
+
+    def _sums(self, rows_FM: jax.Array, source_F: jax.Array) -> jax.Array:
+        """The sums of the rows of a device that are of one row of hop 1."""
+        zeros_YM = jnp.zeros((self.received, rows_FM.shape[1]), jnp.float32)
+        return zeros_YM.at[source_F].add(rows_FM, mode="drop", indices_are_sorted=True, wrap_negative_indices=False)
 
     def _rows_of_hosts(self, place_LK: jax.Array) -> jax.Array:
         """The rows of hop 1 of the tokens of a lane, from the places of their choices: rows_LJ, N * Y for none."""
@@ -194,35 +198,47 @@ class Hops:
         is_sent_LN = jnp.any(is_host_LKN, axis=1)
         number_LN = jnp.cumsum(is_sent_LN, axis=0, dtype=jnp.int32) - 1
         rows_LN = jnp.where(is_sent_LN, jnp.arange(N, dtype=jnp.int32) * Y + number_LN, N * Y)
-        if N <= place_LK.shape[1]:
+        if place_LK.shape[1] >= N:
             return rows_LN
         # With fewer choices than hosts, a choice has the row of its host if no choice before it has.
         is_first_LKN = is_host_LKN & (jnp.cumsum(is_host_LKN, axis=1, dtype=jnp.int32) == 1)
         return jnp.min(jnp.where(is_first_LKN, rows_LN[:, None, :], N * Y), axis=2)
 
     def _sent_on(self, place_YK: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The rows that a device sends to those of its host: entry_F, the number of a choice in Y * K, and target_F.
+        """The rows that a device sends to those of its host: choice_F, a number of Y * K, and target_F.
 
-        Unused rows have the entry Y * K and the target D * X.
+        Unused rows have the choice Y * K and the target D * X.
         """
         places, F = self.devices * self.room, self.sent
         place_Z = place_YK.reshape(-1)
         is_here_Z = (place_Z >= 0) & (place_Z < places)
         number_Z = jnp.where(is_here_Z, jnp.cumsum(is_here_Z, dtype=jnp.int32) - 1, F)
-        entry_F = jnp.full((F,), place_Z.size, jnp.int32)
-        entry_F = entry_F.at[number_Z].set(
+        choice_F = jnp.full((F,), place_Z.size, jnp.int32)
+        choice_F = choice_F.at[number_Z].set(
             jnp.arange(place_Z.size, dtype=jnp.int32), mode="drop", wrap_negative_indices=False
         )
-        target_F = place_Z.at[entry_F].get(mode="fill", fill_value=places, wrap_negative_indices=False)
-        return entry_F, target_F
+        target_F = place_Z.at[choice_F].get(mode="fill", fill_value=places, wrap_negative_indices=False)
+        return choice_F, target_F
+
+
+def _from_devices(x_XM: jax.Array, target_F: jax.Array) -> jax.Array:
+    """The way back of hop 2."""
+    return take_rows(x_XM, target_F)
 
 
 def _read(x: jax.Array, rows: jax.Array) -> jax.Array:
-    """The rows with these numbers; zeros for numbers out of range. Gradients are added up in float32."""
-    read = x.astype(jnp.float32).at[rows].get(
-        mode="fill", fill_value=0, indices_are_sorted=True, wrap_negative_indices=False
+    """The rows with these numbers, which increase; zeros for numbers out of range. Gradients are sums in float32."""
+    read = (
+        x.astype(jnp.float32)
+        .at[rows]
+        .get(mode="fill", fill_value=0, indices_are_sorted=True, wrap_negative_indices=False)
     )
     return read.astype(x.dtype)
+
+
+def _of_devices(f: Callable[..., Any], *arrays: jax.Array) -> Any:
+    """Calls a function for each device of each host."""
+    return jax.vmap(jax.vmap(f))(*arrays)
 
 
 def _joined(x_HDF: jax.Array) -> jax.Array:
