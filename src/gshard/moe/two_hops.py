@@ -30,7 +30,7 @@ class Received(NamedTuple):
 
     Attributes:
         rows_QLJ: int32 [R * D, tokens of a lane, hosts of a token], the places of the rows of hop 1.
-        source_HDF: int32, the row of hop 1 that each row of hop 2 is a copy of; Y if it is unused.
+        source_HDF: int32, the row of hop 1 that each row of hop 2 is a copy of.
         target_HDF: int32, its place among the rows of the host; D * X if it is unused.
         weight_HDF: float32, the combine weight of its choice.
     """
@@ -162,7 +162,9 @@ class Hops:
             each, mark: as in ``there``.
         """
         D, M = self.devices, outputs_PXM.shape[2]
-        outputs_HFM = jax.vmap(_from_devices)(outputs_PXM.reshape(-1, D * self.room, M), _joined(received.target_HDF))
+        outputs_HFM = jax.vmap(self._from_devices)(
+            outputs_PXM.reshape(-1, D * self.room, M), _joined(received.target_HDF)
+        )
         weighted_HFM = _joined(received.weight_HDF)[:, :, None] * outputs_HFM.astype(jnp.float32)
         sums_HDYM = _of_devices(self._sums, weighted_HFM.reshape(-1, D, self.sent, M), received.source_HDF)
         sums_HDYM = mark(sums_HDYM.astype(outputs_PXM.dtype), "hosts devices _ model")
@@ -178,7 +180,11 @@ class Hops:
 
     def _to_devices(self, x_FM: jax.Array, target_F: jax.Array) -> jax.Array:
         """Hop 2 of a host."""
-        return put_rows(x_FM, target_F, self.devices * self.room)
+        return put_rows(x_FM, target_F, self.devices * self.room, sorted_parts=self.devices)
+
+    def _from_devices(self, x_XM: jax.Array, target_F: jax.Array) -> jax.Array:
+        """The way back of hop 2."""
+        return take_rows(x_XM, target_F, sorted_parts=self.devices)
 
     def _from_hosts(self, rows_LJ: jax.Array, sums_NYM: jax.Array) -> jax.Array:
         """The sums of the rows that come back to the tokens of a lane."""
@@ -188,7 +194,7 @@ class Hops:
     def _sums(self, rows_FM: jax.Array, source_F: jax.Array) -> jax.Array:
         """The sums of the rows of a device that are of one row of hop 1."""
         zeros_YM = jnp.zeros((self.received, rows_FM.shape[1]), jnp.float32)
-        return zeros_YM.at[source_F].add(rows_FM, mode="drop", indices_are_sorted=True, wrap_negative_indices=False)
+        return zeros_YM.at[source_F].add(rows_FM, mode="drop", wrap_negative_indices=False)
 
     def _rows_of_hosts(self, place_LK: jax.Array) -> jax.Array:
         """The rows of hop 1 of the tokens of a lane, from the places of their choices: rows_LJ, N * Y for none."""
@@ -205,35 +211,20 @@ class Hops:
         return jnp.min(jnp.where(is_first_LKN, rows_LN[:, None, :], N * Y), axis=2)
 
     def _sent_on(self, place_YK: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The rows that a device sends to those of its host: choice_F, a number of Y * K, and target_F.
+        """The rows that a device sends to those of its host, by their places: choice_F, in Y * K, and target_F.
 
-        Unused rows have the choice Y * K and the target D * X.
+        Unused rows come last. They have the target D * X, and choices of other hosts.
         """
-        places, F = self.devices * self.room, self.sent
+        places = self.devices * self.room
         place_Z = place_YK.reshape(-1)
-        is_here_Z = (place_Z >= 0) & (place_Z < places)
-        number_Z = jnp.where(is_here_Z, jnp.cumsum(is_here_Z, dtype=jnp.int32) - 1, F)
-        choice_F = jnp.full((F,), place_Z.size, jnp.int32)
-        choice_F = choice_F.at[number_Z].set(
-            jnp.arange(place_Z.size, dtype=jnp.int32), mode="drop", wrap_negative_indices=False
-        )
-        target_F = place_Z.at[choice_F].get(mode="fill", fill_value=places, wrap_negative_indices=False)
-        return choice_F, target_F
-
-
-def _from_devices(x_XM: jax.Array, target_F: jax.Array) -> jax.Array:
-    """The way back of hop 2."""
-    return take_rows(x_XM, target_F)
+        place_Z = jnp.where((place_Z >= 0) & (place_Z < places), place_Z, places)
+        target_Z, choice_Z = jax.lax.sort_key_val(place_Z, jnp.arange(place_Z.size, dtype=jnp.int32))
+        return choice_Z[: self.sent], target_Z[: self.sent]
 
 
 def _read(x: jax.Array, rows: jax.Array) -> jax.Array:
-    """The rows with these numbers, which increase; zeros for numbers out of range. Gradients are sums in float32."""
-    read = (
-        x.astype(jnp.float32)
-        .at[rows]
-        .get(mode="fill", fill_value=0, indices_are_sorted=True, wrap_negative_indices=False)
-    )
-    return read.astype(x.dtype)
+    """The rows with these numbers."""
+    return x.at[rows].get(mode="clip", wrap_negative_indices=False)
 
 
 def _of_devices(f: Callable[..., Any], *arrays: jax.Array) -> Any:
