@@ -127,10 +127,12 @@ def expert_layer(
             valid_GS=valid_GS,
         )
         if config.dispatch in ("ragged_all_to_all", "two_hops"):
-            within = {"replicas": config.replicas, "any_number": config.routing == "top_k"}
-            gating = within_room(gating, config.partitions, config.room(B * L), valid_GS, **within)
+            any_number, replicas = config.routing == "top_k", config.replicas
+            gating = within_room(
+                gating, config.partitions, config.room(B * L), valid_GS, replicas=replicas, any_number=any_number
+            )
             if hops := _hops(config, B * L):
-                gating = hops.within(gating, valid_GS, **within)
+                gating = hops.within(gating, valid_GS, replicas=replicas, any_number=any_number)
     outputs_GSM = _run_experts(config, params, inputs_GSM, gating, capacity)
     outputs_BLM = outputs_GSM.astype(inputs_BLM.dtype).reshape(B, L, M)
     if config.shared_experts:
