@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -61,13 +61,18 @@ def shard_by_path(x: T, assignments: Mapping[str, Any], *, send: Any = None) -> 
         marked.append(leaf)
     for pattern in assignments:
         if pattern not in used:
-            hidden = any(is_below(pattern, path) for path in paths)
-            what = "matches only what an earlier pattern matches" if hidden else "matches no path"
-            hint = "Put it in front." if hidden else known_names(pattern, paths[:_SHOWN], "Paths are")
-            raise ShardingError(f"the pattern {pattern!r} {what}.", user_line(), f"a pytree of {len(paths)}", hint)
+            raise unused_pattern(pattern, paths)
     if send is not None and used and not is_sent:
         raise nothing_to_send(f"a pytree of {len(paths)}", send)
     return jax.tree.unflatten(tree, marked)
+
+
+def unused_pattern(pattern: str, paths: Sequence[str]) -> ShardingError:
+    """The error for a pattern that marks nothing in a pytree with these paths."""
+    hidden = any(is_below(pattern, path) for path in paths)
+    what = "matches only what an earlier pattern matches" if hidden else "matches no path"
+    hint = "Put it in front." if hidden else known_names(pattern, paths[:_SHOWN], "Paths are")
+    return ShardingError(f"the pattern {pattern!r} {what}.", user_line(), f"a pytree of {len(paths)}", hint)
 
 
 def _sharded(leaf: Any, assignment: Any, path: str, pattern: str, send: str | None) -> Any:

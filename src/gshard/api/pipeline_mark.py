@@ -7,11 +7,13 @@ x, _ = jax.lax.scan(layer, x, stacked)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
+import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from gshard.api.by_path import unused_pattern
 from gshard.api.mark_arguments import partitions_of
 from gshard.api.marks import arrays_of, listed
 from gshard.api.sending import marked
@@ -19,6 +21,7 @@ from gshard.core.errors import ShardingError, known_names
 from gshard.core.jax_adapter import user_line
 from gshard.core.keywords import keywords
 from gshard.core.mark import Mark
+from gshard.core.paths import component, is_below
 from gshard.core.pipeline_schedule import Schedule
 
 T = TypeVar("T")  # an array or a pytree of arrays
@@ -32,6 +35,7 @@ def pipeline(
     micro_batches: int,
     rounds: int = 1,
     schedule: Literal["gpipe", "zero_bubble"] = "gpipe",
+    paths: str | Sequence[str] | None = None,
 ) -> T:
     """Marks stacked layers as the stages of a pipeline.
 
@@ -52,14 +56,15 @@ def pipeline(
             so on. The mark leaves the stack open then, since a stage has layers that are apart.
         schedule: ``"gpipe"``: forward, then backward. ``"zero_bubble"``: the backward loop computes only the gradients
             of activations, and the gradients of weights follow without a bubble, from stacks of what they need.
+        paths: patterns of paths as of ``shard_by_path``: only what they match is marked. None marks all of ``x``.
 
     Returns:
         the same values.
 
     Raises:
         ShardingError: an array has no layers, or the arrays have different numbers of them; a number is no positive
-            integer; or there is no such schedule. When a program is planned: layers or rows are not divisible, or a
-            layer mixes the rows of the batch.
+            integer; there is no such schedule; or a pattern matches nothing. When a program is planned: layers or rows
+            are not divisible, or a layer mixes the rows of the batch.
 
     >>> import jax, jax.numpy as jnp
     >>> stacked = pipeline(jnp.ones((4, 3, 3)), "stage", micro_batches=2)
@@ -75,7 +80,7 @@ def pipeline(
         hint = known_names(str(schedule), ("gpipe", "zero_bubble"), "Use")
         raise ShardingError(f"there is no schedule {schedule!r}.", user_line(), call, hint)
     found = Schedule(partitions_of(over, call), int(micro_batches), int(rounds), schedule == "zero_bubble")
-    leaves = arrays_of(x, call)
+    leaves = _matching(x, call, (paths,) if isinstance(paths, str) else paths)
     of_count = {array.shape[:1]: (name, array) for name, array in leaves if array is not None}
     if len(of_count) > 1 or () in of_count:
         what = "the arrays of a pipeline have one dimension of layers, and it comes first."
@@ -90,3 +95,16 @@ def pipeline(
         for name, array in leaves
     ]  # fmt: skip
     return marked(x, leaves, marks, None)
+
+
+def _matching(x: Any, call: str, patterns: Sequence[str] | None) -> list[tuple[str, Any]]:
+    """The leaves as of ``arrays_of``, with None for those that no pattern matches."""
+    leaves = arrays_of(x, call)
+    if patterns is None:
+        return leaves
+    paths = ["/".join(map(component, keys)) for keys, _ in jax.tree_util.tree_leaves_with_path(x)]
+    for pattern in patterns:
+        if not any(is_below(pattern, path) for path in paths):
+            raise unused_pattern(pattern, paths)
+    matches = [any(is_below(pattern, path) for pattern in patterns) for path in paths]
+    return [(name, array if is_match else None) for (name, array), is_match in zip(leaves, matches, strict=True)]

@@ -29,7 +29,8 @@ from gshard.core.program import Program
 from gshard.device.hardware import machine_of
 from gshard.device.machine import Machine
 from gshard.explanation.found import SearchResult
-from gshard.search.find import Best, MeshSearch
+from gshard.search.best import Best
+from gshard.search.find import MeshSearch
 from gshard.search.layouts import Namable
 from gshard.search.meshes import meshes
 from gshard.search.priced import PricedPlan

@@ -28,11 +28,13 @@ from gshard.explanation.one_more_mark import with_one_more_mark
 from gshard.explanation.report.page import page
 from gshard.naming.array_names import ArrayNames
 from gshard.planning.added_marks import spec_of_cut, with_marks
+from gshard.planning.layer_stacks import schedules_of
 from gshard.planning.propagate import propagate
 from gshard.planning.saved_plan import SavedPlan
-from gshard.search.alternatives import SearchChoice, alternatives, tries
+from gshard.search.alternatives import SearchChoice, text_of_alternatives
 from gshard.search.as_marks import Marks, marks_of
-from gshard.search.find import Best, best_plan
+from gshard.search.best import Best
+from gshard.search.find import best_plan
 from gshard.search.jit_keywords import jit_keywords
 from gshard.search.layouts import LayoutResult, Namable, layout_of
 from gshard.search.patch import Patch, patch_of
@@ -102,10 +104,10 @@ class SearchResult:
 
     @property
     def bound(self) -> float:
-        """Seconds that no plan on this mesh goes below, in the simplified model; ``cost`` is the full price.
+        """Seconds that no plan without pipelines takes less than on this mesh, in the simplified model.
 
-        The simplified model is the problem that was solved. It counts each collective and each kernel by itself, so
-        the full price of a plan may be below this bound (collectives that share a message) or above the plan's own
+        That model is the problem that was solved. It counts each collective and each kernel by itself, so the full
+        price of a plan (``cost``) may be below this bound (collectives that share a message) or above the plan's own
         time in the model (copies, kernels that are not fused).
         """
         return self.best.bound
@@ -162,10 +164,8 @@ class SearchResult:
         """
         self.refuse_framework()
         if self.function is None:
-            raise ArgumentError(
-                "a plan with a mark that the function does not have is not said as a layout.",
-                hint="Write the mark into the function, and search again.",
-            )
+            what = "a plan with a mark that the function does not have is not said as a layout."
+            raise ArgumentError(what, hint="Write the mark into the function, and search again.")
         return layout_of(self.best, self.function, self.donated, TimeBudget.of(self.budget_seconds, self.progress))
 
     def patch(
@@ -195,7 +195,8 @@ class SearchResult:
         if known.is_worse:
             by = _IN_A_BLOCK if self.jitted_by_framework else "gshard.jit(f, mesh=found.mesh, plan=found.plan)"
             notes.append(f"{by} runs the plan itself")
-        keywords = jit_keywords(self.mesh, known.priced, self.best.limit, paths, self.donated) if known.marks else None
+        has_marks = bool(known.marks or schedules_of(self.plan.program))
+        keywords = jit_keywords(self.mesh, known.priced, self.best.limit, paths, self.donated) if has_marks else None
         if self.jitted_by_framework and keywords:
             given = ", ".join(f"{name}={value}" for name, value in keywords.items())
             notes.append(f"marks have an effect in: with gshard.instead_of_jit({given})")
@@ -262,8 +263,7 @@ class SearchResult:
         return dataclasses.replace(self, best=best, tried=(), function=None)
 
     def _priced(self, name: str, program: Program) -> PricedPlan:
-        pricing = Pricing(self.cost.machine, list(self.donated), self.best.limit)
-        return pricing.marked(name, program, self.plan.mesh)
+        return Pricing(self.cost.machine, list(self.donated), self.best.limit).marked(name, program, self.plan.mesh)
 
     def why(self, what: str) -> list[str]:
         """What else was possible for values, and what it would cost: those of a source line, or arguments by name.
@@ -276,7 +276,8 @@ class SearchResult:
                 (``"model.py:38"``).
 
         Raises:
-            ArgumentError: nothing has that in its name or line, or the search ended before it had solved the problem.
+            ArgumentError: nothing has that in its name or line, the search ended before it had solved the problem, or
+                it added a pipeline.
         """
         alike: dict[tuple[str, str], list[tuple[Value, str]]] = {}
         for v, name in self._matching(what):
@@ -284,20 +285,7 @@ class SearchResult:
             alike.setdefault((name if named is None else named.alike, self._format(v)), []).append((v, name))
         if not alike:
             raise self._unknown(what)
-        graph, solution, told = self.best.graph, self.best.solution, []
-        if graph is None or solution is None:
-            raise ArgumentError(
-                "the search ended before the problem was solved, so what else was possible is not known.",
-                got=f"{self.best.seconds:.1f} s",
-                hint="Search again with a larger budget_seconds.",
-            )
-        budget = tries(solution)
-        for (folded, text), values in alike.items():
-            v, name = values[0]
-            rows = alternatives(graph, solution, v, self.plan.shardings[v], budget)
-            first = f"{folded}: {text}  x{len(values)}" if len(values) > 1 else f"{name}: {text}"
-            told.append("\n    instead ".join([first, *map(str, rows)]))
-        return told
+        return text_of_alternatives(self.best, alike)
 
     def refuse_framework(self) -> None:
         """Refuses a function that a framework jits, where shardings of its own arguments are needed.
@@ -393,7 +381,7 @@ class SearchResult:
         SavedPlan.of(self.plan).save(path)
 
     def __str__(self) -> str:
-        text = text_of_search(self.best, self.tried, self.names)
-        return text if self.compiled is None else f"{text}\n{self.compiled}"
+        compiled = "" if self.compiled is None else f"\n{self.compiled}"
+        return text_of_search(self.best, self.tried, self.names) + compiled
 
     __repr__ = __str__

@@ -10,7 +10,7 @@ from gshard.device.held import held_at_peak
 from gshard.explanation.bounds import does_not_pay, headline
 from gshard.explanation.idle import idle_devices
 from gshard.naming.array_names import ArrayNames
-from gshard.search.find import Best
+from gshard.search.best import Best
 from gshard.search.how_near import ended, how_near
 
 _SHOWN = 24  # rows of arguments

@@ -28,9 +28,9 @@ from gshard.core.mark import atoms_of_partitions
 from gshard.core.mesh import Mesh
 from gshard.core.pipeline_schedule import Schedule
 from gshard.core.program import Block, Constant, Equation, Program, Value
-from gshard.core.rule import PARALLEL
 from gshard.language.region import with_edges
 from gshard.language.traits import traits_of
+from gshard.planning.layer_stacks import entering, hands_on, layers_handed_on, schedules_of
 from gshard.planning.loop_fission import in_two, without_tables
 from gshard.planning.micro_batches import Mixed, Rows, micro_body
 from gshard.planning.pipeline_loop import PipelinedLoop
@@ -59,10 +59,10 @@ def pipelined(program: Program, mesh: Mesh) -> Program:
     """
     if any(fired.rewrite == RUN_AS_PIPELINE for fired in program.fired):
         return program
-    schedules = {e.mark.schedule for e in program.block.walk() if e.mark is not None} - {None}
-    if not any(mesh.count(atoms_of_partitions(s.over, mesh)) > 1 for s in schedules if s is not None):
+    if not any(mesh.count(atoms_of_partitions(s.over, mesh)) > 1 for s in _schedules(program)):
         return program
-    block, fired = program.decomposed.get((program.block, RUN_AS_PIPELINE, mesh), lambda: _pipelined(program, mesh))
+    key = program.block, RUN_AS_PIPELINE, mesh, tuple(schedules_of(program).items())
+    block, fired = program.decomposed.get(key, lambda: _pipelined(program, mesh))
     return dataclasses.replace(program, block=block, fired=fired) if fired != program.fired else program
 
 
@@ -70,16 +70,24 @@ def pipelined(program: Program, mesh: Mesh) -> Program:
 def _pipelined(program: Program, mesh: Mesh) -> tuple[Block, tuple[Fired, ...]]:
     counter = itertools.count(1 + max((v.index for v in program.block.values()), default=0))
     walk = _Walk(mesh, Builder(counter))
-    block = walk.block(program.block, {})
+    first = len(program.captured)
+    arguments = {program.block.inputs[first + i]: _Stack(s) for i, s in schedules_of(program).items()}
+    block = walk.block(program.block, arguments)
     if not walk.scans and not any(fired.rewrite == shard_scan.name for fired in program.fired):
-        marked = next(e for e in program.block.walk() if e.mark is not None and e.mark.schedule is not None)
+        lines = (e.line for e in program.block.walk() if e.mark is not None and e.mark.schedule is not None)
         raise ShardingError(
             "no loop scans over the stack of layers that is marked here.",
-            marked.line,
-            str(marked.mark and marked.mark.schedule),
+            next(lines, ""),
+            str(next(_schedules(program))),
             "Scan over the marked stack itself, as in jax.lax.scan(layer, x, stacked), or mark it with gshard.split.",
         )
     return permitted(block, finite=program.finite), (*program.fired, *walk.fired)
+
+
+def _schedules(program: Program) -> Iterator[Schedule]:
+    """The schedules of all marks."""
+    yield from (e.mark.schedule for e in program.block.walk() if e.mark is not None and e.mark.schedule is not None)
+    yield from schedules_of(program).values()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -174,7 +182,7 @@ class _Walk:
     def _with_bodies(self, e: Equation, known: Mapping[Value, _Stack]) -> Equation:
         if not e.blocks:
             return e
-        inner = {edge.inner: known[edge.outer] for edge in e.edges if not edge.stacked and edge.outer in known}
+        inner = {v: known[x] for v, x in entering(e, known).items()}
         bodies = tuple(self.block(body, {v: s for v, s in inner.items() if v in body.inputs}) for body in e.blocks)
         return e if bodies == e.blocks else with_edges(dataclasses.replace(e, blocks=bodies))
 
@@ -186,7 +194,7 @@ class _Walk:
         if not stacks or self._stages(stacks[0].schedule) == 1:
             return None
         is_independent = all(only_added_to(e)) and any(s.by_turn is not None for s in stacks)
-        return stacks[0].schedule if _hands_on(e) or is_independent else None
+        return stacks[0].schedule if hands_on(e) or is_independent else None
 
     def _stages(self, schedule: Schedule) -> int:
         return self._mesh.count(atoms_of_partitions(schedule.over, self._mesh))
@@ -206,7 +214,7 @@ class _Walk:
         by_turn = [None if s is None else s.by_turn for s in stacks]
         rows = tuple(None if s is None or s.by_turn is None else s.rows for s in stacks)
         run: StageLoop | PipelinedLoop
-        if not _hands_on(e):
+        if not hands_on(e):
             run = StageLoop(layout, e, rows)
         else:
             run = _loop(e, layout, rows)
@@ -220,13 +228,6 @@ class _Walk:
         note = _note(e, schedule, stages, run.body.rows) if isinstance(run, PipelinedLoop) else ""
         self.fired.append(recorded(RUN_AS_PIPELINE, {e: equations}, note))
         return equations
-
-
-def _hands_on(e: Equation) -> bool:
-    """Whether a loop hands arrays on from iteration to iteration that it does not only add to."""
-    consts, carry = scan_counts(e.params)
-    carried = e.blocks[0].inputs[consts : consts + carry]
-    return any(v.shape and not added for v, added in zip(carried, only_added_to(e), strict=True))
 
 
 def _loop(e: Equation, layout: StageLayout, rows: Sequence[Rows | None]) -> PipelinedLoop:
@@ -256,19 +257,8 @@ def _handed_on(e: Equation, known: Mapping[Value, _Stack]) -> Iterator[tuple[Val
         dims = e.mark.place([d == 0 for d in range(ndim)], False)
         yield e.outputs[0], _Stack(e.mark.schedule, dims.index(True))
         return
-    if e.rule is None:
-        return
-    for x, own in zip(e.inputs, e.rule.operands, strict=True):
-        if not isinstance(x, Value) or x not in known:
-            continue
-        stack = known[x]
-        factors = own[stack.dim]
-        if len(factors) != 1 or e.rule.factors[factors[0]].kind != PARALLEL:
-            continue
-        for v, of_result in zip(e.outputs, e.rule.results, strict=True):
-            d = of_result.index(factors) if factors in of_result else 0
-            if factors in of_result and v.shape[d] == x.shape[stack.dim]:
-                yield v, _Stack(stack.schedule, d)
+    for x, v, d in layers_handed_on(e, {x: stack.dim for x, stack in known.items()}):
+        yield v, _Stack(known[x].schedule, d)
 
 
 def _note(e: Equation, schedule: Schedule, stages: int, rows: int) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 from gshard.core.device_order import Order
 from gshard.core.errors import MeshError, PlanError
 from gshard.core.mesh import Mesh
+from gshard.core.pipeline_schedule import Schedule
 from gshard.core.plan import Plan, Reason
 from gshard.core.program import Equation, Program, Value, format_block
 from gshard.core.program_boundary import AS_MARKED, Boundary
@@ -26,6 +27,7 @@ from gshard.core.split import Split
 from gshard.planning.batched import plan_of_either
 from gshard.planning.demands import demands
 from gshard.planning.io_shardings import at_boundary
+from gshard.planning.layer_stacks import schedules_of, with_schedules
 from gshard.planning.settled import settled
 
 _FORMAT = 4
@@ -47,6 +49,7 @@ class SavedPlan:
         leaves: numbers of results that leave in another sharding, and that sharding as text.
         finite: whether the plan was made with ``finite=True``.
         name: the name of the function; "" in files that gshard wrote before it stored names.
+        schedules: the arguments, counted without captured arrays, that are stages of a pipeline which the plan adds.
     """
 
     program: str
@@ -58,6 +61,7 @@ class SavedPlan:
     leaves: tuple[tuple[int, str], ...] = ()
     finite: bool = False
     name: str = ""
+    schedules: tuple[tuple[int, Schedule], ...] = ()
 
     @staticmethod
     def of(plan: Plan) -> SavedPlan:
@@ -74,7 +78,8 @@ class SavedPlan:
         text = format_block(plan.program.block)
         read, leave = as_text(plan.shared_reshards), as_text(plan.leaves)
         program = plan.program
-        return SavedPlan(text, plan.mesh.axes, shardings, kept, rings, read, leave, program.finite, program.name)
+        of_program = program.finite, program.name, tuple(schedules_of(program).items())
+        return SavedPlan(text, plan.mesh.axes, shardings, kept, rings, read, leave, *of_program)
 
     @staticmethod
     def checked(plan: Any) -> SavedPlan | None:
@@ -121,6 +126,8 @@ class SavedPlan:
                 got=f"{program.name} is partitioned with finite={program.finite}",
                 hint=f"Give jit finite={self.finite}, or search again.",
             )
+        if self.schedules and (marked := with_schedules(program, dict(self.schedules))) is not None:
+            program = settled(marked, mesh).program
         text = format_block(program.block)
         if text != self.program:
             raise PlanError(
@@ -190,7 +197,8 @@ class SavedPlan:
             read, leave = (tuple((int(i), str(text)) for i, text in data[key]) for key in ("shared_reshards", "leaves"))
             finite = bool(data.get("finite", False))
             name, shardings = str(data.get("name", "")), tuple(data["shardings"])
-            return SavedPlan(data["program"], axes, shardings, splits, rings, read, leave, finite, name)
+            schedules = tuple((int(i), _schedule(schedule)) for i, schedule in data.get("schedules", ()))
+            return SavedPlan(data["program"], axes, shardings, splits, rings, read, leave, finite, name, schedules)
         except (ValueError, KeyError, TypeError) as error:
             raise _unreadable(path, error) from error
 
@@ -204,6 +212,11 @@ def _ring(data: dict[str, Any]) -> Ring:
     order = tuple(int(i) for i in data.get("order", ()))
     two_steps = bool(data.get("two_steps"))
     return Ring(int(data["factor"]), operands, tuple(data["result"]), bool(data["both_ways"]), two_steps, order)
+
+
+def _schedule(data: dict[str, Any]) -> Schedule:
+    over = tuple(data["over"]) if isinstance(data["over"], list) else data["over"]
+    return Schedule(over, int(data["micro_batches"]), int(data["rounds"]), bool(data["zero_bubble"]))
 
 
 def plan_of(

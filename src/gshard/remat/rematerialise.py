@@ -88,7 +88,7 @@ def rematerialise(spmd: SpmdProgram, limit: int, machine: Machine, donated: Iter
     while True:
         search = _Search(before, target, machine, spmd.mesh, lent)
         try:
-            block = search.run()
+            block, reached = search.run()
         except _StuckError as error:
             raise _does_not_fit(error.memory, error.block, spmd.program, limit) from None
         if block is before.block:
@@ -100,7 +100,7 @@ def rematerialise(spmd: SpmdProgram, limit: int, machine: Machine, donated: Iter
             extra_flops = max(0, _flops(after) - flops_before)
             report = Recomputed(limit, first_peak, memory.peak, flops_before, extra_flops, tuple(search.chosen))
             return dataclasses.replace(program, recomputed=report)
-        target -= memory.peak - limit  # the excess comes from copies that replace barriers on CPU
+        target = limit - (memory.peak - reached)  # the difference is copies that replace barriers on CPU
 
 
 class _StuckError(Exception):
@@ -125,8 +125,8 @@ class _Search:
         self.refused: set[tuple[Value, ...]] = set()
         self.chosen: list[Recomputation] = []
 
-    def run(self) -> Block:
-        """The block that fits."""
+    def run(self) -> tuple[Block, int]:
+        """The block that fits, and its peak in bytes."""
         program = self.program
         memory = memory_of(
             program, self.donated, keeps_low_precision_copies=self.machine.compiler.keeps_low_precision_copies
@@ -136,7 +136,7 @@ class _Search:
             if step is None:
                 raise _StuckError(memory, program.block)
             program, memory = step
-        return program.block
+        return program.block, memory.peak
 
     def _step(self, program: Kernels, memory: Memory) -> tuple[Kernels, Memory] | None:
         """Lowers the peak by values of one kind in one block; None if there are no such values."""

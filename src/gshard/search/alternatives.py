@@ -8,13 +8,16 @@ proves that solution optimal, the cost is exact.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from gshard.core.errors import ArgumentError
 from gshard.core.program import Value
 from gshard.core.sharding import Sharding
 from gshard.planning.graph import Graph
+from gshard.planning.layer_stacks import schedules_of
+from gshard.search.best import Best
 from gshard.solver.problem import Ints, ProblemError
 from gshard.solver.solve import Solution, solve
 
@@ -122,3 +125,31 @@ def _with_state(solution: Solution, node: int, state: int) -> Solution:
     costs = list(solution.problem.costs)
     costs[node] = np.where(np.arange(costs[node].size) == state, costs[node], np.inf)
     return solve(dataclasses.replace(solution.problem, costs=tuple(costs)), effort=_EFFORT)
+
+
+def text_of_alternatives(best: Best, values: Mapping[tuple[str, str], Sequence[tuple[Value, str]]]) -> list[str]:
+    """Lists for values their shardings, others, and what these cost.
+
+    Args:
+        best: the search.
+        values: those of equal layers together, each with its name; by their common name and their sharding.
+
+    Raises:
+        ArgumentError: the search ended before it solved the problem, or the plan is not one of that problem.
+    """
+    graph, solution, plan, rows = best.graph, best.solution, best.chosen.plan, list[str]()
+    reason, hint = "the search ended before it solved the problem", "Search again with a larger budget_seconds."
+    if graph is not None:
+        reason = "the problem that was solved has another form of the program, without the plan's pipelines or rewrites"
+        hint = "found.with_mark(...) searches again with one more mark."
+    in_problem = graph is not None and all(v in graph.groups.of for named in values.values() for v, _ in named)
+    if graph is None or solution is None or not in_problem or schedules_of(plan.program):
+        what = f"what else was possible is not known: {reason}."
+        raise ArgumentError(what, got=f"{best.chosen.name}, {best.seconds:.1f} s", hint=hint)
+    budget = tries(solution)
+    for (alike, text), named in values.items():
+        v, name = named[0]
+        others = alternatives(graph, solution, v, plan.shardings[v], budget)
+        first = f"{alike}: {text}  x{len(named)}" if len(named) > 1 else f"{name}: {text}"
+        rows.append("\n    instead ".join([first, *map(str, others)]))
+    return rows

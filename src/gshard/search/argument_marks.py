@@ -2,7 +2,8 @@
 
 An array gets a mark of its own, ``x = gshard.shard(x, P("data"))``. Arrays of a pytree get patterns of their paths, so
 that equal layers need one pattern, and a weight and its moments in Adam too:
-``state = gshard.shard_by_path(state, {"**/blocks/*/up/kernel": P("data")})``.
+``state = gshard.shard_by_path(state, {"**/blocks/*/up/kernel": P("data")})``. So do stages of a pipeline:
+``state = gshard.pipeline(state, "stage", micro_batches=8, paths=["params/layers"])``.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from gshard.core.mesh import Mesh
 from gshard.core.paths import is_below
+from gshard.core.pipeline_schedule import Schedule
 from gshard.core.program import Value
 from gshard.core.sharding import Sharding
 from gshard.naming.short_names import equal_layers
@@ -32,12 +34,8 @@ def argument_marks(
         paths: the path of each argument.
         mesh: the devices.
     """
-    of_parameter: dict[str, dict[str, Value]] = {}
-    for v, path in zip(inputs, paths, strict=bool(paths)):
-        parameter, _, below = path.partition("/")
-        of_parameter.setdefault(parameter, {})[below] = v
     statements, written = {}, set()
-    for parameter, values in of_parameter.items():
+    for parameter, values in _by_parameter(inputs, paths).items():
         specs = {path: spec for path, v in values.items() if v in marks and (spec := _text(marks[v], mesh))}
         if not specs or not parameter.isidentifier():
             continue
@@ -53,6 +51,43 @@ def argument_marks(
             continue
         written |= {values[path] for path in specs}
     return statements, set(marks) - written
+
+
+def pipeline_statements(
+    schedules: Mapping[Value, Schedule], inputs: Sequence[Value], paths: Sequence[str]
+) -> tuple[dict[str, str], list[str]]:
+    """Writes the statements that make arguments stages of pipelines.
+
+    Args:
+        schedules: of the arguments.
+        inputs: all arguments.
+        paths: the path of each argument.
+
+    Returns:
+        the statement of each parameter; and for other arguments the call that each needs.
+    """
+    statements, by_hand = dict[str, str](), list[str]()
+    for parameter, values in _by_parameter(inputs, paths).items():
+        calls = {path: str(schedules[v]) for path, v in values.items() if v in schedules}
+        if not calls:
+            continue
+        call = next(iter(calls.values())).replace("(x,", f"({parameter},", 1).replace("'", '"')
+        patterns = None if "" in values else _patterns(calls, values)
+        if parameter.isidentifier() and len(set(calls.values())) == 1 and ("" in values or patterns is not None):
+            chosen = f", paths={json.dumps(list(patterns), ensure_ascii=False)})" if patterns else ")"
+            statements[parameter] = f"{parameter} = gshard.{call[:-1]}{chosen}"
+        else:
+            by_hand += [f"gshard.{text} with x = {parameter}/{path}" for path, text in calls.items()]
+    return statements, by_hand
+
+
+def _by_parameter(inputs: Sequence[Value], paths: Sequence[str]) -> dict[str, dict[str, Value]]:
+    """For each parameter its arrays, by their paths inside of it."""
+    of_parameter: dict[str, dict[str, Value]] = {}
+    for v, path in zip(inputs, paths, strict=bool(paths)):
+        parameter, _, below = path.partition("/")
+        of_parameter.setdefault(parameter, {})[below] = v
+    return of_parameter
 
 
 def _text(sharding: Sharding, mesh: Mesh) -> str:

@@ -24,6 +24,7 @@ from gshard.core.program import Program, Value, format_bytes
 from gshard.core.sharding import Sharding
 from gshard.naming.array_names import ArrayNames
 from gshard.planning.added_marks import text_of_mark, with_marks
+from gshard.planning.layer_stacks import schedules_of
 from gshard.search.how_near import ended
 from gshard.search.priced import PricedPlan
 from gshard.search.time_budget import TimeBudget
@@ -130,7 +131,11 @@ class Marks:
 
     def __str__(self) -> str:
         rows = [f"  {i}  {mark}" for i, mark in enumerate(self.marks, 1)]
-        return "\n".join([f"{self._text(self.bare)} without further marks", *rows, self.nearness, *self.cut])
+        stages = dict.fromkeys(map(str, schedules_of(self.goal.plan.program).values()))
+        with_stages = "".join(f"with {call} for its layers, " for call in stages)
+        return "\n".join(
+            [f"{self._text(self.bare)} {with_stages}without further marks", *rows, self.nearness, *self.cut]
+        )
 
     def _text(self, plan: PricedPlan) -> str:
         size = f", {format_bytes(plan.cost.peak)}: does not fit" if plan.cost.peak > self.limit else ""

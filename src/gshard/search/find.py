@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -35,9 +36,11 @@ from gshard.planning.graph import Graph
 from gshard.planning.reshard_costs import axes_of, in_two
 from gshard.planning.saved_plan import plan_of
 from gshard.planning.settled import settled
+from gshard.search.best import Best
 from gshard.search.in_model import in_model
 from gshard.search.loads import with_loads
 from gshard.search.pipeline import plans_of
+from gshard.search.pipeline_presets import best_pipeline
 from gshard.search.planned import Planned
 from gshard.search.presets import AS_IT_IS, Preset, expected_presets, marked_presets
 from gshard.search.priced import PricedPlan, Pricing
@@ -52,57 +55,6 @@ _ALWAYS = 2  # expected presets that are priced however short the time is: data 
 _SOLVING = 0.6  # the largest share of the time that is left for one solution: its plan and the presets are priced later
 _ROUNDED = 1e-9  # relative difference of times that counts as rounding
 _NEAR = 1.02  # ratio of limits of memory: between nearer ones no further limit is tried
-
-
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Best:
-    """The result of a search on one mesh.
-
-    Attributes:
-        mesh: the mesh.
-        chosen: the fastest plan that fits; if none fits, the one with the least memory.
-        searched: the best of the searched plans; None if the search did not get as far.
-        others: the presets.
-        graph: the problem, which is the simplified model; None if the search did not get as far.
-        solution: the solution that became ``searched``.
-        bound: seconds that every plan within the limit takes at least, in the simplified model.
-        predicted: seconds of ``chosen`` in the simplified model; None if the model has no such plan.
-        limit: bytes that a device may hold.
-        seconds: the time that the search took.
-        left_out: steps that were cut or not begun because the time was over.
-        stopped: the signal that ended the search; None if none did.
-    """
-
-    mesh: Mesh
-    chosen: PricedPlan
-    searched: PricedPlan | None
-    others: tuple[PricedPlan, ...]
-    graph: Graph | None
-    solution: Solution | None
-    bound: float
-    predicted: float | None
-    limit: float
-    seconds: float
-    left_out: tuple[str, ...] = ()
-    stopped: int | None = None
-
-    @property
-    def fits(self) -> bool:
-        """Whether the plan keeps within the limit of memory."""
-        return self.chosen.cost.peak <= self.limit
-
-    @property
-    def gap(self) -> float | None:
-        """The largest share of ``predicted`` that another plan could save; None if nothing is proven of the plan.
-
-        Both numbers belong to the simplified model. Nothing is proven if the plan does not fit, if the model has no
-        such plan, or if the solver found no bound.
-        """
-        if not self.fits or self.predicted is None:
-            return None
-        if not self.predicted:
-            return 0.0
-        return max(0.0, 1 - self.bound / self.predicted) if self.bound > 0 else None
 
 
 class MeshSearch:
@@ -172,22 +124,40 @@ class MeshSearch:
 
     def price_expected(self) -> None:
         """Prices the presets that people expect, by bytes: data parallelism, a split state, tensor parallelism."""
-        boundary = self.pricing.boundary(self.program)
         unsplit = not any(sharding.atoms for sharding in self.presets[0].plan.shardings.values())
-        for i, preset in enumerate(expected_presets(self.program, self.timed, boundary)):
+        expected = expected_presets(self.program, self.timed, self.pricing.boundary(self.program))
+        for i, preset in enumerate(expected):
             always = unsplit and i < _ALWAYS
             if always or not self.budget.is_over:
                 self._price_preset(preset, None, always=always)
 
-    def _price_preset(self, preset: Preset, machine: Machine | None, *, always: bool = False) -> None:
-        """Prices a preset that is planned for a machine, or by bytes; of two plans of one preset the better is kept."""
+    def _price_preset(self, preset: Preset, machine: Machine | None, *, always: bool = False) -> PricedPlan | None:
+        """Prices a preset that is planned for a machine, or by bytes; of two plans of one preset the better is kept.
+
+        Returns:
+            the better one; None if a mark of the preset contradicts one of the user's, or the time is over.
+        """
         name = f"the preset '{preset.name}'{'' if machine is not None else ', planned by bytes'}"
+        if self.budget.is_over and not always:
+            self.budget.left_out.append(name)
+            return None
         with self.budget.step(name, always=always), contextlib.suppress(GShardError):
             plans = preset.planned(self.timed, machine, self.pricing.boundary(self.program))
             priced = self.pricing.add(preset.name, *plans)
             alike = [known for known in self.presets if known.name == preset.name]
             others = [known for known in self.presets if known.name != preset.name]
-            self.presets = [*others, min([*alike, priced], key=lambda plan: plan.rank(self.limit))]
+            better = min([*alike, priced], key=lambda plan: plan.rank(self.limit))
+            self.presets = [*others, better]
+            return better
+        return None
+
+    def _price_pipelines(self) -> None:
+        """Prices pipelines over the layers of the program by bytes, then the best of them by time."""
+        boundary, known = self.pricing.boundary(self.program), [*self._priced, *self.presets]
+        by_bytes = functools.partial(self._price_preset, machine=None)
+        best = best_pipeline(self.program, self.timed, boundary, known, self.limit, by_bytes)
+        if best is not None:
+            self._price_preset(best, self.machine)
 
     def solve(self, effort: float = 1.0, share: float = 1.0) -> None:
         """Builds the problem and solves it: without a limit of memory, and with it if the solution exceeds it.
@@ -259,7 +229,11 @@ class MeshSearch:
         self._price_solutions()
         if shown is not None:
             self.shown = shown
-            return
+        else:
+            self._price_presets()
+        self._price_pipelines()
+
+    def _price_presets(self) -> None:
         if not self.presets:
             self.price_marked()
             self.price_expected()
@@ -268,9 +242,6 @@ class MeshSearch:
         candidates = list(itertools.islice(marked_presets(self.program, self.timed, boundary), preset_count))
         work = {preset: preset.work(self.timed) for preset in candidates if not self.budget.is_over}
         for preset in sorted(candidates, key=lambda preset: work.get(preset, (0, 0))):
-            if self.budget.is_over:
-                self.budget.left_out.append(f"the preset '{preset.name}'")
-                continue
             self._price_preset(preset, self.machine)
 
     def price_solution(self) -> PricedPlan | None:
@@ -361,14 +332,8 @@ def best_plan(
     """Searches for the fastest plan of a program.
 
     Args:
-        program: as in ``MeshSearch``.
-        mesh: as in ``MeshSearch``.
-        machine: as in ``MeshSearch``.
-        donated: as in ``MeshSearch``.
-        memory_limit: as in ``MeshSearch``.
-        budget_seconds: as in ``gshard.search``.
-        on_better: as in ``MeshSearch``.
-        progress: as in ``gshard.search``.
+        program, mesh, machine, donated, memory_limit, on_better: as in ``MeshSearch``.
+        budget_seconds, progress: as in ``gshard.search``.
 
     Raises:
         ShardingError: a mark does not fit its value or the mesh.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 
-from gshard.search.find import Best
+from gshard.search.best import Best
 
 _NONE = 1e-5  # a gap that counts as none, to the printed digits
 _SHOWN = 4  # printed names of steps that were left out

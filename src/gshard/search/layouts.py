@@ -34,7 +34,7 @@ from gshard.core.sharding import Sharding
 from gshard.device.cost import Cost
 from gshard.naming.dimension_classes import Dimensions, dimensions_of, of_equal_layers
 from gshard.planning.added_marks import spec_of_cut
-from gshard.search.find import Best
+from gshard.search.best import Best
 from gshard.search.how_near import ended
 from gshard.search.priced import PricedPlan, Pricing
 from gshard.search.stopping import Stop

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from gshard.core.mesh import Mesh
 from gshard.core.program import Program, Value
-from gshard.search.argument_marks import argument_marks
+from gshard.planning.layer_stacks import schedules_of
+from gshard.search.argument_marks import argument_marks, pipeline_statements
 from gshard.search.as_marks import FoundMark
 from gshard.search.source_file import SourceFile
 from gshard.search.statement_results import StatementResults
@@ -46,7 +47,9 @@ def patch_of(
     inputs = program.block.inputs[len(program.captured) :]
     of_arguments = {v: s for mark in marks for v, s in mark.shardings.items() if v in inputs}
     statements, unsaid = ({}, set(of_arguments)) if mesh is None else argument_marks(of_arguments, inputs, paths, mesh)
-    left += patch.begin(defined, statements)
+    stages, by_hand = pipeline_statements({inputs[i]: s for i, s in schedules_of(program).items()}, inputs, paths)
+    both = {name: "\n".join(of[name] for of in (stages, statements) if name in of) for name in {**stages, **statements}}
+    left += [*patch.begin(defined, both), *(f"{call}: not written, do it by hand" for call in by_hand)]
     for mark in marks:
         others = [v for v in mark.shardings if v not in of_arguments or v in unsaid]
         if others and not patch.mark(others, mark.text):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from gshard.core.errors import GShardError
 from gshard.core.mark import Mark, mark_of_cut
@@ -21,6 +21,7 @@ from gshard.core.program_boundary import AS_MARKED, Boundary
 from gshard.device.machine import Machine
 from gshard.naming.dimension_classes import Dimensions
 from gshard.naming.dimension_names import DimensionNames
+from gshard.planning.layer_stacks import schedules_of
 from gshard.planning.reshard_costs import axes_of, joined
 from gshard.planning.settled import settled
 from gshard.search.pipeline import plans_of
@@ -75,9 +76,8 @@ def marked_presets(program: Program, mesh: Mesh, boundary: Boundary = AS_MARKED)
         mesh: the devices.
         boundary: constraints on arguments and results. Donated arguments are a training state.
     """
-    own_marks, donated = program.argument_marks, boundary.donated
-    state = set(donated) or {i for i, _ in program.state(range(len(program.block.inputs)))}
-    data = [i for i, v in enumerate(program.block.inputs) if v.shape and i not in state]
+    own_marks, state = program.argument_marks, _state(program, boundary)
+    data = data_arguments(program, boundary)
     by_batch = {i: _along(program.block.inputs[i], 0, mesh.atoms, mesh) for i in data}
     replicated = {i: _along(program.block.inputs[i], None, (), mesh) for i in state}
     split_state = {i: _along(v, _largest(v, mesh), mesh.atoms, mesh) for i in state for v in (program.block.inputs[i],)}
@@ -89,9 +89,9 @@ def marked_presets(program: Program, mesh: Mesh, boundary: Boundary = AS_MARKED)
         *_by_dimension(program, mesh, data),
     ):
         marks = {i: mark for i, mark in possible_marks.items() if mark is not None}
-        marked = None if marks in earlier_marks else _marked(program, marks)
+        marked = program if marks in earlier_marks else with_argument_marks(program, marks)
         earlier_marks.append(marks)
-        if marked is not None:
+        if marked is not program:
             yield Preset(name, marked, own_marks)
 
 
@@ -119,8 +119,21 @@ def presets(
             yield preset.name, preset.planned(mesh, machine, boundary)
 
 
+def data_arguments(program: Program, boundary: Boundary) -> list[int]:
+    """The inputs that are neither donated nor the state of a training step. Their first dimension may be a batch."""
+    state = _state(program, boundary)
+    return [i for i, v in enumerate(program.block.inputs) if v.shape and i not in state]
+
+
+def _state(program: Program, boundary: Boundary) -> set[int]:
+    return set(boundary.donated) or {i for i, _ in program.state(range(len(program.block.inputs)))}
+
+
 def _marked_as(plan: Plan, marks: tuple[Mark | None, ...]) -> Plan:
-    program = dataclasses.replace(plan.program, argument_marks=marks)
+    """The plan for the program with other marks on its arguments, except for stages of pipelines that the plan adds."""
+    stages = schedules_of(plan.program)
+    kept = tuple(plan.program.argument_marks[i] if i in stages else mark for i, mark in enumerate(marks))
+    program = dataclasses.replace(plan.program, argument_marks=kept)
     return dataclasses.replace(plan, program=program, gap=None, counted="")
 
 
@@ -142,13 +155,13 @@ def _by_dimension(program: Program, mesh: Mesh, data: Sequence[int]) -> Iterator
         class_name = names.of(c)
         yield (
             f"{class_name} over all devices",
-            {i: _mark_of(inputs[i], d, mesh.atoms, mesh) for i, d in dim_of_input.items()},
+            {i: split_over(inputs[i], d, mesh.atoms, mesh) for i, d in dim_of_input.items()},
         )
         if len(axes) > 1:
             *others, last = axes
             other_atoms = tuple(a for name in others for a in axes[name])
-            batch = {i: _mark_of(inputs[i], 0, other_atoms, mesh) for i in data if i not in dim_of_input}
-            split_marks = {i: _mark_of(inputs[i], d, axes[last], mesh) for i, d in dim_of_input.items()}
+            batch = {i: split_over(inputs[i], 0, other_atoms, mesh) for i in data if i not in dim_of_input}
+            split_marks = {i: split_over(inputs[i], d, axes[last], mesh) for i, d in dim_of_input.items()}
             yield f"{class_name} over {last}, batch over the rest", {**batch, **split_marks}
 
 
@@ -161,7 +174,7 @@ def _bytes(dimensions: Dimensions, values: Iterable[Value]) -> dict[str, int]:
     return bytes_of
 
 
-def _mark_of(v: Value, dim: int, atoms: Atoms, mesh: Mesh) -> Mark | None:
+def split_over(v: Value, dim: int, atoms: Atoms, mesh: Mesh) -> Mark | None:
     """The mark that splits a dimension over these atoms and leaves the others open; None if parts are unequal."""
     if v.shape[dim] % mesh.count(atoms):
         return None
@@ -183,8 +196,8 @@ def _along(v: Value, dim: int | None, atoms: Atoms, mesh: Mesh) -> Mark | None:
     return mark_of_cut([atoms if d == dim else () for d in range(len(v.shape))], mesh)
 
 
-def _marked(program: Program, marks: dict[int, Mark]) -> Program | None:
-    """The program with marks on unmarked arguments; None if that changes nothing."""
+def with_argument_marks(program: Program, marks: Mapping[int, Mark]) -> Program:
+    """The program with marks on inputs that have none; the same object if that changes nothing."""
     first = len(program.captured)
     new = tuple(mark or marks.get(first + i) for i, mark in enumerate(program.argument_marks))
-    return None if new == program.argument_marks else dataclasses.replace(program, argument_marks=new)
+    return program if new == program.argument_marks else dataclasses.replace(program, argument_marks=new)

@@ -18,7 +18,7 @@ from gshard.core.program import format_bytes
 from gshard.device.machine import Machine
 from gshard.emit.compile import compile_spmd
 from gshard.explanation.found import SearchResult
-from gshard.search.find import Best
+from gshard.search.best import Best
 from gshard.search.pipeline import as_run
 from gshard.search.planned import Planned
 from gshard.search.priced import PricedPlan
