@@ -40,7 +40,13 @@ def function_primitive(
 
 
 def _mapped(
-    primitive: Primitive, run: Callable[..., Any], dimension: str, xs: Sequence[Any], dims: Sequence[Any], /, **params: Any
+    primitive: Primitive,
+    run: Callable[..., Any],
+    dimension: str,
+    xs: Sequence[Any],
+    dims: Sequence[Any],
+    /,
+    **params: Any,
 ) -> Any:
     """The batching rule of a primitive; the mapped dimension of the results is the first one."""
     pairs = list(zip(xs, dims, strict=True))
