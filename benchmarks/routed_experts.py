@@ -6,7 +6,14 @@ each dispatch: bytes that a device sends, the modelled time of a call, temporari
 libtpu compiles, and the share of choices that are kept where tokens choose unevenly (logits of a normal distribution
 plus one of each expert, on CPU). Needs libtpu (``pip install libtpu``).
 
+With ``--hosts 8``, the machine has two levels, such as ``h100:8x8``. Nothing is compiled. For ``ragged_all_to_all`` and
+``two_hops``: bytes that a device sends to other hosts and inside its host, modelled time, the share of it that the
+network takes, the peak of memory, and the shares that are kept. gshard counts the rows of an exchange as if a token had
+experts on as many hosts as it can. The figures "routed" have the rows that are sent if all experts are equally likely,
+which are fewer; the work of a device on these rows is not reduced.
+
     python benchmarks/routed_experts.py [--experts 64] [--top-k 6] [--factor 1.25] [--machine v5e:2x4] [--data 1]
+    python benchmarks/routed_experts.py --hosts 8 --machine h100:8x8 --experts 256 --top-k 8 --model 7168 --tokens 4096
 """
 
 from __future__ import annotations
@@ -23,41 +30,105 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 import gshard
+from gshard.device.machine import Machine
 from gshard.moe import TransformerConfig, expert_layer, expert_specs, init_params, shapes
 
-GROUPS, TOKENS = 8, 1024
+GROUPS = 8
+OF_A_SAMPLE = 256  # tokens of a group for which the shares are computed on two levels
 
 
-def kept_share(config: TransformerConfig, skew: float) -> float:
+def kept_share(config: TransformerConfig, skew: float, groups: int, tokens: int) -> float:
     """The share of choices that reach their expert, of tokens that prefer some experts."""
     small = dataclasses.replace(config, model_dim=config.experts, hidden_dim=8)
     params = init_params(expert_specs(small), jax.random.key(0))
     params["wg"] = jnp.eye(config.experts)
     rng = np.random.default_rng(0)
     preferred = rng.normal(size=config.experts) * skew
-    x = (rng.normal(size=(GROUPS, TOKENS, config.experts)) + preferred).astype(np.float32)
+    x = (rng.normal(size=(groups, tokens, config.experts)) + preferred).astype(np.float32)
     return float(jax.jit(lambda p, x: expert_layer(small, p, x)[1]["kept_share"])(params, x))
+
+
+def gradients(config: TransformerConfig) -> Any:
+    """The layer with its gradients."""
+
+    def loss(params: Any, x: Any) -> Any:
+        return jnp.sum(expert_layer(config, params, x)[0].astype(jnp.float32) ** 2)
+
+    return jax.value_and_grad(loss, (0, 1))
+
+
+def explained(config: TransformerConfig, x: Any, mesh: Any, machine: str | None = None) -> gshard.Explanation:
+    return gshard.explain(gradients(config), shapes(expert_specs(config)), x, mesh=mesh, machine=machine)
+
+
+def two_levels(options: argparse.Namespace, base: TransformerConfig) -> None:
+    """The table of a machine of two levels."""
+    hosts, devices = options.hosts, Machine.of(options.machine).size // options.hosts
+    mesh, size = gshard.Mesh.abstract(host=hosts, device=devices), hosts * devices
+    base = dataclasses.replace(base, partitions=size, hosts=hosts, expert_axis=("host", "device"), data_axis=None)
+    x = jax.ShapeDtypeStruct((size, options.tokens, options.model), "bfloat16")
+    rng = np.random.default_rng(0)
+    chosen = np.argsort(rng.random((4096, options.experts)), axis=1)[:, : options.top_k] // (options.experts // hosts)
+    crossing = (np.sort(chosen)[:, 1:] != np.sort(chosen)[:, :-1]).sum() / 4096 + 1
+    of_axes = {("host",): crossing, ("device",): options.top_k, ("host", "device"): options.top_k}
+    share = {("host",): (1 - 1 / hosts, 0.0), ("device",): (0.0, 1 - 1 / devices)}
+    share["host", "device"] = 1 - 1 / hosts, 1 / hosts - 1 / size
+    print(
+        f"{size * options.tokens} tokens, M={options.model}, H={options.hidden}, E={options.experts}, "
+        f"k={options.top_k}, {options.machine}; a token has experts on {crossing:.2f} of {hosts} hosts; MiB and ms"
+    )
+    heads = ("to hosts", "routed", "inside", "routed", "ms", "routed", "network", "peak GiB", "kept", "uneven")
+    print(f"{'':<24}" + "".join(f"{head:>10}" for head in heads))
+    for dispatch in ("ragged_all_to_all", "two_hops"):
+        for name, factor in ((dispatch, base.capacity_factor), (f"{dispatch}, all", math.inf)):
+            config = dataclasses.replace(base, dispatch=dispatch, capacity_factor=factor)
+            cost = explained(config, x, mesh, options.machine).cost()
+            sent, saved = np.zeros((2, 2)), 0.0
+            for kernel in cost.kernels:
+                if kernel.equation.name == "ragged_all_to_all":
+                    axes = tuple(dict.fromkeys(atom.split(".")[0] for atom in kernel.axes))
+                    rows, room = kernel.equation.inputs[:2]
+                    counted = min(rows.shape[0], room.shape[0])
+                    routed = min(1.0, of_axes[axes] * options.tokens / counted)
+                    held = counted * math.prod(rows.shape[1:]) * np.dtype(rows.dtype).itemsize / 2**20
+                    sent += np.outer(np.multiply(held, share[axes]), (1.0, routed))
+                    saved += (1 - routed) * dict(kernel.parts)["network"]
+            tokens = min(options.tokens, OF_A_SAMPLE)
+            kept = [kept_share(config, skew, size, tokens) for skew in (0.0, 0.5)]
+            print(
+                f"{name:<24}{sent[0, 0]:>10.1f}{sent[0, 1]:>10.1f}{sent[1, 0]:>10.1f}{sent[1, 1]:>10.1f}"
+                f"{cost.seconds * 1e3:>10.2f}{(cost.seconds - saved) * 1e3:>10.2f}"
+                f"{(cost.by_bound['network'] - saved) * 1e3:>10.2f}{cost.peak / 2**30:>10.2f}"
+                f"{kept[0]:>10.1%}{kept[1]:>10.1%}",
+                flush=True,
+            )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, usual in (("experts", 64), ("top-k", 6), ("model", 1024), ("hidden", 2048)):
         parser.add_argument(f"--{name}", type=int, default=usual)
+    parser.add_argument("--tokens", type=int, default=1024, help="tokens of a group")
+    parser.add_argument("--hosts", type=int, help="hosts of a machine of two levels")
     parser.add_argument("--factor", type=float, default=1.25, help="slots or rows, of an even load")
     parser.add_argument("--machine", default="v5e:2x4", help="eight TPU cores")
     parser.add_argument("--data", type=int, default=1, help="replicas of the experts")
     options = parser.parse_args()
-    devices = topologies.get_topology_desc(options.machine, platform="tpu").devices
-    mesh = Mesh(np.array(devices).reshape(options.data, -1), ("data", "expert"))
     base = TransformerConfig.decoder_only(
         9, 1, model_dim=options.model, hidden_dim=options.hidden, experts=options.experts, top_k=options.top_k,
-        partitions=mesh.size // options.data, expert_axis="expert", replicas=options.data, data_axis="data",
-        group_size=TOKENS, dtype="bfloat16", capacity_factor=options.factor * options.top_k,
+        expert_axis="expert", replicas=options.data, data_axis="data", dtype="bfloat16", group_size=None,
+        capacity_factor=options.factor * options.top_k,
     )  # fmt: skip
-    x = jax.ShapeDtypeStruct((GROUPS, TOKENS, options.model), "bfloat16")
+    if options.hosts:
+        return two_levels(options, base)
+    devices = topologies.get_topology_desc(options.machine, platform="tpu").devices
+    mesh = Mesh(np.array(devices).reshape(options.data, -1), ("data", "expert"))
+    base = dataclasses.replace(base, partitions=mesh.size // options.data, groups=GROUPS)
+    x = jax.ShapeDtypeStruct((GROUPS, options.tokens, options.model), "bfloat16")
     print(
-        f"{GROUPS * TOKENS} tokens, M={options.model}, H={options.hidden}, E={options.experts}, k={options.top_k}, "
-        f"{options.machine}, data={options.data} expert={mesh.size // options.data}, jax {jax.__version__}"
+        f"{GROUPS * options.tokens} tokens, M={options.model}, H={options.hidden}, E={options.experts}, "
+        f"k={options.top_k}, {options.machine}, data={options.data} expert={mesh.size // options.data}, "
+        f"jax {jax.__version__}"
     )
     print(f"{'':<26}{'MiB sent':>10}{'ms':>8}{'temporaries':>14}{'kept':>8}{'kept, uneven':>14}")
     rows = {
@@ -69,17 +140,11 @@ def main() -> None:
     }
     for name, change in rows.items():
         config = dataclasses.replace(base, **change)  # type: ignore[arg-type]
-
-        def loss(params: Any, x: Any, config: TransformerConfig = config) -> Any:
-            return jnp.sum(expert_layer(config, params, x)[0].astype(jnp.float32) ** 2)
-
-        params = shapes(expert_specs(config))
-        step = gshard.jit(jax.value_and_grad(loss, (0, 1)), mesh=mesh)
-        lowered = step.lower(params, x)
-        cost = gshard.explain(jax.value_and_grad(loss, (0, 1)), params, x, mesh=mesh).cost()
+        lowered = gshard.jit(gradients(config), mesh=mesh).lower(shapes(expert_specs(config)), x)
+        cost = explained(config, x, mesh).cost()
         sent = sum(c.total_bytes for c in lowered.spmd.collectives) / 2**20
         temporaries = lowered.compile().memory_analysis().temp_size_in_bytes / 2**20
-        shares = [kept_share(config, skew) for skew in (0.0, 0.5)]
+        shares = [kept_share(config, skew, GROUPS, options.tokens) for skew in (0.0, 0.5)]
         print(
             f"{name:<26}{sent:>10.1f}{cost.seconds * 1e3:>8.2f}{temporaries:>10.0f} MiB"
             f"{shares[0]:>8.1%}{shares[1]:>14.1%}",

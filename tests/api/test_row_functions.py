@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import gshard
 from gshard.core.jax_adapter_context import context_of
 from gshard.device.jaxpr_collectives import emitted, reported
+from placed import in_every_way, mesh_of
 
 MESH = {"a": 2, "b": 4}
 
@@ -216,6 +218,45 @@ def test_exchanges_have_no_context_of_the_user() -> None:
     assert any(context_of(e).metadata for e in body.eqns if e.primitive.name == "mul")
 
 
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize(
+    "mesh, batches, as_they_lie",
+    [
+        ({"a": 4}, 1, True), ({"a": 8}, 1, True), ({"a": 2}, 1, False), ({"a": 3}, 1, False), ({"a": 4}, 2, False),
+        ({"a": 4, "b": 2}, 2, True),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_sorted_rows_are_sent_as_they_lie(mesh: dict[str, int], batches: int, as_they_lie: bool) -> None:
+    """Four sorted parts on as many devices, on more and on fewer, and batches; three calls placed differently."""
+    rng = np.random.default_rng(0)
+    size = 41
+    places = np.stack([rng.permutation(size + 7)[:40].reshape(4, 10) for _ in range(batches)])
+    places = np.sort(np.minimum(places, size), axis=2).reshape(batches, 40).astype(np.int32)
+    x = rng.normal(size=(batches, 40, 3)).astype(np.float32)
+    weights = rng.normal(size=(batches, size, 3)).astype(np.float32)
+
+    def gradient(x: Any, places: Any, parts: int) -> Any:
+        def loss(x: Any) -> Any:
+            x = gshard.split(x, {0: "b", 1: "a"} if "b" in mesh else {1: "a"})
+            put = functools.partial(gshard.put_rows, size=size, sorted_parts=parts)
+            take = functools.partial(gshard.take_rows, sorted_parts=parts)
+            sent = jax.vmap(put)(x, places)
+            back = jax.vmap(take)(jnp.sin(sent) * weights, places)
+            return jnp.sum(back**3), (sent, back)
+
+        return jax.value_and_grad(loss, has_aux=True)(x)
+
+    want = gradient(x, places, 0)
+    devices = mesh_of(order=range(math.prod(mesh.values())), **mesh)
+    f = gshard.jit(functools.partial(gradient, parts=4), mesh=devices)
+    for got in in_every_way(f, (x, places), devices):
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), got, want)
+    unsorted = gshard.jit(functools.partial(gradient, parts=0), mesh=devices)
+    sorts = [str(g.lower(x, places).spmd.jaxpr).count(" sort[") for g in (f, unsorted)]
+    assert sorts == [0 if as_they_lie else 1, 1]
+
+
 def test_features_are_split_without_communication() -> None:
     x, places, _ = case(64, 256, 2)
     found = gshard.explain(lambda x, p: gshard.put_rows(gshard.split(x, 1, 3), p, 256), x, places, mesh=3)
@@ -249,6 +290,8 @@ def test_equal_places_reach_no_memory_of_others() -> None:
         (lambda x: gshard.put_rows(x, np.zeros(6, np.float32), 8), "rows are integers"),
         (lambda x: gshard.put_rows(x, np.zeros(6, np.int32), -1), "size is the number of places"),
         (lambda x: gshard.put_rows(x, np.zeros(6, np.int32), jnp.int32(8)), "size is the number of places"),
+        (lambda x: gshard.put_rows(x, np.zeros(6, np.int32), 8, sorted_parts=4), "sorted_parts is the number"),
+        (lambda x: gshard.take_rows(x, np.zeros((6, 2), np.int32), sorted_parts=2), "sorted_parts is the number"),
         (lambda x: gshard.take_rows(x, np.zeros((2, 2, 2), np.int32)), "rows are integers"),
         (lambda x: gshard.take_rows(1.0, np.zeros(2, np.int32)), "at least one dimension"),
     ],

@@ -115,7 +115,7 @@ def test_a_plan_of_a_rewritten_program_is_read_back(name: str) -> None:
     settings = Settings(MESH)
     made = run(PLANNING, Draft(program), settings).best
     recorded = gshard.SavedPlan.of_json(gshard.SavedPlan.of(made.plan).as_json())
-    given = Settings(MESH, given=recorded.plan_of_settled)
+    given = Settings(MESH, given=recorded.plan)
     back = run(PLANNING, Draft(program), given).best.plan
     assert back.program.block is made.plan.program.block
     assert back.shardings == made.plan.shardings

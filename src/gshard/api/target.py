@@ -138,7 +138,7 @@ class Target:
 
     def _settings(self, program: Program, boundary: Boundary) -> Settings:
         given = None if self.search is False else self._searched
-        given = given if self.recorded is None else self.recorded.plan_of_settled
+        given = given if self.recorded is None else self.recorded.plan
         return Settings(
             self.mesh, self.machine, self.strict, boundary, tuple(i - len(program.captured) for i in boundary.donated),
             given, self.collective_matmul if given is None else None, self.faster, self.memory_limit,
@@ -166,7 +166,7 @@ class Target:
         options = devices, self.memory_limit, self.search, boundary, program.argument_marks, program.finite
         key = f"{options}\n{format_block(program.block)}"
         found = group.from_first(program.name, key, lambda: SavedPlan.of(searched()).as_json())
-        return SavedPlan.of_json(found).plan_of_settled(program, mesh, boundary)
+        return SavedPlan.of_json(found).plan(program, mesh, boundary)
 
     def check(self, plan: Plan, spmd: SpmdProgram) -> None:
         """Refuses what goes beyond the budget."""

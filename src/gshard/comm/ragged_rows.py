@@ -64,7 +64,9 @@ class RowRoutes(NamedTuple):
 
 
 @in_context(NO_CONTEXT)
-def routes_of(places: Any, sizes: Any, index: Any, held: int, room: int, axes: tuple[str, ...]) -> RowRoutes:
+def routes_of(
+    places: Any, sizes: Any, index: Any, held: int, room: int, axes: tuple[str, ...], *, is_sorted: bool = False
+) -> RowRoutes:
     """The routes of the rows of one device.
 
     Args:
@@ -74,6 +76,7 @@ def routes_of(places: Any, sizes: Any, index: Any, held: int, room: int, axes: t
         held: the number of places that each device holds.
         room: how many rows a device can receive at most. If numbers occur twice, others are not sent.
         axes: the axes of the ``P`` devices.
+        is_sorted: whether ``places`` increase, with rows without a place at the end.
     """
     owner = owners(places, held, sizes.shape[0])
     starts = jnp.cumsum(sizes, axis=1) - sizes
@@ -86,11 +89,12 @@ def routes_of(places: Any, sizes: Any, index: Any, held: int, room: int, axes: t
     def of_receiver(x: Any) -> Any:
         return lax.dynamic_index_in_dim(x, index, axis=1, keepdims=False)
 
-    order = jnp.argsort(owner, stable=True).astype(jnp.int32)
+    order = lax.iota(jnp.int32, places.size) if is_sorted else jnp.argsort(owner, stable=True).astype(jnp.int32)
+    local = places - owner * held
     sent = of_sender(starts), of_sender(sizes), of_sender(targets)
     received = of_receiver(targets), of_receiver(sizes), of_receiver(starts)
     arrived = jnp.full((room,), held, jnp.int32)
-    place_of_arrival = ragged_all_to_all((places - owner * held)[order], arrived, *sent, received[1], axes)
+    place_of_arrival = ragged_all_to_all(local if is_sorted else local[order], arrived, *sent, received[1], axes)
     arrival = jnp.full((held,), room, jnp.int32)
     arrival = arrival.at[place_of_arrival].set(jnp.arange(room, dtype=jnp.int32), mode="drop")
     return RowRoutes(order, *sent, *received, arrival, place_of_arrival)

@@ -117,6 +117,7 @@ class Rule:
             the same atoms. Then the combined parts of the results are the results, also if parts are infinite, or so
             large that scaling them overflows (``language.passing``). Way ``k`` has key ``-1 - k`` in a split.
         finite: the ways in which parts may also pass if the user states that they are finite (``permitting``).
+        rounded: the ways in which finite parts may pass if, besides, each of them may be rounded.
         over: for each way in ``linear`` the mesh axes to which it is limited; None for any. Ways beyond the end of this
             tuple are not limited.
         component: a number for each factor. Factors of unrelated arrays (the operands of a barrier) have different
@@ -153,6 +154,7 @@ class Rule:
     fixed: Callable[..., dict[int, tuple[str, ...]]] | None = None
     linear: tuple[Way, ...] = ()
     finite: tuple[Way, ...] = ()
+    rounded: tuple[Way, ...] = ()
     over: tuple[frozenset[str] | None, ...] = ()
     part: Callable[..., Any] | None = None
     passes: bool = False

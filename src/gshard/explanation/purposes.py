@@ -116,6 +116,8 @@ def _purpose(
         if c.cause is not None and is_transposed(c.cause.source_info):
             return "sums gradients over the batch (data parallelism)"
         return "sums partial results of products whose summed dimension is split"
+    if c.kind == "all_to_all" and c.value is None and c.cause is not None:
+        return f"sends elements to other devices inside {c.cause.name}"
     return _OTHER[c.kind]
 
 

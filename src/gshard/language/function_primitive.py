@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from jax.extend.core import Primitive
-from jax.interpreters import mlir
+from jax.interpreters import batching, mlir
 
 
 def function_primitive(
-    name: str, run: Callable[..., Any], types: Callable[..., Any], *, multiple_results: bool = False
+    name: str,
+    run: Callable[..., Any],
+    types: Callable[..., Any],
+    *,
+    multiple_results: bool = False,
+    dimension: str = "",
 ) -> Primitive:
     """A primitive for equations that gshard writes.
 
@@ -19,10 +27,36 @@ def function_primitive(
         run: ``run(*arrays, **params)`` computes the result, or the list of results.
         types: ``types(*avals, **params)`` returns the type of the result, or the list of types.
         multiple_results: whether there is a list of results.
+        dimension: the parameter that is a dimension of all operands with dimensions. If all other dimensions are
+            independent, ``jax.vmap`` keeps the equation. Without it, ``jax.vmap`` maps ``run``.
     """
     primitive = Primitive(name)
     primitive.multiple_results = multiple_results
     primitive.def_impl(run)
     primitive.def_abstract_eval(types)
     mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=multiple_results))
+    batching.primitive_batchers[primitive] = functools.partial(_mapped, primitive, run, dimension)
     return primitive
+
+
+def _mapped(
+    primitive: Primitive,
+    run: Callable[..., Any],
+    dimension: str,
+    xs: Sequence[Any],
+    dims: Sequence[Any],
+    /,
+    **params: Any,
+) -> Any:
+    """The batching rule of a primitive; the mapped dimension of the results is the first one."""
+    pairs = list(zip(xs, dims, strict=True))
+    if not dimension or any(d is not None and x.ndim == 1 for x, d in pairs):
+        results = jax.vmap(functools.partial(run, **params), tuple(dims))(*xs)
+    else:
+        size = next(x.shape[d] for x, d in pairs if d is not None)
+        moved = [
+            jnp.moveaxis(x, d, 0) if d is not None else jnp.broadcast_to(x, (size, *x.shape)) if jnp.ndim(x) else x
+            for x, d in pairs
+        ]
+        results = primitive.bind(*moved, **{**params, dimension: params[dimension] + 1})
+    return results, [0] * len(results) if primitive.multiple_results else 0

@@ -59,6 +59,7 @@ class Shard:
         mesh: the devices.
         atoms_of_loop: the atoms over which a loop of the steps is split.
         finite: whether parts of sums are finite, so that they may pass more equations (``Rule.finite``).
+        rounds: whether parts of sums may be rounded to a narrower type, each by itself (``Rule.rounded``).
         as_part: makes a part of a sum over all atoms of a value that is equal on all devices: the value on one of them,
             and zeros on the others. None if this is not possible.
     """
@@ -67,6 +68,7 @@ class Shard:
     atoms_of_loop: Callable[[int], Atoms]
     finite: bool = False
     as_part: Callable[[Any], Any] | None = None
+    rounds: bool = False
 
 
 def on_shards(jaxpr: Any, arguments: Sequence[Part], steps: Sequence[Step], shard: Shard) -> list[Part]:
@@ -159,7 +161,7 @@ def _equation(eqn: Any, step: Step, operands: Sequence[Part], shard: Shard) -> l
     rule, split, mesh = step.rule, Split(), shard.mesh
     if rule is not None:
         if shard.finite:
-            rule = rule.permitting((way, None) for way in rule.finite)
+            rule = rule.permitting((way, None) for way in (*rule.finite, *(rule.rounded if shard.rounds else ())))
         split = {f: atoms for f, loop in enumerate(step.loops) if (atoms := shard.atoms_of_loop(loop))}
         operands = _as_parts(rule, split, operands, shard)
         split.update(_passing(eqn, rule, operands))

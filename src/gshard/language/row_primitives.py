@@ -5,7 +5,8 @@
 
 ``put`` drops a row with a number out of range, and ``take`` returns zeros for it. All other numbers of a batch ``b``
 differ. So a device receives at most as many rows as it holds places, and each operator is the transpose of the other.
-``vmap`` adds the dimensions ``B``: each batch has places of its own.
+``vmap`` adds the dimensions ``B``: each batch has places of its own. With ``sorted_parts``, the numbers of each of so
+many equal parts of ``T`` increase, and ``K`` is 1.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ put_rows_p = Primitive("gshard_put_rows")
 take_rows_p = Primitive("gshard_take_rows")
 
 
-def put(x: Any, rows: Any, size: int) -> Any:
+def put(x: Any, rows: Any, size: int, sorted_parts: int = 0) -> Any:
     """Computes ``put`` of whole arrays."""
     if rows.ndim > 2:
         return jax.vmap(functools.partial(put, size=size))(x, rows)
@@ -40,7 +41,7 @@ def put(x: Any, rows: Any, size: int) -> Any:
     return read(x.reshape(-1, *x.shape[2:]), table // each if each > 1 else table)
 
 
-def take(x: Any, rows: Any) -> Any:
+def take(x: Any, rows: Any, sorted_parts: int = 0) -> Any:
     """Computes ``take`` of whole arrays."""
     if rows.ndim > 2:
         return jax.vmap(take)(x, rows)
@@ -67,29 +68,29 @@ def _tangent(primitive: Primitive, tangent: Any, x: Any, rows: Any, **params: An
 
 
 @put_rows_p.def_abstract_eval
-def _type_of_put(x: Any, rows: Any, *, size: int) -> Any:
+def _type_of_put(x: Any, rows: Any, *, size: int, sorted_parts: int) -> Any:
     return jax.core.ShapedArray((*rows.shape[:-2], size, *x.shape[rows.ndim :]), x.dtype)
 
 
 @take_rows_p.def_abstract_eval
-def _type_of_take(x: Any, rows: Any) -> Any:
+def _type_of_take(x: Any, rows: Any, *, sorted_parts: int) -> Any:
     return jax.core.ShapedArray((*rows.shape, *x.shape[rows.ndim - 1 :]), x.dtype)
 
 
-def _put_transposed(cotangent: Any, x: Any, rows: Any, *, size: int) -> list[Any]:
+def _put_transposed(cotangent: Any, x: Any, rows: Any, *, size: int, sorted_parts: int) -> list[Any]:
     if isinstance(cotangent, ad.Zero):
         return [ad.Zero(x.aval), None]
-    read_back = take_rows_p.bind(cotangent, rows)
+    read_back = take_rows_p.bind(cotangent, rows, sorted_parts=sorted_parts)
     copies = rows.ndim - 1
     if x.aval.shape[copies] != rows.shape[copies]:
         read_back = jnp.sum(read_back, axis=copies, keepdims=True)
     return [read_back, None]
 
 
-def _take_transposed(cotangent: Any, x: Any, rows: Any) -> list[Any]:
+def _take_transposed(cotangent: Any, x: Any, rows: Any, *, sorted_parts: int) -> list[Any]:
     if isinstance(cotangent, ad.Zero):
         return [ad.Zero(x.aval), None]
-    return [put_rows_p.bind(cotangent, rows, size=x.aval.shape[rows.ndim - 2]), None]
+    return [put_rows_p.bind(cotangent, rows, size=x.aval.shape[rows.ndim - 2], sorted_parts=sorted_parts), None]
 
 
 def _mapped(primitive: Primitive, operands: Sequence[Any], dims: Sequence[int | None], **params: Any) -> Any:
@@ -104,7 +105,7 @@ def _mapped(primitive: Primitive, operands: Sequence[Any], dims: Sequence[int | 
     return primitive.bind(x, rows, **params), 0
 
 
-_define(put_rows_p, put, "size")
-_define(take_rows_p, take)
+_define(put_rows_p, put, "size", "sorted_parts")
+_define(take_rows_p, take, "sorted_parts")
 ad.primitive_transposes[put_rows_p] = _put_transposed
 ad.primitive_transposes[take_rows_p] = _take_transposed

@@ -14,8 +14,8 @@ Names of arrays end in the letters of their dimensions, as in the paper: ``dispa
     P partitions
 
 In reading order: ``param`` and ``config``, ``gating`` (Algorithm 1), ``expert_choice`` and ``balance``, ``dispatch``,
-``blocks`` and ``ragged``, ``experts`` (Algorithm 2), ``attention`` and ``rotary``, ``block``, ``transformer``,
-``decoding``, ``models``.
+``blocks``, ``ragged`` and ``two_hops``, ``experts`` (Algorithm 2), ``attention`` and ``rotary``, ``block``,
+``transformer``, ``decoding``, ``models``.
 """
 
 from gshard.moe.attention import KeysValues as KeysValues

@@ -14,13 +14,13 @@ CHOICES: MappingProxyType[str, tuple[str, ...]] = MappingProxyType(
         "second_expert": ("random", "all"),
         "gates": ("softmax", "sigmoid"),
         "balance": ("loss", "bias"),
-        "dispatch": ("einsum", "gather", "blocks", "ragged", "ragged_all_to_all"),
+        "dispatch": ("einsum", "gather", "blocks", "ragged", "ragged_all_to_all", "two_hops"),
         "activation": ("relu", "swiglu"),
         "positions": ("sinusoidal", "rotary"),
     }
 )
 _SIZES = ("target_vocabulary", "model_dim", "hidden_dim", "heads", "head_dim", "decoder_layers", "partitions",
-    "top_k", "experts_every", "replicas")  # fmt: skip
+    "top_k", "experts_every", "replicas", "hosts")  # fmt: skip
 
 
 class ModelError(GShardError):
@@ -66,6 +66,8 @@ class Choices(Protocol):
     def head_dim(self) -> int: ...
     @property
     def heads(self) -> int: ...
+    @property
+    def hosts(self) -> int: ...
     @property
     def kv_heads(self) -> int | None: ...
     @property
@@ -163,6 +165,19 @@ def _check_axes(config: Choices) -> None:
         f"data_axis={config.data_axis!r}, partitions={config.partitions}, expert_axis=None",
         "Name the axis: expert_axis='expert'.",
     )
+    if config.dispatch == "two_hops":
+        require(
+            config.partitions == 1 or len(as_axes(config.expert_axis)) == 2,
+            "two hops go along two mesh axes: between hosts, and inside a host.",
+            f"dispatch='two_hops', expert_axis={config.expert_axis!r}",
+            "Name both: expert_axis=('host', 'device'), or use dispatch='ragged_all_to_all'.",
+        )
+        require(
+            config.partitions % config.hosts == 0,
+            "hosts have as many partitions of the experts as the others.",
+            f"partitions={config.partitions}, hosts={config.hosts}",
+            "Give the size of the first axis of expert_axis as hosts, and that of both as partitions.",
+        )
 
 
 def _check_positions(config: Choices) -> None:
@@ -209,7 +224,7 @@ def _check_experts(config: Choices) -> None:
         "Use dispatch='ragged', or 'ragged_all_to_all' or 'gather' with capacity_factor=math.inf, which drop nothing.",
     )
     require(
-        not config.dispatch.startswith("ragged") or config.experts % config.partitions == 0,
+        config.dispatch not in ("ragged", "ragged_all_to_all", "two_hops") or config.experts % config.partitions == 0,
         f"dispatch {config.dispatch!r} gives each partition as many experts as the others.",
         f"experts={config.experts}, partitions={config.partitions}",
         "Use a number of partitions that divides the experts, or dispatch='gather'.",

@@ -10,6 +10,7 @@ layout splits them in the same way: ``gshard.Layout(groups="x", experts="x", tok
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -35,9 +36,12 @@ from gshard.moe.gating import Gating, top_k_gating
 from gshard.moe.param import Param
 from gshard.moe.ragged import ragged_expert_layer
 from gshard.moe.sorted_rows import within_room
+from gshard.moe.two_hops import Hops
 
 # The names, for policies of ``jax.checkpoint``, of the arrays that experts receive and return.
 SENT = ("dispatched", "returned")
+# The dimensions that marks split and a layout has no rows for.
+_PLACES = ("replicas", "partitions", "hosts", "devices")
 
 
 def expert_specs(config: TransformerConfig) -> dict[str, Any]:
@@ -122,11 +126,13 @@ def expert_layer(
             key=key,
             valid_GS=valid_GS,
         )
-        if config.dispatch == "ragged_all_to_all":
+        if config.dispatch in ("ragged_all_to_all", "two_hops"):
+            any_number, replicas = config.routing == "top_k", config.replicas
             gating = within_room(
-                gating, config.partitions, config.room(B * L), valid_GS,
-                replicas=config.replicas, any_number=config.routing == "top_k",
-            )  # fmt: skip
+                gating, config.partitions, config.room(B * L), valid_GS, replicas=replicas, any_number=any_number
+            )
+            if hops := _hops(config, B * L):
+                gating = hops.within(gating, valid_GS, replicas=replicas, any_number=any_number)
     outputs_GSM = _run_experts(config, params, inputs_GSM, gating, capacity)
     outputs_BLM = outputs_GSM.astype(inputs_BLM.dtype).reshape(B, L, M)
     if config.shared_experts:
@@ -150,15 +156,12 @@ def _run_experts(
     }
     if isinstance(gating, Gating) and config.dispatch == "blocks":
         return blocks_expert_layer(gating, inputs_GSM, weights, config.activation)
-    if isinstance(gating, Gating) and config.dispatch in ("ragged", "ragged_all_to_all"):
-
-        def mark(x_PXM: jax.Array) -> jax.Array:
-            return _split(config, x_PXM, "partitions _ model")
-
+    if isinstance(gating, Gating) and config.dispatch in ("ragged", "ragged_all_to_all", "two_hops"):
+        tokens = inputs_GSM.shape[0] * inputs_GSM.shape[1]
         outputs_GSM = ragged_expert_layer(
             gating, inputs_GSM, weights, activation=config.activation, partitions=config.partitions,
-            replicas=config.replicas, room=config.room(inputs_GSM.shape[0] * inputs_GSM.shape[1]), mark=mark,
-            sends_rows=config.dispatch == "ragged_all_to_all",
+            replicas=config.replicas, room=config.room(tokens), mark=functools.partial(_split, config),
+            sends_rows=config.dispatch == "ragged_all_to_all", hops=_hops(config, tokens),
         )  # fmt: skip
         # The mark makes the sum over partitions a reduce-scatter to the groups, not an all-reduce.
         return _split(config, outputs_GSM, "groups tokens model")
@@ -177,6 +180,14 @@ def _run_experts(
     return combine_gather(gating, outputs_EGCM)
 
 
+def _hops(config: TransformerConfig, tokens: int) -> Hops | None:
+    """The sizes of two hops, for a dispatch that has them."""
+    if config.dispatch != "two_hops":
+        return None
+    devices = config.partitions // config.hosts
+    return Hops(config.hosts, devices, config.room(tokens), config.sent_on(tokens), tokens // config.replicas)
+
+
 def _is_marked(config: TransformerConfig) -> bool:
     """Whether the layer has marks, and not names of dimensions."""
     return config.partitions > 1 or config.expert_axis is not None or config.data_axis is not None
@@ -188,11 +199,14 @@ def _split(config: TransformerConfig, x: jax.Array, names: str) -> jax.Array:
     Without either it names the dimensions for a layout.
     """
     if not _is_marked(config):
-        return name(x, names.replace("replicas", "_").replace("partitions", "_"))
+        return name(x, " ".join("_" if dim in _PLACES else dim for dim in names.split()))
     if config.expert_axis is None and config.data_axis is None:
         return split(x, 0, config.partitions)
     expert, data = as_axes(config.expert_axis), as_axes(config.data_axis)
-    axes_of = {"groups": (*data, *expert), "experts": expert, "partitions": (*data, *expert), "replicas": data}
+    axes_of = {
+        "groups": (*data, *expert), "experts": expert, "partitions": (*data, *expert), "replicas": data,
+        "hosts": (*data, *expert[:1]), "devices": expert[1:],
+    }  # fmt: skip
     return shard(x, PartitionSpec(*(axes_of.get(dim) or PartitionSpec.UNCONSTRAINED for dim in names.split())))
 
 

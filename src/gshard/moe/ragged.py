@@ -3,12 +3,13 @@
     tokens ─▶ rows sorted by expert ─▶ ragged_dot, activation, ragged_dot ─▶ each token reads its rows
 
 No row is padding of an expert, whatever the loads. With P partitions each has E/P of the experts, and room for X rows:
-for all that could come, T * min(k, E/P), nothing is dropped. Rows come to partitions in one of two ways:
+for all that could come, T * min(k, E/P), nothing is dropped. Rows come to partitions in one of three ways:
 
     ragged              each device gathers all tokens and reads those of its experts. The sums over partitions are
                         reduced and scattered: T * M numbers in each direction, however many experts a token has.
     ragged_all_to_all   each device sends its tokens to the partitions of their experts, which send their rows back:
                         k * T / P * M numbers in each direction.
+    two_hops            the same in two exchanges, between hosts and inside each host (``two_hops``).
 
 R replicas are R such layers beside each other: each has T / R of the tokens, rows of its own, and all experts.
 """
@@ -27,8 +28,9 @@ from gshard.api.row_functions import put_rows, take_rows
 from gshard.moe.feed_forward import hidden
 from gshard.moe.gating import Choice, Gating
 from gshard.moe.sorted_rows import by_replica, first_rows, row_of, rows_of_experts, table_of_tokens
+from gshard.moe.two_hops import Hops
 
-Mark = Callable[[jax.Array], jax.Array]
+Mark = Callable[[jax.Array, str], jax.Array]
 
 
 class _Rows(NamedTuple):
@@ -88,8 +90,9 @@ def ragged_expert_layer(
     partitions: int,
     replicas: int = 1,
     room: int,
-    mark: Mark = lambda x: x,
+    mark: Mark = lambda x, names: x,
     sends_rows: bool,
+    hops: Hops | None = None,
 ) -> jax.Array:
     """Dispatch, experts and combine.
 
@@ -101,8 +104,10 @@ def ragged_expert_layer(
         partitions: P, the number of parts of the experts; it divides E.
         replicas: R, the number of parts of the groups that have rows of their own; it divides G.
         room: X, the rows of a partition of a replica.
-        mark: splits an array whose first dimension is R * P, the partitions of the first replica first.
+        mark: splits the dimensions of an array by their names: ``partitions`` are R * P, those of the first replica
+            first; ``hosts`` are R * N.
         sends_rows: whether rows are sent to the partitions (``ragged_all_to_all``); otherwise all tokens are gathered.
+        hops: if rows are sent in two hops, the sizes of these; the gating is ``within`` them.
 
     Returns:
         outputs_GSM in float32; the same, to rounding, as the other dispatches give without drops.
@@ -152,13 +157,19 @@ def ragged_expert_layer(
     # replicas are the major part, so that a split over the experts alone, with several batches on a device (which XLA
     # for TPU does not compile), is no sharding of it.
     experts = jax.vmap(answered)
+    names = "partitions _ model"
+    row_TK = each(lambda rows: rows.in_all(X), rows)
+    if hops is not None:
+        weight_TK = each(lambda rows: jnp.stack(rows.weight_KT, axis=1), rows)
+        inputs_PXM, received = hops.there(row_TK, weight_TK, inputs_GSM.reshape(-1, M), each, mark)
+        outputs_PXM = mark(experts(inputs_PXM, rows.sizes_PE, own), names)
+        return hops.back(outputs_PXM, received, each, mark).reshape(inputs_GSM.shape)
     if sends_rows:
-        row_TK = each(lambda rows: rows.in_all(X), rows)
-        outputs_PXM = mark(experts(mark(each(put, row_TK, inputs_GSM)), rows.sizes_PE, own))
+        outputs_PXM = mark(experts(mark(each(put, row_TK, inputs_GSM), names), rows.sizes_PE, own), names)
         return each(take, row_TK, rows, outputs_PXM).reshape(inputs_GSM.shape)
-    outputs_PXM = experts(mark(each(taken, rows, inputs_GSM)), rows.sizes_PE, own)
+    outputs_PXM = experts(mark(each(taken, rows, inputs_GSM), names), rows.sizes_PE, own)
     # Split by part, so that one sum is sent and not the rows of each choice.
-    returned_PTM = mark(each(returned, rows, outputs_PXM))
+    returned_PTM = mark(each(returned, rows, outputs_PXM), names)
     return each(lambda x_PTM: jnp.sum(x_PTM, axis=0), returned_PTM).reshape(inputs_GSM.shape)
 
 

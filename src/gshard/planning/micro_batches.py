@@ -150,7 +150,8 @@ def _with_batch(loop: Equation, jaxpr: Any, loops: FunctionLoops, leaf: int, mic
         return mesh.atoms if leaf in loops.table.leaves(loop) else ()
 
     def local(is_first: Any, *arrays: Any) -> list[Any]:
-        shard = Shard(mesh, atoms_of_loop, True, lambda x: jnp.where(is_first, x, jnp.zeros_like(x)))
+        of_first = lambda x: jnp.where(is_first, x, jnp.zeros_like(x))  # noqa: E731
+        shard = Shard(mesh, atoms_of_loop, finite=True, as_part=of_first, rounds=True)
         sum_over = dict.fromkeys(mesh.atoms, "add")
         parts = [Part(x, sum_over if is_sum else {}) for x, is_sum in zip(arrays, start_as_sums, strict=True)]
         found[:] = on_shards(jaxpr, parts, loops.steps, shard)

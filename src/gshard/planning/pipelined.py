@@ -224,7 +224,15 @@ class _Walk:
             made = {i: self._builder.fresh((*turns, *avals[i].shape), avals[i].dtype) for i, has in of_results if has}
             known |= {e.outputs[carry + i]: _Stack(schedule, 0, made.get(i), has) for i, has in of_results}
         operands = [*e.inputs[:first], *(v or x for v, x in zip(by_turn, e.inputs[first:], strict=True))]
-        equations = written(self._builder, run, operands, [*e.outputs, *made.values()], e)
+        try:
+            equations = written(self._builder, run, operands, [*e.outputs, *made.values()], e)
+        except NotImplementedError as error:
+            raise ShardingError(
+                f"an operation of a layer cannot run in all stages at once: {error}.",
+                e.line,
+                str(schedule),
+                "gshard maps a layer over the stages by jax.vmap, so each of its operations needs a batching rule.",
+            ) from error
         note = _note(e, schedule, stages, run.body.rows) if isinstance(run, PipelinedLoop) else ""
         self.fired.append(recorded(RUN_AS_PIPELINE, {e: equations}, note))
         return equations

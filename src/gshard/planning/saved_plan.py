@@ -105,29 +105,30 @@ class SavedPlan:
 
         Raises:
             ShardingError: a mark does not fit its value or the mesh.
-            PlanError, MeshError: as of ``plan_of_settled``.
-        """
-        self._check_mesh(mesh)
-        return plan_of_either(
-            settled(program, mesh).program, mesh, lambda program: self.plan_of_settled(program, mesh, boundary)
-        )
-
-    def plan_of_settled(self, program: Program, mesh: Mesh, boundary: Boundary = AS_MARKED) -> Plan:
-        """The plan for a settled program with the same text.
-
-        Raises:
             PlanError: the program is another one; the message has the first lines that differ.
             MeshError: the mesh has other axes.
         """
-        self._check_mesh(mesh)
+        if mesh.axes != self.axes:
+            raise MeshError(
+                "the plan is for another mesh.",
+                got=f"the plan's axes: {dict(self.axes)}; the mesh's: {dict(mesh.axes)}",
+                hint="Give jit the mesh that the plan was made for, or search again.",
+            )
+        program = with_schedules(program, dict(self.schedules)) or program
+        return plan_of_either(settled(program, mesh).program, mesh, lambda found: self._plan(found, mesh, boundary))
+
+    def _plan(self, program: Program, mesh: Mesh, boundary: Boundary) -> Plan:
+        """The plan for a settled program with the same text.
+
+        Raises:
+            PlanError: the program is another one.
+        """
         if program.finite != self.finite:
             raise PlanError(
                 f"the plan was made {'with' if self.finite else 'without'} finite=True.",
                 got=f"{program.name} is partitioned with finite={program.finite}",
                 hint=f"Give jit finite={self.finite}, or search again.",
             )
-        if self.schedules and (marked := with_schedules(program, dict(self.schedules))) is not None:
-            program = settled(marked, mesh).program
         text = format_block(program.block)
         if text != self.program:
             raise PlanError(
@@ -150,14 +151,6 @@ class SavedPlan:
             for numbered in (self.shared_reshards, self.leaves)
         )
         return dataclasses.replace(plan_of(program, mesh, shardings, splits, reshards, leaves, boundary), rings=rings)
-
-    def _check_mesh(self, mesh: Mesh) -> None:
-        if mesh.axes != self.axes:
-            raise MeshError(
-                "the plan is for another mesh.",
-                got=f"the plan's axes: {dict(self.axes)}; the mesh's: {dict(mesh.axes)}",
-                hint="Give jit the mesh that the plan was made for, or search again.",
-            )
 
     def as_json(self) -> str:
         """The plan as JSON text, for ``SavedPlan.of_json``."""

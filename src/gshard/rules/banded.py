@@ -187,7 +187,7 @@ def _shape(x: Any, *, band: Band, dim: int, dtype: Any) -> Any:
     return jax.core.ShapedArray((*x.shape[:dim], band.m, *x.shape[dim + 1 :]), dtype)
 
 
-banded_p = function_primitive("banded", _run, _shape)
+banded_p = function_primitive("banded", _run, _shape, dimension="dim")
 
 
 @rule("banded")

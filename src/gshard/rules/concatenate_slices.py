@@ -50,7 +50,7 @@ def _shape(*xs: Any, dimension: int, slices: Sequence[tuple[int, int]], added: b
     return jax.core.ShapedArray(tuple(length if d == dimension else n for d, n in enumerate(array.shape)), array.dtype)
 
 
-concatenate_slices_p = function_primitive("concatenate_slices", _run, _shape)
+concatenate_slices_p = function_primitive("concatenate_slices", _run, _shape, dimension="dimension")
 
 
 @rule("concatenate_slices", same_on_parts=True)

@@ -19,7 +19,7 @@ import numpy as np
 
 from gshard.comm.steps import has_infinities
 from gshard.core.memory_kinds import space
-from gshard.core.rule import Rule, RuleMaker, moves
+from gshard.core.rule import Rule, RuleMaker, Way, moves
 from gshard.language.passing import Ways, added, combined, if_finite, is_exact, sums_in_range
 from gshard.language.registry import Call, rule
 from gshard.language.traits import set_traits
@@ -58,7 +58,8 @@ def elementwise(call: Call) -> Rule:
     operands = [operand(s) for s in call.in_shapes]
     may_be_slow = _SLOW_OPERANDS.get(call.name, (0,) if call.name in _SLOW else ())
     slow = [i for i in may_be_slow if call.literal(i) is None]
-    return make.rule(operands, [dims for _ in call.out_shapes], linear=_linear(call), finite=_finite(call), slow=slow)
+    results, rounded = [dims for _ in call.out_shapes], _rounded(call)
+    return make.rule(operands, results, linear=_linear(call), finite=_finite(call), slow=slow, rounded=rounded)
 
 
 def _divide(x: np.ndarray, y: np.ndarray) -> np.ndarray | None:
@@ -144,6 +145,18 @@ def _finite(call: Call) -> Ways:
     if name == "convert_element_type":
         return if_finite(dtype, (0,)) if _represents_all(dtype, call.params["new_dtype"]) else []
     return []
+
+
+def _rounded(call: Call) -> tuple[Way, ...]:
+    """The value of ``rounded``: a conversion to fewer digits of the same range, such as float32 to bfloat16."""
+    if call.name != "convert_element_type":
+        return ()
+    dtypes = call.in_dtypes[0], call.params["new_dtype"]
+    if not all(jax.dtypes.issubdtype(dtype, np.floating) for dtype in dtypes):
+        return ()
+    old, new = map(jnp.finfo, dtypes)
+    has_range = new.nmant < old.nmant and new.maxexp >= old.maxexp and new.minexp <= old.minexp
+    return (("add", frozenset((0,))),) if has_range else ()
 
 
 def _represents_all(before: Any, after: Any) -> bool:

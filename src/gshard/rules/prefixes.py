@@ -73,7 +73,7 @@ def _shapes(*xs: Any, combination: Combination, axis: int) -> Any:
     return [jax.core.ShapedArray(x.shape, x.dtype) for x in xs]
 
 
-associative_scan_p = function_primitive("associative_scan", _run, _shapes, multiple_results=True)
+associative_scan_p = function_primitive("associative_scan", _run, _shapes, multiple_results=True, dimension="axis")
 
 
 def _before(ends: Sequence[Any], part: Any, axis: int, combine: Combination, shards: Shards) -> list[Any]:

@@ -5,8 +5,9 @@
 
 Each device sends the numbers of places, and the rows, to the devices that hold the places (``comm.ragged_rows``). So it
 sends what is routed, where a gather would send all rows to all devices. Equations with the same numbers send them once.
-The dimensions of a row are parallel. So are batches, which ``vmap`` adds: each has places of its own, on all devices of
-``a``. A device exchanges the rows of all its batches together.
+Rows that are sorted by their places are sent as they lie. The dimensions of a row are parallel. So are batches, which
+``vmap`` adds: each has places of its own, on all devices of ``a``. A device exchanges the rows of all its batches
+together.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ def put_rows(call: Call) -> Rule:
         if not rows.exchanges(shards):
             return [put(x, numbers, shards.out_shape()[len(rows.batch)])]
         routes = rows.routes(shards, numbers)
-        order = routes.order // rows.choices if each == 1 else routes.order
-        sent = jnp.take(x.reshape(-1, *x.shape[numbers.ndim :]), order, axis=0)
+        sent = x.reshape(-1, *x.shape[numbers.ndim :])
+        if not rows.are_sorted(shards, numbers):
+            sent = jnp.take(sent, routes.order // rows.choices if each == 1 else routes.order, axis=0)
         arrived = rows.moved(shards, routes.there, sent)
         return [read(arrived, routes.arrival_of_place).reshape(shards.out_shape())]
 
@@ -74,8 +76,9 @@ def take_rows(call: Call) -> Rule:
             return [take(x, numbers)]
         routes = rows.routes(shards, numbers)
         held = x.reshape(-1, *x.shape[batches + 1 :])
-        arrived = rows.moved(shards, routes.back, jnp.take(held, routes.place_of_arrival, axis=0, mode="clip"))
-        result = jnp.take(arrived, inverse(routes.order), axis=0)
+        result = rows.moved(shards, routes.back, jnp.take(held, routes.place_of_arrival, axis=0, mode="clip"))
+        if not rows.are_sorted(shards, numbers):
+            result = jnp.take(result, inverse(routes.order), axis=0)
         has_row = along(rows.in_range(shards, numbers).reshape(-1), 0, result.ndim)
         result = jnp.where(has_row, result, jnp.zeros((), result.dtype))
         return [result.reshape(*numbers.shape, *held.shape[1:])]
@@ -131,6 +134,12 @@ class _Rows:
                 found &= along(index < size, d, numbers.ndim)
         return found
 
+    def are_sorted(self, shards: Shards, numbers: Any) -> bool:
+        """Whether this device's numbers increase: they are of one sorted part of one batch."""
+        parts, of_all = shards.mesh.count(shards.atoms(self.factor[0])), self._call.params.get("sorted_parts")
+        is_one_part = of_all and not parts % of_all and not self._tokens % parts
+        return bool(is_one_part) and math.prod(numbers.shape[:-2]) == 1
+
     def routes(self, shards: Shards, numbers: Any) -> RowRoutes:
         """The routes of this device's rows; equations with the same numbers share them."""
         atoms = shards.atoms(self.factor[0])
@@ -146,9 +155,11 @@ class _Rows:
             )
             sizes = shards.all_gather(own_sizes[None], 0, atoms)
             self._noted(shards, min(places.size, room), places)
-            return routes_of(places, sizes, jax.lax.axis_index(atoms), held, room, atoms)
+            index = jax.lax.axis_index(atoms)
+            return routes_of(places, sizes, index, held, room, atoms, is_sorted=is_sorted)
 
-        return shards.once(("row routes", atoms, self._places), numbers, compute)
+        is_sorted = self.are_sorted(shards, numbers)
+        return shards.once(("row routes", atoms, self._places, is_sorted), numbers, compute)
 
     def moved(self, shards: Shards, move: Any, x: Any) -> Any:
         """The rows after an exchange, with its note."""

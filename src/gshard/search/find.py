@@ -92,7 +92,7 @@ class MeshSearch:
         self.pricing = Pricing(machine, list(donated), self.limit, better)
         self.timed = on_machine(mesh, machine)
         self._demands = [demand.sharding for _, demand, _ in demands(program, mesh)]
-        self._as_given = settled(program, self.timed).program
+        self._traced, self._as_given = program, settled(program, self.timed).program
         self.program = settled(batched(self._as_given, self.timed), self.timed).program
         self.graph: Graph | None = None
         self.presets: list[PricedPlan] = []
@@ -100,6 +100,7 @@ class MeshSearch:
         self._solved: list[Solution] = []  # solutions of ``graph``, in order
         self._priced: dict[PricedPlan, Solution] = {}
         self.always_prices = True  # the plans of solutions, even if the time is over
+        self.name = "searched"  # of these plans
         self._others_bound = math.inf  # the bound of the same mesh with its axes in other groups
         self._mesh_text = ", ".join(f"{name}={size}" for name, size in mesh.axes)
 
@@ -152,12 +153,23 @@ class MeshSearch:
         return None
 
     def _price_pipelines(self) -> None:
-        """Prices pipelines over the layers of the program by bytes, then the best of them by time."""
-        boundary, known = self.pricing.boundary(self.program), [*self._priced, *self.presets]
+        """Prices pipelines over the layers of the program by bytes, then searches for the best plan with one."""
+        boundary, known = self.pricing.boundary(self._traced), [*self._priced, *self.presets]
         by_bytes = functools.partial(self._price_preset, machine=None)
-        best = best_pipeline(self.program, self.timed, boundary, known, self.limit, by_bytes)
-        if best is not None:
-            self._price_preset(best, self.machine)
+        best = best_pipeline(self._traced, self.timed, boundary, known, self.limit, by_bytes)
+        if best is None or self.budget.is_over:
+            return
+        inner = MeshSearch(
+            best.program, self.mesh, self.machine, donated=self.pricing.donated, memory_limit=self.limit,
+            budget=self.budget,
+        )  # fmt: skip
+        inner.pricing, inner.name, inner.always_prices = self.pricing, best.name, False
+        inner.solve(EFFORT)
+        inner.price_solutions()
+        plans = [dataclasses.replace(priced, plan=best.unmarked(priced.plan)) for priced in inner.solutions]
+        alike = [known for known in self.presets if known.name == best.name]
+        others = [known for known in self.presets if known.name != best.name]
+        self.presets = [*others, min([*alike, *plans], key=lambda plan: plan.rank(self.limit))]
 
     def solve(self, effort: float = 1.0, share: float = 1.0) -> None:
         """Builds the problem and solves it: without a limit of memory, and with it if the solution exceeds it.
@@ -216,6 +228,11 @@ class MeshSearch:
         return max(free, default=0.0) if math.isinf(self._others_bound) else 0.0
 
     @property
+    def solutions(self) -> list[PricedPlan]:
+        """The plans of the solutions that are priced."""
+        return list(self._priced)
+
+    @property
     def is_solved(self) -> bool:
         """Whether the problem has a solution."""
         return bool(self._solved)
@@ -226,7 +243,7 @@ class MeshSearch:
         Args:
             shown: presets for another mesh of these devices, to list beside; None prices the presets of this mesh.
         """
-        self._price_solutions()
+        self.price_solutions()
         if shown is not None:
             self.shown = shown
         else:
@@ -251,11 +268,11 @@ class MeshSearch:
             return None
         solution = self._solved[len(self._priced)]
         with self.budget.step(f"the plan that was searched for mesh ({self._mesh_text})", always=self.always_prices):
-            found = self.pricing.add("searched", Planned(_plan(self.graph, solution, self.pricing)))
+            found = self.pricing.add(self.name, Planned(_plan(self.graph, solution, self.pricing)))
             self._priced[found] = solution
         return found
 
-    def _price_solutions(self) -> None:
+    def price_solutions(self) -> None:
         """Prices the plans of the solutions: without a limit, with it, then with lower ones until a plan fits."""
         limit = self.limit
         too_high, too_low = np.inf, 0.0

@@ -35,7 +35,7 @@ from gshard.device.cost import cost
 from gshard.device.hardware import machine_to_order
 from gshard.device.machine import Machine
 from gshard.emit.partition import partition
-from gshard.planning.batched import batched, plan_of_either
+from gshard.planning.batched import batched
 from gshard.planning.collective_matmuls import CollectiveMatmul
 from gshard.planning.propagated import Propagated
 from gshard.planning.rings import Policy, windowed
@@ -56,7 +56,7 @@ class Settings:
         strict: refuse primitives without a rule.
         boundary: constraints on arguments and results, besides marks.
         donated: arguments (counted without captured arrays) whose memory results may take.
-        given: makes the plan of a settled program, if it is saved or searched; None chooses one.
+        given: makes the plan of a traced program, if it is saved or searched; None chooses one.
         windowed: selects contractions that may run as collective matmuls; None selects none.
         faster: use collective matmuls only if they make a call faster, by the cost model.
         memory_limit: bytes that a device may hold; the machine's memory if None.
@@ -180,12 +180,9 @@ def _choose_within_limit(draft: Draft, settings: Settings) -> Draft:
 
 
 def _take_given(draft: Draft, settings: Settings) -> Draft:
-    assert draft.propagated is not None
-    given = settings.given
-    assert given is not None
-    plan = plan_of_either(
-        draft.propagated.program, settings.mesh, lambda program: given(program, settings.mesh, settings.boundary)
-    )
+    assert draft.program is not None
+    assert settings.given is not None
+    plan = settings.given(draft.program, settings.mesh, settings.boundary)
     return dataclasses.replace(draft, plans=(Planned(plan),))
 
 
@@ -235,7 +232,9 @@ def _spmd(draft: Draft) -> SpmdProgram:
     return draft.spmd
 
 
-PROPAGATE_AND_REWRITE = Stage("propagate, rewrite where split", _settle, None)  # ``planning.settled`` has the loop
+PROPAGATE_AND_REWRITE = Stage(  # ``planning.settled`` has the loop
+    "propagate, rewrite where split", _settle, None, lambda settings: settings.given is None
+)
 CHOOSE = Stage("choose", _choose, _plan, lambda settings: settings.given is None)
 BATCH = Stage("batch equal functions", _batch, None, lambda settings: settings.given is None)
 CHOOSE_WITHIN_LIMIT = Stage(

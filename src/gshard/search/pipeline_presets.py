@@ -11,7 +11,6 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator
 
-from gshard.core.fired import RUN_AS_PIPELINE
 from gshard.core.mark import atoms_of_partitions
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.pipeline_schedule import Schedule
@@ -37,7 +36,7 @@ def best_pipeline(
     """The best pipeline over the layers of a program; None if it has no loop over layers, or pipelines already.
 
     Args:
-        program: the settled program. Its marks are kept.
+        program: the traced program. Its marks are kept.
         mesh: the devices.
         boundary: constraints on arguments and results.
         known: plans without pipelines.
@@ -45,7 +44,7 @@ def best_pipeline(
         price: plans and prices a preset; None if that is impossible.
     """
     stacks = layer_stacks(program)
-    if stacks is None or any(fired.rewrite == RUN_AS_PIPELINE for fired in program.fired):
+    if stacks is None or any(e.mark is not None and e.mark.schedule is not None for e in program.block.walk()):
         return None
     costs = [plan.cost for plan in known]
     shared = min(costs, key=_work)

@@ -65,7 +65,14 @@ class Preset:
             GShardError: a mark of the preset contradicts one of the user's.
         """
         plans = plans_of(self.program, mesh, machine, boundary=boundary)
-        return tuple(dataclasses.replace(planned, plan=_marked_as(planned.plan, self.own)) for planned in plans)
+        return tuple(dataclasses.replace(planned, plan=self.unmarked(planned.plan)) for planned in plans)
+
+    def unmarked(self, plan: Plan) -> Plan:
+        """A plan without the preset's marks, except for stages of pipelines that the plan adds."""
+        stages = schedules_of(plan.program)
+        marks = tuple(plan.program.argument_marks[i] if i in stages else mark for i, mark in enumerate(self.own))
+        program = dataclasses.replace(plan.program, argument_marks=marks)
+        return dataclasses.replace(plan, program=program, gap=None, counted="")
 
 
 def marked_presets(program: Program, mesh: Mesh, boundary: Boundary = AS_MARKED) -> Iterator[Preset]:
@@ -127,14 +134,6 @@ def data_arguments(program: Program, boundary: Boundary) -> list[int]:
 
 def _state(program: Program, boundary: Boundary) -> set[int]:
     return set(boundary.donated) or {i for i, _ in program.state(range(len(program.block.inputs)))}
-
-
-def _marked_as(plan: Plan, marks: tuple[Mark | None, ...]) -> Plan:
-    """The plan for the program with other marks on its arguments, except for stages of pipelines that the plan adds."""
-    stages = schedules_of(plan.program)
-    kept = tuple(plan.program.argument_marks[i] if i in stages else mark for i, mark in enumerate(marks))
-    program = dataclasses.replace(plan.program, argument_marks=kept)
-    return dataclasses.replace(plan, program=program, gap=None, counted="")
 
 
 def _by_dimension(program: Program, mesh: Mesh, data: Sequence[int]) -> Iterator[tuple[str, dict[int, Mark | None]]]:

@@ -48,7 +48,7 @@ _BASE: dict[str, Any] = {
 _DEEP: dict[str, Any] = {"encoder_layers": 12, "decoder_layers": 12}
 
 
-PLACE = ("partitions", "expert_axis", "data_axis", "replicas")
+PLACE = ("partitions", "expert_axis", "hosts", "data_axis", "replicas")
 """The fields of a model that say over which devices it is partitioned."""
 
 
