@@ -33,7 +33,8 @@ def best_pipeline(
     limit: float,
     price: Callable[[Preset], PricedPlan | None],
 ) -> Preset | None:
-    """The best pipeline over the layers of a program; None if it has no loop over layers, or pipelines already.
+    """The best pipeline over the layers of a program; None if it has no loop over layers, or pipelines already, or if
+    no plan is known.
 
     Args:
         program: the traced program. Its marks are kept.
@@ -43,10 +44,13 @@ def best_pipeline(
         limit: bytes that a device may hold.
         price: plans and prices a preset; None if that is impossible.
     """
-    stacks = layer_stacks(program)
-    if stacks is None or any(e.mark is not None and e.mark.schedule is not None for e in program.block.walk()):
+    costs, stacks = [plan.cost for plan in known], layer_stacks(program)
+    if (
+        not costs
+        or stacks is None
+        or any(e.mark is not None and e.mark.schedule is not None for e in program.block.walk())
+    ):
         return None
-    costs = [plan.cost for plan in known]
     shared = min(costs, key=_work)
     goal = min((cost.seconds for cost in costs if cost.peak <= limit), default=math.inf)
     tried: dict[Preset, tuple[PricedPlan, Schedule]] = {}
