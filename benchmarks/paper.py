@@ -4,7 +4,7 @@ Tables of what our planner says beside what the paper says in numbers. Our times
 not measurements; where the paper gives a curve without numbers, the column is empty. Figure 9 is the exception: its
 points are read off the image (``figure9.py``).
 
-    python benchmarks/paper.py [--plot FOLDER] [table1 figure2 figure7 figure8 figure9 figure9_cpu table4]
+    python benchmarks/paper.py [--plot FOLDER] [table1 figure2 figure7 figure8 figure9 figure9_cpu table4 dense]
 
 ``figure9_cpu`` is measured: the same collectives among 2 to 16 virtual CPU devices, which share the cores, so that the
 time of each is divided by their number. `benchmarks/paper_against_xla.py` compares with XLA's own partitioner.
@@ -13,6 +13,7 @@ time of each is divided by their number. `benchmarks/paper_against_xla.py` compa
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import os
 import time
@@ -28,11 +29,12 @@ from figure9 import CORES, DISPATCH_AND_COMBINE, DISPATCHED_MIB, MICROSECONDS
 from jax.sharding import NamedSharding, PartitionSpec
 
 import gshard
+from gshard.core.pipeline_schedule import Schedule
 from gshard.device.network import seconds
 from gshard.moe.config import TABLE_1
 from gshard.moe.param import parameter_count
 from gshard.moe.transformer import param_specs
-from gshard.plan_command import PlannedModel, configured, lower, plan
+from gshard.plan_command import PlannedModel, arguments, configured, lower, plan, training_step
 
 # Table 1, billions of parameters; table 3, steps per second. Sections 5.2 and 5.3: ratios that the text names.
 PARAMETERS = {
@@ -235,7 +237,38 @@ def table4() -> tuple[tuple[str, ...], Rows]:
     ), rows
 
 
-PARTS = {f.__name__: f for f in (table1, figure2, figure7, figure8, figure9, figure9_cpu, table4)}
+# Table 3 and its footnote: T(96L) took 235.5 core years for 300,000 steps of four million tokens, on 2,048 cores, by
+# GPipe.
+T96_SECONDS = 235.5 * 365.25 * 86_400 / 2048 / 300_000
+
+
+def dense() -> tuple[tuple[str, ...], Rows]:
+    """T(96L), which the paper trained by GPipe: as pipelines from a mark, and without stages."""
+    config, machine = configured("T(96L)", "v3:32x32")
+    config = dataclasses.replace(config, partitions=1)
+    step, rows = training_step(config), list[tuple[Any, ...]]()
+    for stages, micro_batches in ((1, 1), (4, 16), (8, 32), (16, 32)):
+
+        def staged(state: Any, batch: Any, number: Any, stages: int = stages, parts: int = micro_batches) -> Any:
+            if stages > 1:
+                blocks = ["encoder/blocks", "decoder/blocks"]
+                state = gshard.pipeline(state, "stage", micro_batches=parts, paths=blocks)
+            return step(state, gshard.split(batch, 0, "data"), number)
+
+        mesh = gshard.Mesh.abstract(data=machine.size // stages, stage=stages)
+        found = gshard.explain(staged, *arguments(config, 2**15, 128), mesh=mesh, donate_argnums=0)
+        cost, pipelines = found.cost(machine), found.plan.program.pipelines
+        schedule = Schedule("stage", micro_batches)
+        rows.append((
+            f"{stages} stages, {micro_batches} micro-batches" if stages > 1 else "no stages, data parallel",
+            f"{cost.seconds:.2f}", f"{cost.flops / 1e12:.1f}", f"{cost.sent / 2**30:.1f}", f"{cost.peak / 2**30:.1f}",
+            f"{100 * schedule.bubble(stages):.0f} %", len(pipelines),
+        ))  # fmt: skip
+    rows.append(("paper, GPipe", f"{T96_SECONDS:.1f}", "", "", "", "", ""))
+    return ("T(96L) on 2,048 cores", "s a step", "TFLOP", "GiB sent", "GiB peak", "bubble", "pipelines"), rows
+
+
+PARTS = {f.__name__: f for f in (table1, figure2, figure7, figure8, figure9, figure9_cpu, table4, dense)}
 
 
 # Rows that compare others, and so are no points of a curve.
