@@ -17,6 +17,7 @@ from gshard.moe import ModelError, TransformerConfig, expert_layer, expert_specs
 from gshard.moe import loss as loss_of_model
 from gshard.moe.two_hops import Hops
 from moe import naive
+from moe.test_data_axis import assert_trees_close, value_and_gradients
 from placed import in_every_way, mesh_of
 
 # Small programs: compiling them costs more than running them.
@@ -38,19 +39,6 @@ def case(config: TransformerConfig, rows: int = 8, skew: float = 0.0, seed: int 
     x_BLM[..., 0] = np.abs(x_BLM[..., 0])
     params["wg"][0] += skew * np.linspace(1, -1, config.experts, dtype=np.float32)
     return params, x_BLM, naive.normal(seed + 2, rows, 4) > -0.8
-
-
-def value_and_gradients(config: TransformerConfig) -> Any:
-    def run(params: Any, x_BLM: Any, valid_BL: Any) -> Any:
-        direction_BLM = jnp.cos(jnp.arange(x_BLM.size, dtype=jnp.float32)).reshape(x_BLM.shape)
-        outputs, metrics = expert_layer(config, params, x_BLM, valid_BL)
-        return jnp.sum(outputs * direction_BLM) + metrics["aux_loss"], (outputs, metrics)
-
-    return jax.value_and_grad(run, argnums=(0, 1), has_aux=True)
-
-
-def assert_trees_close(left: Any, right: Any) -> None:
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), left, right)
 
 
 def of_one_device(config: TransformerConfig, arguments: Any) -> Any:

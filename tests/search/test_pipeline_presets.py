@@ -261,3 +261,10 @@ def test_paths_choose_the_stacks(step: Any) -> None:
         gshard.pipeline(params, "stage", micro_batches=4, paths="layrs")
     with pytest.raises(ShardingError, match="one dimension of layers"):
         gshard.pipeline(params, "stage", micro_batches=4, paths=["first", "layers"])
+
+
+def test_one_more_mark_keeps_the_pipeline(found: gshard.SearchResult) -> None:
+    again = found.with_mark("first", jax.P(), progress=False)
+    assert again.plan.program.pipelines == found.plan.program.pipelines
+    assert schedules_of(again.plan.program) == schedules_of(found.plan.program)
+    assert again.cost.seconds >= found.cost.seconds * 0.95

@@ -75,6 +75,12 @@ def schedules_of(program: Program) -> dict[int, Schedule]:
     return {i: mark.schedule for i, mark in marks if mark is not None and mark.schedule is not None}
 
 
+def all_schedules(program: Program) -> Iterator[Schedule]:
+    """The schedules of all marks."""
+    yield from (e.mark.schedule for e in program.block.walk() if e.mark is not None and e.mark.schedule is not None)
+    yield from schedules_of(program).values()
+
+
 def hands_on(e: Equation) -> bool:
     """Whether a loop hands arrays on from iteration to iteration that it does not only add to."""
     return any(_carried(e))

@@ -30,7 +30,7 @@ from gshard.core.pipeline_schedule import Schedule
 from gshard.core.program import Block, Constant, Equation, Program, Value
 from gshard.language.region import with_edges
 from gshard.language.traits import traits_of
-from gshard.planning.layer_stacks import entering, hands_on, layers_handed_on, schedules_of
+from gshard.planning.layer_stacks import all_schedules, entering, hands_on, layers_handed_on, schedules_of
 from gshard.planning.loop_fission import in_two, without_tables
 from gshard.planning.micro_batches import Mixed, Rows, micro_body
 from gshard.planning.pipeline_loop import PipelinedLoop
@@ -59,7 +59,7 @@ def pipelined(program: Program, mesh: Mesh) -> Program:
     """
     if any(fired.rewrite == RUN_AS_PIPELINE for fired in program.fired):
         return program
-    if not any(mesh.count(atoms_of_partitions(s.over, mesh)) > 1 for s in _schedules(program)):
+    if not any(mesh.count(atoms_of_partitions(s.over, mesh)) > 1 for s in all_schedules(program)):
         return program
     key = program.block, RUN_AS_PIPELINE, mesh, tuple(schedules_of(program).items())
     block, fired = program.decomposed.get(key, lambda: _pipelined(program, mesh))
@@ -78,16 +78,10 @@ def _pipelined(program: Program, mesh: Mesh) -> tuple[Block, tuple[Fired, ...]]:
         raise ShardingError(
             "no loop scans over the stack of layers that is marked here.",
             next(lines, ""),
-            str(next(_schedules(program))),
+            str(next(all_schedules(program))),
             "Scan over the marked stack itself, as in jax.lax.scan(layer, x, stacked), or mark it with gshard.split.",
         )
     return permitted(block, finite=program.finite), (*program.fired, *walk.fired)
-
-
-def _schedules(program: Program) -> Iterator[Schedule]:
-    """The schedules of all marks."""
-    yield from (e.mark.schedule for e in program.block.walk() if e.mark is not None and e.mark.schedule is not None)
-    yield from schedules_of(program).values()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

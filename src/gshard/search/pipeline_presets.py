@@ -17,7 +17,7 @@ from gshard.core.pipeline_schedule import Schedule
 from gshard.core.program import Program
 from gshard.core.program_boundary import Boundary
 from gshard.device.cost import Cost
-from gshard.planning.layer_stacks import LayerStacks, layer_stacks, with_schedules
+from gshard.planning.layer_stacks import LayerStacks, all_schedules, layer_stacks, with_schedules
 from gshard.search.presets import Preset, data_arguments, split_over, with_argument_marks
 from gshard.search.priced import PricedPlan
 
@@ -45,11 +45,7 @@ def best_pipeline(
         price: plans and prices a preset; None if that is impossible.
     """
     costs, stacks = [plan.cost for plan in known], layer_stacks(program)
-    if (
-        not costs
-        or stacks is None
-        or any(e.mark is not None and e.mark.schedule is not None for e in program.block.walk())
-    ):
+    if not costs or stacks is None or any(all_schedules(program)):
         return None
     shared = min(costs, key=_work)
     goal = min((cost.seconds for cost in costs if cost.peak <= limit), default=math.inf)
