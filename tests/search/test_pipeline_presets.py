@@ -189,6 +189,11 @@ def test_pipelines_for_which_the_time_is_too_short_are_listed(step: Any) -> None
     assert any("pipeline" in name for name in found.left_out)
 
 
+def test_an_empty_batch_has_no_pipeline() -> None:
+    found = searched(lambda w, x: jax.lax.scan(plain, x, w)[0], normal(8, 16, 16), normal(0, 16))
+    assert not any("pipeline" in name for name in names_of(found))
+
+
 def stacks_of(f: Any, *args: Any) -> LayerStacks | None:
     return layer_stacks(settled(gshard.trace(f, *args), gshard.Mesh.abstract(stage=4)).program)
 
@@ -242,7 +247,7 @@ def test_stages_are_not_added_to_a_marked_argument() -> None:
     assert with_schedules(marked, {0: Schedule("stage", 4)}) is None
 
 
-def test_paths_choose_the_stacks(step: Any) -> None:
+def test_paths_choose_the_stacks() -> None:
     mesh = gshard.Mesh.abstract(stage=4)
     params, x = ARGUMENTS[0][0], ARGUMENTS[1]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 from gshard.core.mark import atoms_of_partitions
 from gshard.core.mesh import Atoms, Mesh
@@ -91,22 +91,22 @@ def _estimate(shared: Cost, schedule: Schedule, stages: int) -> float:
     return _work(shared) * turns / schedule.micro_batches + shared.by_bound.get("launch", 0.0) * turns / stages
 
 
-def _splits(mesh: Mesh, layers: int) -> Iterator[tuple[int | str, Atoms]]:
+def _splits(mesh: Mesh, layers: int) -> list[tuple[int | str, Atoms]]:
     """What stages may be split over: axes, then numbers of parts, the fewest first."""
     named: dict[Atoms, int | str] = {atoms: name for name, atoms in mesh.atoms_of.items()}
     for parts in range(2, mesh.size + 1):
         if mesh.size % parts == 0:
             named.setdefault(atoms_of_partitions(parts, mesh), parts)
-    fitting = [(over, atoms) for atoms, over in named.items() if atoms and layers % mesh.count(atoms) == 0]
-    yield from fitting
+    return [(over, atoms) for atoms, over in named.items() if atoms and layers % mesh.count(atoms) == 0]
 
 
 def _micro_batches(mesh: Mesh, stages: Atoms, rows: int) -> list[int]:
     """The numbers of micro-batches to try, in order: near multiples of the stages; the other devices split each."""
     others = mesh.size // mesh.count(stages)
-    possible = [m for m in range(1, rows + 1) if rows % m == 0 and (rows % others or rows // m % others == 0)]
-    limits = [n * mesh.count(stages) for n in _PER_STAGE]
-    return sorted({max(m for m in possible if m <= limit) for limit in limits} - {1})
+    limits = [min(n * mesh.count(stages), rows) for n in _PER_STAGE]
+    numbers = range(1, max(limits) + 1)
+    possible = [m for m in numbers if rows % m == 0 and (rows % others or rows // m % others == 0)]
+    return sorted({max((m for m in possible if m <= limit), default=1) for limit in limits} - {1})
 
 
 def _preset(program: Program, mesh: Mesh, boundary: Boundary, stacks: LayerStacks, schedule: Schedule) -> Preset | None:
