@@ -13,7 +13,7 @@ from gshard.api.sending import holds_floats, nothing_to_send, precision_of
 from gshard.core.errors import ShardingError, known_names
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames
-from gshard.core.paths import component, is_below
+from gshard.core.paths import is_below, path_inside
 
 T = TypeVar("T")
 
@@ -50,7 +50,7 @@ def shard_by_path(x: T, assignments: Mapping[str, Any], *, send: Any = None) -> 
     marked, paths = [], []
     send, is_sent = precision_of(send), False
     for keys, leaf in leaves:
-        path = "/".join(map(component, keys))
+        path = path_inside(keys)
         paths.append(path)
         pattern = next((p for p in assignments if is_below(p, path)), None)
         if pattern is not None:

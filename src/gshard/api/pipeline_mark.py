@@ -21,7 +21,7 @@ from gshard.core.errors import ShardingError, known_names
 from gshard.core.jax_adapter import user_line
 from gshard.core.keywords import keywords
 from gshard.core.mark import Mark
-from gshard.core.paths import component, is_below
+from gshard.core.paths import is_below, path_inside
 from gshard.core.pipeline_schedule import Schedule
 
 T = TypeVar("T")  # an array or a pytree of arrays
@@ -102,7 +102,7 @@ def _matching(x: Any, call: str, patterns: Sequence[str] | None) -> list[tuple[s
     leaves = arrays_of(x, call)
     if patterns is None:
         return leaves
-    paths = ["/".join(map(component, keys)) for keys, _ in jax.tree_util.tree_leaves_with_path(x)]
+    paths = [path_inside(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(x)]
     for pattern in patterns:
         if not any(is_below(pattern, path) for path in paths):
             raise unused_pattern(pattern, paths)

@@ -73,7 +73,8 @@ def search(
 
     What is proven is proven in a simplified model (``found.bound``, ``found.gap``); ``found.cost`` is the full price.
 
-    Marks in the function and shardings of its arguments are kept. With enough time, the plan is never worse than what
+    Marks in the function and shardings of its arguments are kept. Pipelines over stacked layers that have no mark are
+    tried too (``gshard.pipeline``). With enough time, the plan is never worse than what
     the marks alone, data parallelism or a split state give. What there was no time for, the result lists.
 
     Ctrl-C and SIGTERM (in the main thread) end the search, which then returns the best plan so far; ``found.stopped``

@@ -35,6 +35,11 @@ def path_of(argument: str, keys: Sequence[Any]) -> str:
     return "/".join([argument, *map(component, keys)])
 
 
+def path_inside(keys: Sequence[Any]) -> str:
+    """The path of a leaf inside of its pytree."""
+    return "/".join(map(component, keys))
+
+
 def component(key: Any) -> str:
     """The component of one entry of a key path."""
     for attribute in ("key", "idx", "name"):

@@ -54,9 +54,7 @@ def _mapped(
         results = jax.vmap(functools.partial(run, **params), tuple(dims))(*xs)
     else:
         size = next(x.shape[d] for x, d in pairs if d is not None)
-        moved = [
-            jnp.moveaxis(x, d, 0) if d is not None else jnp.broadcast_to(x, (size, *x.shape)) if jnp.ndim(x) else x
-            for x, d in pairs
-        ]
-        results = primitive.bind(*moved, **{**params, dimension: params[dimension] + 1})
+        in_first = [jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0) for x, d in pairs]
+        operands = [x if jnp.ndim(x) == 0 else batch for (x, _), batch in zip(pairs, in_first, strict=True)]
+        results = primitive.bind(*operands, **{**params, dimension: params[dimension] + 1})
     return results, [0] * len(results) if primitive.multiple_results else 0

@@ -49,7 +49,13 @@ def estimated_entries(program: Program, mesh: Mesh, axes: tuple[Atoms, ...]) -> 
 
 @tabulated(16)
 def _entries(program: Program, parts: tuple[int, ...], most: int) -> float:
-    """The estimate for axes in so many parts, of which so many have any place."""
+    """Estimates the entries for some axes.
+
+    Args:
+        program: the program.
+        parts: for each axis, the number of its parts.
+        most: how many axes may have any place.
+    """
 
     def choices(places: int) -> int:
         """The number of choices. Of an axis in several parts, the first parts have one place, the others another."""

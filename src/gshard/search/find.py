@@ -8,8 +8,8 @@ returns the best plan that fits.
 
 A time budget limits all of this. The steps with the most benefit for their time come first: the marked program, so that
 there is a plan to return; the presets that people expect, planned by bytes, which is quick; then the problem; then all
-presets by time, in the order of their planning time. Data parallelism and a split state are planned by bytes however
-short the time is, if no mark splits the program.
+presets by time, in the order of their planning time; and pipelines over stacked layers. Data parallelism and a split
+state are planned by bytes however short the time is, if no mark splits the program.
 """
 
 from __future__ import annotations
@@ -145,12 +145,15 @@ class MeshSearch:
         with self.budget.step(name, always=always), contextlib.suppress(GShardError):
             plans = preset.planned(self.timed, machine, self.pricing.boundary(self.program))
             priced = self.pricing.add(preset.name, *plans)
-            alike = [known for known in self.presets if known.name == preset.name]
-            others = [known for known in self.presets if known.name != preset.name]
-            better = min([*alike, priced], key=lambda plan: plan.rank(self.limit))
-            self.presets = [*others, better]
-            return better
+            return self._kept(priced)
         return None
+
+    def _kept(self, *plans: PricedPlan) -> PricedPlan:
+        """Keeps the best plan of a preset, of these and of one that is known, and returns it."""
+        alike = [known for known in self.presets if known.name == plans[0].name]
+        best = min([*alike, *plans], key=lambda plan: plan.rank(self.limit))
+        self.presets = [*(known for known in self.presets if known not in alike), best]
+        return best
 
     def _price_pipelines(self) -> None:
         """Prices pipelines over the layers of the program by bytes, then searches for the best plan with one."""
@@ -167,9 +170,8 @@ class MeshSearch:
         inner.solve(EFFORT)
         inner.price_solutions()
         plans = [dataclasses.replace(priced, plan=best.unmarked(priced.plan)) for priced in inner.solutions]
-        alike = [known for known in self.presets if known.name == best.name]
-        others = [known for known in self.presets if known.name != best.name]
-        self.presets = [*others, min([*alike, *plans], key=lambda plan: plan.rank(self.limit))]
+        if plans:
+            self._kept(*plans)
 
     def solve(self, effort: float = 1.0, share: float = 1.0) -> None:
         """Builds the problem and solves it: without a limit of memory, and with it if the solution exceeds it.

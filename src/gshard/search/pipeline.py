@@ -91,7 +91,7 @@ class Draft:
 
     Attributes:
         program: the traced program; None if the draft begins with a plan.
-        propagated: the settled program with its propagated shardings.
+        propagated: the settled program with its propagated shardings; None if the plan is given.
         plans: the plans, the best first. Later stages work on the best.
     """
 

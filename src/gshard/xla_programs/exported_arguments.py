@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import jax
 from jax.sharding import PartitionSpec
 
-from gshard.core.paths import component, path_of
+from gshard.core.paths import path_inside, path_of
 from gshard.core.program import Value
 from gshard.core.sharding import Sharding
 from gshard.naming.dimension_metadata import DimensionNames, boxes_of, is_box, names_in
@@ -78,9 +78,7 @@ def less_split(made: PlanCompiler) -> Iterator[str]:
     """
     program, mesh = made.program, made.mesh
     results = jax.tree.unflatten(program.out_tree, range(program.out_tree.num_leaves))
-    outs = [
-        f"result {'/'.join(map(component, keys))}".strip() for keys, _ in jax.tree_util.tree_leaves_with_path(results)
-    ]
+    outs = [f"result {path_inside(keys)}".strip() for keys, _ in jax.tree_util.tree_leaves_with_path(results)]
     arrays = [
         *zip(program.names, program.block.inputs, made.come, strict=True),
         *zip(outs, program.block.outputs, made.leave, strict=False),

@@ -20,7 +20,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from gshard.core.memory_kinds import DEVICE
-from gshard.core.paths import component
+from gshard.core.paths import path_inside
 from gshard.search.as_marks import FoundMark
 from gshard.search.patch import Patch
 from gshard.xla_programs.exported_arguments import ExportedArgument
@@ -161,7 +161,7 @@ def _is_under(path: str, unsaid: Sequence[str]) -> bool:
 
 def _paths(out_shardings: Any) -> list[tuple[str, Any]]:
     found, _ = jax.tree_util.tree_flatten_with_path(out_shardings, is_leaf=_is_spec)
-    return [(f"result {'/'.join(map(component, keys))}".strip(), spec) for keys, spec in found]
+    return [(f"result {path_inside(keys)}".strip(), spec) for keys, spec in found]
 
 
 def _literal(tree: Any) -> str | None:
