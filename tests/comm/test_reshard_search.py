@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import itertools
 import random
@@ -25,6 +26,8 @@ from gshard.comm.steps import (
 from gshard.comm.tiles import can_be_exchanged, moved
 from gshard.core.mesh import Mesh
 from gshard.core.sharding import Sharding
+from gshard.device.machine import Machine
+from gshard.device.step_times import StepTimes
 from laws.test_reshard_any import shardings
 
 CUBE, SHAPE, BYTES = Mesh.abstract(a=2, b=2, c=2), (64, 64, 64), 4
@@ -113,6 +116,18 @@ def test_few_shardings_are_looked_at_on_a_mesh_of_hundreds(monkeypatch: pytest.M
     chain = plan_reshard(source, target, (64, 32, 8, 16), 4, mesh)
     assert [step.kind for step in chain] == [REDUCE_SCATTER, REDUCE_SCATTER, ALL_TO_ALL, ALL_GATHER]
     assert 0 < len(looked_at) < 200
+
+
+def test_few_shardings_are_looked_at_on_thousands_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If parts of blocks moved anywhere, the search would go through 10,000 shardings for the same chain."""
+    mesh = dataclasses.replace(Mesh.abstract(data=256, stage=8), times=StepTimes(Machine.of("v3:32x32")))
+    data, stage = mesh.atoms_of["data"], mesh.atoms_of["stage"]
+    source, target = Sharding((data[5:], (), data[:5], (), ())), Sharding(((), stage, (), (), ()))
+    looked_at = []
+    monkeypatch.setattr(reshard, "single_steps", lambda *given: looked_at.append(given) or single_steps(*given))
+    chain = plan_reshard(source, target, (8, 1024, 128, 16, 64), 4, mesh)
+    assert [step.kind for step in chain] == [ALL_SLICE, ALL_GATHER, ALL_GATHER]
+    assert 0 < len(looked_at) < 500
 
 
 def test_parts_are_gathered_along_the_outer_axis_first_and_scattered_along_it_last() -> None:

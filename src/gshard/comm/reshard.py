@@ -49,7 +49,8 @@ MESSAGE = 256
 _OUTER = 1e-9
 # Seconds added to each step, to prefer short chains among chains of equal time.
 _TIE = 1e-12
-# Two or three blocks of atoms may move anywhere. More blocks, or a single one, move only directly towards the target.
+# Two or three blocks of atoms may move anywhere. More blocks, a single one, and parts of blocks, into which a permute
+# may divide them, move only directly towards the target.
 _FEW = 3
 _WITH_REDUCE_SCATTER = frozenset({"add", "pick"})
 
@@ -182,7 +183,8 @@ def _moves(
     """The steps from a sharding that may lead to the target, each with the bytes that each device sends."""
     keep = frozenset(a for a, _ in target.unreduced)
     steps = single_steps(here, keep, blocks, shape, itemsize, mesh)
-    yield from steps if 1 < len(blocks) <= _FEW else (s for s in steps if _is_straight(s[0], target))
+    anywhere = 1 < len(blocks) <= _FEW and not _divides(here, blocks)
+    yield from steps if anywhere else (s for s in steps if _is_straight(s[0], target))
     others = list(_at_once(here, target, keep, shape, mesh))
     arranged = _arranged(here, target, mesh)
     if arranged is not None and arranged != here:
@@ -230,6 +232,17 @@ def _cut_further(
     if free:
         return Step(ALL_SLICE, atoms, here, cut, d)
     return Step(REDUCE_SCATTER, atoms, here, _without(cut, atoms), d, monoid=partial[atoms[0]])
+
+
+def _divides(sharding: Sharding, blocks: tuple[Atoms, ...]) -> bool:
+    """Whether a dimension of a sharding is split over some atoms of a block, but not over all of them in a row."""
+    for block in blocks:
+        for dim in sharding.dims if len(block) > 1 else ():
+            if not set(block).isdisjoint(dim):
+                start = dim.index(block[0]) if block[0] in dim else 0
+                if dim[start : start + len(block)] != block:
+                    return True
+    return False
 
 
 def _is_straight(step: Step, target: Sharding) -> bool:
