@@ -208,14 +208,18 @@ def _dealt(x: Any, split: int, joined: int, g: int, atoms: Atoms) -> Any:
     return jnp.moveaxis(received, 0, joined).reshape(shape)
 
 
-@tabulated(4096)
 def _lined_up(step: Step, n: int, mesh: Mesh) -> tuple[Route | None, int]:
     """The route that aligns parts before a gather (None if they are aligned), and the size of a part after it."""
     parts, group = mesh.count(step.before.dims[step.dim]), mesh.count(step.atoms)
-    have = -(-n // parts)
     if aligned(n, parts // group, group):
-        return None, have
-    joined = -(-n * group // parts)
+        return None, -(-n // parts)
+    return _aligning(n, parts, group)
+
+
+@tabulated(4096)
+def _aligning(n: int, parts: int, group: int) -> tuple[Route, int]:
+    """The result of ``_lined_up`` for parts of ``n`` elements, which are gathered in groups and are not aligned."""
+    have, joined = -(-n // parts), -(-n * group // parts)
     room = -(-joined // group)
     chunks: list[Chunk] = []
     for receiver in range(parts):

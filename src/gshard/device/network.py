@@ -298,10 +298,10 @@ def link_loads(sources: NDArray[np.intp], targets: NDArray[np.intp], machine: Ma
         back = np.where(2 * ahead > d.size, d.size - ahead, 0) if d.kind == RING else np.maximum(-ahead, 0)
         both = []
         for first, hops in ((at, forwards), ((at - back) % d.size, back)):
-            ends = np.zeros((lines, 2 * d.size + 1), np.intp)
-            np.add.at(ends, (line, first), hops > 0)
-            np.add.at(ends, (line, first + hops), -(hops > 0).astype(np.intp))
-            passed = ends.cumsum(1)
+            moving, room = hops > 0, 2 * d.size + 1
+            start = (line * room + first)[moving]
+            starts, ends = (np.bincount(x, minlength=lines * room) for x in (start, start + hops[moving]))
+            passed = (starts - ends).reshape(lines, room).cumsum(1)
             both.append((passed[:, : d.size] + passed[:, d.size : -1]).ravel())
         found.append(np.array(both))
     return found
