@@ -270,6 +270,8 @@ def windows() -> Iterator[Row]:
         ("pad, interior", ((1, 2, 2), (0, 3, 1))), ("pad, both", ((-2, -3, 1), (5, 0, 0))),
     ):  # fmt: skip
         yield row(name, lambda x, config=config: lax.pad(x, 2.5, config), X)
+    yield row("pad, of nothing", lambda x: lax.pad(x[:0], 2.5, ((3, 4, 0), (0, 2, 0))), X)
+    yield row("pad, of all that was cut off", lambda x: lax.pad(x, 2.5, ((-7, 4, 0), (0, 0, 0))), X)
     yield row("rev", lambda x: lax.rev(x, (0, 1)), X)
     yield row("concatenate", lambda x, y: lax.concatenate([x, y, x], 0), X, normal(2, 10))
     yield row("concatenate_slices, rotated", lambda x: jnp.roll(x, 3, 0), X)

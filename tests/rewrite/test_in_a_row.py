@@ -68,6 +68,17 @@ ROWS: dict[str, tuple[Callable[..., Any], list[str], int]] = {
     "padded with two": (lambda x: jnp.pad(jnp.pad(x, 1), 1, constant_values=3.0), ["pad", "pad"], 20),
     "split and joined": (lambda x: jnp.concatenate(jnp.split(x, [5, 9])[::-1])[::1], ["concatenate_slices"], 9),
     "differences": (lambda x: jnp.diff(x, axis=0, prepend=0.0), ["pad", "slice"], 1),
+    "turned by nothing, backwards": (lambda x: jax.vjp(lambda y: jnp.roll(y, (0, 0), (0, 1)), x)[1](x)[0], [], 0),
+    "turned by nothing and by one, backwards": (
+        lambda x: jax.vjp(lambda y: jnp.roll(y, (0, 1), (0, 1)), x)[1](x)[0],
+        ["concatenate_slices"],
+        0,
+    ),
+    "nothing, filled up": (
+        lambda x: jnp.concatenate([x, jnp.pad(x[2:2], ((4, 0), (0, 0)), constant_values=7.0)])[3:],
+        ["pad"],
+        34,
+    ),
     # Four rows more than with an all-to-all and two gathers, in one message less, which counts 256 bytes.
     "one row of many": (lambda x: jnp.concatenate([x, x * 2])[N + 3 : N + 4], ["slice"], 9),
 }
@@ -109,7 +120,15 @@ def test_the_same_comes_out(dim: int | None) -> None:
 
 
 def test_gradients_are_the_same() -> None:
-    chosen = "shifted", "the first replaced", "two numbers", "turned twice", "wrapped twice", "zeros around"
+    chosen = (
+        "shifted",
+        "the first replaced",
+        "two numbers",
+        "turned twice",
+        "wrapped twice",
+        "zeros around",
+        "nothing, filled up",
+    )
 
     def gradient(marked: int | None) -> Callable[..., Any]:
         def energy(f: Callable[..., Any], x: Any) -> Any:

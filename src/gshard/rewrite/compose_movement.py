@@ -266,6 +266,9 @@ class _Movement:
         array = next(s for s in operands if s.shape)
         if not added and all(p.is_all_of(axis) for p in segments):
             return self._add(x, lax.concatenate_p, {"dimension": axis}, operands, array.dtype, e, out, result)
+        if added and len(segments) == 1 and segments[0].is_all_of(axis):
+            zero = Constant(np.zeros((), array.dtype))  # a sum with zeros, in which the sign of a zero may change
+            return self._add(x, lax.add_p, {}, (array, zero), array.dtype, e, out, result)
         slices = tuple((p.start, p.end) for p in segments)
         params = {"dimension": axis, "slices": slices, "added": added}
         return self._add(x, concatenate_slices_p, params, operands, array.dtype, e, out, result)

@@ -241,7 +241,7 @@ def pad(call: Call) -> Rule:
         return halos.sent_bytes(source, call.in_dtypes[0], mesh, split, lambda d, w: w.extent)
 
     kept = [n + min(low, 0) + min(high, 0) for n, (low, high, _) in zip(source, config, strict=True)]
-    in_order = min(kept, default=0) > 0 and not any(interior for _, _, interior in config)
+    in_order = min(kept, default=0) >= 0 and not any(interior for _, _, interior in config)
     index = tuple(_padded_spans(low, high, n) for (low, high, _), n in zip(config, source, strict=True))
     return make.rule(
         [dims, []], [dims], local=local, sends=sends, linear=moves(0, 1), index=[index] if in_order else None
