@@ -18,7 +18,7 @@ import numpy as np
 
 from gshard import GShardError, moe
 from gshard_m4 import train
-from gshard_m4.config import Run, TrainConfig
+from gshard_m4.config import Run, TrainConfig, on_devices
 from gshard_m4.processes import Alone
 from gshard_m4.progress import Progress
 from gshard_m4.stopping import asked_to_stop
@@ -78,7 +78,7 @@ def main() -> int:
         if processes.several:
             processes.initialize()
             group = Together(processes, Run(Path(folder)).checkpoints)
-        model = dataclasses.replace(MODEL, partitions=len(jax.devices()))
+        model = on_devices(MODEL, len(jax.devices()), int(given.get("replicas", 1)))
         with group, asked_to_stop() as asked:
             found = train.train(
                 model, options, Run(Path(folder)), failing_batch, [batch(10**6)], resume=True, stop=asked,

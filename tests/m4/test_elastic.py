@@ -1,4 +1,4 @@
-"""A run that goes on with fewer devices computes the same numbers: groups of tokens follow the batch."""
+"""A run that goes on with fewer devices, or with replicas, computes the same numbers: groups follow the batch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import jax
 import numpy as np
 import pytest
 
+import gshard
 from gshard import moe
 from gshard_m4 import checkpoint, train
-from gshard_m4.config import ModelChoice, Run, TrainConfig
+from gshard_m4.config import ModelChoice, Run, TrainConfig, mesh_of, on_devices
 from gshard_m4.groups import groups_of, uneven
 from gshard_m4.processes import Alone
 from gshard_m4.progress import Progress
+from m4.test_together import end, losses, start
 
 B, L, V = 16, 8, 19
 MODEL = moe.TransformerConfig(
@@ -33,11 +35,11 @@ def batch(step: int, *_: int) -> dict[str, np.ndarray]:
     return {"source": ids, "target": ids[:, ::-1].copy()}
 
 
-def records(folder: Path, stages: list[tuple[int, int]], model: moe.TransformerConfig = MODEL) -> list[dict]:
-    """What each step says of a run in stages: so many devices, up to so many steps."""
-    for devices, steps in stages:
+def records(folder: Path, stages: list[tuple[int, ...]], model: moe.TransformerConfig = MODEL) -> list[dict]:
+    """What each step says of a run in stages: so many devices, up to so many steps, in so many replicas."""
+    for devices, steps, *replicas in stages:
         options = TrainConfig(steps=steps, warmup_steps=2)
-        on = dataclasses.replace(model, partitions=devices)
+        on = on_devices(model, devices, *replicas)
         shown = Progress(steps, 1, io.StringIO())
         train.train(on, options, Run(folder), batch, resume=True, show=shown)
     return [json.loads(line) for line in Run(folder).metrics.read_text().splitlines()]
@@ -46,7 +48,7 @@ def records(folder: Path, stages: list[tuple[int, int]], model: moe.TransformerC
 @pytest.mark.slow
 def test_eight_then_four_then_one_device(tmp_path: Path) -> None:
     want = records(tmp_path / "one", [(1, 9)])
-    got = records(tmp_path / "elastic", [(8, 3), (4, 6), (1, 9)])
+    got = records(tmp_path / "elastic", [(8, 3), (8, 5, 2), (4, 6), (4, 7, 4), (1, 9)])
     assert [of["step"] for of in got] == list(range(9))
     for name in ("loss", "cross_entropy", "aux_loss", "gradient_norm"):
         np.testing.assert_allclose([of[name] for of in got], [of[name] for of in want], rtol=2e-4, err_msg=name)
@@ -59,11 +61,11 @@ def test_eight_then_four_then_one_device(tmp_path: Path) -> None:
     assert of_one["dropped_share"] != of_eight["dropped_share"]
 
 
-@pytest.mark.parametrize("devices", [3, 4])
+@pytest.mark.parametrize(("devices", "replicas"), [(3, 1), (4, 1), (8, 2)])
 @pytest.mark.slow
-def test_a_new_state_is_made_where_it_stays(devices: int, tmp_path: Path) -> None:
+def test_a_new_state_is_made_where_it_stays(devices: int, replicas: int, tmp_path: Path) -> None:
     """So that the second step is the program of the first one, also where 8 experts are dealt out to 3 devices."""
-    model = dataclasses.replace(MODEL, partitions=devices)
+    model = on_devices(MODEL, devices, replicas)
     loop = train._Loop(model, TrainConfig(steps=1), Run(tmp_path), batch, [], {}, Alone(), None)
     state = loop._start(resume=False)
     lowered = loop.compiled.lower(state, batch(0))
@@ -74,6 +76,36 @@ def test_a_new_state_is_made_where_it_stays(devices: int, tmp_path: Path) -> Non
     assert all(to.sharding.is_equivalent_to(of, len(to.shape)) for of, to in zip(given, back, strict=True))
     alone = jax.tree.leaves(train.initial_state(MODEL, 0))
     assert all(map(np.array_equal, jax.tree.leaves(state), alone)), "the parameters of any number of devices"
+
+
+def test_replicas_divide_the_devices() -> None:
+    assert mesh_of(on_devices(MODEL, 8, 8)) == {"data": 8}
+    assert on_devices(on_devices(MODEL, 8, 2), 1) == MODEL, "a model of replicas is used on one device"
+    with pytest.raises(moe.ModelError, match=r"8 devices, 3 replicas(.|\n)*divisor"):
+        on_devices(MODEL, 8, 3)
+    with pytest.raises(moe.ModelError, match="without experts has no replicas"):
+        on_devices(dataclasses.replace(MODEL, experts=0, groups=None), 8, 2)
+
+
+def test_each_replica_sends_its_own_tokens_to_its_experts() -> None:
+    """All-to-alls among the devices of a replica; the gradients of the experts are summed over the replicas."""
+    model = on_devices(MODEL, 8, 2)
+    mesh = gshard.Mesh.abstract(**mesh_of(model))
+    state = jax.eval_shape(lambda: train.initial_state(model, 0))
+    found = gshard.explain(train.make_step(model, TrainConfig(steps=1)), state, batch(0), mesh=mesh)
+    assert {row.axes for row in found.collectives if row.kind == "all_to_all"} == {"expert"}
+    assert "data" in {row.axes for row in found.collectives if row.kind in ("all_reduce", "reduce_scatter")}
+    experts = [row for row in found.tensors if row.is_argument and "expert" in str(row.sharding)]
+    assert experts
+    assert all("data" not in str(row.sharding) for row in experts if "params" in row.name)
+
+
+@pytest.mark.slow
+def test_each_process_may_be_a_replica(tmp_path: Path) -> None:
+    (one,) = start(tmp_path / "one", 4, 1)
+    pair = start(tmp_path / "two", 4, 2, {rank: ["replicas=2"] for rank in range(2)})
+    assert [end(process)[0] for process in (one, *pair)] == [0, 0, 0]
+    np.testing.assert_allclose(losses(tmp_path / "two"), losses(tmp_path / "one"), rtol=2e-4)
 
 
 def saved(folder: Path, model: dict) -> None:

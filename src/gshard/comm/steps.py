@@ -211,9 +211,7 @@ def _dealt(x: Any, split: int, joined: int, g: int, atoms: Atoms) -> Any:
 def _lined_up(step: Step, n: int, mesh: Mesh) -> tuple[Route | None, int]:
     """The route that aligns parts before a gather (None if they are aligned), and the size of a part after it."""
     parts, group = mesh.count(step.before.dims[step.dim]), mesh.count(step.atoms)
-    if aligned(n, parts // group, group):
-        return None, -(-n // parts)
-    return _aligning(n, parts, group)
+    return (None, -(-n // parts)) if aligned(n, parts // group, group) else _aligning(n, parts, group)
 
 
 @tabulated(4096)

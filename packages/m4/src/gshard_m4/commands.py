@@ -61,6 +61,8 @@ class Train:
         devices: devices to partition the model over. By default all accelerators; without any, the processor as one
             device for each process, and 8 with --plan. A larger number takes virtual devices of the processor, which
             share its cores.
+        replicas: parts into which the devices are divided. Each part has all experts and its share of the batch, and
+            tokens move to experts inside of a part only. For more devices than experts, or several machines.
         resume: go on from the newest sound checkpoint of the run.
         start_from: begin with the parameters of this run's newest sound checkpoint (fine-tuning). The model is that
             run's; its vocabularies are needed: gshard-m4 prepare --vocabularies keeps them for other text.
@@ -77,6 +79,7 @@ class Train:
     data: Path = DATA
     run: Path = RUN
     devices: int | None = None
+    replicas: int = 1
     resume: bool = False
     start_from: Annotated[Path | None, tyro.conf.arg(name="from")] = None
     languages: tuple[str, ...] = ()
@@ -110,7 +113,7 @@ class Train:
 
     def _plan(self) -> int:
         text = self._text()
-        model = model_for(self.model, text, self.devices or _PLANNED, self.train)
+        model = model_for(self.model, text, self.devices or _PLANNED, self.train, replicas=self.replicas)
         print(describe_model(model))
         print(plan_summary(model, self.train, text.batch(0)))
         return 0
@@ -138,7 +141,8 @@ class Train:
             say = print if group.first else lambda line: None
             begin = None if self.start_from is None else Start.of(self.start_from, self.model, text)
             choice = self.model if begin is None else begin.choice
-            model = model_for(choice, text, devices, self.train, say, None if begin is None else begin.model)
+            like = None if begin is None else begin.model
+            model = model_for(choice, text, devices, self.train, say, like, self.replicas)
             run = Run(self.run)
             if group.first:
                 print(describe_model(model), flush=True)

@@ -52,6 +52,52 @@ PLACE = ("partitions", "expert_axis", "hosts", "data_axis", "replicas")
 """The fields of a model that say over which devices it is partitioned."""
 
 
+def on_devices(model: moe.TransformerConfig, devices: int, replicas: int = 1) -> moe.TransformerConfig:
+    """The same model on some devices.
+
+    Args:
+        model: the model.
+        devices: all devices.
+        replicas: the parts into which the devices are divided. Each part has all experts and its share of the batch.
+
+    Raises:
+        gshard.moe.ModelError: the devices do not divide into so many replicas, or the model has no experts.
+
+    >>> model = on_devices(moe.TransformerConfig(9, 9, experts=4, group_size=None, groups=8), 8, replicas=2)
+    >>> model.partitions, mesh_of(model), mesh_of(on_devices(model, 4))
+    (4, {'data': 2, 'expert': 4}, 4)
+    """
+    if replicas < 1 or devices % replicas:
+        raise moe.ModelError(
+            "the devices cannot be divided into so many replicas of the experts.",
+            got=f"{devices} devices, {replicas} replicas",
+            hint="Give --replicas a divisor of the number of devices.",
+        )
+    if replicas > 1 and not model.experts:
+        raise moe.ModelError(
+            "a model without experts has no replicas of them: all devices split its batch as it is.",
+            got=f"--replicas {replicas}",
+            hint="Leave out --replicas.",
+        )
+    partitions = devices // replicas
+    data, expert = ("data" if replicas > 1 else None), ("expert" if min(partitions, replicas) > 1 else None)
+    return dataclasses.replace(
+        model, partitions=partitions, replicas=replicas, hosts=1, data_axis=data, expert_axis=expert
+    )
+
+
+def mesh_of(model: moe.TransformerConfig) -> int | dict[str, int]:
+    """The devices of a model: their number, or the sizes of the axes if it has replicas."""
+    if model.replicas == 1:
+        return model.partitions
+    return {"data": model.replicas} | ({"expert": model.partitions} if model.partitions > 1 else {})
+
+
+def devices_of(model: moe.TransformerConfig) -> int:
+    """The number of a model's devices."""
+    return model.partitions * model.replicas
+
+
 def _paper_name(name: str) -> str:
     """``MoE(2048E, 36L)`` -> ``paper-moe-2048e-36l``."""
     return "paper-" + name.lower().replace("(", "-").replace(", ", "-").rstrip(")")

@@ -29,6 +29,7 @@ import numpy as np
 
 import gshard
 from gshard import moe
+from gshard_m4.config import on_devices
 from gshard_m4.errors import OptionError
 
 PAD, EOS, UNK = 0, 1, 2
@@ -101,7 +102,7 @@ def make_decode(config: moe.TransformerConfig, options: DecodeConfig, devices: i
         options: beam size, normalisation, number of translations and longest length.
         devices: more than one partitions the search over them, as the marks of the MoE layers ask.
     """
-    config = dataclasses.replace(config, partitions=devices)
+    config = on_devices(config, devices)
 
     def run(params: Any, source_BL: jax.Array) -> Decoded:
         return search(config, params, source_BL, options)

@@ -21,7 +21,7 @@ import tyro
 
 from gshard import moe
 from gshard_m4 import runs
-from gshard_m4.config import ModelChoice, Run, TrainConfig
+from gshard_m4.config import ModelChoice, Run, TrainConfig, on_devices
 from gshard_m4.decode import DecodeConfig
 from gshard_m4.devices import check_devices
 from gshard_m4.evaluate_command import Evaluate
@@ -103,7 +103,7 @@ class Demo:
             print(plan_summary(model, self.train, text.batch(0)))
         if virtual and model.partitions > 1:
             print("\nno accelerators here: training takes the processor as one device, which computes the same numbers")
-            model = dataclasses.replace(model, partitions=1)
+            model = on_devices(model, 1)
         options = self.train
         if self.minutes and options.steps > LEAST:
             print("\nmeasuring how long a step takes here ...", flush=True)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import tyro
 
 from gshard_m4 import by_class, evaluate, evaluation_files, near_copies, runs, score
-from gshard_m4.config import Run
+from gshard_m4.config import Run, on_devices
 from gshard_m4.corpus.pair import Pair
 from gshard_m4.decode import DecodeConfig
 from gshard_m4.devices import check_devices, tell_uneven_experts
@@ -80,7 +80,7 @@ class Evaluate:
         if not tests:
             raise CommandError("there is nothing to score.", where=str(corpus), hint="Ask with --test new.")
         others = {name: self._baseline(open_text(corpus), name, tests) for name in self.baselines}
-        model = dataclasses.replace(translator.model, partitions=1)
+        model = on_devices(translator.model, 1)
         held_out = compile_step(make_evaluation(model), 1, donate=False)
         folder = self.output or run.directory / "evaluation"
         for held in tests:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from gshard import moe
 from gshard_m4 import devices as of_devices
-from gshard_m4.config import ModelChoice, TrainConfig
+from gshard_m4.config import ModelChoice, TrainConfig, devices_of, on_devices
 from gshard_m4.text import PreparedText
 
 _TOKENS = 1024  # of a group, where a batch has more than eight of them; as in the paper
@@ -43,6 +43,7 @@ def model_for(
     options: TrainConfig,
     say: Callable[[str], None] = print,
     like: moe.TransformerConfig | None = None,
+    replicas: int = 1,
 ) -> moe.TransformerConfig:
     """The model that is trained on a corpus; what does not divide among the devices is told.
 
@@ -53,19 +54,22 @@ def model_for(
         options: how it is trained.
         say: takes a line for each thing that does not divide.
         like: a model to take instead of the preset; the choice changes its dropout and its groups only.
+        replicas: parts of the devices that have all experts each.
 
     Raises:
-        gshard.moe.ModelError: the choice makes no sense, or the groups do not divide the tokens of a batch.
+        gshard.moe.ModelError: the choice makes no sense, or the groups do not divide the tokens of a batch, or not
+            among the replicas.
     """
     batch = text.batch(0)
     (rows, source), target = batch["source"].shape, batch["target"].shape[1]
     given = groups_of((rows, source, target), options.accumulate)
     if like is None:
-        model = choice.transformer(text.source_vocabulary, text.target_vocabulary, devices, given)
+        model = choice.transformer(text.source_vocabulary, text.target_vocabulary, groups=given)
     else:
         groups = (choice.groups or given) if like.experts else None
         dropout = like.dropout if choice.dropout is None else choice.dropout
-        model = dataclasses.replace(like, partitions=devices, groups=groups, group_size=None, dropout=dropout)
+        model = dataclasses.replace(like, groups=groups, group_size=None, dropout=dropout)
+    model = on_devices(model, devices, replicas)
     if model.experts:
         for length in (source, target):
             model.capacity(model.tokens_of_a_group(rows // options.accumulate * length))
@@ -83,9 +87,9 @@ def uneven(model: moe.TransformerConfig) -> list[str]:
     """
     if not model.experts:
         return []
-    groups = model.groups or model.partitions
+    devices = devices_of(model)
+    groups = model.groups or devices
     return [
-        line
-        for count, what in ((model.experts, "experts"), (groups, "groups of tokens"))
-        for line in of_devices.uneven(count, what, model.partitions)
+        *of_devices.uneven(model.experts, "experts", model.partitions),
+        *of_devices.uneven(groups, "groups of tokens", devices),
     ]

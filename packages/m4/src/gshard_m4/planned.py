@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,7 +14,7 @@ import numpy as np
 import gshard
 from gshard import moe
 from gshard_m4 import checkpoint, runs
-from gshard_m4.config import TrainConfig
+from gshard_m4.config import TrainConfig, devices_of, mesh_of, on_devices
 from gshard_m4.step import compile_step, initial_state, make_step
 from gshard_m4.text import DATA, PreparedText
 
@@ -34,7 +33,7 @@ def newest_step() -> tuple[Callable[..., Any], Any, Any]:
     run = runs.chosen(None)
     meta = checkpoint.described(run.checkpoints, checkpoint.steps(run.checkpoints)[-1])
     model, options = moe.TransformerConfig(**meta["model"]), TrainConfig(**meta["train"])
-    model = dataclasses.replace(model, partitions=max(model.partitions, _PARTS))
+    model = on_devices(model, max(devices_of(model), _PARTS))
     text = PreparedText.load(runs.corpus_of(run, None, DATA))
     state = jax.eval_shape(lambda: initial_state(model, options.seed))
     batch = {name: jax.ShapeDtypeStruct(ids.shape, ids.dtype) for name, ids in text.batch(0).items()}
@@ -44,18 +43,21 @@ def newest_step() -> tuple[Callable[..., Any], Any, Any]:
 def describe_model(model: moe.TransformerConfig) -> str:
     """One line: layers, experts, sizes, number of weights."""
     weights = moe.parameter_count(moe.param_specs(model))
+    devices = devices_of(model)
+    copies = f", {model.replicas} replicas of the experts" if model.replicas > 1 else ""
     kind = f"{model.experts} experts in every other layer" if model.experts else "no experts"
     return (
         f"model: {model.encoder_layers} + {model.decoder_layers} layers of {model.model_dim}, {kind}, hidden layers of "
-        f"{model.hidden_dim}; {weights / 1e6:.1f} million weights; on {model.partitions} "
-        f"device{'' if model.partitions == 1 else 's'}"
+        f"{model.hidden_dim}; {weights / 1e6:.1f} million weights; on {devices} "
+        f"device{'' if devices == 1 else 's'}{copies}"
     )
 
 
 def plan_summary(model: moe.TransformerConfig, options: TrainConfig, batch: Mapping[str, np.ndarray]) -> str:
     """How the training step is partitioned: what is split, what the devices send, what each one holds."""
     state = jax.eval_shape(lambda: initial_state(model, options.seed))
-    mesh = gshard.Mesh.abstract(devices=model.partitions)  # it needs no devices to be planned
+    axes = mesh_of(model)
+    mesh = gshard.Mesh.abstract(**(axes if isinstance(axes, dict) else {"devices": axes}))  # without any devices
     step = compile_step(make_step(model, options), mesh, memory_limit=options.memory_limit, search=options.search)
     found = gshard.explain(step, state, dict(batch))
     split = [row for row in found.tensors if row.is_argument and row.why]
@@ -63,7 +65,7 @@ def plan_summary(model: moe.TransformerConfig, options: TrainConfig, batch: Mapp
     whole, local = found.argument_bytes
     by = f"by {'a search that keeps ' if options.search else ''}the marks of its {model.moe_layers} MoE layers"
     lines = [
-        f"\nthe training step, written for one device, on {model.partitions} devices "
+        f"\nthe training step, written for one device, on {devices_of(model)} devices "
         f"({found.equations} operations, partitioned {by}):",
         f"  each device holds {_mib(local)} of the {_mib(whole)} of state and batch; split over the devices are:",
     ]

@@ -15,6 +15,7 @@ import tyro
 
 from gshard import moe
 from gshard_m4 import lines, runs
+from gshard_m4.config import on_devices
 from gshard_m4.corpus import parallel
 from gshard_m4.corpus.pair import Pair
 from gshard_m4.decode import EOS, PAD, DecodeConfig
@@ -87,7 +88,7 @@ def nats(translator: Translator, pairs: Sequence[Pair], batch: int = 32) -> tupl
         batch: pairs that are scored together.
     """
     text, room = translator.text, translator.text.length - 1
-    model = dataclasses.replace(translator.model, partitions=1).dropless()
+    model = on_devices(translator.model, 1).dropless()
 
     @jax.jit
     def of_batch(params: dict, source_BL: jax.Array, target_BT: jax.Array) -> jax.Array:

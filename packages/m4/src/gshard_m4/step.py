@@ -132,7 +132,7 @@ def make_evaluation(model: moe.TransformerConfig) -> Callable[[Any, Batch], tupl
 
 def compile_step(
     step: Callable[..., Any],
-    mesh: int | gshard.Mesh,
+    mesh: int | Mapping[str, int] | gshard.Mesh,
     *,
     donate: bool = True,
     memory_limit: str | None = None,
@@ -142,7 +142,8 @@ def compile_step(
 
     Args:
         step: a function of a state and a batch, written for one device.
-        mesh: the number of devices, the first there are; more than one partitions the step. Or a mesh.
+        mesh: the number of devices, the first there are; more than one partitions the step. Or the sizes of its axes,
+            or a mesh.
         donate: whether the new state may take the memory of the old one.
         memory_limit: what a device may hold, such as ``"14GiB"``; what does not fit is recomputed.
         search: whether a plan is searched, instead of following from the marks alone.

@@ -17,7 +17,6 @@ at a time whether there are as many or not, and rows do not see each other.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections import deque
 from collections.abc import Callable, Hashable
@@ -28,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gshard import moe
+from gshard_m4.config import on_devices
 from gshard_m4.decode import PAD, Beam, DecodeConfig, begin_beam, extend_beam, make_decode, make_scorer, unfinished
 
 _AT_ONCE = 4
@@ -84,7 +84,7 @@ def _programs(
     config: moe.TransformerConfig, options: DecodeConfig, batch: int, width: int
 ) -> tuple[Callable[..., Pool], Callable[..., Pool], Callable[..., tuple[Pool, jax.Array]]]:
     """Makes an empty pool; admits some sources; goes on for some steps."""
-    config = dataclasses.replace(config, partitions=1).dropless()
+    config = on_devices(config, 1).dropless()
     T = options.longest(width)
 
     def empty(params: Any) -> Pool:

@@ -20,7 +20,7 @@ import numpy as np
 
 from gshard import moe
 from gshard_m4 import checkpoint
-from gshard_m4.config import PLACE, Run, TrainConfig
+from gshard_m4.config import PLACE, Run, TrainConfig, devices_of, mesh_of
 from gshard_m4.errors import NotFiniteError as NotFiniteError
 from gshard_m4.errors import TrainError as TrainError
 from gshard_m4.lock import locked
@@ -82,7 +82,7 @@ def train(
     """Trains a model and saves it.
 
     Args:
-        model: the model; it is trained on ``model.partitions`` devices.
+        model: the model; it is trained on the devices of ``mesh_of(model)``.
         options: length, learning rate and so on.
         run: where checkpoints and metrics go.
         batch: step -> the batch of that step, always the same; B and L are those of every step. Where several
@@ -128,10 +128,10 @@ class _Loop:
         self.described = {"model": dataclasses.asdict(model), "train": dataclasses.asdict(options), **meta}
         self.group = group
         self.compiled: Any = compile_step(
-            make_step(model, options), model.partitions, memory_limit=options.memory_limit, search=options.search
+            make_step(model, options), mesh_of(model), memory_limit=options.memory_limit, search=options.search
         )
         self.take = group.runs(self.compiled)
-        self.evaluate = group.runs(compile_step(make_evaluation(model), model.partitions, donate=False))
+        self.evaluate = group.runs(compile_step(make_evaluation(model), mesh_of(model), donate=False))
         self.held_out = held_out
         self.measured: dict[int, float] = {}
 
@@ -166,7 +166,7 @@ class _Loop:
                 taken = self._checked(group.batch(self.batch, step), step)
                 group.at(step, "first step" if step == first else "step")
                 if step == first:
-                    bar.note(f"compiling the training step for {_devices(self.model.partitions)} ...")
+                    bar.note(f"compiling the training step for {_devices(devices_of(self.model))} ...")
                 before = int(state["skipped"])
                 state, metrics = self.take(state, taken)
                 values = {name: float(value) for name, value in metrics.items()}
@@ -271,7 +271,7 @@ class _Loop:
         A state that lies elsewhere would come back from the first step otherwise than it was given, where a dimension
         does not divide among the devices, and the second step would be compiled again.
         """
-        if self.model.partitions == 1:
+        if devices_of(self.model) == 1:
             return like
         leaves, tree = jax.tree.flatten(like)
         batch = self.group.batch(self.batch, 0)  # of which a process then draws its own rows only
