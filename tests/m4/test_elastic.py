@@ -83,7 +83,7 @@ def test_replicas_divide_the_devices() -> None:
     assert on_devices(on_devices(MODEL, 8, 2), 1) == MODEL, "a model of replicas is used on one device"
     with pytest.raises(moe.ModelError, match=r"8 devices, 3 replicas(.|\n)*divisor"):
         on_devices(MODEL, 8, 3)
-    with pytest.raises(moe.ModelError, match="without experts has no replicas"):
+    with pytest.raises(moe.ModelError, match="has no experts to replicate"):
         on_devices(dataclasses.replace(MODEL, experts=0, groups=None), 8, 2)
 
 

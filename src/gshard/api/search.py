@@ -73,9 +73,9 @@ def search(
 
     What is proven is proven in a simplified model (``found.bound``, ``found.gap``); ``found.cost`` is the full price.
 
-    Marks in the function and shardings of its arguments are kept. Pipelines over stacked layers that have no mark are
-    tried too (``gshard.pipeline``). With enough time, the plan is never worse than what
-    the marks alone, data parallelism or a split state give. What there was no time for, the result lists.
+    Marks in the function and shardings of its arguments are kept. gshard also tries pipelines over stacked layers that
+    have no mark (``gshard.pipeline``). With enough time, the plan is never worse than what the marks alone, data
+    parallelism or a split state give. What there was no time for, the result lists.
 
     Ctrl-C and SIGTERM (in the main thread) end the search, which then returns the best plan so far; ``found.stopped``
     has the signal. Where nothing was found yet they act as they do without a search.

@@ -75,7 +75,7 @@ def on_devices(model: moe.TransformerConfig, devices: int, replicas: int = 1) ->
         )
     if replicas > 1 and not model.experts:
         raise moe.ModelError(
-            "a model without experts has no replicas of them: all devices split its batch as it is.",
+            "this model has no experts to replicate. Its batch is already split over all devices.",
             got=f"--replicas {replicas}",
             hint="Leave out --replicas.",
         )
