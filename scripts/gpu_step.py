@@ -1,6 +1,6 @@
 """The training step on one accelerator: numbers against CPU, time and memory under ``gshard.jit`` and ``jax.jit``.
 
-Each function is a part of ``scripts/gpu.py`` or of ``scripts/gpu_figure6.py``. Speed is measured as programs are run,
+Each function is a part of ``scripts/gpu.py`` or of ``scripts/gpu_scaling.py``. Speed is measured as programs are run,
 with JAX's default precision of products (TF32 for float32 on a GPU; the models here compute in bfloat16); numbers are
 compared at the highest. On one device ``gshard.jit`` has a mesh of one device and a layout that names the dimensions
 of the MoE layers, so that its whole way is taken: marks, plan, per-device program.

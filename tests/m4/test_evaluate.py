@@ -261,17 +261,3 @@ def test_figure(tmp_path: Path) -> None:
         assert drawn == (tmp_path / "again.svg").read_text(), "the same results give the same file"
         assert ("BLEU above bilingual" in drawn) == bool(deltas)
         assert drawn.index("l00") < drawn.index("l20") < drawn.index("l39")
-
-
-def test_the_trend_over_languages(tmp_path: Path) -> None:
-    figure = pytest.importorskip("gshard_m4.figure", reason="matplotlib (the extra plot) is not installed")
-    examples = [Pair(f"l{n:02}", "x", f"open the new file {n}") for n in range(30)]
-    pairs = {e.language: 10_000 // (n + 1) for n, e in enumerate(examples)}
-    results = evaluate.measure("model", examples, [e.english for e in examples], pairs)
-    series = {name: (results, {f"l{n:02}": sign * n for n in range(30)}) for name, sign in (("8", 0.1), ("32", 0.2))}
-    for name in ("one.svg", "other.svg"):
-        figure.trend(tmp_path / name, series, "chrF++ above the dense model", "known English")
-    drawn = (tmp_path / "one.svg").read_text()
-    assert drawn == (tmp_path / "other.svg").read_text(), "the same results give the same file"
-    for part in ("chrF++ above the dense model", "known English", "32 (mean of 6 languages)"):
-        assert part in drawn

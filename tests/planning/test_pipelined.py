@@ -301,6 +301,36 @@ def test_stacks_in_rounds_stay_where_they_are() -> None:
     assert all(row.local_bytes * 4 == row.bytes for row in found.tensors if row.name.startswith("w["))
 
 
+def of_separate(layers: Any, rounds: int, x: Any) -> Any:
+    """Weights of separate layers in bfloat16, their gradients are as wide; stacked in the program."""
+    stacked = jax.tree.map(lambda *w: jnp.stack(w), *layers)
+    stacked = gshard.pipeline(stacked, "stage", micro_batches=4, rounds=rounds)
+    return (jax.lax.scan(jax.checkpoint(lambda x, w: (jnp.tanh(x @ w["a"]) @ w["b"], None)), x, stacked)[0] ** 2).mean()
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_separate_layers_move_once_each_way(rounds: int) -> None:
+    shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    layers = [{"a": shape((512, 1024)), "b": shape((1024, 512))}] * 8
+    found = gshard.explain(
+        lambda w, x: jax.value_and_grad(of_separate)(w, rounds, x), layers, shape((64, 512)),
+        mesh=Mesh.abstract(stage=4), donate_argnums=0,
+    )  # fmt: skip
+    moved = [c for c in found.spmd.collectives if c.shape.endswith(("1024,512]", "512,1024]", "256,512]", "128,1024]"))]
+    whole = 8 * 2 * 512 * 1024 * 2
+    assert {(c.kind, c.shape[:4]) for c in moved} == {("all_to_all", "bf16")}
+    assert sum(c.total_bytes for c in moved) == 2 * 3 / 4 * whole / 4  # a quarter of it is at home already
+    assert all(row.local_bytes * 4 == row.bytes for row in found.tensors if row.name.startswith("w["))
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_numbers_of_separate_layers(rounds: int) -> None:
+    layers = [{"a": W["a"][i], "b": W["b"][i]} for i in range(8)]
+    function = functools.partial(jax.value_and_grad(of_separate), rounds=rounds, x=X)
+    want = jax.jit(function)(layers)
+    check_calls(lambda w: function(w), want, layers, mesh=mesh_of(stage=4, other=2))
+
+
 def test_under_vmap_also_of_weights() -> None:
     """The dimension that vmap adds is no batch if micro-batches do not divide it, and layers are no first dimension."""
     loss = lambda w, x: (jax.lax.scan(plain, x, gshard.pipeline(w, "stage", micro_batches=4))[0] ** 2).mean()  # noqa: E731

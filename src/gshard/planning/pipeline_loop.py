@@ -81,11 +81,8 @@ class PipelinedLoop:
         results = [self._leaving(i, operands[consts + i], flow, sums) for i in range(carry)]
         stacked = iter(made)
         for i, (rows, aval) in enumerate(zip(self.body.outputs[carry:], self._out_avals[carry:], strict=True)):
-            results.append(
-                self.layout.by_layer(
-                    sums[carry + i] if rows is None else self.layout.from_turns(next(stacked), rows)
-                ).astype(aval.dtype)
-            )
+            by_stage = sums[carry + i] if rows is None else self.layout.from_turns(next(stacked), rows)
+            results.append(self.layout.by_layer(by_stage.astype(aval.dtype)))  # what moves between stages is narrow
         return [*results, *made]
 
     @property

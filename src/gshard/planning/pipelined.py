@@ -36,6 +36,7 @@ from gshard.planning.micro_batches import Mixed, Rows, micro_body
 from gshard.planning.pipeline_loop import PipelinedLoop
 from gshard.planning.stage_layout import StageLayout
 from gshard.planning.stage_loop import StageLoop
+from gshard.rewrite.cse import common_key
 from gshard.rewrite.dce import without_dead_code
 from gshard.rewrite.driver import recorded
 from gshard.rewrite.equation_graph import written
@@ -145,7 +146,7 @@ class _Walk:
             known |= _handed_on(new, known)
         if not is_changed:
             return block
-        equations, outputs = self._without_open_marks(equations, block.outputs)
+        equations, outputs = self._without_open_marks(*_merged(equations, block.outputs))
         return Block(block.inputs, tuple(without_dead_code(equations, outputs)), outputs)
 
     def _without_open_marks(
@@ -230,6 +231,30 @@ class _Walk:
         note = _note(e, schedule, stages, run.body.rows) if isinstance(run, PipelinedLoop) else ""
         self.fired.append(recorded(RUN_AS_PIPELINE, {e: equations}, note))
         return equations
+
+
+def _merged(
+    equations: Sequence[Equation], outputs: Sequence[Value | Constant]
+) -> tuple[list[Equation], tuple[Value | Constant, ...]]:
+    """The equations, with one in place of several equal ones.
+
+    The loop of a derivative reads the weights that the forward loop reads. Both arrange them by stages, which moves a
+    stack in several rounds: once, not twice.
+    """
+    renamed, known, kept = dict[Any, Any](), dict[Any, Equation](), list[Equation]()
+    for e in equations:
+        inputs = tuple(renamed.get(x, x) for x in e.inputs)
+        new = e if inputs == e.inputs else dataclasses.replace(e, inputs=inputs)
+        new = with_edges(new) if new is not e and new.blocks else new
+        key = None if new.blocks else common_key(new.primitive, new.params, inputs, new.context)
+        if new.mark is not None:
+            key = new.mark, inputs
+        first = new if key is None else known.setdefault(key, new)
+        if first is new:
+            kept.append(new)
+        else:
+            renamed |= zip(new.outputs, first.outputs, strict=True)
+    return kept, tuple(renamed.get(v, v) for v in outputs)
 
 
 def _loop(e: Equation, layout: StageLayout, rows: Sequence[Rows | None]) -> PipelinedLoop:

@@ -17,7 +17,7 @@ from gshard_m4.config import Run
 from gshard_m4.errors import CheckpointError
 
 RUNS = Path("runs")
-_DEEP = ("*/checkpoints", "*/*/checkpoints")  # runs/demo, runs/figure6/dense
+_DEEP = ("*/checkpoints", "*/*/checkpoints")  # runs/demo, runs/scaling-cpu/depth-8e-4l-seed-0
 
 
 def found(folder: Path = RUNS) -> list[Path]:

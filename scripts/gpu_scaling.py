@@ -1,19 +1,18 @@
 """On one GPU: how fast dense and MoE models train, and whether more experts translate better, in slices that resume.
 
     gshard-m4 prepare --tier base --output data/base
-    python scripts/gpu_figure6.py --data data/base --machine "one H200"     # again until it ends with 0
-    python scripts/gpu_figure6.py --dry-run                                 # on CPU, tiny; pages stay in --output
+    python scripts/gpu_scaling.py --data data/base --machine "one H200"     # again until it ends with 0
+    python scripts/gpu_scaling.py --dry-run                                 # on CPU, tiny; pages stay in --output
 
 First the throughput table, docs/gpu_throughput.md: tokens a second of a training step (``gpu_step``) of dense and MoE
 models, with ``einsum``, ``gather`` and the dispatches that drop nothing, under ``gshard.jit`` and ``jax.jit``. Then
-``scripts/figure6.py`` with the size ``gpu`` and steps for at least 100 million target tokens a model, which writes
-docs/results.md. Both go on where they were; the exit code is 75 while there is more to do, and 2 where there is no GPU.
+``scripts/scaling.py`` with the size ``gpu``, which trains each model on at least 100 million target tokens and writes
+docs/results.md. Both resume; the exit code is 75 while there is more to do, and 2 where there is no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import shlex
 import subprocess
@@ -23,18 +22,15 @@ from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
-from figure6 import SIZES
 from gpu import DISPATCHES, environment, missing
 from gpu_page import failed, machine_of, of_kind, put, steps
 from resumable import AGAIN, ROOT, SOURCES, Part, State, run
 
-TARGET_TOKENS = 100e6  # of each model
-FILLED = 0.45  # of a batch, what are target tokens and not padding: 0.47 in docs/results.md
-SHORTEST = 5.0  # minutes that a slice of figure6.py needs
+SHORTEST = 5.0  # minutes that a slice of scaling.py needs
 
 HEAD = """# Throughput on a GPU
 
-<!-- Written by scripts/gpu_figure6.py from what it measured: change that, not this. -->
+<!-- Written by scripts/gpu_scaling.py from what it measured: change that, not this. -->
 
 {what} Models are presets of `gshard-m4 train`, in bfloat16, with vocabularies of 32,000 words; tokens are random ids.
 """
@@ -62,18 +58,12 @@ def page(state: State, again: str, mode: str) -> str:
     return "\n".join(filter(None, sections))
 
 
-def steps_for(size: str) -> int:
-    """Steps in which a model of a size of figure6.py sees enough target tokens, in whole thousands."""
-    chosen = SIZES[size]
-    return max(chosen.steps, math.ceil(TARGET_TOKENS / (FILLED * chosen.tokens) / 1000) * 1000)
-
-
-def figure6(data: Path, output: Path, mode: str, machine: str, minutes: float) -> list[str]:
-    """The command line that goes on with the comparison of models."""
+def scaling(data: Path, output: Path, mode: str, machine: str, minutes: float) -> list[str]:
+    """The command line that continues the comparison of models."""
     size = "gpu" if mode == "gpu" else "smallest"
-    line = [sys.executable, str(ROOT / "scripts" / "figure6.py"), "--data", str(data), "--size", size]
-    line += ["--runs", str(output / f"figure6-{size}"), "--machine", machine, "--slice-minutes", f"{minutes:.2f}"]
-    line += ["--steps", str(steps_for(size))] if mode == "gpu" else ["--page", str(output / "results.md")]
+    line = [sys.executable, str(ROOT / "scripts" / "scaling.py"), "--data", str(data), "--size", size]
+    line += ["--runs", str(output / f"scaling-{size}"), "--machine", machine, "--minutes", f"{minutes:.2f}"]
+    line += [] if mode == "gpu" else ["--page", str(output / "results.md")]
     return line
 
 
@@ -84,23 +74,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--data", type=Path, help="folder that gshard-m4 prepare made; without it only the throughput table"
     )
     parser.add_argument("--minutes", type=float, default=9, help="of a slice")
-    parser.add_argument("--output", type=Path, help="of state and models; runs/gpu-figure6, with -dry-run, by default")
+    parser.add_argument("--output", type=Path, help="of state and models; runs/gpu-scaling, with -dry-run, by default")
     parser.add_argument("--machine", default="one GPU", help="in words, for the page of results")
     parser.add_argument("--retry", action="store_true", help="measure what has failed again")
     parser.add_argument("--dry-run", action="store_const", dest="mode", const="dry-run", default="gpu")
     given = parser.parse_args(arguments)
     if given.data is not None and given.minutes <= SHORTEST:
-        parser.error(f"figure6.py needs slices of more than {SHORTEST:g} minutes")
+        parser.error(f"scaling.py needs slices of more than {SHORTEST:g} minutes")
 
     begin, mode = time.monotonic(), given.mode
-    output = given.output or Path("runs") / ("gpu-figure6" if mode == "gpu" else "gpu-figure6-dry-run")
+    output = given.output or Path("runs") / ("gpu-scaling" if mode == "gpu" else "gpu-scaling-dry-run")
     where = (ROOT / "docs" if mode == "gpu" else output) / "gpu_throughput.md"
     state = State(output / "state.json", {"mode": mode, "jax": metadata.version("jax")})
     if state.found("machine") is None and (lacks := missing(mode)):
         print(f"{lacks}. --dry-run shows on CPU that the script works.", file=sys.stderr)
         return 2
     data = [] if given.data is None else ["--data", given.data.name if given.data.is_absolute() else str(given.data)]
-    again = shlex.join(["python", "scripts/gpu_figure6.py", *data, *(["--dry-run"] if mode == "dry-run" else [])])
+    again = shlex.join(["python", "scripts/gpu_scaling.py", *data, *(["--dry-run"] if mode == "dry-run" else [])])
 
     def write() -> None:
         put(where, page(state, again, mode))
@@ -115,12 +105,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if left < SHORTEST:
         return AGAIN
-    line = figure6(given.data, output, mode, given.machine, left)
-    return subprocess.run(line, env=_of_figure6(mode)).returncode
+    line = scaling(given.data, output, mode, given.machine, left)
+    return subprocess.run(line, env=_of_scaling(mode)).returncode
 
 
-def _of_figure6(mode: str) -> dict[str, str]:
-    """The environment of figure6.py, whose models train on the first device that there is."""
+def _of_scaling(mode: str) -> dict[str, str]:
+    """The environment of scaling.py, whose models train on the first device that there is."""
     path = os.pathsep.join(filter(None, [*map(str, SOURCES), os.environ.get("PYTHONPATH", "")]))
     return {**os.environ, **environment(mode), "PYTHONPATH": path}
 
