@@ -89,6 +89,30 @@ def searched(f: Any, *args: Any, mesh: Any = None, machine: Machine | None = Non
     return gshard.search(f, *args, mesh=mesh, machine=machine, progress=False, **options)
 
 
+def test_rounds_are_tried_and_run(step: Any) -> None:
+    """Few rows, so that the bubble is large, and slow products."""
+    machine = Machine.of("h100:4x1", 4)
+    network = tuple(dataclasses.replace(d, bandwidth=d.bandwidth / 1000, latency=1e-9) for d in machine.network)
+    flops = {dtype: flops / 1e5 for dtype, flops in machine.flops.items()}
+    machine = dataclasses.replace(machine, network=network, launch=1e-9, flops=flops)
+    arguments = ARGUMENTS[0], ARGUMENTS[1][:8], ARGUMENTS[2][:8]
+    found = gshard.search(
+        gshard.jit(step.__wrapped__, mesh={"stage": 4}, donate_argnums=0), *arguments, machine=machine, progress=False
+    )
+    assert found.best.chosen.name == "pipeline over stage, 8 micro-batches"
+    (other,) = [other for other in found.best.others if "2 rounds" in other.name]
+    of_rounds, of_one = other.cost.by_bound, found.cost.by_bound
+    assert of_rounds["compute"] < 0.9 * of_one["compute"]  # 19 turns of one layer instead of 11 of two
+    assert of_rounds["network"] > of_one["network"]  # the weights move to their stages
+    run = gshard.jit(step.__wrapped__, mesh=found.mesh, plan=other.plan, donate_argnums=0)
+    state, expected = (jax.tree.map(jnp.asarray, arguments[0]) for _ in range(2))
+    for _ in range(3):
+        state, value = run(state, *arguments[1:])
+        expected, expected_value = step(expected, *arguments[1:])
+        np.testing.assert_allclose(value, expected_value, rtol=1e-5)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), state, expected)
+
+
 def test_a_pipeline_is_found_and_runs(step: Any, found: gshard.SearchResult, tmp_path: Path) -> None:
     assert found.best.chosen.name.startswith("pipeline over ")
     others = [

@@ -70,6 +70,17 @@ def test_changes_that_would_be_lost_are_refused(name: str) -> None:
     assert expected.get(name, "o.opt_state" if "some" in name else "model.layer.bias") in str(e.value)
 
 
+def test_a_copy_may_change() -> None:
+    def dropped(model: Model, x: Any) -> Any:
+        return nnx.clone(model).dropout(x)
+
+    model = Model()
+    want = jax.jit(dropped)(model, X)
+    run = gshard.jit(dropped, mesh=8)
+    for _ in range(3):
+        np.testing.assert_array_equal(run(model, X), want)
+
+
 def evaluated(model: Model) -> Model:
     model.eval()
     return model

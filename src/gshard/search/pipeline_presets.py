@@ -23,6 +23,7 @@ from gshard.search.priced import PricedPlan
 
 _SPLITS = 4  # ways to split the stages that are planned
 _PER_STAGE = 1, 2, 4, 8  # micro-batches for each stage
+_ROUNDS = 2  # of the best pipeline, tried beside one round
 
 
 def best_pipeline(
@@ -70,6 +71,13 @@ def best_pipeline(
         if seconds < so_far:
             try_one(schedule)
     if (first := best()) is not None:
+        priced, schedule = tried[first]
+        stages = mesh.count(atoms_of_partitions(schedule.over, mesh))
+        in_rounds = dataclasses.replace(schedule, rounds=_ROUNDS)
+        is_possible = stacks.layers % (_ROUNDS * stages) == 0 and schedule.micro_batches >= stages
+        if is_possible and _estimate(shared, in_rounds, stages) < priced.cost.seconds:
+            try_one(in_rounds)
+        first = best() or first
         try_one(dataclasses.replace(tried[first][1], zero_bubble=True))
     return best()
 
@@ -87,8 +95,9 @@ def _estimate(shared: Cost, schedule: Schedule, stages: int) -> float:
         schedule: the schedule.
         stages: their number.
     """
-    turns = schedule.turns(stages)
-    return _work(shared) * turns / schedule.micro_batches + shared.by_bound.get("launch", 0.0) * turns / stages
+    turns, rounds = schedule.turns(stages), schedule.rounds
+    launches = shared.by_bound.get("launch", 0.0) * turns / (stages * rounds)
+    return _work(shared) * turns / (schedule.micro_batches * rounds) + launches
 
 
 def _splits(mesh: Mesh, layers: int) -> list[tuple[int | str, Atoms]]:
@@ -123,7 +132,8 @@ def _preset(program: Program, mesh: Mesh, boundary: Boundary, stacks: LayerStack
     of_data = {i: split_over(program.block.inputs[i], 0, others, mesh) for i in data}
     marked = with_argument_marks(marked, {i: mark for i, mark in of_data.items() if mark is not None})
     over = schedule.over if isinstance(schedule.over, str) else f"{schedule.over} parts"
+    rounds = f", {schedule.rounds} rounds" if schedule.rounds > 1 else ""
     zero_bubble = ", zero bubble" if schedule.zero_bubble else ""
     beside = ", batch over the rest" if others else ""
-    name = f"pipeline over {over}, {schedule.micro_batches} micro-batches{zero_bubble}{beside}"
+    name = f"pipeline over {over}, {schedule.micro_batches} micro-batches{rounds}{zero_bubble}{beside}"
     return Preset(name, marked, program.argument_marks)

@@ -116,5 +116,6 @@ def _lost(f: Callable[..., Any], name: str, names: Sequence[str]) -> ArgumentErr
         line,
         f"changed: {', '.join(names[:3])}{more}",
         "Jit it with flax.nnx.jit and call it inside of gshard.instead_of_jit(mesh=...), or return what it changes "
-        "(nnx.state(model)) and update the object outside.",
+        "(nnx.state(model)) and update the object outside. If nothing needs the changes, change a copy "
+        "(nnx.clone(model)).",
     )
