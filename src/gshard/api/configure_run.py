@@ -243,7 +243,7 @@ class ConfigureRun:
         quiet = _Quiet(None, since=budget.progress.since, name=text, whole=self.budget.progress)
         own = dataclasses.replace(budget, progress=quiet, left_out=[])
         if candidate.run is None:
-            meant = SearchTask(candidate.searched, task.meshes, task.machine, int(task.limit), None, None, False)
+            meant = SearchTask(candidate.searched, task.meshes, False, task.machine, int(task.limit), None, None, False)
             candidate.run = SearchRun(meant, own)
         try:
             yield candidate.run, own

@@ -7,7 +7,14 @@ from typing import Any, Literal, overload
 
 from gshard.api.call_errors import clear_call_errors
 from gshard.api.jitted import Jitted
-from gshard.api.search_run import OfFramework, SearchRun, SearchTask, meshes_to_try, searched_of
+from gshard.api.search_run import (
+    OfFramework,
+    SearchRun,
+    SearchTask,
+    is_number_of_devices,
+    meshes_to_try,
+    searched_of,
+)
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames
@@ -86,7 +93,7 @@ def search(
             returned it, the options that it was jitted with count.
         args, kwargs: its arguments: arrays or ``jax.ShapeDtypeStruct``, and values for static ones.
         mesh: as for ``jit``, or an abstract mesh of any size, or a list of ``Mesh`` of one size to choose from; a
-            number of devices tries all shapes with up to two axes.
+            number of devices tries all shapes with up to two axes, and shapes of three near the best of them.
         machine: what the devices are, such as ``"h100:4x8"``; by default what the mesh's devices are.
         memory_limit: bytes that a device may hold, or text such as ``"14GiB"``; by default the machine's memory.
         budget_seconds: how long the whole search may take, tracing, all meshes, presets and prices included. It takes
@@ -157,7 +164,10 @@ def search(
         )
     mesh = searched.mesh if mesh is None else mesh
     limit = None if memory_limit is None else bytes_of(memory_limit)
-    task = SearchTask(searched, list(meshes_to_try(mesh)), machine, limit, on_better, budget_seconds, progress)
+    task = SearchTask(
+        searched, list(meshes_to_try(mesh)), is_number_of_devices(mesh), machine, limit, on_better, budget_seconds,
+        progress,
+    )  # fmt: skip
     if compile_best is not None:  # before the search, which takes long
         devices_on(task.meshes[0], task.machine_on(task.meshes[0]))
     with stoppable() as stop:

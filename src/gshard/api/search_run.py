@@ -32,13 +32,16 @@ from gshard.explanation.found import SearchResult
 from gshard.search.best import Best
 from gshard.search.find import MeshSearch
 from gshard.search.layouts import Namable
-from gshard.search.meshes import meshes
+from gshard.search.meshes import NAMES, cut_in_two, meshes
 from gshard.search.priced import PricedPlan
 from gshard.search.stopping import Stop
 from gshard.search.time_budget import TimeBudget
 
 FINISHED = 3  # of the meshes that are tried, the most promising ones, whose plans are priced
 EFFORT = 0.1  # of the solver, for each of many meshes
+_CUT = 2  # meshes of two axes that are cut in three, the most promising ones
+_NEARLY = 1.02  # ratio of their times in the model beyond which the second one is not cut
+_AGAIN = 3  # searches on the best mesh of three axes, each near the plan of the one before, while plans become faster
 _SOLVING = 0.7  # of the time, what the problems of several meshes may take; pricing takes the rest
 
 
@@ -126,10 +129,20 @@ def searched_of(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SearchTask:
-    """What is searched: a function for its arguments, on meshes of one machine."""
+    """What is searched: a function for its arguments, on meshes of one machine.
+
+    Attributes:
+        searched: the function.
+        meshes: the meshes.
+        any_shape: whether meshes of three axes are tried as well, near the best plans on these meshes.
+        machine: the machine; None for the devices of the mesh.
+        limit: bytes that a device may hold; the machine's memory if None.
+        on_better, budget_seconds, progress: as of ``gshard.search``.
+    """
 
     searched: Searched
     meshes: Sequence[Mesh]
+    any_shape: bool
     machine: str | Machine | None
     limit: int | None
     on_better: Callable[[PricedPlan], None] | None
@@ -183,7 +196,7 @@ class SearchRun:
         problems = budget.part(_SOLVING) if several else budget
         for i, mesh in enumerate(task.meshes):
             if self.begun and problems.is_over:
-                budget.left_out.append(f"mesh ({', '.join(f'{name}={size}' for name, size in mesh.axes)})")
+                budget.left_out.append(f"mesh ({_axes_of(mesh)})")
                 continue
             # A problem that is cut is lost: better some of them whole than a part of each.
             one = self.begin(mesh, problems.part(1 / 2) if i + 1 < meshes else problems)
@@ -192,9 +205,43 @@ class SearchRun:
                 one.price_expected()
             one.solve(1.0 if meshes <= FINISHED else EFFORT, 1 / (meshes - i))
             one.budget = budget
+        if task.any_shape:
+            self._cut_axes(problems)
         for one in sorted(self.begun, key=lambda one: one.rank)[:FINISHED]:
             self.finished.append(one)
             one.finish(tuple(self.finished[0].presets) if len(self.finished) > 1 else None)
+
+    def _cut_axes(self, budget: TimeBudget) -> None:
+        """Searches on meshes of three axes, near the best plans on meshes of two."""
+        solved = [one for one in self.begun if one.is_solved and len(one.mesh.axes) == len(NAMES) - 1]
+        coarse = sorted(solved, key=lambda one: one.rank)[:_CUT]
+        coarse = [one for one in coarse if one.rank <= (*coarse[0].rank[:2], _NEARLY * coarse[0].rank[2])]
+        meshes = {mesh: one for one in reversed(coarse) for mesh in cut_in_two(one.mesh)}
+        tried = [self._near(one, mesh, budget.part(1 / 2)) for mesh, one in meshes.items()]
+        finer = [one for one in tried if one is not None]
+        for _ in range(_AGAIN if finer else 0):
+            best = min(finer, key=lambda one: one.rank)
+            again = self._near(best, best.mesh, budget.part(1 / 2))
+            if again is None or again.rank >= best.rank:
+                break
+            finer = [again]
+            del self.begun[best]
+
+    def _near(self, one: MeshSearch, mesh: Mesh, budget: TimeBudget) -> MeshSearch | None:
+        """Searches on a mesh near the plan of another search; None if there is no result."""
+        if budget.is_over:
+            budget.left_out.append(f"mesh ({_axes_of(mesh)})")
+            return None
+        near = one.near_its_plan(mesh)
+        if near is None:
+            return None
+        near.budget = budget
+        near.solve(EFFORT)
+        near.budget = self.budget
+        if not near.is_solved:
+            return None
+        self.begun[near] = self.begun[one]
+        return near
 
     def begin(self, mesh: Mesh, budget: TimeBudget) -> MeshSearch:
         """Traces the function for a mesh, and begins the search there."""
@@ -240,9 +287,18 @@ def _namable(made: Jitted, lowered: Lowered, args: tuple[Any, ...], kwargs: dict
     return Namable(program, paths_of_arguments(program, lowered.in_tree), under, place_of_definition(made), jaxpr)
 
 
+def _axes_of(mesh: Mesh) -> str:
+    return ", ".join(f"{name}={size}" for name, size in mesh.axes)
+
+
+def is_number_of_devices(mesh: Any) -> bool:
+    """Whether ``mesh`` is a number of devices, whose shape is searched too."""
+    return isinstance(mesh, int | np.integer) and not isinstance(mesh, bool)
+
+
 def meshes_to_try(mesh: Any) -> Iterable[Mesh]:
-    """The meshes to try."""
-    if isinstance(mesh, int | np.integer) and not isinstance(mesh, bool):
+    """The meshes to try first."""
+    if is_number_of_devices(mesh):
         return meshes(int(mesh))
     if isinstance(mesh, list | tuple) and mesh and all(isinstance(one, Mesh) for one in mesh):
         if len({one.size for one in mesh}) > 1:

@@ -14,7 +14,7 @@ import numpy as np
 
 from gshard.core.manual_axes import axes_without, manual_axes
 from gshard.core.mark import Demand
-from gshard.core.plan import local_bytes
+from gshard.core.plan import Plan, local_bytes
 from gshard.core.program import Equation, Program, Value, itemsize
 from gshard.core.program_boundary import Boundary
 from gshard.core.rule import Rule
@@ -24,7 +24,7 @@ from gshard.language.region import REGIONS
 from gshard.planning.demands import demands
 from gshard.planning.interned import Interned
 from gshard.planning.io_shardings import as_returned
-from gshard.planning.nearby import changes
+from gshard.planning.nearby import NEAR_PLAN, changes
 from gshard.planning.objective import Objective
 from gshard.planning.propagated import Propagated
 from gshard.planning.room import Room
@@ -62,7 +62,14 @@ class ChoiceTables:
         interned: the states and tables so far.
     """
 
-    def __init__(self, program: Program, objective: Objective, propagated: Propagated | None, boundary: Boundary):
+    def __init__(
+        self,
+        program: Program,
+        objective: Objective,
+        propagated: Propagated | None,
+        boundary: Boundary,
+        near: Plan | None = None,
+    ):
         self.program = program
         self.objective = objective
         # All objectives of one mesh have one list of splits: it does not depend on the times of steps.
@@ -90,7 +97,8 @@ class ChoiceTables:
         alone = {*finished, *body_inputs, *marked_unreduced}
         self.groups = sharding_groups_of(program, alone, finished, marked_unreduced, fused=objective.fuses)
         self._kinds = kinds_of(program, propagated)
-        self._changes = changes(program, self.mesh, objective.axes)
+        self._near = near
+        self._changes = changes(program, self.mesh, objective.axes) if near is None else NEAR_PLAN
         self.is_limited = self._changes is not None
         self._suggested: dict[Value, dict[Sharding, None]] = {}
         self._free_groups: set[int] = set()
@@ -122,7 +130,8 @@ class ChoiceTables:
         suggested = tuple(s for v in values for s in self._suggested.get(v, ()))
         is_input = values[0] in self.inputs
         marked_group = group if demands else -1
-        key = self._group_kinds[group], monoids, is_input, suggested, marked_group, self._manual.of_any(values)
+        manual, near = self._manual.of_any(values), self._near_shardings(values)
+        key = self._group_kinds[group], monoids, is_input, suggested, marked_group, manual, near
         return self.interned.states(key, lambda: self._allowed(values, monoids, suggested, demands))
 
     def _allowed(
@@ -130,6 +139,8 @@ class ChoiceTables:
     ) -> Sequence[Sharding]:
         v, propagated = values[0], self.propagated
         found = self._over_whole_axes(values, monoids, even=v in self.inputs)
+        if (near := self._near_shardings(values)) is not None:
+            found = tuple(dict.fromkeys((*near, *found)))
         if propagated is not None and v in self.inputs:
             allowed = (s for s in found if propagated.allow(v, s))
             return tuple(dict.fromkeys((propagated.shardings[v], *allowed)))
@@ -147,7 +158,14 @@ class ChoiceTables:
         """Shardings over whole axes of values of one group, without the axes that are manual for any of that group."""
         barred = self._manual.of_any(self.groups.members[self.groups.of[values[0]]])
         axes = axes_without(self.objective.axes, barred)
-        return group_shardings(values, self.propagated, self.mesh, axes, monoids, even=even, changes=self._changes)
+        near = self._near_shardings(values)
+        return group_shardings(
+            values, self.propagated, self.mesh, axes, monoids, even=even, near=near, changes=self._changes
+        )
+
+    def _near_shardings(self, values: Sequence[Value]) -> tuple[Sharding, ...] | None:
+        """The shardings near which others are compared; None if that does not depend on a plan."""
+        return None if self._near is None else tuple(dict.fromkeys(self._near.shardings[v] for v in values))
 
     def read_states(self, v: Value) -> tuple[tuple[Sharding, ...], object]:
         """The shardings of a shared reshard of a value, and a key that is equal for equal values."""
@@ -202,13 +220,17 @@ class ChoiceTables:
         passing = frozenset(key for key in sums if self._may_pass(e, *rule.linear[-1 - key]))
         barred = self._manual.at(e)
         kinds = () if self.propagated is None else kinds_at(e, self._kinds)
-        key = rule, component, passing, kinds, barred
+        near_split = None
+        if self._near is not None:
+            split = self._near.splits.get(e, {})
+            near_split = tuple((f, atoms) for f, atoms in split.items() if f in component.factors and atoms)
+        key = rule, component, passing, kinds, barred, near_split
         if key not in self._splits:
             arrays = () if self.propagated is None else propagated_arrays(e, self.propagated)
             axes = axes_without(self.objective.axes, barred)
             pinned = tuple(self._manual.pinned(e).items())
             self._splits[key] = component_splits(
-                rule, component, passing, arrays, self.mesh, axes, barred, pinned, self._changes
+                rule, component, passing, arrays, self.mesh, axes, barred, pinned, near_split, self._changes
             )
         return self._splits[key]
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from gshard.core.plan import local_bytes
+from gshard.core.plan import Plan, local_bytes
 from gshard.core.program import Edge, Equation, Program, Value
 from gshard.core.program_boundary import AS_MARKED, Boundary
 from gshard.core.sharding import Sharding
@@ -34,6 +34,7 @@ def graph_of(
     *,
     propagated: Propagated | None = None,
     boundary: Boundary = AS_MARKED,
+    near: Plan | None = None,
 ) -> Graph:
     """Builds the planning problem of a program.
 
@@ -44,11 +45,12 @@ def graph_of(
             call, keep them. If None, the planner chooses these shardings too.
         boundary: constraints on arguments and results. A result that takes the memory of a donated argument has the
             argument's sharding.
+        near: a plan of the program; only choices that differ from it in one axis at most are compared.
 
     Raises:
         ShardingError: a mark does not fit its value or the mesh.
     """
-    return _Builder(ChoiceTables(program, objective, propagated, boundary)).graph()
+    return _Builder(ChoiceTables(program, objective, propagated, boundary, near)).graph()
 
 
 class _Builder:

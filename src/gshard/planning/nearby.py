@@ -19,6 +19,7 @@ from gshard.core.rule import REPLICATE
 from gshard.planning.axis_steps import FEW, FEW_PARTS, has_many, parts_of
 
 MANY_AXES, LARGE_PROGRAM = 2, 1  # the numbers of axes that may differ
+NEAR_PLAN = 1  # the same, of choices near a plan that is known
 LARGE = 2e6  # entries of all tables: such a problem takes some seconds to build and solve
 
 

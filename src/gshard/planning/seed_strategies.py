@@ -16,7 +16,7 @@ from gshard.core.split import Split, operand_sharding, result_sharding
 from gshard.planning.candidates import Arrays, arrays_of, candidates, key_of, led
 from gshard.planning.propagated import Propagated
 from gshard.planning.reshard_costs import is_made_of
-from gshard.planning.strategies import Component, places_of, shardings, share, splits
+from gshard.planning.strategies import Component, Places, places_of, shardings, share, splits
 from gshard.planning.value_classes import Kinds, kinds_at
 
 
@@ -78,19 +78,19 @@ def group_shardings(
     monoids: Sequence[str] = (),
     *,
     even: bool = False,
+    near: tuple[Sharding, ...] | None = None,
     changes: int | None = None,
 ) -> tuple[Sharding, ...]:
     """The shardings over whole axes to compare for values that have one sharding.
 
-    With ``changes``, at most so many axes differ from the propagated shardings.
+    With ``changes``, at most so many axes differ from the shardings ``near``, by default the propagated ones.
     """
     v = group[0]
     uneven_cuts: frozenset[tuple[int, Atoms]] = frozenset()
-    near: tuple[Sharding, ...] | None = None
     if propagated is not None and not even:
         dims = enumerate(zip(v.shape, propagated.shardings[v].dims, strict=True))
         uneven_cuts = frozenset((d, atoms) for d, (n, atoms) in dims if n % mesh.count(atoms))
-    if propagated is not None and changes is not None:
+    if near is None and propagated is not None and changes is not None:
         near = tuple(dict.fromkeys(propagated.shardings[u] for u in group))
     find = functools.partial(
         shardings, v.shape, mesh, axes, even=even, also=uneven_cuts, near=near, changes=changes or 0
@@ -153,6 +153,7 @@ def component_splits(
     axes: tuple[Atoms, ...],
     barred: frozenset[str] = frozenset(),
     pinned: tuple[tuple[int, Atoms], ...] = (),
+    near_split: tuple[tuple[int, Atoms], ...] | None = None,
     changes: int | None = None,
 ) -> tuple[tuple[Split, ...], float]:
     """The splits of a component of an equation: over whole axes, and those that its arrays suggest.
@@ -166,7 +167,8 @@ def component_splits(
         axes: the axes that move as wholes.
         barred: atoms that are manual at the equation, so that no split may use them.
         pinned: factors with their manual atoms, which every split contains.
-        changes: how many axes may differ from the first suggestion; None if all may.
+        near_split: a split to compare, near which the others are; by default those that the arrays suggest.
+        changes: how many axes may differ from it; None if all may.
 
     Returns:
         the splits, and the largest share of the work of the equation on one device under the marks (``inf`` without
@@ -178,10 +180,14 @@ def component_splits(
     if barred:
         near = [split for split in near if barred.isdisjoint(a for atoms in split.values() for a in atoms)]
     suggested = tuple(_of_component(split, component) for split in near)
+    if near_split is not None:
+        suggested = (dict(near_split),)
     cuts = ((f, atoms) for split in suggested for f, atoms in split.items() if f >= 0)
     uneven = frozenset((f, atoms) for f, atoms in cuts if rule.factors[f].size % mesh.count(atoms))
-    expected = None
-    if arrays and changes is not None:
+    expected: tuple[Places, ...] | None = None
+    if near_split is not None:
+        expected = (places_of(dict(near_split), axes),)
+    elif arrays and changes is not None:
         first = (_of_component(candidates(rule, known, mesh)[0], component) for known in arrays)
         expected = tuple(dict.fromkeys(places_of(split, axes) for split in first))
     over_axes = splits(rule, component, mesh, axes, passing, uneven, expected, changes or 0)
@@ -190,7 +196,7 @@ def component_splits(
     more = {key_of(split): split for split in possible}
     unmoved = [split for known in arrays for split in led(rule, known, mesh)] if suggested else []
     found = over_axes + tuple(split for key, split in more.items() if key not in known_keys)
-    return found, _marked_share(rule, suggested, unmoved, mesh)
+    return found, _marked_share(rule, suggested, unmoved, mesh) if near_split is None else math.inf
 
 
 def _of_component(split: Split, component: Component) -> Split:

@@ -27,6 +27,7 @@ class Best:
         seconds: the time that the search took.
         left_out: steps that were cut or not begun because the time was over.
         stopped: the signal that ended the search; None if none did.
+        near: the mesh on which the plan was found near which the others were compared; None if all were compared.
     """
 
     mesh: Mesh
@@ -41,6 +42,7 @@ class Best:
     seconds: float
     left_out: tuple[str, ...] = ()
     stopped: int | None = None
+    near: Mesh | None = None
 
     @property
     def fits(self) -> bool:

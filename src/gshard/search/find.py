@@ -39,6 +39,7 @@ from gshard.planning.settled import settled
 from gshard.search.best import Best
 from gshard.search.in_model import in_model
 from gshard.search.loads import with_loads
+from gshard.search.meshes import on_finer
 from gshard.search.pipeline import plans_of
 from gshard.search.pipeline_presets import best_pipeline
 from gshard.search.planned import Planned
@@ -68,6 +69,8 @@ class MeshSearch:
         memory_limit: bytes that a device may hold; the machine's memory if None.
         on_better: called with each plan that is the best so far.
         budget: the time that is left for this mesh and others.
+        near: a plan on this mesh, or on a coarser one. Only plans that differ from it in one axis of each choice are
+            compared, so nothing is proven of other plans.
     """
 
     def __init__(
@@ -80,8 +83,11 @@ class MeshSearch:
         memory_limit: float | None = None,
         on_better: Callable[[PricedPlan], None] | None = None,
         budget: TimeBudget,
+        near: Plan | None = None,
     ):
         self.mesh, self.machine, self.budget = mesh, machine, budget
+        self.near = None if near is None else on_finer(near, mesh)
+        self.near_mesh = None if near is None else near.mesh
         self.limit = float(machine.memory if memory_limit is None else memory_limit)
 
         def better(plan: PricedPlan) -> None:
@@ -206,7 +212,8 @@ class MeshSearch:
 
     def _posed(self, axes: tuple[Atoms, ...]) -> Graph:
         boundary = self.pricing.boundary(self.program)
-        return with_loads(graph_of(self.program, seconds_on(self.machine)(self.timed, axes), boundary=boundary))
+        objective = seconds_on(self.machine)(self.timed, axes)
+        return with_loads(graph_of(self.program, objective, boundary=boundary, near=self.near))
 
     def _solution(self, problem: Problem, budget: TimeBudget, effort: float) -> Solution:
         if budget.uses_all:
@@ -217,7 +224,9 @@ class MeshSearch:
         return found
 
     def _bound(self, solved: Iterable[Solution]) -> float:
-        """Seconds that every plan within the limit of memory takes at least, in the model."""
+        """Seconds that every plan within the limit of memory takes at least, in the model; 0 if unknown."""
+        if self.near is not None:
+            return 0.0
         applicable = (
             solution for solution in solved if solution.problem.limit is None or solution.problem.limit >= self.limit
         )
@@ -227,7 +236,21 @@ class MeshSearch:
     def least_seconds(self) -> float:
         """Seconds that every plan on this mesh takes at least in the model, in any memory; 0 if unknown."""
         free = [solution.bound for solution in self._solved if solution.problem.limit is None]
-        return max(free, default=0.0) if math.isinf(self._others_bound) else 0.0
+        return max(free, default=0.0) if math.isinf(self._others_bound) and self.near is None else 0.0
+
+    def near_its_plan(self, mesh: Mesh) -> MeshSearch | None:
+        """A search on a mesh whose axes are parts of the axes of this one, near the plan of the last solution.
+
+        None if there is no solution, or if rewrites give the program another form on that mesh.
+        """
+        if self.graph is None:
+            return None
+        finer = MeshSearch(
+            self._traced, mesh, self.machine, donated=self.pricing.donated, memory_limit=self.limit, budget=self.budget,
+            near=_plan(self.graph, self._solved[-1], self.pricing),
+        )  # fmt: skip
+        finer.pricing.on_better = self.pricing.on_better
+        return finer if finer.program.block is self.program.block else None
 
     @property
     def solutions(self) -> list[PricedPlan]:
@@ -332,7 +355,7 @@ class MeshSearch:
         return Best(
             self.mesh, chosen, searched, (*self.presets, *self.shown), self.graph,
             None if searched is None else self._priced[searched], bound, predicted, limit, self.budget.spent,
-            tuple(self.budget.left_out), stopped,
+            tuple(self.budget.left_out), stopped, self.near_mesh,
         )  # fmt: skip
 
 

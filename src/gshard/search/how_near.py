@@ -24,6 +24,9 @@ def how_near(best: Best) -> str:
         why = "the simplified model has no recomputed values and no collective matmuls"
     elif best.predicted is None:
         why = "the simplified model has no bound for a plan like this"
+    elif best.near is not None:
+        axes = ", ".join(f"{name}={size}" for name, size in best.near.axes)
+        why = f"gshard compared plans that differ in one axis from the one found on mesh ({axes})"
     else:
         why = "the solver found no bound in its time"
     return f"nothing is proven of this plan: {why}; {full}"

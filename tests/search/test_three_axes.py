@@ -1,0 +1,167 @@
+"""A search for a number of devices tries meshes of three axes, near the best plans on meshes of two."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gshard
+from gshard.core.planning_tables import tables
+from gshard.device.machine import Machine
+from gshard.planning.choices import graph_of
+from gshard.planning.graph import Graph
+from gshard.planning.objective import bytes_on
+from gshard.search.find import MeshSearch
+from gshard.search.in_model import in_model
+from gshard.search.meshes import cut_in_two, on_finer
+from gshard.search.time_budget import TimeBudget
+
+RNG = np.random.default_rng(4)
+ROWS, LENGTH, UNITS, HEADS, HIDDEN = 8, 8, 32, 4, 64
+
+
+def normal(*shape: int) -> Any:
+    return (RNG.standard_normal(shape) / 4).astype(np.float32)
+
+
+def layer(x: Any, w: Any) -> Any:
+    q, k, v = (jnp.einsum("bsm,mhd->bhsd", x, w[name]) for name in "qkv")
+    mixed = jax.nn.softmax(jnp.einsum("bhsd,bhtd->bhst", q, k)) @ v
+    x = x + jnp.einsum("bhsd,hdm->bsm", mixed, w["o"])
+    return x + jax.nn.relu(x @ w["up"]) @ w["down"]
+
+
+def step(weights: Any, x: Any) -> Any:
+    def loss(weights: Any) -> Any:
+        y = x
+        for w in weights:
+            y = layer(y, w)
+        return (y**2).mean()
+
+    value, gradient = jax.value_and_grad(loss)(weights)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradient), value
+
+
+def weights_of(units: int, hidden: int, make: Any) -> Any:
+    heads = units, HEADS, units // HEADS
+    shapes = {"q": heads, "k": heads, "v": heads, "o": (HEADS, units // HEADS, units)}
+    return [{name: make(*s) for name, s in {**shapes, "up": (units, hidden), "down": (hidden, units)}.items()}] * 2
+
+
+ARGUMENTS = weights_of(UNITS, HIDDEN, normal), normal(ROWS, LENGTH, UNITS)
+
+
+def search_on(mesh: gshard.Mesh, machine: str, *arguments: Any) -> MeshSearch:
+    lowered = gshard.jit(step, mesh=mesh, donate_argnums=0).lower_for_search(arguments, {})
+    budget = TimeBudget.of(None, False)
+    return MeshSearch(lowered.program, mesh, Machine.read(machine, mesh.size), donated=lowered.donated, budget=budget)
+
+
+@pytest.fixture(scope="module")
+def coarse() -> MeshSearch:
+    with tables():
+        one = search_on(gshard.Mesh.of({"data": 4, "model": 2}), "h100:2x4", *ARGUMENTS)
+        one.solve()
+        assert one.price_solution() is not None
+        return one
+
+
+def near_graph(one: MeshSearch, mesh: gshard.Mesh) -> tuple[MeshSearch, Graph]:
+    near = one.near_its_plan(mesh)
+    assert near is not None
+    near.solve()
+    assert near.graph is not None
+    return near, near.graph
+
+
+def test_cuts_keep_the_devices_and_their_order(coarse: MeshSearch) -> None:
+    (finer,) = cut_in_two(coarse.mesh)
+    assert dict(finer.axes) == {"data": 2, "model": 2, "inner": 2}
+    assert finer.devices == coarse.mesh.devices
+    meshes = [tuple(size for _, size in mesh.axes) for mesh in cut_in_two(gshard.Mesh.abstract(data=8, model=4))]
+    assert meshes == [(2, 4, 4), (4, 2, 4), (8, 2, 2)]
+
+
+def test_a_plan_is_the_same_on_a_finer_mesh(coarse: MeshSearch) -> None:
+    (mesh,) = cut_in_two(coarse.mesh)
+    plan = coarse.chosen.plan
+    finer = on_finer(plan, mesh)
+    for v, sharding in plan.shardings.items():
+        assert finer.shardings[v].local_shape(mesh, v.shape) == sharding.local_shape(coarse.mesh, v.shape)
+    counts = [
+        [{f: one.mesh.count(atoms) for f, atoms in split.items()} for split in one.splits.values()]
+        for one in (plan, finer)
+    ]
+    assert counts[0] == counts[1]
+
+
+def test_the_known_plan_is_among_those_compared(coarse: MeshSearch) -> None:
+    (mesh,) = cut_in_two(coarse.mesh)
+    near, graph = near_graph(coarse, mesh)
+    assert coarse.graph is not None
+    assert near.near is not None
+    known = in_model(graph, near.near)
+    assert known == pytest.approx(in_model(coarse.graph, coarse.chosen.plan), rel=1e-6)
+    assert near.rank[2] <= known * (1 + 1e-6)
+
+
+def test_few_choices_are_compared(coarse: MeshSearch) -> None:
+    (mesh,) = cut_in_two(coarse.mesh)
+    near, graph = near_graph(coarse, mesh)
+    whole = graph_of(near.program, bytes_on(mesh, tuple(mesh.atoms_of.values())))
+    assert sum(len(costs) for costs in graph.problem.costs) < 0.5 * sum(len(costs) for costs in whole.problem.costs)
+
+
+def test_nothing_is_proven_near_a_plan(coarse: MeshSearch) -> None:
+    (mesh,) = cut_in_two(coarse.mesh)
+    near, _ = near_graph(coarse, mesh)
+    near.price_solutions()
+    best = near.best()
+    assert best.bound == near.least_seconds == 0
+    assert best.gap is None
+    assert best.near is not None
+    assert best.near.axes == coarse.mesh.axes
+
+
+def test_plans_run(coarse: MeshSearch) -> None:
+    (mesh,) = cut_in_two(coarse.mesh)
+    near, _ = near_graph(coarse, mesh)
+    priced = near.price_solution()
+    assert priced is not None
+    run = gshard.jit(step, mesh=mesh, plan=priced.plan, donate_argnums=0)
+    weights, expected = (jax.tree.map(jnp.asarray, ARGUMENTS[0]) for _ in range(2))
+    for _ in range(3):
+        weights, value = run(weights, ARGUMENTS[1])
+        expected, expected_value = jax.jit(step)(expected, ARGUMENTS[1])
+        np.testing.assert_allclose(value, expected_value, rtol=1e-5)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), weights, expected)
+
+
+def language_step(state: Any, tokens: Any, targets: Any) -> Any:
+    """A step of a language model with tied embeddings."""
+
+    def loss(state: Any) -> Any:
+        y = state["table"][tokens]
+        for w in state["layers"]:
+            y = layer(y, w)
+        found = jax.nn.log_softmax(y @ state["table"].T)
+        return -jnp.mean(jnp.take_along_axis(found, targets[..., None], -1))
+
+    return jax.tree.map(lambda w, g: w - 0.1 * g, state, jax.grad(loss)(state))
+
+
+@pytest.mark.slow
+def test_three_axes_are_found_where_they_are_faster() -> None:
+    """Fewer sequences than devices."""
+    shape = jax.ShapeDtypeStruct
+    state = {"table": shape((50304, 1024), "float32"), "layers": weights_of(1024, 4096, lambda *s: shape(s, "float32"))}
+    arguments = state, shape((32, 1024), "int32"), shape((32, 1024), "int32")
+    found = gshard.search(language_step, *arguments, mesh=64, machine="h100:8x8", donate_argnums=0, progress=False)
+    assert [name for name, _ in found.mesh.axes] == ["data", "model", "inner"]
+    two_axes = [best.chosen.cost.seconds for best in found.tried if len(best.mesh.axes) < 3]
+    assert found.cost.seconds < 0.99 * min(two_axes)
+    assert "differ in one axis from the one found on mesh" in str(found)
