@@ -204,16 +204,12 @@ class Experiment:
     Attributes:
         text: the prepared corpus.
         size: of the experiment.
-        seeds: number of seeds.
-        parts: that are trained.
         runs: folder of trainings and what was measured.
         until: the moment (``time.monotonic``) at which the script ends.
     """
 
     text: PreparedText
     size: Size
-    seeds: int
-    parts: tuple[str, ...]
     runs: Path
     until: float
 
@@ -310,7 +306,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     size, runs = SIZES[given.size], given.runs or Path("runs") / f"scaling-{given.size}"
     until = time.monotonic() + 60 * given.minutes
     text = PreparedText.load(given.data)
-    experiment = Experiment(text, size, given.seeds, tuple(given.part), runs, until)
+    experiment = Experiment(text, size, runs, until)
     languages = experiment.languages()
     again = shlex.join(["python", "scripts/scaling.py", *(arguments or sys.argv[1:])])
     over = True
