@@ -24,6 +24,7 @@ from gshard.core.errors import MeshError
 from gshard.core.layout import Layout, Names
 from gshard.core.mesh import Mesh, MeshLike
 from gshard.core.paths import place_of_definition
+from gshard.core.plan import Plan
 from gshard.core.planning_tables import tables
 from gshard.core.program import Program
 from gshard.device.hardware import machine_of
@@ -232,11 +233,9 @@ class SearchRun:
         if budget.is_over:
             budget.left_out.append(f"mesh ({_axes_of(mesh)})")
             return None
-        near = one.near_its_plan(mesh)
-        if near is None:
-            return None
-        near.budget = budget
-        near.solve(EFFORT)
+        near = self._search_on(mesh, self.begun[one], budget, one.solved_plan)
+        if near.program.block is one.program.block:  # rewrites give it the same form on both meshes
+            near.solve(EFFORT)
         near.budget = self.budget
         if not near.is_solved:
             return None
@@ -245,16 +244,19 @@ class SearchRun:
 
     def begin(self, mesh: Mesh, budget: TimeBudget) -> MeshSearch:
         """Traces the function for a mesh, and begins the search there."""
-        task = self.task
-        machine = task.machine_on(mesh)
+        self.task.machine_on(mesh)  # refuses a machine of another size first
         budget.progress.step("tracing the function")
-        lowered = task.searched.lower(mesh)
-        one = MeshSearch(
-            lowered.program, mesh, machine, donated=lowered.donated, memory_limit=task.limit,
-            on_better=task.on_better, budget=budget,
-        )  # fmt: skip
+        lowered = self.task.searched.lower(mesh)
+        one = self._search_on(mesh, lowered, budget)
         self.begun[one] = lowered
         return one
+
+    def _search_on(self, mesh: Mesh, lowered: Lowered, budget: TimeBudget, near: Plan | None = None) -> MeshSearch:
+        task = self.task
+        return MeshSearch(
+            lowered.program, mesh, task.machine_on(mesh), donated=lowered.donated, memory_limit=task.limit,
+            on_better=task.on_better, budget=budget, near=near,
+        )  # fmt: skip
 
     def bests(self, stop: Stop) -> list[tuple[MeshSearch, Best]]:
         """What was found on each mesh that was finished, and on another one if that is better."""

@@ -259,6 +259,7 @@ class SearchResult:
         best = best_plan(
             marked, self.mesh, self.cost.machine, donated=self.donated, memory_limit=self.best.limit,
             budget_seconds=seconds, progress=self.progress if progress is None else progress,
+            near=None if self.best.near is None else self.plan,
         )  # fmt: skip
         return dataclasses.replace(self, best=best, tried=(), function=None)
 

@@ -164,8 +164,9 @@ class ChoiceTables:
         )
 
     def _near_shardings(self, values: Sequence[Value]) -> tuple[Sharding, ...] | None:
-        """The shardings near which others are compared; None if that does not depend on a plan."""
-        return None if self._near is None else tuple(dict.fromkeys(self._near.shardings[v] for v in values))
+        """The shardings near which others are compared; None if no plan is known for these values."""
+        known = {} if self._near is None else self._near.shardings
+        return tuple(dict.fromkeys(known[v] for v in values if v in known)) or None
 
     def read_states(self, v: Value) -> tuple[tuple[Sharding, ...], object]:
         """The shardings of a shared reshard of a value, and a key that is equal for equal values."""
@@ -221,8 +222,7 @@ class ChoiceTables:
         barred = self._manual.at(e)
         kinds = () if self.propagated is None else kinds_at(e, self._kinds)
         near_split = None
-        if self._near is not None:
-            split = self._near.splits.get(e, {})
+        if self._near is not None and (split := self._near.splits.get(e)) is not None:
             near_split = tuple((f, atoms) for f, atoms in split.items() if f in component.factors and atoms)
         key = rule, component, passing, kinds, barred, near_split
         if key not in self._splits:

@@ -107,7 +107,7 @@ class MeshSearch:
         self._priced: dict[PricedPlan, Solution] = {}
         self.always_prices = True  # the plans of solutions, even if the time is over
         self.name = "searched"  # of these plans
-        self._others_bound = math.inf  # the bound of the same mesh with its axes in other groups
+        self._others_bound = math.inf if near is None else 0.0  # the bound of plans that the problem does not have
         self._mesh_text = ", ".join(f"{name}={size}" for name, size in mesh.axes)
 
     @property
@@ -208,7 +208,9 @@ class MeshSearch:
             return
         self.graph, self._solved = min(problems, key=lambda pair: self._rank_of(pair[1]))
         other_bounds = [self._bound(solved) for graph, solved in problems if graph is not self.graph]
-        self._others_bound = min([math.inf, *other_bounds]) if len(problems) == len(axis_groups) else 0.0
+        if len(problems) < len(axis_groups):
+            self._others_bound = 0.0
+        self._others_bound = min([self._others_bound, *other_bounds])
 
     def _posed(self, axes: tuple[Atoms, ...]) -> Graph:
         boundary = self.pricing.boundary(self.program)
@@ -224,9 +226,7 @@ class MeshSearch:
         return found
 
     def _bound(self, solved: Iterable[Solution]) -> float:
-        """Seconds that every plan within the limit of memory takes at least, in the model; 0 if unknown."""
-        if self.near is not None:
-            return 0.0
+        """Seconds that every plan that was compared takes at least within the limit of memory, in the model."""
         applicable = (
             solution for solution in solved if solution.problem.limit is None or solution.problem.limit >= self.limit
         )
@@ -236,21 +236,13 @@ class MeshSearch:
     def least_seconds(self) -> float:
         """Seconds that every plan on this mesh takes at least in the model, in any memory; 0 if unknown."""
         free = [solution.bound for solution in self._solved if solution.problem.limit is None]
-        return max(free, default=0.0) if math.isinf(self._others_bound) and self.near is None else 0.0
+        return max(free, default=0.0) if math.isinf(self._others_bound) else 0.0
 
-    def near_its_plan(self, mesh: Mesh) -> MeshSearch | None:
-        """A search on a mesh whose axes are parts of the axes of this one, near the plan of the last solution.
-
-        None if there is no solution, or if rewrites give the program another form on that mesh.
-        """
-        if self.graph is None:
-            return None
-        finer = MeshSearch(
-            self._traced, mesh, self.machine, donated=self.pricing.donated, memory_limit=self.limit, budget=self.budget,
-            near=_plan(self.graph, self._solved[-1], self.pricing),
-        )  # fmt: skip
-        finer.pricing.on_better = self.pricing.on_better
-        return finer if finer.program.block is self.program.block else None
+    @property
+    def solved_plan(self) -> Plan:
+        """The plan of the last solution. Requires ``is_solved``."""
+        assert self.graph is not None
+        return _plan(self.graph, self._solved[-1], self.pricing)
 
     @property
     def solutions(self) -> list[PricedPlan]:
@@ -370,11 +362,12 @@ def best_plan(
     budget_seconds: float | None = None,
     on_better: Callable[[PricedPlan], None] | None = None,
     progress: bool | Callable[[str], object] | None = False,
+    near: Plan | None = None,
 ) -> Best:
     """Searches for the fastest plan of a program.
 
     Args:
-        program, mesh, machine, donated, memory_limit, on_better: as in ``MeshSearch``.
+        program, mesh, machine, donated, memory_limit, on_better, near: as in ``MeshSearch``.
         budget_seconds, progress: as in ``gshard.search``.
 
     Raises:
@@ -382,7 +375,14 @@ def best_plan(
     """
     budget = TimeBudget.of(budget_seconds, progress)
     search = MeshSearch(
-        program, mesh, machine, donated=donated, memory_limit=memory_limit, on_better=on_better, budget=budget
+        program,
+        mesh,
+        machine,
+        donated=donated,
+        memory_limit=memory_limit,
+        on_better=on_better,
+        budget=budget,
+        near=near,
     )
     search.price_marked()
     search.price_expected()
