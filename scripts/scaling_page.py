@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 CLASSES = ("low", "medium", "high")
 COLOURS = "#0072b2", "#d55e00", "#009e73", "#cc79a7"  # told apart by the colour-blind, too
+ENOUGH = 2  # seeds below which nothing is shown
 FIRST = 0.25  # of the tokens; losses that the models reach before this are left out of the table
 
 
@@ -268,11 +269,11 @@ def shown(claims: Sequence[Claim]) -> str:
     ]  # fmt: skip
     for claim, p in zip(claims, corrected, strict=True):
         agree = all(math.copysign(1.0, each) == math.copysign(1.0, claim.value.size) for each in claim.seeds)
-        sure = p is not None and p < 0.05 and agree
+        sure = p is not None and p < 0.05 and agree and len(claim.seeds) >= ENOUGH
         answer = ("yes" if claim.value.size > 0 else "the contrary") if sure else "no"
         each = ", ".join(f"{one:+.3f}" for one in claim.seeds)
         rows.append(f"| {claim.text} | {claim.value} | {'< 0.001' if p < 0.001 else f'{p:.3f}'} | {each} | {answer} |")
-    rows += ["", '"Shown" is a corrected p below 0.05 with all seeds on the same side.', ""]
+    rows += ["", f'"Shown" is a corrected p below 0.05 with all seeds, {ENOUGH} or more, on the same side.', ""]
     return "\n".join(rows)
 
 

@@ -105,8 +105,9 @@ def test_what_one_seed_contradicts_is_not_shown() -> None:
     split = Claim("b", Estimate(0.5, 0.01), (1.2, -0.1, 0.4))
     worse = Claim("c", Estimate(-0.5, 0.01), (-0.5, -0.4))
     weak = Claim("d", Estimate(0.02, 0.012), (0.02, 0.02))  # p = 0.096 before the correction
-    rows = [row.split("|") for row in shown([clear, split, worse, weak]).splitlines() if row.startswith("| ")]
-    assert [row[-2].strip() for row in rows[1:]] == ["yes", "no", "the contrary", "no"]
+    once = Claim("e", Estimate(0.5, 0.01), (0.5,))
+    rows = [row.split("|") for row in shown([clear, split, worse, weak, once]).splitlines() if row.startswith("| ")]
+    assert [row[-2].strip() for row in rows[1:]] == ["yes", "no", "the contrary", "no", "no"]
 
 
 def measured(tmp_path: Path, gains: dict[int, float]) -> Measured:
