@@ -205,8 +205,8 @@ a token. Every language counts alike.
 
 LIMITS = """## What this does not show
 
-The models are tens of thousands of times smaller than the paper's, and see some millions of tokens instead of 13 to
-1,000 billion. The tests are software messages, which resemble the training text. ± and p are over the choice of English
+The models are thousands of times smaller than the smallest of the paper, and see some millions of tokens instead of
+billions. The tests are software messages, which resemble the training text. ± and p are over the choice of English
 sentences, with the pairs of an English sentence drawn together; what another seed changes is seen in the columns of
 single seeds only. All models have the same learning rate, which was chosen for models of this width and four layers.
 """
@@ -401,11 +401,11 @@ def draw_depth(path: Path, found: Measured) -> None:
     """Draws the cross entropy of the dev part against tokens and FLOPs, the mean over seeds."""
     with mpl.rc_context({"svg.hashsalt": "m4", "font.size": 9}):
         drawing = Figure(figsize=(8.0, 3.2), layout="constrained")
-        for of, (axes, title) in enumerate(zip(drawing.subplots(1, 2, sharey=True), ("target tokens", "FLOPs"))):
+        panels = zip(drawing.subplots(1, 2, sharey=True), (1e6, 1e12), ("million target tokens", "10^12 FLOPs"))
+        for of, (axes, unit, title) in enumerate(panels):
             for n, model in enumerate(found.models):
                 curves = np.mean([found.curve(model, seed) for seed in found.seeds], axis=0)
-                axes.plot(curves[of], curves[2], color=COLOURS[n % len(COLOURS)], label=model)
-            axes.set_xscale("log")
+                axes.plot(curves[of] / unit, curves[2], color=COLOURS[n % len(COLOURS)], label=model)
             axes.set_xlabel(title)
         drawing.axes[0].set_ylabel("nats a token, dev part of new English")
         _finish(drawing, path)
