@@ -10,11 +10,11 @@ most in the third, while the other groups have the other sizes (a Latin square).
 medium and high, and what is compared is the size of its text and not the language. Part ``depth`` is the question of
 the paper's Table 2 and Figure 1: do deeper models need fewer tokens, and fewer FLOPs, to reach a loss?
 
-The measure of both is the cross entropy of all sentences of the test of new English, each as long as it is. A trial is
-one training with one seed. Trials are taken in the order of their seeds, so that each seed has all models before the
-next begins. Stopped at any point, the same line continues: within a trial from its checkpoint. ``--minutes`` ends the
-script after so many minutes; the exit code is then 75. ``--part`` takes one of the parts, so that two processes can
-share the work. The page is written when the script ends, from the seeds of which all models are there.
+Both parts measure the cross entropy of all sentences of the test of new English, of any length. A trial is one training
+with one seed. The script trains all models with one seed before it begins the next seed. If you stop it, the same
+command continues the trial from its checkpoint. ``--minutes`` ends the script after so many minutes; the exit code is
+then 75. ``--part`` trains one of the parts, so that two processes can share the work. When the script ends, it writes
+the page from the seeds with which all models are trained.
 """
 
 from __future__ import annotations

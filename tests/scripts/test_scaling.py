@@ -58,6 +58,11 @@ def test_each_language_has_each_size_of_text_once() -> None:
     assert {t.pairs[code] for t in every if t.part == "depth" for code in languages} == {size.pairs[-1]}
 
 
+def test_large_models_see_enough_text() -> None:
+    size = SIZES["gpu"]  # 0.45 of a batch are target tokens, not padding
+    assert 0.45 * size.tokens * min(size.steps, size.depth_steps) >= 100e6
+
+
 def encoded(of: dict[str, int]) -> Encoded:
     language = np.repeat(np.arange(len(of)), list(of.values())).astype(np.uint16)
     at = np.arange(len(language) + 1)

@@ -89,6 +89,17 @@ def searched(f: Any, *args: Any, mesh: Any = None, machine: Machine | None = Non
     return gshard.search(f, *args, mesh=mesh, machine=machine, progress=False, **options)
 
 
+def check_steps(run: Any, step: Any, arguments: Any) -> Any:
+    """Three steps, each from the state of the one before; the last state."""
+    state, expected = (jax.tree.map(jnp.asarray, arguments[0]) for _ in range(2))
+    for _ in range(3):
+        state, value = run(state, *arguments[1:])
+        expected, expected_value = step(expected, *arguments[1:])
+        np.testing.assert_allclose(value, expected_value, rtol=1e-5)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), state, expected)
+    return state
+
+
 def test_rounds_are_tried_and_run(step: Any) -> None:
     """Few rows, so that the bubble is large, and slow products."""
     machine = Machine.of("h100:4x1", 4)
@@ -104,13 +115,7 @@ def test_rounds_are_tried_and_run(step: Any) -> None:
     of_rounds, of_one = other.cost.by_bound, found.cost.by_bound
     assert of_rounds["compute"] < 0.9 * of_one["compute"]  # 19 turns of one layer instead of 11 of two
     assert of_rounds["network"] > of_one["network"]  # the weights move to their stages
-    run = gshard.jit(step.__wrapped__, mesh=found.mesh, plan=other.plan, donate_argnums=0)
-    state, expected = (jax.tree.map(jnp.asarray, arguments[0]) for _ in range(2))
-    for _ in range(3):
-        state, value = run(state, *arguments[1:])
-        expected, expected_value = step(expected, *arguments[1:])
-        np.testing.assert_allclose(value, expected_value, rtol=1e-5)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), state, expected)
+    check_steps(gshard.jit(step.__wrapped__, mesh=found.mesh, plan=other.plan, donate_argnums=0), step, arguments)
 
 
 def test_a_pipeline_is_found_and_runs(step: Any, found: gshard.SearchResult, tmp_path: Path) -> None:
@@ -126,12 +131,7 @@ def test_a_pipeline_is_found_and_runs(step: Any, found: gshard.SearchResult, tmp
     found.save(tmp_path / "plan.json")
     for plan in (found.plan, gshard.SavedPlan.load(tmp_path / "plan.json")):
         run = gshard.jit(step.__wrapped__, mesh=found.mesh, plan=plan, donate_argnums=0)
-        state, expected = (jax.tree.map(jnp.asarray, ARGUMENTS[0]) for _ in range(2))
-        for _ in range(3):
-            state, value = run(state, *ARGUMENTS[1:])
-            expected, expected_value = step(expected, *ARGUMENTS[1:])
-            np.testing.assert_allclose(value, expected_value, rtol=1e-5)
-            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), state, expected)
+        state = check_steps(run, step, ARGUMENTS)
         text = gshard.explain(run, *ARGUMENTS).format(tensors=0)
         assert "loops that run as pipelines" in text
         layers = state[0]["layers"]["up"].sharding

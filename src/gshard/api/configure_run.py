@@ -31,6 +31,7 @@ from gshard.device.machine import Machine
 from gshard.remat.rematerialise import MemoryLimitError
 from gshard.search.builder_choices import combinations, text_of
 from gshard.search.find import MeshSearch
+from gshard.search.meshes import axes_text
 from gshard.search.progress import Progress
 from gshard.search.screening import estimated
 from gshard.search.state_on_host import state_to_offload
@@ -218,7 +219,7 @@ class ConfigureRun:
         with self._searching(candidate, self.budget.part(_SOLVING)) as (run, budget):
             for i, mesh in enumerate(self.meshes):
                 if budget.is_over:
-                    budget.left_out.append(f"mesh ({', '.join(f'{name}={size}' for name, size in mesh.axes)})")
+                    budget.left_out.append(f"mesh ({axes_text(mesh)})")
                     continue
                 problem = budget.part(1 / 2) if i + 1 < count else budget
                 one = next((one for one in run.begun if one.mesh == mesh), None) or run.begin(mesh, problem)

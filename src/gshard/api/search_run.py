@@ -33,7 +33,7 @@ from gshard.explanation.found import SearchResult
 from gshard.search.best import Best
 from gshard.search.find import MeshSearch
 from gshard.search.layouts import Namable
-from gshard.search.meshes import NAMES, cut_in_two, meshes
+from gshard.search.meshes import NAMES, axes_text, cut_in_two, meshes
 from gshard.search.priced import PricedPlan
 from gshard.search.stopping import Stop
 from gshard.search.time_budget import TimeBudget
@@ -197,7 +197,7 @@ class SearchRun:
         problems = budget.part(_SOLVING) if several else budget
         for i, mesh in enumerate(task.meshes):
             if self.begun and problems.is_over:
-                budget.left_out.append(f"mesh ({_axes_of(mesh)})")
+                budget.left_out.append(f"mesh ({axes_text(mesh)})")
                 continue
             # A problem that is cut is lost: better some of them whole than a part of each.
             one = self.begin(mesh, problems.part(1 / 2) if i + 1 < meshes else problems)
@@ -231,7 +231,7 @@ class SearchRun:
     def _near(self, one: MeshSearch, mesh: Mesh, budget: TimeBudget) -> MeshSearch | None:
         """Searches on a mesh near the plan of another search; None if there is no result."""
         if budget.is_over:
-            budget.left_out.append(f"mesh ({_axes_of(mesh)})")
+            budget.left_out.append(f"mesh ({axes_text(mesh)})")
             return None
         near = self._search_on(mesh, self.begun[one], budget, one.solved_plan)
         if near.program.block is one.program.block:  # rewrites give it the same form on both meshes
@@ -287,10 +287,6 @@ def _namable(made: Jitted, lowered: Lowered, args: tuple[Any, ...], kwargs: dict
         return made.trace(*args, **kwargs).jaxpr
 
     return Namable(program, paths_of_arguments(program, lowered.in_tree), under, place_of_definition(made), jaxpr)
-
-
-def _axes_of(mesh: Mesh) -> str:
-    return ", ".join(f"{name}={size}" for name, size in mesh.axes)
 
 
 def is_number_of_devices(mesh: Any) -> bool:

@@ -12,6 +12,7 @@ from gshard.explanation.idle import idle_devices
 from gshard.naming.array_names import ArrayNames
 from gshard.search.best import Best
 from gshard.search.how_near import ended, how_near
+from gshard.search.meshes import axes_text
 
 _SHOWN = 24  # rows of arguments
 _PRESETS = 5  # that are shown beside, the best
@@ -26,7 +27,7 @@ def text_of_search(best: Best, tried: Sequence[Best], names: ArrayNames) -> str:
         names: of the arrays of the program.
     """
     plan, cost = best.chosen.plan, best.chosen.cost
-    shape = ", ".join(f"{name}={size}" for name, size in best.mesh.axes)
+    shape = axes_text(best.mesh)
     memory = f"peak {format_bytes(cost.peak)} of {format_bytes(int(best.limit))}"
     lines = [
         f"{cost.seconds * 1e3:.4g} ms a call on {cost.machine.name}, mesh ({shape}); {memory}; "
@@ -53,7 +54,7 @@ def text_of_search(best: Best, tried: Sequence[Best], names: ArrayNames) -> str:
     lines += [f"  {o.name} {o.cost.seconds * 1e3:.4g}{_note(o.cost, best)}" for o in shown]
     for other in tried:
         if other is not best:
-            axes = ", ".join(f"{name}={size}" for name, size in other.mesh.axes)
+            axes = axes_text(other.mesh)
             lines.append(f"mesh ({axes}): {other.chosen.cost.seconds * 1e3:.4g}{_note(other.chosen.cost, best)}")
     return "\n".join([*lines, "arguments", *_arguments(best, names)])
 

@@ -39,7 +39,7 @@ from gshard.planning.settled import settled
 from gshard.search.best import Best
 from gshard.search.in_model import in_model
 from gshard.search.loads import with_loads
-from gshard.search.meshes import on_finer
+from gshard.search.meshes import axes_text, on_finer
 from gshard.search.pipeline import plans_of
 from gshard.search.pipeline_presets import best_pipeline
 from gshard.search.planned import Planned
@@ -108,7 +108,7 @@ class MeshSearch:
         self.always_prices = True  # the plans of solutions, even if the time is over
         self.name = "searched"  # of these plans
         self._others_bound = math.inf if near is None else 0.0  # the bound of plans that the problem does not have
-        self._mesh_text = ", ".join(f"{name}={size}" for name, size in mesh.axes)
+        self._mesh_text = axes_text(mesh)
 
     @property
     def rank(self) -> tuple[bool, bool, float]:
@@ -375,15 +375,9 @@ def best_plan(
     """
     budget = TimeBudget.of(budget_seconds, progress)
     search = MeshSearch(
-        program,
-        mesh,
-        machine,
-        donated=donated,
-        memory_limit=memory_limit,
-        on_better=on_better,
-        budget=budget,
+        program, mesh, machine, donated=donated, memory_limit=memory_limit, on_better=on_better, budget=budget,
         near=near,
-    )
+    )  # fmt: skip
     search.price_marked()
     search.price_expected()
     search.solve()

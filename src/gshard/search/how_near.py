@@ -6,6 +6,7 @@ import signal
 from collections.abc import Sequence
 
 from gshard.search.best import Best
+from gshard.search.meshes import axes_text
 
 _NONE = 1e-5  # a gap that counts as none, to the printed digits
 _SHOWN = 4  # printed names of steps that were left out
@@ -25,8 +26,7 @@ def how_near(best: Best) -> str:
     elif best.predicted is None:
         why = "the simplified model has no bound for a plan like this"
     elif best.near is not None:
-        axes = ", ".join(f"{name}={size}" for name, size in best.near.axes)
-        why = f"gshard compared plans that differ in one axis from the one found on mesh ({axes})"
+        why = f"gshard compared plans that differ in one axis from the one found on mesh ({axes_text(best.near)})"
     else:
         why = "the solver found no bound in its time"
     return f"nothing is proven of this plan: {why}; {full}"

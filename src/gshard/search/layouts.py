@@ -36,6 +36,7 @@ from gshard.naming.dimension_classes import Dimensions, dimensions_of, of_equal_
 from gshard.planning.added_marks import spec_of_cut
 from gshard.search.best import Best
 from gshard.search.how_near import ended
+from gshard.search.meshes import axes_text
 from gshard.search.priced import PricedPlan, Pricing
 from gshard.search.stopping import Stop
 from gshard.search.time_budget import EFFORT, EQUATIONS, TimeBudget
@@ -111,7 +112,7 @@ class LayoutResult:
         return self.priced.plan
 
     def __str__(self) -> str:
-        cost, shape = self.cost, ", ".join(f"{name}={size}" for name, size in self.mesh.axes)
+        cost, shape = self.cost, axes_text(self.mesh)
         over = 100 * (cost.seconds / self.goal.cost.seconds - 1) if self.goal.cost.seconds else 0.0
         near = "as" if abs(over) < 0.05 else f"{abs(over):.2g} % {'above' if over > 0 else 'below'}"
         memory = f"peak {format_bytes(cost.peak)} of {format_bytes(int(self.limit))}"

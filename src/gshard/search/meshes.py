@@ -36,6 +36,15 @@ def meshes(size: int, devices: tuple[Any, ...] | None = None) -> Iterator[Mesh]:
         yield dataclasses.replace(Mesh.abstract(**dict(zip(NAMES, sizes, strict=False))), devices=devices)
 
 
+def axes_text(mesh: Mesh) -> str:
+    """The axes with their sizes.
+
+    >>> axes_text(Mesh.abstract(data=4, model=2))
+    'data=4, model=2'
+    """
+    return ", ".join(f"{name}={size}" for name, size in mesh.axes)
+
+
 def cut_in_two(mesh: Mesh) -> Iterator[Mesh]:
     """The meshes of the same devices in the same order with one more axis: one axis is cut in two."""
     sizes = [size for _, size in mesh.axes]

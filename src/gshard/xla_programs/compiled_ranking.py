@@ -19,6 +19,7 @@ from gshard.device.machine import Machine
 from gshard.emit.compile import compile_spmd
 from gshard.explanation.found import SearchResult
 from gshard.search.best import Best
+from gshard.search.meshes import axes_text
 from gshard.search.pipeline import as_run
 from gshard.search.planned import Planned
 from gshard.search.priced import PricedPlan
@@ -85,7 +86,7 @@ class CompiledRanking:
         title = f"as XLA compiled them for {self.platform}, on {self.machine}"
         rows = [("plan", "modelled", "compiled", "sent", "peak", "hidden", "cycles")]
         for plan in self.plans:
-            axes = ", ".join(f"{name}={size}" for name, size in plan.best.mesh.axes)
+            axes = axes_text(plan.best.mesh)
             name, modelled = f"{plan.priced.name} ({axes})", f"{plan.priced.cost.seconds * 1e3:.4g} ms"
             if plan.cost is None:
                 rows.append((name, modelled, plan.refused[:60], "", "", "", ""))
