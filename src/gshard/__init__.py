@@ -61,6 +61,7 @@ from gshard.api.pipeline_mark import pipeline as pipeline
 from gshard.api.row_functions import put_rows as put_rows
 from gshard.api.row_functions import take_rows as take_rows
 from gshard.api.search import search as search
+from gshard.api.stage import stage as stage
 from gshard.comm.shards import Shards as Shards
 from gshard.core.errors import ArgumentError as ArgumentError
 from gshard.core.errors import GShardError as GShardError
@@ -165,6 +166,7 @@ __all__ = [
     "shard",
     "shard_by_path",
     "split",
+    "stage",
     "take_rows",
     "testing",
     "trace",

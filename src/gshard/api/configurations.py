@@ -89,10 +89,11 @@ class Configurations:
     def gap(self) -> float | None:
         """The largest share of the best configuration's time in the simplified model that another one could save.
 
-        None if nothing is proven: there is no bound over all configurations, or the model has no plan like the best.
+        None if nothing is proven: there is no bound over all configurations, the model has no plan like the best, or
+        its mesh has three axes.
         """
         found = self.best.found
-        if found is None or found.best.predicted is None or not self.bound:
+        if found is None or found.best.predicted is None or found.best.near is not None or not self.bound:
             return None
         return max(0.0, 1 - self.bound / found.best.predicted)
 
@@ -171,6 +172,8 @@ class Configurations:
 
     def _bounds(self) -> list[str]:
         text = "in the simplified model of gshard.search"
+        if any(row.found is not None and row.found.best.near is not None for row in self.rows):
+            text += ", on meshes with up to two axes"
         if self.bound:
             gap = "" if self.gap is None else f"; the best takes {_more(self.gap)} there"
             lines = [f"no configuration takes less than {format_seconds(self.bound)} {text}{gap}"]

@@ -9,10 +9,11 @@ memory of the optimizer state, a mesh, and a plan. The search goes from cheap fi
 2. Configurations that cannot fit are dropped. The others are ordered by their estimates. In this order the plans that
    people write by hand are priced, on the first mesh, until no estimate is below the best price.
 3. The problems of the best configurations are solved on every mesh, as in ``gshard.search``, which also recomputes
-   values to fit. Again, what is estimated to be no faster than the best price is left out.
+   values to fit. Again, what is estimated to be no faster than the best price is left out. If meshes may have any
+   shape, meshes with three axes are tried for the best configuration.
 
 Each problem that is solved has a bound in the simplified model; the others have that of their products. The smallest is
-the bound over all configurations.
+the bound over all configurations, on meshes with up to two axes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 from gshard.api.configuration import Configuration
 from gshard.api.configurations import Configurations
 from gshard.api.configure_run import ConfigureRun, ConfigureTask
-from gshard.api.search_run import meshes_to_try
+from gshard.api.search_run import is_number_of_devices, meshes_to_try
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames
@@ -68,7 +69,8 @@ def configure(
             values: those of ``choices``; those of an annotation ``Literal[...]`` or ``bool``; ``micro_batches`` the
             divisors of ``global_batch``; ``recompute`` four names in ``jax.checkpoint_policies``, from
             ``everything_saveable`` to ``nothing_saveable``; ``global_batch`` that number. Others keep their default.
-        devices: the number of devices: every mesh shape with up to two axes is tried. By default those of ``machine``.
+        devices: the number of devices: every mesh shape with up to two axes is tried, and for the best configuration
+            meshes with three axes, near its plans on meshes with two. By default those of ``machine``.
         mesh: instead of ``devices``, a mesh or a list of meshes to choose from, as for ``gshard.search``.
         machine: what the devices are, such as ``"h100:8x8"``; by default what the mesh's devices are.
         global_batch: examples of one step, in all micro-batches together.
@@ -115,10 +117,11 @@ def configure(
         "donate_argnums": donate_argnums, "donate_argnames": donate_argnames,
     }  # fmt: skip
     meshes = _meshes(devices, mesh, machine)
+    any_shape = mesh is None or is_number_of_devices(mesh)
     on = Machine.read(machine_of(meshes[0]) if machine is None else machine, meshes[0].size)
     limit = float(on.memory if memory_limit is None else bytes_of(memory_limit))
     task = ConfigureTask(
-        step_builder, found, fixed, {**own, "finite": finite}, tuple(meshes), machine, on, limit,
+        step_builder, found, fixed, {**own, "finite": finite}, tuple(meshes), any_shape, machine, on, limit,
         None if global_batch is None else int(global_batch), offload, budget_seconds is not None, on_better, configure,
     )  # fmt: skip
     with stoppable() as stop:

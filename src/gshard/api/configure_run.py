@@ -72,6 +72,7 @@ class ConfigureTask:
     fixed: Mapping[str, Any]
     own: Mapping[str, Any]
     meshes: tuple[Mesh, ...]
+    any_shape: bool
     given_machine: str | Machine | None
     machine: Machine
     limit: float
@@ -102,6 +103,8 @@ class ConfigureRun:
                 self._estimate()
                 self._explore()
                 self._solve()
+                if self.task.any_shape:
+                    self._cut_axes()
                 if self.task.uses_all:
                     self._prove()
         except KeyboardInterrupt:
@@ -205,6 +208,19 @@ class ConfigureRun:
                     one.budget = budget
                     one.price_expected()
                 self._note(candidate)
+
+    def _cut_axes(self) -> None:
+        """Searches for the fastest configuration on meshes of three axes, near its best plans on meshes of two."""
+        candidate = self.fastest
+        if candidate is None or candidate.run is None or self.budget.is_over:
+            return
+        with self._searching(candidate, self.budget.part(_SOLVING)) as (run, budget):
+            run.budget = budget
+            run.cut_axes(budget)
+            for one in [one for one in run.begun if one.near is not None and not self._is_beaten(one)]:
+                one.finish(())
+                run.finished.append(one)
+        self._note(candidate)
 
     def _prove(self) -> None:
         """Solves the problems of the configurations that were left out, too, as long as there is time."""

@@ -66,5 +66,6 @@ class EstimatedStep:
 
     @property
     def solved(self) -> list[MeshSearch]:
-        """The meshes for which its problem is solved."""
-        return [] if self.run is None else [one for one in self.run.begun if one.is_solved]
+        """The meshes for which its whole problem is solved."""
+        begun = [] if self.run is None else self.run.begun
+        return [one for one in begun if one.is_solved and one.near is None]

@@ -11,7 +11,6 @@ from typing import Any, Literal, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from gshard.api.by_path import unused_pattern
 from gshard.api.mark_arguments import partitions_of
@@ -20,7 +19,7 @@ from gshard.api.sending import marked
 from gshard.core.errors import ShardingError, known_names
 from gshard.core.jax_adapter import user_line
 from gshard.core.keywords import keywords
-from gshard.core.mark import Mark
+from gshard.core.mark import mark_of_stack
 from gshard.core.paths import is_below, path_inside
 from gshard.core.pipeline_schedule import Schedule
 
@@ -73,28 +72,34 @@ def pipeline(
     """
     call = f"pipeline(x, {over!r}, micro_batches={micro_batches!r})"
     hint = "Write pipeline(stacked, 'stage', micro_batches=8)."
-    for word, number in (("micro_batches", micro_batches), ("rounds", rounds)):
-        if not isinstance(number, int | np.integer) or isinstance(number, bool) or number < 1:
-            raise ShardingError(f"{word} is a positive integer, not {number!r}.", user_line(), call, hint)
-    if schedule not in ("gpipe", "zero_bubble"):
-        hint = known_names(str(schedule), ("gpipe", "zero_bubble"), "Use")
-        raise ShardingError(f"there is no schedule {schedule!r}.", user_line(), call, hint)
-    found = Schedule(partitions_of(over, call), int(micro_batches), int(rounds), schedule == "zero_bubble")
+    found = schedule_of(over, micro_batches, rounds, schedule, call, hint)
     leaves = _matching(x, call, (paths,) if isinstance(paths, str) else paths)
     of_count = {array.shape[:1]: (name, array) for name, array in leaves if array is not None}
     if len(of_count) > 1 or () in of_count:
         what = "the arrays of a pipeline have one dimension of layers, and it comes first."
         hint = "Mark only the stacks that one loop scans over, each with as many layers."
         raise ShardingError(what, user_line(), f"{listed([*of_count.values()])}; {call}", hint)
-    first = found.over if rounds == 1 else PartitionSpec.UNCONSTRAINED
-    marks = [
-        None if array is None else Mark(
-            "spec", spec=(first, *(PartitionSpec.UNCONSTRAINED,) * (array.ndim - 1)), leaf=name,
-            source_text=str(found), schedule=found,
-        )
-        for name, array in leaves
-    ]  # fmt: skip
+    marks = [None if array is None else mark_of_stack(found, array.ndim, name) for name, array in leaves]
     return marked(x, leaves, marks, None)
+
+
+def schedule_of(over: Any, micro_batches: Any, rounds: Any, schedule: Any, call: str, hint: str) -> Schedule:
+    """The schedule that arguments of ``pipeline`` or ``stage`` give.
+
+    Args:
+        over, micro_batches, rounds, schedule: the arguments.
+        call, hint: the call and the way out, for messages.
+
+    Raises:
+        ShardingError: a number is no positive integer, or there is no such schedule.
+    """
+    for word, number in (("micro_batches", micro_batches), ("rounds", rounds)):
+        if not isinstance(number, int | np.integer) or isinstance(number, bool) or number < 1:
+            raise ShardingError(f"{word} is a positive integer, not {number!r}.", user_line(), call, hint)
+    if schedule not in ("gpipe", "zero_bubble"):
+        names = known_names(str(schedule), ("gpipe", "zero_bubble"), "Use")
+        raise ShardingError(f"there is no schedule {schedule!r}.", user_line(), call, names)
+    return Schedule(partitions_of(over, call), int(micro_batches), int(rounds), schedule == "zero_bubble")
 
 
 def _matching(x: Any, call: str, patterns: Sequence[str] | None) -> list[tuple[str, Any]]:

@@ -207,12 +207,12 @@ class SearchRun:
             one.solve(1.0 if meshes <= FINISHED else EFFORT, 1 / (meshes - i))
             one.budget = budget
         if task.any_shape:
-            self._cut_axes(problems)
+            self.cut_axes(problems)
         for one in sorted(self.begun, key=lambda one: one.rank)[:FINISHED]:
             self.finished.append(one)
             one.finish(tuple(self.finished[0].presets) if len(self.finished) > 1 else None)
 
-    def _cut_axes(self, budget: TimeBudget) -> None:
+    def cut_axes(self, budget: TimeBudget) -> None:
         """Searches on meshes of three axes, near the best plans on meshes of two."""
         solved = [one for one in self.begun if one.is_solved and len(one.mesh.axes) == len(NAMES) - 1]
         coarse = sorted(solved, key=lambda one: one.rank)[:_CUT]

@@ -80,20 +80,21 @@ class _KernelAsTracedHere(AsTracedHere):
     def _equations(self, e: Any) -> Sequence[Any]:
         """The equations that replace one: ``axis_index`` of an axis becomes ``axis_index`` of its atoms."""
         if e.primitive.name != "axis_index" or e.params["axis_name"] not in self._atoms_of:
-            return [self._equation(e)]
+            return [self.equation(e)]
         atoms = self._atoms_of[e.params["axis_name"]]
         (result,) = map(self._read, e.outvars)
         any_axis = next(iter(self._mesh.axis_names))
         index, _ = closed(jax.make_jaxpr(lambda: lax.axis_index(atoms) if atoms else lax.axis_index(any_axis) * 0)())
         return [*index.eqns[:-1], index.eqns[-1].replace(outvars=[result])]
 
-    def _equation(self, e: Any) -> Any:
+    def equation(self, e: Any) -> Any:
+        """The equation under the mesh, with names of atoms."""
         # A sharding in the parameters names the user's axes. It has no meaning in a kernel.
         params = {k: None if k in ("sharding", "out_sharding") else v for k, v in e.params.items()}
         for key in {"axes", "axis_name"} & params.keys():
             params[key] = self._axes(params[key])
         effects = self._effects(e.effects)
-        return super()._equation(e.replace(params=params, effects=effects, outvars=list(map(self._read, e.outvars))))
+        return super().equation(e.replace(params=params, effects=effects, outvars=list(map(self._read, e.outvars))))
 
     def _axes(self, axes: Any) -> Any:
         """The atoms for the axis names of a reduction or a collective. Numbers of dimensions stay."""

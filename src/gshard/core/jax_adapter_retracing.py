@@ -27,33 +27,62 @@ def as_traced_here(jaxpr: Any) -> Any:
     return AsTracedHere(jax.sharding.get_abstract_mesh()).jaxpr(jaxpr)
 
 
-class AsTracedHere:
-    """Puts jaxprs under a mesh. Jaxprs that several equations share stay shared."""
+class EachJaxpr:
+    """Changes a jaxpr and the jaxprs inside of it. Jaxprs that several equations share stay shared.
 
-    def __init__(self, mesh: Any):
-        self._mesh = mesh
+    A subclass changes equations (``equation``) or bodies (``body``). Unchanged jaxprs stay the same objects.
+    """
+
+    def __init__(self) -> None:
         self._bodies = dict[Any, Any]()
-        self._contexts = dict[Any, Any]()
 
     def jaxpr(self, jaxpr: Any) -> Any:
-        """The (closed) jaxpr under the mesh."""
+        """The changed (closed) jaxpr."""
         body, _ = closed(jaxpr)
         if body not in self._bodies:
-            eqns = list(map(self._equation, body.eqns))
-            unchanged = all(map(operator.is_, eqns, body.eqns))
-            self._bodies[body] = body if unchanged else body.replace(eqns=eqns)
+            self._bodies[body] = self.body(body)
         converted = self._bodies[body]
         if converted is body:
             return jaxpr
         return converted if body is jaxpr else jaxpr.replace(jaxpr=converted)
 
-    def _equation(self, e: Any) -> Any:
+    def body(self, body: Any) -> Any:
+        """The changed body of a jaxpr."""
+        eqns = list(map(self.equation, body.eqns))
+        return body if all(map(operator.is_, eqns, body.eqns)) else body.replace(eqns=eqns)
+
+    def equation(self, e: Any) -> Any:
+        """The changed equation."""
+        params = {name: self.parameter(value) for name, value in e.params.items()}
+        return e if all(params[name] is value for name, value in e.params.items()) else e.replace(params=params)
+
+    def parameter(self, value: Any) -> Any:
+        """A parameter, or a part of one, with the jaxprs in it changed."""
+        if isinstance(value, (_extend_core.Jaxpr, _extend_core.ClosedJaxpr)):
+            return self.jaxpr(value)
+        if not isinstance(value, (tuple, list)):
+            return value
+        items = list(map(self.parameter, value))
+        if all(map(operator.is_, items, value)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+
+class AsTracedHere(EachJaxpr):
+    """Puts jaxprs under a mesh."""
+
+    def __init__(self, mesh: Any):
+        super().__init__()
+        self._mesh = mesh
+        self._contexts = dict[Any, Any]()
+
+    def equation(self, e: Any) -> Any:
+        """The equation under the mesh."""
+        changed = super().equation(e)
         inputs = list(map(self._read, e.invars))
         context = self._context(e.ctx)
-        params = {name: self.parameter(value) for name, value in e.params.items()}
         unchanged = context is e.ctx and all(map(operator.is_, inputs, e.invars))
-        unchanged = unchanged and all(params[name] is value for name, value in e.params.items())
-        return e if unchanged else e.replace(invars=inputs, ctx=context, params=params)
+        return changed if unchanged else changed.replace(invars=inputs, ctx=context)
 
     def _context(self, context: Any) -> Any:
         if context.cur_abstract_mesh == self._mesh:
@@ -63,17 +92,6 @@ class AsTracedHere:
             with context.manager, no_mesh_set(), jax.sharding.use_abstract_mesh(self._mesh):
                 self._contexts[context] = type(context)()
         return self._contexts[context]
-
-    def parameter(self, value: Any) -> Any:
-        """A parameter, or a part of one, with the jaxprs in it under the mesh."""
-        if isinstance(value, (_extend_core.Jaxpr, _extend_core.ClosedJaxpr)):
-            return self.jaxpr(value)
-        if not isinstance(value, (tuple, list)):
-            return value
-        items = list(map(self.parameter, value))
-        if all(map(operator.is_, items, value)):
-            return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
     def _read(self, v: Any) -> Any:
         if not isinstance(v, _core.Literal) or not isinstance(v.aval, _core.ShapedArray):

@@ -126,6 +126,13 @@ class Mark:
         return text_of_spec(self.spec, axes, "" if self.monoid == "add" else self.monoid)
 
 
+def mark_of_stack(schedule: Schedule, ndim: int, leaf: str = "") -> Mark:
+    """The mark of stacked layers. In several rounds a stage has layers that are apart, so the stack stays open."""
+    first = schedule.over if schedule.rounds == 1 else PartitionSpec.UNCONSTRAINED
+    spec = (first, *(PartitionSpec.UNCONSTRAINED,) * (ndim - 1))
+    return Mark("spec", spec=spec, leaf=leaf, source_text=str(schedule), schedule=schedule)
+
+
 def mark_of_cut(dims: Sequence[Atoms | None], mesh: Mesh) -> Mark:
     """The mark that splits each dimension over these atoms of a mesh. None leaves a dimension open.
 

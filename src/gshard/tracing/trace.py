@@ -38,6 +38,7 @@ from gshard.tracing.looks import Looks
 from gshard.tracing.manual_regions import check_manual_regions
 from gshard.tracing.permitted import permitted
 from gshard.tracing.references import without_references
+from gshard.tracing.stage_loops import with_stage_loops
 from gshard.tracing.unread_marks import unread_marks
 
 assert _rules  # the import registers the rules
@@ -118,7 +119,8 @@ def program_of(
         jaxpr, consts = closed(whole)
         builder = Builder(layout=layout, looks=looks)
         with wide_enough_for(dtypes_in(jaxpr)):
-            block = builder.block(jaxpr_without_dead_code(as_traced_here(jaxpr)), captured=consts)
+            body = jaxpr_without_dead_code(with_stage_loops(as_traced_here(jaxpr)))
+            block = builder.block(body, captured=consts)
             block = builder.marked_by_type(block, jaxpr.outvars, as_typed)
         check_manual_regions(block)
         block = permitted(block, finite=finite)
