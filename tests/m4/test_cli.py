@@ -555,7 +555,7 @@ def test_a_request_to_stop_saves_and_prints_the_line_that_goes_on(
         (["evaluate", "--run", "{trained}", "--sentences", "0"], "cannot score 0 sentences"),
         (["evaluate", "--run", "{trained}", "--baselines", "{trained}@x"], "'x' is no step"),
         (["evaluate", "--run", "{trained}", "--baselines", "nowhere"], "there is no checkpoint"),
-        (["evaluate", "--run", "{trained}", "--baselines", "file"], "no file of results"),
+        (["evaluate", "--run", "{trained}", "--baselines", "file"], "these are no translations"),
     ],
 )
 def test_what_is_wrong_is_told_in_a_few_lines(

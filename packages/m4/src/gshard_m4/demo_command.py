@@ -1,7 +1,7 @@
 """``gshard-m4 demo``: everything once, small enough for two processor cores and ten minutes.
 
 It prepares a small corpus, shows how the training step is partitioned, trains, evaluates on both tests of the corpus
-(`gshard_m4.held_out`), and shows translations drawn at random.
+(`gshard_m4.evaluation_files`), and shows translations drawn at random.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ from gshard_m4.config import ModelChoice, Run, TrainConfig, on_devices
 from gshard_m4.decode import DecodeConfig
 from gshard_m4.devices import check_devices
 from gshard_m4.evaluate_command import Evaluate
-from gshard_m4.evaluation_files import TRANSLATIONS
+from gshard_m4.evaluation_files import BOTH, TRANSLATIONS
 from gshard_m4.groups import model_for
-from gshard_m4.held_out import BOTH
 from gshard_m4.language_names import name_of
 from gshard_m4.planned import describe_model, plan_summary
 from gshard_m4.prepare import PrepareConfig, open_text, prepare
