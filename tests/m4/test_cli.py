@@ -344,7 +344,7 @@ def test_evaluation_writes_scores_that_can_be_compared(
     capsys.readouterr()
     assert main([*given, "--output", "fourth", "--baselines", "first"]) == 0
     assert "first was not scored on known English: no differences" in capsys.readouterr().out
-    assert main([*given[:3], "--sentences", "8", "--max-length", "8", "--baselines", "first", "--test", "new"]) == 2
+    assert main([*given[:3], "--sentences", "11", "--max-length", "8", "--baselines", "first", "--test", "new"]) == 2
     assert "not of the same sentences" in capsys.readouterr().err
 
 

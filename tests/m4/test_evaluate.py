@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import sacrebleu
 
-from gshard_m4 import near_copies, significance
+from gshard_m4 import significance
 from gshard_m4.by_class import Row, Scored, summary
 from gshard_m4.corpus.pair import Pair
 from gshard_m4.evaluation_files import EvaluateError, Line, joined, lines_of, read_lines, save
-from gshard_m4.score import counted, points
+from gshard_m4.score import counted, is_near_copy, points, told_apart
 from gshard_m4.significance import SAMPLES, compare, holm
 
 EXAMPLES = [
@@ -73,6 +73,7 @@ def test_differences_are_of_the_same_sentences_only(tmp_path: Path) -> None:
     with pytest.raises(EvaluateError, match="two baselines have the language de"):
         joined(EXAMPLES, {"worse": read, "de": only_de})
     other = [e._replace(foreign=e.foreign + "!") for e in EXAMPLES]
+    assert joined(EXAMPLES[1:], {"more": read}) == written(2)[1:]
     for lines in (lines_of(other, written(2)), read[1:]):
         with pytest.raises(EvaluateError, match="scores of de are not of the same sentences"):
             joined(EXAMPLES, {"other": lines})
@@ -253,20 +254,21 @@ def test_classes_are_scored_as_one_text(tmp_path: Path) -> None:
     ],
 )
 def test_near_copies(source: str, english: str, near: bool) -> None:
-    assert near_copies.is_near_copy(source, english) == near
+    assert is_near_copy(source, english) == near
 
 
 def test_why_copying_scores_what_it_scores() -> None:
     sources, references = ["Python 3", "aaa", "Django 5"], ["Python 3", "one two", "Django 5"]
     copies = counted(sources, references)
-    told = near_copies.told(sources, references, counted(["Python 2", "one two", "Django 5"], references), copies)
-    assert told.startswith("2 of 3 sentences are near copies, with half of their English words in the source: BLEU ")
+    near = [is_near_copy(*pair) for pair in zip(sources, references)]
+    told = told_apart("are alike", near, counted(["Python 2", "one two", "Django 5"], references), copies)
+    assert told.startswith("2 of 3 sentences are alike: BLEU ")
     copying = told.splitlines()[1]
     assert copying.startswith("copying the source: BLEU ")
     assert "chrF++ 100.0 on these" in copying
     assert copying.endswith("chrF++ 0.0 on the other 1.")
     one = counted(["one"], ["one"])
-    assert near_copies.told(["eins"], ["one"], one, one).startswith("0 of 1 sentences are near copies")
+    assert told_apart("are alike", [False], one, one) == "0 of 1 sentences are alike."
 
 
 def test_figure(tmp_path: Path) -> None:

@@ -11,24 +11,13 @@ from typing import Any, Literal
 
 import tyro
 
-from gshard_m4 import by_class, near_copies, runs, score
+from gshard_m4 import by_class, evaluation_files, runs, score
 from gshard_m4.config import Run, on_devices
 from gshard_m4.corpus.pair import Pair
 from gshard_m4.decode import DecodeConfig
 from gshard_m4.devices import check_devices, tell_uneven_experts
 from gshard_m4.errors import CommandError
-from gshard_m4.evaluation_files import (
-    BOTH,
-    KNOWN_ENGLISH,
-    NEW_ENGLISH,
-    RESULTS,
-    HeldOut,
-    Line,
-    joined,
-    lines_of,
-    read_lines,
-    save,
-)
+from gshard_m4.evaluation_files import BOTH, KNOWN_ENGLISH, NEW_ENGLISH, HeldOut, Line
 from gshard_m4.prepare import open_text
 from gshard_m4.step import compile_step, held_out_cross_entropy, make_evaluation
 from gshard_m4.text import DATA, PreparedText
@@ -131,24 +120,28 @@ class Evaluate:
         written, cut = [of.text for of in translated], [of.cut for of in translated]
         counts_NK = score.counted(written, references)
         scored = by_class.Scored(examples, counts_NK, translator.languages)
-        beside = score.baselines(sources, references, text.frequent_sentence())
+        # A score of short texts that resemble each other says little, unless these translators are beside it.
+        copies_NK = score.counted(sources, references)
+        frequent_NK = score.counted([text.frequent_sentence()] * len(references), references)
+        beside = {"copy the source": copies_NK, "the most frequent sentence": frequent_NK}
         lines = scored.lines()
         print(f"\n{score.table({'model': counts_NK} | beside, lines)}")
         if len(set(lines)) < len(set(languages)):
             print(f"languages with fewer than {by_class.ALONE} sentences are scored together, by class")
-        longer = (
-            f"are longer than the {text.length - 1} tokens that the model reads, and were translated without their end"
-        )
-        print(f"\n{score.told_apart(longer, cut, counts_NK)}")
+        longer = f"are longer than the {text.length - 1} tokens that the model reads"
+        print("\n" + score.told_apart(f"{longer}, and were translated without their end", cut, counts_NK))
         twins = text.near_twins(references) if held is NEW_ENGLISH else None
         if twins is not None:
             print(score.told_apart("have a near twin in training (80 % of the letters)", twins, counts_NK))
-        print(near_copies.told(sources, references, counts_NK, beside["copy the source"]))
+        near = [score.is_near_copy(*pair) for pair in zip(sources, references, strict=True)]
+        half = "are near copies, with half of their English words in the source"
+        print(score.told_apart(half, near, counts_NK, copies_NK))
         if self.search.placeholders and (marked := [of for of in translated if of.placeholders]):
             whole = sum(not (of.lost or of.invented) for of in marked)
             print(f"placeholders: the model wrote those of {whole:,} of {len(marked):,} sentences that have any")
 
-        scored = dataclasses.replace(scored, theirs=joined(examples, self._theirs(held, others, examples)))
+        theirs = evaluation_files.joined(examples, self._theirs(held, others, examples))
+        scored = dataclasses.replace(scored, theirs=theirs)
         rows, classes = scored.by_language(), scored.by_class()
         names = " and ".join(map(_name, self.baselines))
         print(f"\n{by_class.summary(classes, names)}\n{score.SIGNATURE}\n")
@@ -158,7 +151,7 @@ class Evaluate:
             "cut": sum(cut),
             "near_twins": None if twins is None else sum(twins),
         }
-        save(folder, about, scored, written, rows, classes)
+        evaluation_files.save(folder, about, scored, written, rows, classes)
         try:
             figure = importlib.import_module("gshard_m4.figure")
         except ModuleNotFoundError as error:
@@ -178,7 +171,7 @@ class Evaluate:
             if isinstance(other, Translator):
                 shared = [example for example in examples if example.language in other.languages]
                 translated = other.translate([example.foreign for example in shared])
-                found[name] = lines_of(shared, [of.text for of in translated])
+                found[name] = evaluation_files.lines_of(shared, [of.text for of in translated])
             elif held.name in other:
                 found[name] = other[held.name]
             else:
@@ -196,11 +189,11 @@ class Evaluate:
             return self._load(corpus, runs.chosen(Path(folder)), int(step))
         path = Path(name)
         if path.is_file():
-            return {NEW_ENGLISH.name: read_lines(path.parent)}
+            return {NEW_ENGLISH.name: evaluation_files.read_lines(path.parent)}
         place = path / "evaluation" if (path / "evaluation").is_dir() else path
-        there = [held for held in tests if (place / held.folder / RESULTS).is_file()]
+        there = [held for held in tests if (place / held.folder / evaluation_files.RESULTS).is_file()]
         if there:
-            return {held.name: read_lines(place / held.folder) for held in there}
+            return {held.name: evaluation_files.read_lines(place / held.folder) for held in there}
         return self._load(corpus, runs.chosen(path), None)
 
 

@@ -18,7 +18,7 @@ import csv
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,8 +35,7 @@ class EvaluateError(GShardError):
     """Results cannot be read or written, or cannot be compared."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class HeldOut:
+class HeldOut(NamedTuple):
     """A test of a corpus.
 
     Attributes:
@@ -98,27 +97,27 @@ def joined(examples: Sequence[Pair], baselines: Mapping[str, Sequence[Line]]) ->
     Several baselines are one that was measured in parts: models for one language each, say.
 
     Raises:
-        EvaluateError: translations are not of the same sentences, or two baselines have a language in common.
+        EvaluateError: a baseline lacks sentences of a language that it has, or two baselines have a language in common.
     """
-    ours = _by_language(lines_of(examples, [""] * len(examples)))
-    found: dict[str, list[str]] = {}
+    keys = [line[:3] for line in lines_of(examples, [""] * len(examples))]
+    languages = {key[0] for key in keys}
+    found: dict[tuple[str, ...], str] = {}
     owner: dict[str, str] = {}
     for name, lines in baselines.items():
-        for code, theirs in _by_language(lines).items():
-            if code not in ours:
-                continue
+        for code in sorted(languages & {line.language for line in lines}):
             if code in owner:
                 raise EvaluateError(f"two baselines have the language {code}.", got=f"{owner[code]} and {name}")
-            if [line[:3] for line in theirs] != [line[:3] for line in ours[code]]:
-                raise EvaluateError(
-                    f"scores of {code} are not of the same sentences.",
-                    where=name,
-                    got=f"{len(theirs)} sentences, and here {len(ours[code])}",
-                    hint="Evaluate both with the same corpus and the same --sentences.",
-                )
-            owner[code], found[code] = name, [line.translation for line in theirs]
-    rows = {code: iter(theirs) for code, theirs in found.items()}
-    return [next(rows[example.language]) if example.language in rows else None for example in examples]
+            owner[code] = name
+        found |= {line[:3]: line.translation for line in lines}
+    for key in keys:
+        if key[0] in owner and key not in found:
+            raise EvaluateError(
+                f"scores of {key[0]} are not of the same sentences.",
+                where=owner[key[0]],
+                got=f"no translation of {key[1]!r}",
+                hint="Evaluate both with the same corpus, and the baseline with as many --sentences or more.",
+            )
+    return [found.get(key) for key in keys]
 
 
 def save(
@@ -167,13 +166,6 @@ def save(
         (folder / TRANSLATIONS).write_text("".join(lines), "utf-8")
     except OSError as error:
         raise EvaluateError(f"results cannot be written: {error.strerror}.", where=str(folder)) from error
-
-
-def _by_language(lines: Iterable[Line]) -> dict[str, list[Line]]:
-    found: dict[str, list[Line]] = {}
-    for line in lines:
-        found.setdefault(line.language, []).append(line)
-    return found
 
 
 def _rounded(row: Row) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Scores: BLEU and chrF++ of translations, beside two translators that know nothing.
+"""Scores: BLEU and chrF++ of translations.
 
 Scores are sacrebleu's, with its signatures, so that they can be compared with those of others. Both follow from counts
 of n-grams, which add up over sentences; so sentences are counted once, and the score of any of them is that of a sum.
@@ -10,6 +10,7 @@ of n-grams, which add up over sentences; so sentences are counted once, and the 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -23,6 +24,8 @@ _OF_BLEU = 2 + 2 * _BLEU.max_ngram_order  # counts: lengths, and n-grams that ar
 
 SIGNATURE = f"BLEU|{_BLEU.get_signature()} chrF++|{_CHRF.get_signature()}"
 """How sacrebleu computes both."""
+
+_WORD = re.compile(r"\w+|%\S+|\{[^{}]*\}")
 
 
 def counted(written: Sequence[str], references: Sequence[str]) -> np.ndarray:
@@ -55,23 +58,6 @@ def points(counts_K: np.ndarray) -> np.ndarray:
     return np.array([float(metric._compute_score_from_stats(own).score) for metric, own in sides])
 
 
-def baselines(sources: Sequence[str], references: Sequence[str], frequent: str) -> dict[str, np.ndarray]:
-    """The counts of two translators that know no language.
-
-    A score says little on short texts that resemble each other, unless it is beside that of the source itself, which
-    names and numbers pass through, and that of the most frequent English sentence, whatever the source says.
-
-    Args:
-        sources: the sentences to translate.
-        references: their translations.
-        frequent: the most frequent English sentence of the training data.
-    """
-    return {
-        "copy the source": counted(sources, references),
-        "the most frequent sentence": counted([frequent] * len(references), references),
-    }
-
-
 def table(systems: Mapping[str, np.ndarray], labels: Sequence[str]) -> str:
     """Systems side by side, a row for each label and the last for all of them.
 
@@ -97,13 +83,14 @@ def table(systems: Mapping[str, np.ndarray], labels: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
-def told_apart(what: str, picked: Sequence[bool], counts_NK: np.ndarray) -> str:
+def told_apart(what: str, picked: Sequence[bool], counts_NK: np.ndarray, copies_NK: np.ndarray | None = None) -> str:
     """In a line: how many sentences are of some kind, and what a translator scores on these and on the others.
 
     Args:
         what: the kind, such as ``have a near twin in training``.
         picked: whether each sentence is of it.
         counts_NK: of what the translator wrote.
+        copies_NK: of the sources, whose scores follow in another line.
 
     >>> print(told_apart("are long", [True, False], counted(["a b c d", "six"], ["a b c d", "e"])))
     1 of 2 sentences are long: BLEU 100.0, chrF++ 100.0 on these, BLEU 0.0, chrF++ 0.0 on the other 1.
@@ -113,6 +100,20 @@ def told_apart(what: str, picked: Sequence[bool], counts_NK: np.ndarray) -> str:
     head = f"{count:,} of {len(picked):,} sentences {what}"
     if not count or not others:
         return f"{head}."
-    scores = (points(counts_NK[own_N].sum(0)) for own_N in (picked_N, ~picked_N))
-    told = (f"BLEU {bleu:.1f}, chrF++ {chrf:.1f}" for bleu, chrf in scores)
-    return f"{head}: {next(told)} on these, {next(told)} on the other {others:,}."
+    told = []
+    for own_NK in (counts_NK,) if copies_NK is None else (counts_NK, copies_NK):
+        scores = (points(own_NK[own_N].sum(0)) for own_N in (picked_N, ~picked_N))
+        these, the_others = (f"BLEU {bleu:.1f}, chrF++ {chrf:.1f}" for bleu, chrf in scores)
+        told.append(f": {these} on these, {the_others} on the other {others:,}.")
+    return head + "\ncopying the source".join(told)
+
+
+def is_near_copy(source: str, english: str) -> bool:
+    """Whether half of the words of the translation, or more, are in the source, so that copying it scores much.
+
+    >>> is_near_copy("Python %s installieren", "Install Python %s"), is_near_copy("Datei öffnen", "Open file")
+    (True, False)
+    """
+    words = [word.casefold() for word in _WORD.findall(english)]
+    theirs = {word.casefold() for word in _WORD.findall(source)}
+    return bool(words) and 2 * sum(word in theirs for word in words) >= len(words)
