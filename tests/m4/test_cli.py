@@ -45,9 +45,9 @@ class Toy:
     length = 8
     temperature = 5.0
 
-    def rebatched(self, *, temperature: float) -> Toy:
+    def rebatched(self, *, tokens: int | None, temperature: float | None) -> Toy:
         other = type(self)()
-        other.temperature = temperature
+        other.temperature = temperature or self.temperature
         return other
 
     def tag(self, language: str) -> int:
@@ -160,7 +160,7 @@ def test_the_demo_tells_its_story(
         assert part in told, f"{part!r} is missing from:\n{told}"
     assert told.count("model:     ") == 20
     assert (tmp_path / "runs" / "demo" / "checkpoints" / "00000050").is_dir()
-    where = runs.corpus_of(Run(Path("runs/demo")), None, Path("elsewhere"))
+    where = runs.corpus_of(Run(Path("runs/demo")))
     assert where == Path("data/demo"), "the run knows its corpus"
 
 

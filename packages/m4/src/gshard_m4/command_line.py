@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 prog="gshard-m4",
                 description=DESCRIPTION,
             )
-            prepare_process(getattr(command, "virtual_devices", command.devices), debug)
+            prepare_process(getattr(command, "virtual_devices", getattr(command, "devices", 1)), debug)
             keep_compiled(off or getattr(getattr(command, "together", None), "several", False))
             return int(command())
         finally:

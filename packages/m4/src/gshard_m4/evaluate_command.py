@@ -20,7 +20,7 @@ from gshard_m4.errors import CommandError
 from gshard_m4.evaluation_files import BOTH, KNOWN_ENGLISH, NEW_ENGLISH, HeldOut, Line
 from gshard_m4.prepare import open_text
 from gshard_m4.step import compile_step, held_out_cross_entropy, make_evaluation
-from gshard_m4.text import DATA, PreparedText
+from gshard_m4.text import PreparedText
 from gshard_m4.translate import Translator, load
 
 _TESTS: dict[str, Sequence[HeldOut]] = {"both": BOTH, "known": (KNOWN_ENGLISH,), "new": (NEW_ENGLISH,)}
@@ -76,7 +76,7 @@ class Evaluate:
                 raise CommandError(f"cannot score {count} sentences.", hint="Ask for at least one.")
         check_devices(self.devices)
         run = runs.chosen(self.run)
-        corpus = runs.corpus_of(run, self.data, DATA)
+        corpus = runs.corpus_of(run, self.data)
         print(f"reading the model of {run.directory} and the corpus in {corpus} ...", flush=True)
         translator = self._load(corpus, run, self.step)
         tell_uneven_experts(translator.model.experts, self.devices)
