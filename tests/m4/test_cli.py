@@ -22,12 +22,13 @@ import jax
 import numpy as np
 import pytest
 
-from gshard_m4 import checkpoint, commands, demo_command, evaluate_command, lines, planned, runs
+from gshard_m4 import checkpoint, commands, demo_command, lines, planned, runs
 from gshard_m4.command_line import main
 from gshard_m4.config import Run
 from gshard_m4.corpus.pair import Pair
 from gshard_m4.decode import DecodeConfig
 from gshard_m4.stopping import asked_to_stop
+from gshard_m4.text import PreparedText
 from gshard_m4.translate import Translator, load
 
 ENGLISH = ["save", "the", "file", "open", "a", "new", "window", "close", "now"]
@@ -93,8 +94,7 @@ SMALL = ["--model-dim", "16", "--hidden-dim", "32", "--layers", "2", "--experts"
 
 
 def read_toys(patch: pytest.MonkeyPatch, toy: type) -> None:
-    for module in (commands, demo_command, evaluate_command):
-        patch.setattr(module, "open_text", lambda folder: toy())
+    patch.setattr(PreparedText, "load", staticmethod(lambda folder: toy()))
 
 
 @pytest.fixture(autouse=True)
@@ -388,7 +388,6 @@ def test_the_newest_run_is_meant(trained: Path, tmp_path: Path, capsys: pytest.C
 
 def test_the_step_of_the_newest_run_can_be_explained(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(trained, "runs/one")
-    monkeypatch.setattr(planned.PreparedText, "load", staticmethod(lambda folder: Toy()))
     step, state, batch = planned.newest_step()
     assert batch["source"].shape == (16, Toy.length)
     after, metrics = jax.eval_shape(step, state, batch)
@@ -520,7 +519,7 @@ def test_a_request_to_stop_saves_and_prints_the_line_that_goes_on(
             return super().batch(step)
 
     assert threading.current_thread() is threading.main_thread()
-    monkeypatch.setattr(commands, "open_text", lambda folder: Interrupting())
+    monkeypatch.setattr(PreparedText, "load", staticmethod(lambda folder: Interrupting()))
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it may be ignored
     try:
         assert main(["train", "--run", "r", "--devices", "1", "--steps", "50", *SMALL]) == code

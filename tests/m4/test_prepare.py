@@ -17,7 +17,7 @@ from gshard_m4.corpus.source import SOURCES
 from gshard_m4.encoded import Writer
 from gshard_m4.errors import CorpusError, VocabularyError
 from gshard_m4.packing import fill
-from gshard_m4.prepare import PrepareConfig, open_text, prepare
+from gshard_m4.prepare import PrepareConfig, prepare
 from gshard_m4.text import PreparedText
 from gshard_m4.tokens import Vocabulary, learn
 
@@ -50,7 +50,7 @@ def text(config: PrepareConfig) -> PreparedText:
     done = prepare(config)
     assert not done.was_there
     assert "1 lines rejected" in str(done)
-    return open_text(config.output)
+    return PreparedText.load(config.output)
 
 
 def test_nothing_is_done_twice(config: PrepareConfig, text: PreparedText) -> None:
@@ -82,7 +82,7 @@ def sentences(row: np.ndarray) -> list[list[int]]:
 
 
 def test_batches_depend_on_the_step_alone(text: PreparedText) -> None:
-    again = open_text(text.folder)
+    again = PreparedText.load(text.folder)
     shape = text.batches.shape
     for step in (0, 5, 40, 1000):
         one, two = text.batch(step), again.batch(step)

@@ -23,7 +23,7 @@ from gshard_m4.errors import CommandError
 from gshard_m4.evaluate_command import Evaluate
 from gshard_m4.groups import model_for
 from gshard_m4.planned import describe_model, plan_summary
-from gshard_m4.prepare import PrepareConfig, open_text, prepare
+from gshard_m4.prepare import PrepareConfig, prepare
 from gshard_m4.processes import Alone
 from gshard_m4.score_command import Score
 from gshard_m4.serve.config import ServeConfig
@@ -120,7 +120,7 @@ class Train:
     def _text(self) -> PreparedText:
         if self.temperature is not None:
             check_temperature(self.temperature)
-        text = open_text(self.data)
+        text = PreparedText.load(self.data)
         if self.tokens is not None and self.tokens < text.length:
             raise CommandError(
                 f"a batch of {self.tokens} tokens cannot hold a sentence of {text.length}.",
@@ -298,4 +298,4 @@ COMMANDS: dict[str, Callable[..., Any]] = {
 def _opened(run: Path | None, data: Path | None, quiet: bool = False) -> tuple[Run, PreparedText]:
     """The run that was asked for, or the newest, and its corpus."""
     chosen = runs.chosen(run, quiet)
-    return chosen, open_text(runs.corpus_of(chosen, data))
+    return chosen, PreparedText.load(runs.corpus_of(chosen, data))

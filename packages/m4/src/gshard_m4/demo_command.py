@@ -29,8 +29,9 @@ from gshard_m4.evaluation_files import BOTH, TRANSLATIONS, read_lines
 from gshard_m4.groups import model_for
 from gshard_m4.language_names import name_of
 from gshard_m4.planned import describe_model, plan_summary
-from gshard_m4.prepare import PrepareConfig, open_text, prepare
+from gshard_m4.prepare import PrepareConfig, prepare
 from gshard_m4.step import compile_step, initial_state, make_step
+from gshard_m4.text import PreparedText
 from gshard_m4.train import train
 
 DATA = Path("data/demo")
@@ -93,7 +94,7 @@ class Demo:
             check_devices(self.devices)
         print("preparing a corpus of translated texts of programs (downloads 54 MB the first time)", flush=True)
         print(prepare(self.corpus))
-        text = open_text(self.corpus.folder)
+        text = PreparedText.load(self.corpus.folder)
         model = model_for(self.model, text, self.devices, self.train)
         run = _unused(self.run)
         runs.remember_corpus(run, self.corpus.folder)

@@ -18,7 +18,6 @@ from gshard_m4.decode import DecodeConfig
 from gshard_m4.devices import check_devices, tell_uneven_experts
 from gshard_m4.errors import CommandError
 from gshard_m4.evaluation_files import BOTH, KNOWN_ENGLISH, NEW_ENGLISH, HeldOut, Line
-from gshard_m4.prepare import open_text
 from gshard_m4.step import compile_step, held_out_cross_entropy, make_evaluation
 from gshard_m4.text import PreparedText
 from gshard_m4.translate import Translator, load
@@ -179,7 +178,7 @@ class Evaluate:
         return found
 
     def _load(self, corpus: Path, run: Run, step: int | None) -> Translator:
-        return load(run, open_text(corpus), self.search, step, batch=self.batch, devices=self.devices)
+        return load(run, PreparedText.load(corpus), self.search, step, batch=self.batch, devices=self.devices)
 
     def _baseline(self, corpus: Path, name: str, tests: Sequence[HeldOut]) -> Baseline:
         folder, _, step = name.partition("@")
