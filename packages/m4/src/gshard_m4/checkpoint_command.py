@@ -10,7 +10,7 @@ import tyro
 
 from gshard_m4 import checkpoint, runs
 from gshard_m4.disk import mib
-from gshard_m4.errors import CheckpointError
+from gshard_m4.errors import CheckpointError, DamagedError
 from gshard_m4.export import export
 
 
@@ -58,8 +58,4 @@ class Checkpoint:
                     damaged += 1
                     told += f"  {error.what}"
             print(f"step {step:>8}  {told}{'  best' if step == best else ''}")
-        return DAMAGED if damaged else 0
-
-
-DAMAGED = 5
-"""Exit code where a checkpoint is damaged."""
+        return DamagedError.exit_code if damaged else 0

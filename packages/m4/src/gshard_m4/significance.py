@@ -30,7 +30,6 @@ FEWEST = 10
 """English sentences below which there is no p: samples of so few say nothing of others."""
 
 _SEED = 12345
-_AT_ONCE = 100  # samples
 
 
 class Sureness(NamedTuple):
@@ -62,7 +61,7 @@ def compare(references: Sequence[str], ours_NK: np.ndarray, theirs_NK: np.ndarra
         theirs_NK: counts of what a baseline wrote.
     """
     cluster_N, count = _clusters(references)
-    draws_SC = _draws(count)
+    draws_SC = np.random.default_rng(_SEED).multinomial(count, np.full(count, 1 / count), SAMPLES)
     score_M, samples_MS = _samples(ours_NK, cluster_N, draws_SC)
     low_M, high_M = np.percentile(samples_MS, [2.5, 97.5], axis=1)
     found = Sureness(count, score_M.tolist(), ((high_M - low_M) / 2).tolist())
@@ -99,16 +98,8 @@ def _clusters(references: Sequence[str]) -> tuple[np.ndarray, int]:
     return np.array(of), len(numbers)
 
 
-def _draws(count: int) -> np.ndarray:
-    """How often each sample has each cluster, int64 [S, C]."""
-    rng = np.random.default_rng(_SEED)
-    even = np.full(count, 1 / count)
-    blocks = [rng.multinomial(count, even, min(_AT_ONCE, SAMPLES - at)) for at in range(0, SAMPLES, _AT_ONCE)]
-    return np.concatenate(blocks)
-
-
 def _samples(counts_NK: np.ndarray, cluster_N: np.ndarray, draws_SC: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The scores of the whole text, float64 [2], and those of the samples, [2, S]; each cluster is counted once."""
+    """The scores of the whole text, float64 [2], and those of samples that have each cluster so often, [2, S]."""
     counts_CK = np.zeros((draws_SC.shape[1], counts_NK.shape[1]), np.int64)
     np.add.at(counts_CK, cluster_N, counts_NK)
     samples = [points(counts_K) for counts_K in draws_SC @ counts_CK]
