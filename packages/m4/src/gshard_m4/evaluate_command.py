@@ -48,8 +48,9 @@ class Evaluate:
         languages: score these languages only; all that the model was trained on if not given.
         output: where to write results.json, scores.csv, classes.csv, translations.tsv and languages.svg, and in a
             folder known-english the same of that test; if not given, the folder "evaluation" of the run.
-        baselines: what to form differences to: folders with results.json, or runs of the same corpus, which are then
-            translated with, too; RUN@STEP is one checkpoint. Several that share no language count as one.
+        baselines: what to form differences to: folders of evaluations, whose translations are scored again, or runs of
+            the same corpus, which are then translated with, too; RUN@STEP is one checkpoint. Several that share no
+            language count as one.
         batch: sentences that are translated together.
         devices: devices to partition the search over.
         search: how to search.
@@ -144,7 +145,7 @@ class Evaluate:
         rows, classes = scored.by_language(), scored.by_class()
         names = " and ".join(map(_name, self.baselines))
         print(f"\n{by_class.summary(classes, names)}\n{score.SIGNATURE}\n")
-        about |= {
+        about = about | {
             "signature": score.SIGNATURE,
             "beside": {name: score.points(counts.sum(0)).tolist() for name, counts in beside.items()},
             "cut": sum(cut),
