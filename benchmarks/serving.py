@@ -26,10 +26,9 @@ import numpy as np
 
 from gshard_m4 import runs
 from gshard_m4.decode import DecodeConfig
-from gshard_m4.prepare import open_text
 from gshard_m4.serve.batcher import Batcher
 from gshard_m4.stream import InBatches, Search
-from gshard_m4.text import DATA
+from gshard_m4.text import PreparedText
 from gshard_m4.translate import Translated, Translator, load
 
 LOADS = (0.25, 0.5, 0.8, 1.2)
@@ -53,7 +52,7 @@ def main() -> None:
     options = parser.parse_args()
 
     run = runs.chosen(options.run)
-    trained = load(run, open_text(runs.corpus_of(run, options.data, DATA)), DecodeConfig(), batch=options.batch)
+    trained = load(run, PreparedText.load(runs.corpus_of(run, options.data)), DecodeConfig(), batch=options.batch)
     given = trained.model, trained.params, trained.text, trained.options, trained.batch
     made: dict[str, Translator] = {"batches": InTurns(*given), "continuous": Translator(*given)}
     texts = [example[1] for example in trained.text.examples(options.sentences)]

@@ -22,12 +22,13 @@ import jax
 import numpy as np
 import pytest
 
-from gshard_m4 import checkpoint, commands, demo_command, evaluate_command, lines, planned, runs
+from gshard_m4 import checkpoint, commands, demo_command, lines, planned, runs
 from gshard_m4.command_line import main
 from gshard_m4.config import Run
 from gshard_m4.corpus.pair import Pair
 from gshard_m4.decode import DecodeConfig
 from gshard_m4.stopping import asked_to_stop
+from gshard_m4.text import PreparedText
 from gshard_m4.translate import Translator, load
 
 ENGLISH = ["save", "the", "file", "open", "a", "new", "window", "close", "now"]
@@ -45,9 +46,9 @@ class Toy:
     length = 8
     temperature = 5.0
 
-    def rebatched(self, *, temperature: float) -> Toy:
+    def rebatched(self, *, tokens: int | None, temperature: float | None) -> Toy:
         other = type(self)()
-        other.temperature = temperature
+        other.temperature = temperature or self.temperature
         return other
 
     def tag(self, language: str) -> int:
@@ -93,8 +94,7 @@ SMALL = ["--model-dim", "16", "--hidden-dim", "32", "--layers", "2", "--experts"
 
 
 def read_toys(patch: pytest.MonkeyPatch, toy: type) -> None:
-    for module in (commands, demo_command, evaluate_command):
-        patch.setattr(module, "open_text", lambda folder: toy())
+    patch.setattr(PreparedText, "load", staticmethod(lambda folder: toy()))
 
 
 @pytest.fixture(autouse=True)
@@ -160,7 +160,7 @@ def test_the_demo_tells_its_story(
         assert part in told, f"{part!r} is missing from:\n{told}"
     assert told.count("model:     ") == 20
     assert (tmp_path / "runs" / "demo" / "checkpoints" / "00000050").is_dir()
-    where = runs.corpus_of(Run(Path("runs/demo")), None, Path("elsewhere"))
+    where = runs.corpus_of(Run(Path("runs/demo")))
     assert where == Path("data/demo"), "the run knows its corpus"
 
 
@@ -344,7 +344,7 @@ def test_evaluation_writes_scores_that_can_be_compared(
     capsys.readouterr()
     assert main([*given, "--output", "fourth", "--baselines", "first"]) == 0
     assert "first was not scored on known English: no differences" in capsys.readouterr().out
-    assert main([*given[:3], "--sentences", "8", "--max-length", "8", "--baselines", "first", "--test", "new"]) == 2
+    assert main([*given[:3], "--sentences", "11", "--max-length", "8", "--baselines", "first", "--test", "new"]) == 2
     assert "not of the same sentences" in capsys.readouterr().err
 
 
@@ -388,7 +388,6 @@ def test_the_newest_run_is_meant(trained: Path, tmp_path: Path, capsys: pytest.C
 
 def test_the_step_of_the_newest_run_can_be_explained(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(trained, "runs/one")
-    monkeypatch.setattr(planned.PreparedText, "load", staticmethod(lambda folder: Toy()))
     step, state, batch = planned.newest_step()
     assert batch["source"].shape == (16, Toy.length)
     after, metrics = jax.eval_shape(step, state, batch)
@@ -520,7 +519,7 @@ def test_a_request_to_stop_saves_and_prints_the_line_that_goes_on(
             return super().batch(step)
 
     assert threading.current_thread() is threading.main_thread()
-    monkeypatch.setattr(commands, "open_text", lambda folder: Interrupting())
+    monkeypatch.setattr(PreparedText, "load", staticmethod(lambda folder: Interrupting()))
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background it may be ignored
     try:
         assert main(["train", "--run", "r", "--devices", "1", "--steps", "50", *SMALL]) == code
@@ -555,7 +554,7 @@ def test_a_request_to_stop_saves_and_prints_the_line_that_goes_on(
         (["evaluate", "--run", "{trained}", "--sentences", "0"], "cannot score 0 sentences"),
         (["evaluate", "--run", "{trained}", "--baselines", "{trained}@x"], "'x' is no step"),
         (["evaluate", "--run", "{trained}", "--baselines", "nowhere"], "there is no checkpoint"),
-        (["evaluate", "--run", "{trained}", "--baselines", "file"], "no file of results"),
+        (["evaluate", "--run", "{trained}", "--baselines", "file"], "these are no translations"),
     ],
 )
 def test_what_is_wrong_is_told_in_a_few_lines(

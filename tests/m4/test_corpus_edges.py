@@ -25,7 +25,8 @@ from gshard_m4.corpus.pair import Pair, Unreadable
 from gshard_m4.corpus.readers import READERS
 from gshard_m4.corpus.source import SOURCES, Source, of_tier
 from gshard_m4.errors import CorpusError, VocabularyError
-from gshard_m4.prepare import PrepareConfig, open_text, prepare
+from gshard_m4.prepare import PrepareConfig, prepare
+from gshard_m4.text import PreparedText
 from gshard_m4.tokens import learn
 
 WORDS = "river stone bridge window garden letter doctor market winter summer candle forest island engine".split()
@@ -112,10 +113,10 @@ def test_vocabularies_do_not_depend_on_the_order_of_sets(tmp_path: Path, config:
     """In a process with other hashes than this one."""
     seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
     program = (
-        "from pathlib import Path; from gshard_m4.prepare import *; "
+        "from pathlib import Path; from gshard_m4.prepare import *; from gshard_m4.text import PreparedText; "
         f"c = PrepareConfig(output=Path({str(tmp_path / 'other')!r}), cache=Path({str(tmp_path)!r}), sources=(), "
         f"files=(Path({str(config.files[0])!r}),), dev=.1, test=.1); "
-        "prepare(c); print(hash('river'), open_text(c.output).fingerprint)"
+        "prepare(c); print(hash('river'), PreparedText.load(c.output).fingerprint)"
     )
     environment = {**os.environ, "PYTHONHASHSEED": seed}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
@@ -124,7 +125,7 @@ def test_vocabularies_do_not_depend_on_the_order_of_sets(tmp_path: Path, config:
     assert int(hashed) != hash("river")
     here = PrepareConfig(output=tmp_path / "here", cache=tmp_path, sources=(), files=config.files, dev=0.1, test=0.1)
     prepare(here, quiet)
-    assert open_text(here.output).fingerprint == fingerprint
+    assert PreparedText.load(here.output).fingerprint == fingerprint
 
 
 def test_a_vocabulary_too_small_for_the_letters_says_so() -> None:
@@ -146,7 +147,7 @@ def test_pairs_that_are_too_long_are_counted_and_told(config: PrepareConfig) -> 
     assert "longer than 20 tokens" in str(done)
     with pytest.raises(CorpusError, match="no pair of the train part fits into 4 tokens"):
         prepare(dataclasses.replace(config, length=4), quiet)
-    assert open_text(config.output).length == 20, "what was there is still there"
+    assert PreparedText.load(config.output).length == 20, "what was there is still there"
     assert sorted(path.name for path in config.output.parent.iterdir()) == ["mine.tsv", "out"]
 
 
@@ -221,13 +222,13 @@ def test_damaged_corpora_are_told(config: PrepareConfig) -> None:
     data = (config.output / "dev" / "source.npy").read_bytes()
     (config.output / "dev" / "source.npy").write_bytes(data[: len(data) // 2])
     with pytest.raises(CorpusError, match=r"missing or damaged(.|\n)*dev/source.npy"):
-        open_text(config.output).held_out()
+        PreparedText.load(config.output).held_out()
     (config.output / "test.tsv").write_text("one field\n")
     with pytest.raises(CorpusError, match=r"missing or damaged(.|\n)*test.tsv"):
-        open_text(config.output).examples(3)
+        PreparedText.load(config.output).examples(3)
     (config.output / "manifest.json").write_text("{}")
     with pytest.raises(CorpusError, match="there is no prepared corpus"):
-        open_text(config.output)
+        PreparedText.load(config.output)
 
 
 def test_what_needs_apt_or_npm_is_left_out_where_they_are_missing(

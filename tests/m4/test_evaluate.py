@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import sacrebleu
 
-from gshard_m4 import by_class, evaluate, evaluation_files, near_copies, significance
+from gshard_m4 import significance
+from gshard_m4.by_class import Row, Scored, summary
 from gshard_m4.corpus.pair import Pair
-from gshard_m4.evaluate import EvaluateError, Results
+from gshard_m4.evaluation_files import EvaluateError, Line, joined, lines_of, read_lines, save
+from gshard_m4.score import counted, is_near_copy, points, told_apart
 from gshard_m4.significance import SAMPLES, compare, holm
 
 EXAMPLES = [
@@ -31,56 +33,83 @@ def written(spoilt: int) -> list[str]:
     return [e.english if n % 3 >= spoilt else e.english.replace("file number", "door") for n, e in enumerate(EXAMPLES)]
 
 
+def scored(
+    examples: list[Pair], lines: list[str], pairs: dict[str, int] = PAIRS, theirs: Sequence[str | None] = ()
+) -> Scored:
+    return Scored(examples, counted(lines, [e.english for e in examples]), pairs, theirs)
+
+
+def saved(folder: Path, of: Scored, lines: list[str]) -> list[Row]:
+    languages = of.by_language()
+    save(folder, {"name": "model"}, of, lines, languages, of.by_class())
+    return languages
+
+
 def test_languages_are_ordered_by_their_training_pairs() -> None:
-    found = evaluate.measure("run", EXAMPLES, written(1), PAIRS)
-    assert list(found.languages) == ["de", "fr", "gd", "yo"]
-    assert evaluate.resource_classes(found) == {"de": "high", "fr": "medium", "gd": "medium", "yo": "low"}
+    found = scored(EXAMPLES, written(1))
+    assert list(found.classes.items()) == [("de", "high"), ("fr", "medium"), ("gd", "medium"), ("yo", "low")]
+    rows = {row.resource: row for row in found.by_language()}
+    assert list(rows) == ["de", "fr", "gd", "yo"]
     of_fr = [i for i, e in enumerate(EXAMPLES) if e.language == "fr"]
     want = sacrebleu.corpus_bleu([written(1)[i] for i in of_fr], [[EXAMPLES[i].english for i in of_fr]]).score
-    assert found.languages["fr"].bleu == pytest.approx(want)
+    assert rows["fr"].bleu == pytest.approx(want)
+    assert rows["fr"].most == PAIRS["fr"]
 
 
 def test_differences_are_of_the_same_sentences_only(tmp_path: Path) -> None:
-    better, worse = (evaluate.measure(str(n), EXAMPLES, written(n), PAIRS) for n in (1, 2))
-    worse.save(tmp_path)
-    read = Results.load(tmp_path)
-    assert read == worse
-    deltas = evaluate.differences(better, [read])
-    for code, (bleu, chrf) in deltas.items():
-        assert bleu == better.languages[code].bleu - worse.languages[code].bleu > 0
-        assert chrf == better.languages[code].chrf - worse.languages[code].chrf > 0
-    only_de, only_fr = (dataclasses.replace(worse, name=c, languages={c: worse.languages[c]}) for c in ("de", "fr"))
-    assert evaluate.differences(better, [only_fr, only_de]) == {c: deltas[c] for c in ("fr", "de")}
+    worse = scored(EXAMPLES, written(2))
+    saved(tmp_path, worse, written(2))
+    read = read_lines(tmp_path)
+    assert read == lines_of(EXAMPLES, written(2))
+    theirs = joined(EXAMPLES, {"worse": read})
+    assert theirs == written(2)
+    rows = scored(EXAMPLES, written(1), theirs=theirs).by_language()
+    for better, other in zip(rows, worse.by_language(), strict=True):
+        assert better.delta_bleu == better.bleu - other.bleu > 0
+        assert better.delta_chrf == better.chrf - other.chrf > 0
+    only_de, only_fr = ([line for line in read if line.language == code] for code in ("de", "fr"))
+    parts = joined(EXAMPLES, {"fr": only_fr, "de": only_de, "more": [Line("xx", "a", "b", "c")]})
+    assert parts == [line if e.language in ("de", "fr") else None for e, line in zip(EXAMPLES, written(2))]
     with pytest.raises(EvaluateError, match="two baselines have the language de"):
-        evaluate.differences(better, [worse, only_de])
+        joined(EXAMPLES, {"worse": read, "de": only_de})
     other = [e._replace(foreign=e.foreign + "!") for e in EXAMPLES]
-    with pytest.raises(EvaluateError, match="scores of de are not of the same sentences"):
-        evaluate.differences(better, [evaluate.measure("other", other, written(2), PAIRS)])
-    with pytest.raises(EvaluateError, match="computed differently"):
-        evaluate.differences(better, [dataclasses.replace(worse, signature="BLEU|tok:char")])
+    assert joined(EXAMPLES[1:], {"more": read}) == written(2)[1:]
+    for lines in (lines_of(other, written(2)), read[1:]):
+        with pytest.raises(EvaluateError, match="scores of de are not of the same sentences"):
+            joined(EXAMPLES, {"other": lines})
 
 
-@pytest.mark.parametrize(
-    "content", ["", "[]", "{}", "nonsense", '{"format": 2}', '{"format": 1, "languages": {"de": {"bleu": 1}}}']
-)
-def test_what_is_no_file_of_results_is_refused(content: str, tmp_path: Path) -> None:
-    (tmp_path / "results.json").write_text(content)
-    with pytest.raises(EvaluateError, match="no file of results"):
-        Results.load(tmp_path)
+@pytest.mark.parametrize("content", [None, "two\tfields\n", "more\tthan\tfour\tfields\tare\n", "nonsense"])
+def test_what_is_no_file_of_translations_is_refused(content: str | None, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "translations.tsv").write_text(content)
+    with pytest.raises(EvaluateError, match="no translations"):
+        read_lines(tmp_path)
+
+
+def test_blanks_and_line_ends_do_not_part_a_baseline_from_its_sentences(tmp_path: Path) -> None:
+    examples = [Pair("de", "a\tb\u2028c", "open  the\x85file")]
+    saved(tmp_path, scored(examples, ["open\nthe file"]), ["open\nthe file"])
+    assert joined(examples, {"one": read_lines(tmp_path)}) == ["open the file"]
+    for one, other in (("open\nthe file", "open the file"), ("open \u00a0the  file ", "open the file")):
+        assert (counted([one], ["open the file now"]) == counted([other], ["open the file now"])).all()
 
 
 def test_table_and_summary(tmp_path: Path) -> None:
-    better, worse = (evaluate.measure(str(n), EXAMPLES, written(n), PAIRS) for n in (1, 2))
-    worse = dataclasses.replace(worse, languages={c: worse.languages[c] for c in ("de", "gd")})
-    deltas = evaluate.differences(better, [worse])
-    languages = by_class.by_language(better, EXAMPLES, written(1), deltas=deltas)
-    evaluation_files.save(tmp_path, better, EXAMPLES, written(1), languages)
+    theirs = [line if e.language in ("de", "gd") else None for e, line in zip(EXAMPLES, written(2))]
+    of = scored(EXAMPLES, written(1), theirs=theirs)
+    languages = saved(tmp_path, of, written(1))
     with (tmp_path / "scores.csv").open() as file:
         table = list(csv.DictReader(file))
     assert [row["class"] for row in table] == ["high", "medium", "medium", "low"]
     assert [bool(row["delta_bleu"]) for row in table] == [True, False, True, False]
-    assert float(table[0]["delta_bleu"]) == pytest.approx(deltas["de"][0], abs=0.005)
-    assert json.loads((tmp_path / "results.json").read_text())["signature"] == better.signature
+    assert float(table[0]["delta_bleu"]) == pytest.approx(languages[0].delta_bleu, abs=0.005)
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["name"] == "model"
+    assert {code: (of["pairs"], of["sentences"]) for code, of in results["languages"].items()} == {
+        code: (pairs, 3) for code, pairs in PAIRS.items()
+    }
+    assert results["overall"] == points(of.counts_NK.sum(0)).tolist()
 
 
 def test_what_is_more_than_chance(tmp_path: Path) -> None:
@@ -92,30 +121,21 @@ def test_what_is_more_than_chance(tmp_path: Path) -> None:
     theirs = [line.replace("file number", "door") if e.language == "de" else line for e, line in zip(examples, right)]
     theirs = [line.replace("open", "shut") if n % 2 and n >= 40 else line for n, line in enumerate(theirs)]
     ours = [line.replace("open", "shut") if n % 2 == 0 and n >= 40 else line for n, line in enumerate(right)]
-    results, baseline = (evaluate.measure(name, examples, w, PAIRS) for name, w in (("a", ours), ("b", theirs)))
-    evaluation_files.save(tmp_path, baseline, examples, theirs)
-    read = evaluation_files.read_translations(tmp_path)
-    assert [line for own in read.values() for line in own] == theirs
-    languages = by_class.by_language(results, examples, ours, read)
+    languages = saved(tmp_path, scored(examples, ours, theirs=theirs), ours)
     of_de, of_yo = languages
     assert of_de.p_bleu is not None
     assert of_yo.p_bleu is not None
     assert of_de.p_bleu < 0.01 < 0.1 < of_yo.p_bleu
     assert of_de.bleu_95 == 0.0 < of_yo.bleu_95
-    deltas = evaluate.differences(results, [baseline])
-    for of in languages:
-        assert (of.delta_bleu, of.delta_chrf) == pytest.approx(deltas[of.resource])
-    assert languages == by_class.by_language(results, examples, ours, read, deltas)
-    evaluation_files.save(tmp_path, results, examples, ours, languages)
     with (tmp_path / "scores.csv").open() as file:
         de, yo = csv.DictReader(file)
     assert float(de["p_bleu"]) < 0.01
     assert float(yo["bleu_95"]) > 0
-    assert by_class.by_language(results, examples, ours)[1].p_bleu is None
-    assert evaluation_files.read_translations(tmp_path / "nowhere") == {}
-    (tmp_path / "translations.tsv").write_text("two\tfields\n")
-    with pytest.raises(EvaluateError, match="no translations"):
-        evaluation_files.read_translations(tmp_path)
+    assert scored(examples, ours).by_language()[1].p_bleu is None
+
+
+def compared(english: list[str], ours: list[str], theirs: list[str]) -> significance.Sureness:
+    return compare(english, counted(ours, english), counted(theirs, english))
 
 
 def test_one_english_sentence_in_many_languages_is_one_cluster() -> None:
@@ -123,16 +143,16 @@ def test_one_english_sentence_in_many_languages_is_one_cluster() -> None:
     english = [f"open the file {word} of the window" for word in WORDS[:40]]
     worse = [line.replace("file", "door") if n < 6 else line for n, line in enumerate(english)]
     better = [line.replace("open", "shut") if n == 20 else line for n, line in enumerate(english)]
-    once = compare(english, better, worse)
-    four_times = compare(english * 4, better * 4, worse * 4)
+    once = compared(english, better, worse)
+    four_times = compared(english * 4, better * 4, worse * 4)
     assert once.english == four_times.english == 40
-    assert (once.bleu_p, once.bleu) == (four_times.bleu_p, four_times.bleu), "as sure as from one language"
+    assert (once.p, once.half) == (four_times.p, four_times.half), "as sure as from one language"
     apart = [f"{line} {code}" for code in ("one", "two", "three", "four") for line in english]
     others = [[f"{line} {code}" for code in ("one", "two", "three", "four") for line in of] for of in (better, worse)]
-    alone = compare(apart, *others)
+    alone = compared(apart, *others)
     assert alone.english == 160
-    assert alone.bleu < 0.7 * four_times.bleu
-    assert alone.bleu_p < four_times.bleu_p
+    assert alone.half[0] < 0.7 * four_times.half[0]
+    assert alone.p[0] < four_times.p[0]
 
 
 @pytest.mark.parametrize("times", [2, pytest.param(60, marks=pytest.mark.slow)])
@@ -142,17 +162,20 @@ def test_a_p_is_two_sided_and_right_under_chance(times: int, rng: np.random.Gene
     below = 0
     for _ in range(times):
         one, other = ([line.replace("file", "door") if rng.random() < 0.3 else line for line in english] for _ in "ab")
-        found = compare(english, one, other).chrf_p
+        _, found = compared(english, one, other).p
         assert found is not None
-        assert found == compare(english, other, one).chrf_p
+        assert found == compared(english, other, one).p[1]
         below += found < 0.05
     assert below <= 8
 
 
 def test_there_is_no_p_for_a_handful_of_sentences() -> None:
     english = [f"open the file {word}" for word in WORDS[:9]]
-    assert compare(english, english, ["x"] * 9).bleu_p is None
-    assert compare([*english, "one more"], [*english, "one more"], ["x"] * 10).bleu_p == 1 / (1 + SAMPLES)
+    few = compared(english, english, ["x"] * 9)
+    assert few.p == (None, None)
+    assert few.delta[0] == pytest.approx(100)
+    more = [*english, "one more"]
+    assert compared(more, more, ["x"] * 10).p[0] == 1 / (1 + SAMPLES)
 
 
 def test_samples_are_scored_as_sacrebleu_scores_texts() -> None:
@@ -161,10 +184,10 @@ def test_samples_are_scored_as_sacrebleu_scores_texts() -> None:
     written = [line.replace("file", "door") if n % 3 else line for n, line in enumerate(references)]
     cluster_N, count = significance._clusters(references)
     draws_SC = np.ones((1, count), np.int64)
-    for metric in (sacrebleu.BLEU(), sacrebleu.CHRF(word_order=2)):
-        scores_S, whole = significance._samples(metric, written, references, cluster_N, draws_SC)
-        want = metric.corpus_score(written, [references]).score
-        assert scores_S[0] == whole == pytest.approx(want)
+    whole_M, samples_MS = significance._samples(counted(written, references), cluster_N, draws_SC)
+    metrics = (sacrebleu.BLEU(), sacrebleu.CHRF(word_order=2))
+    want = [metric.corpus_score(written, [references]).score for metric in metrics]
+    assert samples_MS[:, 0].tolist() == whole_M.tolist() == pytest.approx(want)
 
 
 @pytest.mark.parametrize(
@@ -189,12 +212,10 @@ def test_classes_are_scored_as_one_text(tmp_path: Path) -> None:
     right = [e.english for e in examples]
     ours = [line.replace("open", "shut") if e.language in ("l6", "l7") else line for e, line in zip(examples, right)]
     worse = [line.replace("file", "door") if e.language in ("l0", "l7") else line for e, line in zip(examples, ours)]
-    results = evaluate.measure("a", examples, ours, pairs)
-    theirs: dict[str, list[str]] = {}
-    for example, line in zip(examples, worse, strict=True):
-        if example.language != "l1":  # a baseline that was not trained on it
-            theirs.setdefault(example.language, []).append(line)
-    rows = {row.resource: row for row in by_class.by_class(results, examples, ours, theirs)}
+    # A baseline that was not trained on one language.
+    theirs = [None if e.language == "l1" else line for e, line in zip(examples, worse, strict=True)]
+    of = scored(examples, ours, pairs, theirs)
+    rows = {row.resource: row for row in of.by_class()}
     assert {name: (row.languages, row.sentences, row.compared) for name, row in rows.items()} == {
         "high": (2, 20, 1), "medium": (4, 40, 4), "low": (2, 20, 2), "all": (8, 80, 7)
     }  # fmt: skip
@@ -212,10 +233,10 @@ def test_classes_are_scored_as_one_text(tmp_path: Path) -> None:
     family = [p for row in rows.values() for p in (row.p_bleu, row.p_chrf)]
     corrected = [p for row in rows.values() for p in (row.p_bleu_holm, row.p_chrf_holm)]
     assert corrected == holm(family)
-    told = by_class.summary(list(rows.values()), "dense").splitlines()
+    told = summary(list(rows.values()), "dense").splitlines()
     assert "better than dense" in told[0]
     assert told[1].endswith("languages compared: 1")
-    evaluation_files.save(tmp_path, results, examples, ours, (), list(rows.values()))
+    saved(tmp_path, of, ours)
     with (tmp_path / "classes.csv").open() as file:
         assert [row["resource"] for row in csv.DictReader(file)] == ["high", "medium", "low", "all"]
 
@@ -233,18 +254,21 @@ def test_classes_are_scored_as_one_text(tmp_path: Path) -> None:
     ],
 )
 def test_near_copies(source: str, english: str, near: bool) -> None:
-    assert near_copies.is_near_copy(source, english) == near
+    assert is_near_copy(source, english) == near
 
 
 def test_why_copying_scores_what_it_scores() -> None:
     sources, references = ["Python 3", "aaa", "Django 5"], ["Python 3", "one two", "Django 5"]
-    told = near_copies.told(sources, references, ["Python 2", "one two", "Django 5"])
-    assert told.startswith("2 of 3 sentences are near copies, with half of their English words in the source: BLEU ")
+    copies = counted(sources, references)
+    near = [is_near_copy(*pair) for pair in zip(sources, references)]
+    told = told_apart("are alike", near, counted(["Python 2", "one two", "Django 5"], references), copies)
+    assert told.startswith("2 of 3 sentences are alike: BLEU ")
     copying = told.splitlines()[1]
     assert copying.startswith("copying the source: BLEU ")
     assert "chrF++ 100.0 on these" in copying
     assert copying.endswith("chrF++ 0.0 on the other 1.")
-    assert near_copies.told(["eins"], ["one"], ["one"]).startswith("0 of 1 sentences are near copies")
+    one = counted(["one"], ["one"])
+    assert told_apart("are alike", [False], one, one) == "0 of 1 sentences are alike."
 
 
 def test_figure(tmp_path: Path) -> None:
@@ -252,12 +276,12 @@ def test_figure(tmp_path: Path) -> None:
     many = [Pair(f"l{n:02}", "x", f"open the new file {n}") for n in range(40)]
     right = [e.english for e in many]
     pairs = {e.language: 10_000 // (n + 1) for n, e in enumerate(many)}
-    results = evaluate.measure("model", many, right, pairs)
-    zero = evaluate.measure("bilingual", many, ["nothing"] * 40, pairs)
-    for name, deltas in (("with", evaluate.differences(results, [zero])), ("without", {})):
-        figure.figure(tmp_path / f"{name}.svg", results, deltas, "bilingual")
-        drawn = (tmp_path / f"{name}.svg").read_text()
-        figure.figure(tmp_path / "again.svg", results, deltas, "bilingual")
+    with_deltas, without = (scored(many, right, pairs, theirs) for theirs in (["nothing"] * 40, ()))
+    for of, deltas in ((with_deltas, True), (without, False)):
+        rows = of.by_language()
+        for name in ("one", "again"):
+            figure.figure(tmp_path / f"{name}.svg", "model", rows, of.classes, "bilingual")
+        drawn = (tmp_path / "one.svg").read_text()
         assert drawn == (tmp_path / "again.svg").read_text(), "the same results give the same file"
-        assert ("BLEU above bilingual" in drawn) == bool(deltas)
+        assert ("BLEU above bilingual" in drawn) == deltas
         assert drawn.index("l00") < drawn.index("l20") < drawn.index("l39")

@@ -14,8 +14,9 @@ from gshard_m4.corpus import known_english
 from gshard_m4.corpus.hold_out import key
 from gshard_m4.corpus.known_english import KNOWN_DEV, KNOWN_TEST, OTHERS, units
 from gshard_m4.corpus.part import PARTS, Split, write_parts
-from gshard_m4.prepare import PrepareConfig, fitting, open_text, prepare
+from gshard_m4.prepare import PrepareConfig, fitting, prepare
 from gshard_m4.prepared import Prepared
+from gshard_m4.text import PreparedText
 
 WORDS = [a + b for a in ("ba", "ke", "lo", "mi", "du", "ra") for b in ("nat", "sor", "tel", "vim", "gus")]
 LANGUAGES = ("de", "fr", "nb", "nn", "th")
@@ -122,7 +123,7 @@ def config(files: dict[str, Path], tmp_path: Path) -> PrepareConfig:
 
 def test_a_prepared_corpus_has_both_tests(config: PrepareConfig) -> None:
     done = str(prepare(config, lambda line: None))
-    text = open_text(config.folder)
+    text = PreparedText.load(config.folder)
     assert "known English: " in done
     assert text.has(KNOWN_TEST)
     known = text.examples(1000, KNOWN_TEST)
@@ -151,7 +152,7 @@ def test_a_corpus_of_an_earlier_version_stays(config: PrepareConfig) -> None:
     assert again.was_there
     assert path.stat().st_mtime_ns == stamp, "its runs need its vocabularies"
     assert "prepared by an earlier version, without a test of known English" in str(again)
-    text = open_text(config.folder)
+    text = PreparedText.load(config.folder)
     assert not text.has(KNOWN_TEST)
     assert text.examples(10, KNOWN_TEST) == []
     assert text.held_out(KNOWN_DEV) == ()

@@ -21,7 +21,8 @@ from gshard_m4.corpus import hold_out
 from gshard_m4.corpus.extract import SAME_AGAIN
 from gshard_m4.corpus.merge import COPY, FEW, MORE, Merged, merge
 from gshard_m4.corpus.part import OUT_OF_DOMAIN, PARTS, Split, write_parts
-from gshard_m4.prepare import PrepareConfig, open_text, prepare
+from gshard_m4.prepare import PrepareConfig, prepare
+from gshard_m4.text import PreparedText
 
 NOUNS = "house river stone bridge window garden letter doctor market winter summer candle forest island".split()
 VERBS = "opens closes finds loses paints burns carries follows hides breaks mends washes sells counts".split()
@@ -210,4 +211,4 @@ def test_the_table_and_the_plot_show_languages_by_size(config: PrepareConfig) ->
     assert all(int(row["english_words"]) == 9 * sum(int(row[p]) for p in PARTS) for row in rows)
     pytest.importorskip("matplotlib")
     assert "<svg" in (config.folder / "distribution.svg").read_text()
-    assert open_text(config.folder).frequent_sentence() in set(sentences(2000))
+    assert PreparedText.load(config.folder).frequent_sentence() in set(sentences(2000))

@@ -17,7 +17,7 @@ from gshard_m4.corpus.source import SOURCES
 from gshard_m4.encoded import Writer
 from gshard_m4.errors import CorpusError, VocabularyError
 from gshard_m4.packing import fill
-from gshard_m4.prepare import PrepareConfig, open_text, prepare
+from gshard_m4.prepare import PrepareConfig, prepare
 from gshard_m4.text import PreparedText
 from gshard_m4.tokens import Vocabulary, learn
 
@@ -50,7 +50,7 @@ def text(config: PrepareConfig) -> PreparedText:
     done = prepare(config)
     assert not done.was_there
     assert "1 lines rejected" in str(done)
-    return open_text(config.output)
+    return PreparedText.load(config.output)
 
 
 def test_nothing_is_done_twice(config: PrepareConfig, text: PreparedText) -> None:
@@ -82,7 +82,7 @@ def sentences(row: np.ndarray) -> list[list[int]]:
 
 
 def test_batches_depend_on_the_step_alone(text: PreparedText) -> None:
-    again = open_text(text.folder)
+    again = PreparedText.load(text.folder)
     shape = text.batches.shape
     for step in (0, 5, 40, 1000):
         one, two = text.batch(step), again.batch(step)
@@ -129,7 +129,7 @@ def random_text(count: int, languages: int, longest: int, ratio: float = 1.0) ->
 def test_little_of_a_batch_is_padding(ratio: float) -> None:
     data = random_text(4000, 2, 80, ratio)
     batches = Batches(data, tokens=4096, length=64, temperature=1.0, seed=3)
-    assert batches.too_long == (data.lengths > 64).sum() > 0
+    assert (data.lengths > 64).any()
     seen = [batches.batch(step) for step in range(8)]
     shapes = {(b["source"].shape, b["target"].shape) for b in seen}
     assert len(shapes) == 1, "one shape, one compilation"
@@ -160,7 +160,6 @@ def test_long_sentences_are_drawn_as_often_as_short_ones(temperature: float) -> 
         for row in batches.batch(step)["source"]:
             firsts = row[row >= 100]  # the first id of each sentence says which pair it is
             own += np.bincount(firsts - 100, minlength=len(data))
-        assert step % 50 or np.array_equal(own, np.bincount(batches.pairs(step), minlength=len(data)))
         drawn += own
     fits = data.lengths <= 128
     assert not drawn[~fits].any()

@@ -20,7 +20,7 @@ from gshard_m4.encoded import Encoded
 from gshard_m4.errors import CorpusError
 from gshard_m4.packing import fill
 
-__all__ = ["EOS", "PAD", "TAGGED", "Batches", "Encoded", "Shape", "check_temperature", "in_order", "placed"]
+__all__ = ["EOS", "PAD", "TAGGED", "Batches", "Encoded", "Shape", "check_temperature", "in_order"]
 
 PAD, EOS = 0, 1
 TAGGED = 0.5
@@ -126,11 +126,6 @@ class Batches:
         object.__setattr__(self, "_first", np.concatenate([[0], np.cumsum(count_L)]))
         object.__setattr__(self, "_chance", np.cumsum(weight_L))
 
-    @property
-    def too_long(self) -> int:
-        """Pairs that no batch can hold."""
-        return len(self.data) - len(self._order)  # type: ignore[attr-defined]
-
     def batch(self, step: int, process: int = 0, processes: int = 1) -> dict[str, np.ndarray]:
         """The batch of a step: ``source`` and ``target``, int32 [B, L], each sentence ended by 1, filled with 0.
 
@@ -150,22 +145,9 @@ class Batches:
             for side in ("source", "target")
         }
 
-    def pairs(self, step: int) -> np.ndarray:
-        """The pairs of a step's batch, by their places in the data, int64 [n]; one may be there twice."""
-        blocks = range(-(-self.shape.rows // _BLOCK))
-        return np.concatenate([self._drawn(step, block)[0] for block in blocks])
-
     def _block(self, step: int, block: int) -> dict[str, np.ndarray]:
         """Some rows of a batch."""
-        pairs, tags, row = self._drawn(step, block)
-        return _rows(self.data, pairs, tags, row, self._rows_of(block), self.shape)
-
-    def _rows_of(self, block: int) -> int:
-        return min(_BLOCK, self.shape.rows - block * _BLOCK)
-
-    def _drawn(self, step: int, block: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The pairs of some rows of a batch, the tag of each, and the row that each is in."""
-        rows = self._rows_of(block)
+        rows = min(_BLOCK, self.shape.rows - block * _BLOCK)
         order, first, chance = self._order, self._first, self._chance  # type: ignore[attr-defined]
         rng = np.random.default_rng((self.seed, step, block))
         count = int(rows * self._of_a_row) + 16  # type: ignore[attr-defined]
@@ -178,25 +160,17 @@ class Batches:
             tags = np.where(rng.random(count) < TAGGED, np.array(self.tags)[language], PAD)
         lengths_N2, tags = _lengths(self.data, pairs, tags, self.shape)
         row = fill(lengths_N2, rows, (self.shape.source, self.shape.target))
-        return pairs[: len(row)], tags[: len(row)], row
+        return _rows(self.data, pairs[: len(row)], tags[: len(row)], row, rows, self.shape)
 
 
 def in_order(data: Encoded, shape: Shape, length: int) -> Iterator[dict[str, np.ndarray]]:
     """Every pair of at most ``length`` tokens once, in batches of one shape, the last ones not full; no tags."""
-    return (batch for batch, _, _ in placed(data, shape, length))
-
-
-def placed(data: Encoded, shape: Shape, length: int) -> Iterator[tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]]:
-    """The batches of `in_order`; with each, the places in the data of its pairs, and the rows they are in.
-
-    The pairs of a row lie in it in this order.
-    """
     pairs = np.flatnonzero(data.lengths <= length)
     while len(pairs):
         some = pairs[: shape.rows * min(shape.source, shape.target)]
         lengths_N2, tags = _lengths(data, some, np.full(len(some), PAD), shape)
         row = fill(lengths_N2, shape.rows, (shape.source, shape.target))
-        yield _rows(data, pairs[: len(row)], tags, row, shape.rows, shape), pairs[: len(row)], row
+        yield _rows(data, pairs[: len(row)], tags, row, shape.rows, shape)
         pairs = pairs[len(row) :]
 
 

@@ -9,19 +9,20 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 
-from gshard_m4 import score
+import numpy as np
+
 from gshard_m4.corpus.pair import Pair
-from gshard_m4.evaluate import CLASSES, Results, resource_classes
+from gshard_m4.score import ALL, counted
 from gshard_m4.significance import compare, holm
 
+CLASSES = ("high", "medium", "low")
 ALONE = 50
 """Sentences from which on a language has a line of its own."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class OfClass:
+class Row:
     """The score of a class of languages, or of one.
 
     Attributes:
@@ -33,8 +34,7 @@ class OfClass:
         compared: languages that the baseline has, too.
         delta_bleu, delta_chrf: by how much the model is better than the baseline on their sentences.
         p_bleu, p_chrf: probability of a difference as large by chance; see `gshard_m4.significance`.
-        p_bleu_holm, p_chrf_holm: the same, corrected for the number of comparisons: both measures of all classes,
-            or of all languages.
+        p_bleu_holm, p_chrf_holm: the same, corrected for the number of comparisons: both measures of all rows.
         english: different English sentences.
     """
 
@@ -57,98 +57,100 @@ class OfClass:
     english: int = 0
 
 
-def by_class(
-    results: Results,
-    examples: Sequence[Pair],
-    translations: Sequence[str],
-    theirs: Mapping[str, Sequence[str]] = MappingProxyType({}),
-) -> list[OfClass]:
-    """Scores of each class that has languages, and of all of them.
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """Translations of a test, from which the scores of all languages and classes are computed.
 
     Args:
-        results: scores of each language.
         examples: what was translated.
-        translations: of each.
-        theirs: language -> what a baseline wrote for the examples of that language, in their order.
+        counts_NK: counts of what the model wrote; see `score.counted`.
+        pairs: number of training pairs of each language; 0 where it is not known.
+        theirs: what a baseline wrote for each example; None where it does not have the language.
     """
-    classes = resource_classes(results)
-    groups = {
-        name: [code for code in results.languages if name in (classes[code], score.ALL)]
-        for name in (*CLASSES, score.ALL)
-    }
-    return _corrected(
-        [_of_class(name, codes, results, examples, translations, theirs) for name, codes in groups.items() if codes]
-    )
+
+    examples: Sequence[Pair]
+    counts_NK: np.ndarray
+    pairs: Mapping[str, int]
+    theirs: Sequence[str | None] = ()
+
+    @property
+    def classes(self) -> dict[str, str]:
+        """The class of each language that was translated, from high to low resource."""
+        codes = {example.language for example in self.examples}
+        return resource_classes(sorted(codes, key=lambda code: (-self.pairs.get(code, 0), code)))
+
+    def by_class(self) -> list[Row]:
+        """Scores of each class that has languages, and of all of them."""
+        classes = self.classes
+        groups = {name: [code for code in classes if name in (classes[code], ALL)] for name in (*CLASSES, ALL)}
+        return self._rows({name: codes for name, codes in groups.items() if codes})
+
+    def by_language(self) -> list[Row]:
+        """Scores of each language, from high to low resource."""
+        return self._rows({code: [code] for code in self.classes})
+
+    def lines(self) -> list[str]:
+        """The line of a table that each example goes into: that of its language, or of those of a class that are small.
+
+        >>> examples = [Pair(code, "", "") for code, count in (("de", 50), ("fr", 2), ("yo", 1)) for _ in range(count)]
+        >>> Scored(examples, np.zeros((53, 1)), {"de": 9, "fr": 8, "yo": 7}).lines()[-4:]
+        ['de', '1 medium', '1 medium', '1 low']
+        """
+        classes, sentences = self.classes, Counter(example.language for example in self.examples)
+        few = Counter(classes[code] for code, count in sentences.items() if count < ALONE)
+        return [
+            code if sentences[code] >= ALONE else f"{few[classes[code]]} {classes[code]}"
+            for code, _, _ in self.examples
+        ]
+
+    def _rows(self, groups: Mapping[str, Sequence[str]]) -> list[Row]:
+        found = [self._row(name, codes) for name, codes in groups.items()]
+        corrected = iter(holm([p for row in found for p in (row.p_bleu, row.p_chrf)]))
+        return [dataclasses.replace(row, p_bleu_holm=next(corrected), p_chrf_holm=next(corrected)) for row in found]
+
+    def _row(self, name: str, codes: Sequence[str]) -> Row:
+        own = [at for at, example in enumerate(self.examples) if example.language in codes]
+        sure = compare([self.examples[at].english for at in own], self.counts_NK[own])
+        pairs = [self.pairs.get(code, 0) for code in codes]
+        (bleu, chrf), (bleu_95, chrf_95) = sure.score, sure.half
+        found = Row(
+            name, len(codes), len(own), min(pairs), max(pairs), bleu, chrf, bleu_95, chrf_95, english=sure.english
+        )
+        both = {at: theirs for at in own if self.theirs and (theirs := self.theirs[at]) is not None}
+        if not both:
+            return found
+        references = [self.examples[at].english for at in both]
+        chance = compare(references, self.counts_NK[list(both)], counted(list(both.values()), references))
+        compared = len({self.examples[at].language for at in both})
+        (delta_bleu, delta_chrf), (p_bleu, p_chrf) = chance.delta, chance.p
+        return dataclasses.replace(
+            found, compared=compared, delta_bleu=delta_bleu, delta_chrf=delta_chrf, p_bleu=p_bleu, p_chrf=p_chrf
+        )
 
 
-def by_language(
-    results: Results,
-    examples: Sequence[Pair],
-    translations: Sequence[str],
-    theirs: Mapping[str, Sequence[str]] = MappingProxyType({}),
-    deltas: Mapping[str, tuple[float, float]] = MappingProxyType({}),
-) -> list[OfClass]:
-    """Scores of each language, from high to low resource.
+def resource_classes(codes: Sequence[str]) -> dict[str, str]:
+    """high, medium or low for each language: a quarter, half and a quarter of them, by training pairs.
+
+    These are the shares of Arivazhagan et al. (2019), 25, 52 and 25 of 102 languages.
 
     Args:
-        results, examples, translations, theirs: see `by_class`.
-        deltas: differences to a baseline, which may have kept no translations.
+        codes: languages, from the most to the fewest training pairs.
+
+    >>> list(resource_classes([str(n) for n in range(8)]).values())
+    ['high', 'high', 'medium', 'medium', 'medium', 'medium', 'low', 'low']
     """
-    found = [_of_class(code, [code], results, examples, translations, theirs) for code in results.languages]
-    return _corrected(
-        [
-            dataclasses.replace(row, delta_bleu=deltas[row.resource][0], delta_chrf=deltas[row.resource][1])
-            if row.resource in deltas
-            else row
-            for row in found
-        ]
-    )
+    quarter = round(len(codes) * 25 / 102)
+    return {
+        code: CLASSES[0] if at < quarter else CLASSES[2] if at >= len(codes) - quarter else CLASSES[1]
+        for at, code in enumerate(codes)
+    }
 
 
-def _corrected(found: Sequence[OfClass]) -> list[OfClass]:
-    corrected = holm([p for row in found for p in (row.p_bleu, row.p_chrf)])
-    return [
-        dataclasses.replace(row, p_bleu_holm=corrected[2 * at], p_chrf_holm=corrected[2 * at + 1])
-        for at, row in enumerate(found)
-    ]
-
-
-def _of_class(
-    name: str,
-    codes: Sequence[str],
-    results: Results,
-    examples: Sequence[Pair],
-    translations: Sequence[str],
-    theirs: Mapping[str, Sequence[str]],
-) -> OfClass:
-    own = [(e, line) for e, line in zip(examples, translations, strict=True) if e.language in codes]
-    references, written = [e.english for e, _ in own], [line for _, line in own]
-    of = score.score(written, references, [name] * len(own))[name]
-    sure = compare(references, written)
-    pairs = [results.languages[code].pairs for code in codes]
-    found = OfClass(
-        name, len(codes), len(own), min(pairs), max(pairs), of.bleu, of.chrf, sure.bleu, sure.chrf,
-        english=sure.english,
-    )  # fmt: skip
-    shared = [code for code in codes if code in theirs]
-    if not shared:
-        return found
-    rows = {code: iter(theirs[code]) for code in shared}
-    both = [(e.english, line, next(rows[e.language])) for e, line in own if e.language in rows]
-    references, written, by_other = (list(column) for column in zip(*both, strict=True))
-    ours, others = (score.score(lines, references, [name] * len(both))[name] for lines in (written, by_other))
-    chance = compare(references, written, by_other)
-    return dataclasses.replace(
-        found, compared=len(shared), delta_bleu=ours.bleu - others.bleu, delta_chrf=ours.chrf - others.chrf,
-        p_bleu=chance.bleu_p, p_chrf=chance.chrf_p,
-    )  # fmt: skip
-
-
-def summary(rows: Sequence[OfClass], baseline: str = "") -> str:
+def summary(rows: Sequence[Row], baseline: str = "") -> str:
     """The rows as text.
 
     Args:
-        rows: of `by_class`.
+        rows: of `Scored.by_class`.
         baseline: its name.
     """
     compared = any(row.compared for row in rows)
@@ -166,18 +168,3 @@ def summary(rows: Sequence[OfClass], baseline: str = "") -> str:
                 line += f", languages compared: {row.compared}"
         lines.append(line)
     return "\n".join(lines)
-
-
-def lines_of(results: Results) -> dict[str, str]:
-    """The line of a table that each language goes into: its own, or that of its class.
-
-    >>> from gshard_m4.evaluate import OfLanguage
-    >>> of = {"de": OfLanguage(9, 50, 0.0, 0.0, ""), "fr": OfLanguage(8, 49, 0.0, 0.0, ""),
-    ...       "yo": OfLanguage(7, 3, 0.0, 0.0, "")}
-    >>> lines_of(Results("m", of, (0.0, 0.0), ""))
-    {'de': 'de', 'fr': '1 medium', 'yo': '1 low'}
-    """
-    classes = resource_classes(results)
-    few = [code for code, of in results.languages.items() if of.sentences < ALONE]
-    count = Counter(classes[code] for code in few)
-    return {code: f"{count[classes[code]]} {classes[code]}" if code in few else code for code in results.languages}

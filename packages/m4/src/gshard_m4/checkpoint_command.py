@@ -9,7 +9,8 @@ from typing import Annotated, Literal
 import tyro
 
 from gshard_m4 import checkpoint, runs
-from gshard_m4.errors import CheckpointError
+from gshard_m4.disk import mib
+from gshard_m4.errors import CheckpointError, DamagedError
 from gshard_m4.export import export
 
 
@@ -29,7 +30,6 @@ class Checkpoint:
     run: Path | None = None
     step: int | None = None
     output: Path = Path("model.safetensors")
-    devices: tyro.conf.Suppress[int] = 1
 
     def __call__(self) -> int:
         """Does it; 5 if a step is damaged."""
@@ -49,7 +49,7 @@ class Checkpoint:
         best, damaged = checkpoint.best(run.checkpoints), 0
         for step in steps if self.step is None else [self.step]:
             folder = run.checkpoints / f"{step:08d}"
-            told = f"{sum(p.stat().st_size for p in folder.rglob('*') if p.is_file()) / 2**20:,.1f} MiB"
+            told = mib(sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()))
             if self.action == "verify":
                 try:
                     checkpoint.verify(folder)
@@ -58,8 +58,4 @@ class Checkpoint:
                     damaged += 1
                     told += f"  {error.what}"
             print(f"step {step:>8}  {told}{'  best' if step == best else ''}")
-        return DAMAGED if damaged else 0
-
-
-DAMAGED = 5
-"""Exit code where a checkpoint is damaged."""
+        return DamagedError.exit_code if damaged else 0

@@ -26,9 +26,6 @@ import tyro
 from gshard import GShardError
 from gshard_m4.commands import COMMANDS
 from gshard_m4.compilation_cache import OFF, keep_compiled
-from gshard_m4.errors import DamagedError, NotFiniteError
-
-EXIT_CODES = {NotFiniteError: 4, DamagedError: 5}
 
 DESCRIPTION = """Massively multilingual translation into English with a Mixture-of-Experts Transformer that gshard
 partitions. Start with: gshard-m4 demo. Add --debug to any command to see where an error comes from. gshard-m4 --version
@@ -62,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 prog="gshard-m4",
                 description=DESCRIPTION,
             )
-            prepare_process(getattr(command, "virtual_devices", command.devices), debug)
+            prepare_process(getattr(command, "virtual_devices", getattr(command, "devices", 1)), debug)
             keep_compiled(off or getattr(getattr(command, "together", None), "several", False))
             return int(command())
         finally:
@@ -77,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if debug:
             raise
         print(f"gshard-m4: {type(error).__name__}: {error}", file=sys.stderr)
-        return next((code for kind, code in EXIT_CODES.items() if isinstance(error, kind)), 2)
+        return int(getattr(error, "exit_code", 2))
 
 
 def prepare_process(devices: int, debug: bool) -> None:

@@ -23,11 +23,11 @@ from gshard_m4.errors import CommandError
 from gshard_m4.evaluate_command import Evaluate
 from gshard_m4.groups import model_for
 from gshard_m4.planned import describe_model, plan_summary
-from gshard_m4.prepare import PrepareConfig, open_text, prepare
+from gshard_m4.prepare import PrepareConfig, prepare
 from gshard_m4.processes import Alone
 from gshard_m4.score_command import Score
 from gshard_m4.serve.config import ServeConfig
-from gshard_m4.starting_point import Start
+from gshard_m4.starting_point import starting_point
 from gshard_m4.stopping import asked_to_stop
 from gshard_m4.text import DATA, PreparedText
 from gshard_m4.together import Processes, Together
@@ -43,7 +43,6 @@ class Prepare:
     """Makes a corpus ready for training: downloads, cleans, splits off held-out sentences, learns vocabularies."""
 
     corpus: tyro.conf.OmitArgPrefixes[PrepareConfig] = dataclasses.field(default_factory=PrepareConfig)
-    devices: tyro.conf.Suppress[int] = 1
 
     def __call__(self) -> int:
         """Prepares."""
@@ -121,16 +120,13 @@ class Train:
     def _text(self) -> PreparedText:
         if self.temperature is not None:
             check_temperature(self.temperature)
-        text = open_text(self.data)
-        if self.tokens is not None:
-            if self.tokens < text.length:
-                raise CommandError(
-                    f"a batch of {self.tokens} tokens cannot hold a sentence of {text.length}.",
-                    hint=f"Give --tokens of {text.length} or more.",
-                )
-            text = text.rebatched(tokens=self.tokens)
-        if self.temperature is not None:
-            text = text.rebatched(temperature=self.temperature)
+        text = PreparedText.load(self.data)
+        if self.tokens is not None and self.tokens < text.length:
+            raise CommandError(
+                f"a batch of {self.tokens} tokens cannot hold a sentence of {text.length}.",
+                hint=f"Give --tokens of {text.length} or more.",
+            )
+        text = text.rebatched(tokens=self.tokens, temperature=self.temperature)
         return text.of_languages(self.languages) if self.languages else text
 
     def _train(self, group: Alone) -> int:
@@ -139,10 +135,9 @@ class Train:
             check_devices(devices)
             text = self._text()
             say = print if group.first else lambda line: None
-            begin = None if self.start_from is None else Start.of(self.start_from, self.model, text)
-            choice = self.model if begin is None else begin.choice
-            like = None if begin is None else begin.model
-            model = model_for(choice, text, devices, self.train, say, like, self.replicas)
+            from_run = self.start_from
+            start, like = (None, None) if from_run is None else starting_point(from_run, self.model, text)
+            model = model_for(self.model, text, devices, self.train, say, like, self.replicas)
             run = Run(self.run)
             if group.first:
                 print(describe_model(model), flush=True)
@@ -164,7 +159,7 @@ class Train:
                 resume=self.resume,
                 stop=asked,
                 group=group,
-                start=None if begin is None else begin.checkpoints,
+                start=start,
             )
         if not group.first:
             return asked.exit_code if result.stopped else 0
@@ -303,4 +298,4 @@ COMMANDS: dict[str, Callable[..., Any]] = {
 def _opened(run: Path | None, data: Path | None, quiet: bool = False) -> tuple[Run, PreparedText]:
     """The run that was asked for, or the newest, and its corpus."""
     chosen = runs.chosen(run, quiet)
-    return chosen, open_text(runs.corpus_of(chosen, data, DATA))
+    return chosen, PreparedText.load(runs.corpus_of(chosen, data))

@@ -1,7 +1,7 @@
 """``gshard-m4 demo``: everything once, small enough for two processor cores and ten minutes.
 
 It prepares a small corpus, shows how the training step is partitioned, trains, evaluates on both tests of the corpus
-(`gshard_m4.held_out`), and shows translations drawn at random.
+(`gshard_m4.evaluation_files`), and shows translations drawn at random.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from gshard_m4.config import ModelChoice, Run, TrainConfig, on_devices
 from gshard_m4.decode import DecodeConfig
 from gshard_m4.devices import check_devices
 from gshard_m4.evaluate_command import Evaluate
-from gshard_m4.evaluation_files import TRANSLATIONS
+from gshard_m4.evaluation_files import BOTH, TRANSLATIONS, read_lines
 from gshard_m4.groups import model_for
-from gshard_m4.held_out import BOTH
 from gshard_m4.language_names import name_of
 from gshard_m4.planned import describe_model, plan_summary
-from gshard_m4.prepare import PrepareConfig, open_text, prepare
+from gshard_m4.prepare import PrepareConfig, prepare
 from gshard_m4.step import compile_step, initial_state, make_step
+from gshard_m4.text import PreparedText
 from gshard_m4.train import train
 
 DATA = Path("data/demo")
@@ -94,7 +94,7 @@ class Demo:
             check_devices(self.devices)
         print("preparing a corpus of translated texts of programs (downloads 54 MB the first time)", flush=True)
         print(prepare(self.corpus))
-        text = open_text(self.corpus.folder)
+        text = PreparedText.load(self.corpus.folder)
         model = model_for(self.model, text, self.devices, self.train)
         run = _unused(self.run)
         runs.remember_corpus(run, self.corpus.folder)
@@ -118,9 +118,9 @@ class Demo:
         )
         Evaluate(self.corpus.folder, run.directory, sentences=self.sentences, search=self.search)()
         for held in BOTH:
-            path = run.directory / "evaluation" / held.folder / TRANSLATIONS
-            if path.exists():
-                print(f"\n{held.name}, {drawn(path)}")
+            folder = run.directory / "evaluation" / held.folder
+            if (folder / TRANSLATIONS).exists():
+                print(f"\n{held.name}, {drawn(folder)}")
         print(
             f"\nwhat it cannot do yet: languages other than {', '.join(map(name_of, text.languages))};\n"
             f"sentences of more than {text.length - 1} tokens; text that is not of the kind that programs show.\n"
@@ -171,9 +171,9 @@ def what_next(run: Path) -> str:
     return "\n".join(["next:", *(f"  {folder}{line:<{wide}}  {why}" for line, why in lines.items())])
 
 
-def drawn(path: Path) -> str:
-    """Some lines of a file of translations, drawn at random."""
-    rows = [line.split("\t") for line in path.read_text("utf-8").splitlines()]
+def drawn(folder: Path) -> str:
+    """Some of the translations of an evaluation, drawn at random."""
+    rows = read_lines(folder)
     count = min(_SHOWN, len(rows))
     picked = np.random.default_rng(_SEED).choice(len(rows), count, replace=False)
     lines = [f"{count} of {len(rows)} drawn at random (seed {_SEED}):"]

@@ -61,10 +61,11 @@ def _full(directory: Path, step: int, bytes_needed: int, free: int, kept: Sequen
     return CheckpointError(
         f"step {step} could not be saved: no space left to write it (disk full, or a limit on file sizes).",
         where=str(directory),
-        got=f"needed: about {_mib(bytes_needed + _SPARE)}; free: {_mib(free)}; {intact}, nothing half-written is left",
+        got=f"needed: about {mib(bytes_needed + _SPARE)}; free: {mib(free)}; {intact}, nothing half-written is left",
         hint="Free some space or name another directory, then resume.",
     )
 
 
-def _mib(count: int) -> str:
+def mib(count: int) -> str:
+    """A number of bytes in words."""
     return f"{count / 2**20:,.1f} MiB"

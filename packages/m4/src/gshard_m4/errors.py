@@ -1,4 +1,7 @@
-"""Errors of commands, data, checkpoints and training, in the layout of ``gshard.GShardError``."""
+"""Errors of commands, data, checkpoints and training, in the layout of ``gshard.GShardError``.
+
+An ``exit_code`` is that of the command that the error ends; others end with 2.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +31,8 @@ class CheckpointError(GShardError):
 class DamagedError(CheckpointError):
     """A file of a checkpoint is missing, truncated, changed, or does not belong to it."""
 
+    exit_code = 5
+
 
 class TrainError(GShardError):
     """Training cannot start, or cannot go on."""
@@ -35,3 +40,5 @@ class TrainError(GShardError):
 
 class NotFiniteError(TrainError):
     """The loss or the gradient was infinite or not a number, too often."""
+
+    exit_code = 4

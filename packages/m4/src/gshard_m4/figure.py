@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib as mpl
 import numpy as np
 from matplotlib.figure import Figure
 
-from gshard_m4.evaluate import CLASSES, Results, resource_classes
+from gshard_m4.by_class import CLASSES, Row
 
 
-def figure(path: Path, results: Results, deltas: Mapping[str, tuple[float, float]], baseline: str = "") -> None:
+def figure(path: Path, title: str, rows: Sequence[Row], classes: Mapping[str, str], baseline: str = "") -> None:
     """Draws the languages from high to low resource, as the paper's Figure 6: bars, and their running mean.
 
     Args:
         path: an image file; its ending says which kind.
-        results: what is drawn.
-        deltas: differences to a baseline, the zero line; where empty, BLEU itself is drawn.
+        title: what stands above it.
+        rows: scores of the languages; where any has a difference to a baseline, the differences are drawn.
+        classes: high, medium or low for each language.
         baseline: its name.
     """
-    codes = [code for code in results.languages if not deltas or code in deltas]
-    values = np.array([deltas[c][0] if deltas else results.languages[c].bleu for c in codes])
-    classes = resource_classes(results)
+    deltas = any(row.delta_bleu is not None for row in rows)
+    drawn = [row for row in rows if not deltas or row.delta_bleu is not None]
+    codes = [row.resource for row in drawn]
+    values = np.array([row.delta_bleu if deltas else row.bleu for row in drawn])
     colours = {"high": "#0072b2", "medium": "#999999", "low": "#d55e00"}  # told apart by the colour-blind, too
     with mpl.rc_context({"svg.hashsalt": "m4", "font.size": 9}):
         drawing = Figure(figsize=(max(6.0, 0.13 * len(codes)), 3.6), layout="constrained")
@@ -41,7 +43,7 @@ def figure(path: Path, results: Results, deltas: Mapping[str, tuple[float, float
         axes.set_xlim(-0.7, len(codes) - 0.3)
         axes.set_ylabel(f"BLEU above {baseline}" if deltas else "BLEU")
         axes.set_xlabel("languages, from the most to the fewest training pairs")
-        axes.set_title(results.name, fontsize=9)
+        axes.set_title(title, fontsize=9)
         axes.legend(frameon=False, ncols=4, fontsize=8)
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)

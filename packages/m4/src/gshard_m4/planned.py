@@ -15,8 +15,9 @@ import gshard
 from gshard import moe
 from gshard_m4 import checkpoint, runs
 from gshard_m4.config import TrainConfig, devices_of, mesh_of, on_devices
+from gshard_m4.disk import mib
 from gshard_m4.step import compile_step, initial_state, make_step
-from gshard_m4.text import DATA, PreparedText
+from gshard_m4.text import PreparedText
 
 _PARTS = 8
 
@@ -34,7 +35,7 @@ def newest_step() -> tuple[Callable[..., Any], Any, Any]:
     meta = checkpoint.described(run.checkpoints, checkpoint.steps(run.checkpoints)[-1])
     model, options = moe.TransformerConfig(**meta["model"]), TrainConfig(**meta["train"])
     model = on_devices(model, max(devices_of(model), _PARTS))
-    text = PreparedText.load(runs.corpus_of(run, None, DATA))
+    text = PreparedText.load(runs.corpus_of(run))
     state = jax.eval_shape(lambda: initial_state(model, options.seed))
     batch = {name: jax.ShapeDtypeStruct(ids.shape, ids.dtype) for name, ids in text.batch(0).items()}
     return make_step(model, options), state, batch
@@ -67,21 +68,17 @@ def plan_summary(model: moe.TransformerConfig, options: TrainConfig, batch: Mapp
     lines = [
         f"\nthe training step, written for one device, on {devices_of(model)} devices "
         f"({found.equations} operations, partitioned {by}):",
-        f"  each device holds {_mib(local)} of the {_mib(whole)} of state and batch; split over the devices are:",
+        f"  each device holds {mib(local)} of the {mib(whole)} of state and batch; split over the devices are:",
     ]
     lines += [f"    {row.name:<60} {row.sharding}" for row in weights]
     lines.append(f"    and {len(split) - len(weights)} more: the batch, and the optimizer's state of these weights")
-    lines.append(f"  at the peak of a step each device holds {_mib(found.cost().peak)}, as modelled")
+    lines.append(f"  at the peak of a step each device holds {mib(found.cost().peak)}, as modelled")
     if found.spmd.recomputed is not None:
         lines.append(f"  {str(found.spmd.recomputed).splitlines()[0]}")
-    lines.append(f"  in one step each device sends {_mib(found.total_bytes)}:")
+    lines.append(f"  in one step each device sends {mib(found.total_bytes)}:")
     for kind, sent in sorted(found.bytes_by_kind.items(), key=lambda pair: -pair[1]):
         times = sum(row.times for row in found.collectives if row.kind == kind)
-        lines.append(f"    {kind:<18} {times:>4} times  {_mib(sent):>10}")
+        lines.append(f"    {kind:<18} {times:>4} times  {mib(sent):>10}")
     lines.append("  the all-to-alls carry tokens to their experts and back:")
     lines += [f"    {row.times} times {row.shape}  {row.line}" for row in found.collectives if row.kind == "all_to_all"]
     return "\n".join(lines)
-
-
-def _mib(count: int) -> str:
-    return f"{count / 2**20:,.1f} MiB"

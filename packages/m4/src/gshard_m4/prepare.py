@@ -44,7 +44,7 @@ from gshard_m4.stages import Stages
 from gshard_m4.text import MANIFEST, PreparedText, read_manifest
 from gshard_m4.tokens import Vocabulary
 
-__all__ = ["PrepareConfig", "Prepared", "open_text", "prepare"]
+__all__ = ["PrepareConfig", "Prepared", "prepare"]
 
 _OWN = "your own files"
 _LEFT_OUT = "left-out"
@@ -326,15 +326,6 @@ def _replace(output: Path, work: Path) -> None:
         output.rename(former)
     work.rename(output)
     shutil.rmtree(former, ignore_errors=True)
-
-
-def open_text(folder: Path) -> PreparedText:
-    """The corpus that was prepared in a folder.
-
-    Raises:
-        CorpusError: there is none.
-    """
-    return PreparedText.load(folder)
 
 
 def _fetch(config: PrepareConfig, say: Callable[[str], None]) -> Iterator[Fetched]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from gshard_m4 import checkpoint
 from gshard_m4.config import Run
 from gshard_m4.errors import CheckpointError
+from gshard_m4.text import DATA
 
 RUNS = Path("runs")
 _DEEP = ("*/checkpoints", "*/*/checkpoints")  # runs/demo, runs/scaling-cpu/depth-8e-4l-seed-0
@@ -67,18 +68,16 @@ def remember_corpus(run: Run, data: Path) -> None:
         run.corpus.write_text(json.dumps({"corpus": where}) + "\n", "utf-8")
 
 
-def corpus_of(run: Run, asked: Path | None, otherwise: Path) -> Path:
+def corpus_of(run: Run, asked: Path | None = None) -> Path:
     """The folder of the corpus a run was trained on.
 
     Args:
         run: the run.
         asked: what the user says it is.
-        otherwise: what it is if nobody says.
     """
     if asked is not None:
         return asked
     try:
-        where = Path(os.path.normpath(run.directory / json.loads(run.corpus.read_text("utf-8"))["corpus"]))
+        return Path(os.path.normpath(run.directory / json.loads(run.corpus.read_text("utf-8"))["corpus"]))
     except (OSError, ValueError, KeyError, TypeError):
-        return otherwise
-    return where
+        return DATA

@@ -20,8 +20,7 @@ from gshard_m4.corpus import parallel
 from gshard_m4.corpus.pair import Pair
 from gshard_m4.decode import EOS, PAD, DecodeConfig
 from gshard_m4.errors import CommandError
-from gshard_m4.prepare import open_text
-from gshard_m4.text import DATA
+from gshard_m4.text import PreparedText
 from gshard_m4.translate import Translator, load
 
 
@@ -47,7 +46,6 @@ class Score:
     run: Path | None = None
     step: int | None = None
     batch: int = 32
-    devices: tyro.conf.Suppress[int] = 1
 
     def __call__(self) -> int:
         """Scores."""
@@ -64,7 +62,7 @@ class Score:
             )
         pairs = [item for item in read if isinstance(item, Pair)]
         run = runs.chosen(self.run)
-        translator = load(run, open_text(runs.corpus_of(run, self.data, DATA)), DecodeConfig(), self.step)
+        translator = load(run, PreparedText.load(runs.corpus_of(run, self.data)), DecodeConfig(), self.step)
         found, cut = nats(translator, pairs, self.batch)
         with lines.writing(self.output) as target:
             for value, tokens in found:

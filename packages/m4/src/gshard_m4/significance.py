@@ -8,75 +8,70 @@ further from the mean of these differences, on either side, than the measured di
 
 Several p-values are corrected together by `holm`.
 
+>>> from gshard_m4.score import counted
 >>> english = [f"open the new file number {'abcdefghijklmnopqrstuvwxyz'[n]} now" for n in range(26)]
->>> worse = [line.replace("file", "door") if n % 2 else line for n, line in enumerate(english)]
->>> found = compare(english, english, worse)
->>> found.bleu_p < 0.01, compare(english, english, english).bleu_p
-(True, 1.0)
+>>> right, worse = (counted([line.replace("file", word) for line in english], english) for word in ("file", "door"))
+>>> max(compare(english, right, worse).p) < 0.01, compare(english, right, right).p
+(True, [1.0, 1.0])
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
-from sacrebleu.metrics import BLEU, CHRF
 
 from gshard_m4.corpus import hold_out
+from gshard_m4.score import points
 
 SAMPLES = 1000
 FEWEST = 10
 """English sentences below which there is no p: samples of so few say nothing of others."""
 
 _SEED = 12345
-_AT_ONCE = 100  # samples
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Sureness:
-    """How sure the scores of some translations are.
+class Sureness(NamedTuple):
+    """The scores of some translations, and how sure they are; each of BLEU and of chrF++.
 
     Attributes:
-        bleu, chrf: half the width of the interval that holds 95 % of the samples' scores.
-        bleu_p, chrf_p: probability of a difference as large between systems that are equally good, not corrected for
-            the number of comparisons; None if there is nothing to compare with, or fewer than `FEWEST` English
-            sentences.
         english: different English sentences, the clusters that were drawn.
+        score: of the translations.
+        half: half the width of the interval that holds 95 % of the samples' scores.
+        delta: by how much the score is better than another system's; None if there is nothing to compare with.
+        p: probability of a difference as large between systems that are equally good, not corrected for the number
+            of comparisons; None if there is nothing to compare with, or fewer than `FEWEST` English sentences.
     """
 
-    bleu: float
-    chrf: float
-    bleu_p: float | None = None
-    chrf_p: float | None = None
-    english: int = 0
+    english: int
+    score: Sequence[float]
+    half: Sequence[float]
+    delta: Sequence[float | None] = (None, None)
+    p: Sequence[float | None] = (None, None)
 
 
-def compare(references: Sequence[str], ours: Sequence[str], theirs: Sequence[str] | None = None) -> Sureness:
+def compare(references: Sequence[str], ours_NK: np.ndarray, theirs_NK: np.ndarray | None = None) -> Sureness:
     """Intervals of our scores, and whether they differ from another system's.
 
     Args:
         references: what should have been written. Those that differ in case, digits and punctuation only are one
             cluster.
-        ours: what was.
-        theirs: what a baseline wrote.
+        ours_NK: counts of what was written; see `score.counted`.
+        theirs_NK: counts of what a baseline wrote.
     """
     cluster_N, count = _clusters(references)
-    draws_SC = _draws(count)
-    halves: list[float] = []
-    chances: list[float | None] = []
-    for metric in (BLEU(), CHRF(word_order=2)):
-        scores_S, score = _samples(metric, ours, references, cluster_N, draws_SC)
-        low, high = np.percentile(scores_S, [2.5, 97.5])
-        halves.append(float(high - low) / 2)
-        if theirs is None or count < FEWEST:
-            chances.append(None)
-            continue
-        others_S, other = _samples(metric, theirs, references, cluster_N, draws_SC)
-        differences_S = scores_S - others_S
-        further_S = np.abs(differences_S - differences_S.mean()) >= abs(score - other)
-        chances.append(float((1 + further_S.sum()) / (1 + SAMPLES)))
-    return Sureness(halves[0], halves[1], chances[0], chances[1], count)
+    draws_SC = np.random.default_rng(_SEED).multinomial(count, np.full(count, 1 / count), SAMPLES)
+    score_M, samples_MS = _samples(ours_NK, cluster_N, draws_SC)
+    low_M, high_M = np.percentile(samples_MS, [2.5, 97.5], axis=1)
+    found = Sureness(count, score_M.tolist(), ((high_M - low_M) / 2).tolist())
+    if theirs_NK is None:
+        return found
+    other_M, others_MS = _samples(theirs_NK, cluster_N, draws_SC)
+    delta_M, deltas_MS = score_M - other_M, samples_MS - others_MS
+    further_MS = np.abs(deltas_MS - deltas_MS.mean(1, keepdims=True)) >= np.abs(delta_M)[:, None]
+    p_M = (1 + further_MS.sum(1)) / (1 + SAMPLES)
+    return found._replace(delta=delta_M.tolist(), p=found.p if count < FEWEST else p_M.tolist())
 
 
 def holm(chances: Sequence[float | None]) -> list[float | None]:
@@ -103,23 +98,9 @@ def _clusters(references: Sequence[str]) -> tuple[np.ndarray, int]:
     return np.array(of), len(numbers)
 
 
-def _draws(count: int) -> np.ndarray:
-    """How often each sample has each cluster, int64 [S, C]."""
-    rng = np.random.default_rng(_SEED)
-    even = np.full(count, 1 / count)
-    blocks = [rng.multinomial(count, even, min(_AT_ONCE, SAMPLES - at)) for at in range(0, SAMPLES, _AT_ONCE)]
-    return np.concatenate(blocks)
-
-
-def _samples(
-    metric: BLEU | CHRF, written: Sequence[str], references: Sequence[str], cluster_N: np.ndarray, draws_SC: np.ndarray
-) -> tuple[np.ndarray, float]:
-    """The scores of the samples, float64 [S], and that of the whole text.
-
-    Counts of n-grams add up over sentences, so each cluster is counted once.
-    """
-    counts_NK = np.array(metric._extract_corpus_statistics(list(written), [list(references)]), np.int64)
+def _samples(counts_NK: np.ndarray, cluster_N: np.ndarray, draws_SC: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The scores of the whole text, float64 [2], and those of samples that have each cluster so often, [2, S]."""
     counts_CK = np.zeros((draws_SC.shape[1], counts_NK.shape[1]), np.int64)
     np.add.at(counts_CK, cluster_N, counts_NK)
-    scores_S = [float(metric._compute_score_from_stats(counts_K).score) for counts_K in (draws_SC @ counts_CK).tolist()]
-    return np.array(scores_S), float(metric._compute_score_from_stats(counts_CK.sum(0).tolist()).score)
+    samples = [points(counts_K) for counts_K in draws_SC @ counts_CK]
+    return points(counts_CK.sum(0)), np.ascontiguousarray(np.transpose(samples))

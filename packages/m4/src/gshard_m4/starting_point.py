@@ -14,46 +14,31 @@ from gshard_m4.text import PreparedText
 _MAY_DIFFER = ("dropout", "groups")
 
 
-@dataclasses.dataclass(frozen=True)
-class Start:
-    """What a run begins with.
+def starting_point(folder: Path, choice: ModelChoice, text: PreparedText) -> tuple[Path, moe.TransformerConfig]:
+    """The checkpoints of a trained run, and its model.
 
-    Attributes:
-        checkpoints: of the trained run.
-        model: its model.
-        choice: what the new run changes of it: its dropout and its groups.
+    Args:
+        folder: of the run.
+        choice: the options of the model that were given; they may change its dropout and its groups.
+        text: the text to train on.
+
+    Raises:
+        CheckpointError: there is no such run.
+        OptionError: the options name another model.
+        CommandError: the text was prepared with other vocabularies.
     """
-
-    checkpoints: Path
-    model: moe.TransformerConfig
-    choice: ModelChoice
-
-    @staticmethod
-    def of(folder: Path, choice: ModelChoice, text: PreparedText) -> Start:
-        """Reads which model a run has.
-
-        Args:
-            folder: of the run.
-            choice: the options of the model that were given.
-            text: the text to train on.
-
-        Raises:
-            CheckpointError: there is no such run.
-            OptionError: the options name another model.
-            CommandError: the text was prepared with other vocabularies.
-        """
-        run = runs.chosen(folder)
-        meta = checkpoint.described(run.checkpoints, checkpoint.steps(run.checkpoints)[-1])
-        asked, plain = dataclasses.asdict(choice), dataclasses.asdict(ModelChoice())
-        if differing := [name for name in asked if asked[name] != plain[name] and name not in _MAY_DIFFER]:
-            raise OptionError(
-                f"the model is that of {folder}: leave --{differing[0].replace('_', '-')} out "
-                "(--dropout and --groups may be given)"
-            )
-        if meta.get("vocabularies") != text.fingerprint:
-            raise CommandError(
-                "the text was prepared with other vocabularies than the run.",
-                where=str(folder),
-                hint="Prepare it with --vocabularies and the folder of the corpus that the run was trained on.",
-            )
-        return Start(run.checkpoints, moe.TransformerConfig(**meta["model"]), choice)
+    run = runs.chosen(folder)
+    meta = checkpoint.described(run.checkpoints, checkpoint.steps(run.checkpoints)[-1])
+    asked, plain = dataclasses.asdict(choice), dataclasses.asdict(ModelChoice())
+    if differing := [name for name in asked if asked[name] != plain[name] and name not in _MAY_DIFFER]:
+        raise OptionError(
+            f"the model is that of {folder}: leave --{differing[0].replace('_', '-')} out "
+            "(--dropout and --groups may be given)"
+        )
+    if meta.get("vocabularies") != text.fingerprint:
+        raise CommandError(
+            "the text was prepared with other vocabularies than the run.",
+            where=str(folder),
+            hint="Prepare it with --vocabularies and the folder of the corpus that the run was trained on.",
+        )
+    return run.checkpoints, moe.TransformerConfig(**meta["model"])
