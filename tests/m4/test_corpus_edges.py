@@ -18,7 +18,7 @@ import pytest
 from gshard_m4 import prepare as preparing
 from gshard_m4.batches import Batches, Encoded
 from gshard_m4.corpus import extract as extracting
-from gshard_m4.corpus import fetch, gettext, hold_out, keyed, parallel
+from gshard_m4.corpus import fetch, hold_out, parallel
 from gshard_m4.corpus.clean import tidy
 from gshard_m4.corpus.fetch import Fetched
 from gshard_m4.corpus.pair import Pair, Unreadable
@@ -87,10 +87,10 @@ def test_broken_catalogues_are_told(tmp_path: Path) -> None:
         archive.writestr("h/translations/en.json", '{"a": "x"}')
         archive.writestr("h/translations/ru.json", "{broken")
         archive.writestr("k/translations/en.json", b"\xff")
-    (one,) = gettext.read([tmp_path / "a.whl"])
+    (one,) = READERS["gettext"]([tmp_path / "a.whl"])
     assert isinstance(one, Unreadable)
     assert one.name == "p/locale/fr/LC_MESSAGES/django.po"
-    assert [item[0] for item in keyed.read_component([tmp_path / "a.whl"])] == [
+    assert [item[0] for item in READERS["component"]([tmp_path / "a.whl"])] == [
         "h/translations/ru.json",
         "k/translations/en.json",
     ]

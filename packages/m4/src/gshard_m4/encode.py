@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from gshard_m4.corpus.pair import Pair, rows
-from gshard_m4.encoded import Writer
+from gshard_m4.encoded import Ids, write
 from gshard_m4.tokens import Vocabulary, learn
 
 _BLOCK = 50_000
@@ -69,13 +69,15 @@ def encode(part: Path, folder: Path, source: Vocabulary, target: Vocabulary, pro
     number = {name: i for i, name in enumerate(languages)}
     pairs = read_pairs(part)
     known: dict[str, np.ndarray] = {}  # one English sentence has translations into many languages
-    done = 0
-    with Writer(folder, languages, source.size, target.size) as writer:
+
+    def blocks() -> Iterator[tuple[Sequence[int], Sequence[Ids], Sequence[Ids]]]:
+        done = 0
         while block := list(itertools.islice(pairs, _BLOCK)):
             new = list(dict.fromkeys(pair.english for pair in block if pair.english not in known))
             known.update((text, np.array(ids, np.int32)) for text, ids in zip(new, target.encode(new), strict=True))
             foreign = source.encode([pair.foreign for pair in block])
-            english = [known[pair.english] for pair in block]
-            writer.append([number[pair.language] for pair in block], foreign, english)  # type: ignore[arg-type]
+            yield [number[pair.language] for pair in block], foreign, [known[pair.english] for pair in block]
             done += len(block)
             progress(done)
+
+    write(folder, languages, source.size, target.size, blocks())

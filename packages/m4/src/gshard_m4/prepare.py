@@ -20,19 +20,19 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from gshard import GShardError
-from gshard_m4.corpus import hold_out, own_files, parallel, report
+from gshard_m4.corpus import hold_out, parallel, report
 from gshard_m4.corpus.extract import Extracted, extract_all
 from gshard_m4.corpus.fetch import Fetched, Fetcher
 from gshard_m4.corpus.known_english import KNOWN_DEV
 from gshard_m4.corpus.merge import merge
+from gshard_m4.corpus.own_files import OwnFiles
 from gshard_m4.corpus.part import OUT_OF_DOMAIN, PARTS, Split, write_parts
 from gshard_m4.encode import encode, learn_source, learn_target
 from gshard_m4.encoded import Encoded
@@ -157,23 +157,22 @@ def _write_text(
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
     settings = config.settings
-    extracted = [found for _, found in extract_all(fetched, config.cache / "extracted", config.jobs, say)]
-    by_name = {found.name: found for found in extracted}
-    for found in extracted:
+    by_name = extract_all(fetched, config.cache / "extracted", config.jobs, say)
+    own = OwnFiles(work / "own.bad.tsv")
+    tally = own.extract(config.files, work / "own.pairs.tsv", left_out_folder / "files.tsv.gz")
+    left_out = tally.left_out
+    for found in by_name.values():
         shutil.copyfile(found.left_out, left_out_folder / f"{found.name}.tsv.gz")
-    own = own_files.extract(config.files, work, left_out_folder / "files.tsv.gz")
-    left_out, rejected = Counter[str](own.tally.left_out), own.rejected
-    for found in extracted:
         left_out.update(found.counts["left_out"])
     training = {got.source.name: by_name[got.source.name].pairs for got in fetched if _is_trained_on(got)}
-    say(f"merging {sum(by_name[name].counts['pairs'] for name in training) + own.tally.languages.total():,} pairs")
+    say(f"merging {sum(by_name[name].counts['pairs'] for name in training) + tally.languages.total():,} pairs")
     merged = merge(
-        {_OWN: own.pairs, **training},
+        {_OWN: work / "own.pairs.tsv", **training},
         work / "merging",
         left_out_folder / "merging.tsv.gz",
         least=TIERS[config.tier].least,
         most=0 if config.only else settings["languages"],
-        always=sorted({*own.tally.languages, *config.only}),
+        always=sorted({*tally.languages, *config.only}),
     )
     if absent := [name for name in config.only if not merged.languages[name]]:
         there = ", ".join(name for name, _ in merged.languages.most_common())
@@ -184,7 +183,7 @@ def _write_text(
     left_out.update(merged.left_out)
     if not merged.files:
         problems = [got.problem for got in fetched if got.problem]
-        refused = [f"{n:,} lines with {reason}" for reason, n in rejected.most_common(8)]
+        refused = [f"{n:,} lines with {reason}" for reason, n in own.rejected.most_common(8)]
         aside = [f"{n:,} pairs {reason}" for reason, n in left_out.most_common(8)]
         raise CorpusError(
             "there is not one pair of sentences to train on.",
@@ -214,8 +213,8 @@ def _write_text(
         merged.files, work, split, tested[0] if tested else None, left_out_folder / f"{OUT_OF_DOMAIN}.tsv.gz", given
     )
     left_out.update(parts.pop("kept_out"))
-    _write_rejected(work / "rejected.tsv", own.bad_lines, extracted)
-    for path in (own.pairs, own.bad_lines, *given.values()):
+    _write_rejected(work / "rejected.tsv", work / "own.bad.tsv", by_name.values())
+    for path in (work / "own.pairs.tsv", work / "own.bad.tsv", *given.values()):
         path.unlink()
     shutil.rmtree(work / "merging")
     report.write_table(parts["distribution"], work / "distribution.csv")
@@ -226,7 +225,7 @@ def _write_text(
         "sources": [_about(got, by_name.get(got.source.name), merged.sources) for got in fetched],
         "files": own.files,
         "left_out": dict(left_out.most_common()),
-        "rejected": dict(rejected.most_common()),
+        "rejected": dict(own.rejected.most_common()),
         "languages": {row["language"]: sum(row[part] for part in PARTS) for row in parts["distribution"]},
         "found": {
             "pairs": sum(sizes),
@@ -255,7 +254,7 @@ def _about(got: Fetched, found: Extracted | None, left: Mapping[str, int]) -> di
     }  # fmt: skip
 
 
-def _write_rejected(path: Path, bad_lines: Path, extracted: Sequence[Extracted]) -> None:
+def _write_rejected(path: Path, bad_lines: Path, extracted: Iterable[Extracted]) -> None:
     with path.open("w", encoding="utf-8", newline="\n") as out, bad_lines.open(encoding="utf-8", newline="\n") as own:
         shutil.copyfileobj(own, out)
         for found in extracted:

@@ -15,7 +15,7 @@ import multiprocessing
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from gshard_m4.corpus.cache import work_folder
 from gshard_m4.corpus.clean import clean, words
@@ -28,6 +28,7 @@ RULES_VERSION = 1
 """Raised when readers or rules give other pairs than before."""
 
 SAME_AGAIN = "the same again"
+_PAIRS, _LEFT_OUT, _COUNTS = ".pairs.tsv", ".left-out.tsv.gz", ".json"
 _PARAGRAPH = 160  # characters; longer text may be several sentences
 _WORTH_PROCESSES = 50_000_000  # bytes of archives
 
@@ -52,8 +53,8 @@ class Extracted:
 
 def extract_all(
     fetched: Sequence[Fetched], folder: Path, jobs: int, say: Callable[[str], None]
-) -> Iterator[tuple[Fetched, Extracted]]:
-    """Extracts every source that was fetched, the largest first.
+) -> dict[str, Extracted]:
+    """Extracts every source that was fetched, the largest first; by their names.
 
     Args:
         fetched: the sources.
@@ -61,19 +62,16 @@ def extract_all(
         jobs: processes.
         say: takes a line for each source.
     """
-    order = sorted((got for got in fetched if got.folder), key=lambda got: -got.size)
-    todo = [got for got in order if _known(got, folder) is None]
-    ready = {got.source.name: found for got in order if (found := _known(got, folder)) is not None}
-    if todo and len(order) > len(todo):
-        say(f"{len(order) - len(todo)} sources were read before")
+    there = [got for got in fetched if got.folder]
+    ready = {got.source.name: _known(got, folder) for got in there}
+    todo = sorted((got for got in there if ready[got.source.name] is None), key=lambda got: -got.size)
+    if todo and len(there) > len(todo):
+        say(f"{len(there) - len(todo)} sources were read before")
     for number, (got, found) in enumerate(_run(todo, folder, jobs), 1):
-        counts = found.counts
-        what = f"{counts['pairs']:,} pairs in {len(counts['languages'])} languages"
+        what = f"{found.counts['pairs']:,} pairs in {len(found.counts['languages'])} languages"
         say(f"[{number}/{len(todo)}] {got.source.title}: {what}")
         ready[got.source.name] = found
-    for got in fetched:
-        if got.folder:
-            yield got, ready[got.source.name]
+    return {name: found for name, found in ready.items() if found}
 
 
 def _run(todo: Sequence[Fetched], folder: Path, jobs: int) -> Iterator[tuple[Fetched, Extracted]]:
@@ -96,42 +94,27 @@ def extract(got: Fetched, folder: Path) -> Extracted:
     """Reads and cleans all pairs of a source."""
     name = got.source.name
     with work_folder(folder) as work:
-        made = _files(work, name)
-        with (
-            writing(made.pairs) as out,
-            writing(made.left_out) as aside,
-        ):
+        with writing(work / f"{name}{_PAIRS}") as out, writing(work / f"{name}{_LEFT_OUT}") as aside:
             tally = Tally(out.write, aside.write)
             tally.take(READERS[got.source.reader](got.files), got.source.accelerators)
-        made.counts.write_text(json.dumps({**tally.counts(), "made_from": _made_from(got)}), encoding="utf-8")
-        kept = _files(folder, name)
-        kept.counts.unlink(missing_ok=True)
-        for new, final in zip(made, kept, strict=True):
-            new.replace(final)
-    return Extracted(name, kept.pairs, kept.left_out, tally.counts())
-
-
-class _Files(NamedTuple):
-    """Files of a source; the last one says that the others are complete."""
-
-    pairs: Path
-    left_out: Path
-    counts: Path
-
-
-def _files(folder: Path, name: str) -> _Files:
-    return _Files(folder / f"{name}.pairs.tsv", folder / f"{name}.left-out.tsv.gz", folder / f"{name}.json")
+        said = json.dumps({**tally.counts(), "made_from": _made_from(got)})
+        (work / f"{name}{_COUNTS}").write_text(said, encoding="utf-8")
+        (folder / f"{name}{_COUNTS}").unlink(missing_ok=True)
+        for ending in (_PAIRS, _LEFT_OUT, _COUNTS):
+            (work / f"{name}{ending}").replace(folder / f"{name}{ending}")
+    return Extracted(name, folder / f"{name}{_PAIRS}", folder / f"{name}{_LEFT_OUT}", tally.counts())
 
 
 def _known(got: Fetched, folder: Path) -> Extracted | None:
-    files = _files(folder, got.source.name)
+    name = got.source.name
+    pairs, left_out, about = (folder / f"{name}{ending}" for ending in (_PAIRS, _LEFT_OUT, _COUNTS))
     try:
-        counts = json.loads(files.counts.read_text(encoding="utf-8"))
+        counts = json.loads(about.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    if counts.get("made_from") != _made_from(got) or not files.pairs.exists() or not files.left_out.exists():
+    if counts.get("made_from") != _made_from(got) or not pairs.exists() or not left_out.exists():
         return None
-    return Extracted(got.source.name, files.pairs, files.left_out, counts)
+    return Extracted(name, pairs, left_out, counts)
 
 
 def _made_from(got: Fetched) -> str:

@@ -6,7 +6,6 @@ archives; none is installed. Packages of the two indexes are pinned; those of De
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import importlib.resources
 from collections.abc import Sequence
@@ -61,19 +60,12 @@ class Source:
 
 def _load() -> dict[str, Source]:
     text = importlib.resources.files("gshard_m4.corpus").joinpath("sources.tsv").read_text(encoding="utf-8")
-    rows = csv.DictReader(text.splitlines(), delimiter="\t", quoting=csv.QUOTE_NONE)
     found = {}
-    for row in rows:
-        row = {key: "" if value == "-" else value for key, value in row.items()}
-        found[row["name"]] = Source(
-            row["name"],
-            row["registry"],
-            tuple(row["packages"].split()),
-            row["version"],
-            row["reader"],
-            row["accelerators"],
-            row["licence"],
-            tuple(row["tiers"].split(",")),
+    for line in text.splitlines()[1:]:
+        cells = ["" if cell == "-" else cell for cell in line.split("\t")]
+        name, registry, packages, version, reader, accelerators, licence, tiers = cells
+        found[name] = Source(
+            name, registry, tuple(packages.split()), version, reader, accelerators, licence, tuple(tiers.split(","))
         )
     return found
 
