@@ -18,6 +18,7 @@ cache, and each later stage is done once.
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ import numpy as np
 
 from gshard import GShardError
 from gshard_m4.corpus import hold_out, parallel, report
+from gshard_m4.corpus.cache import once
 from gshard_m4.corpus.extract import Extracted, extract_all
 from gshard_m4.corpus.fetch import Fetched, Fetcher
 from gshard_m4.corpus.known_english import KNOWN_DEV
@@ -40,14 +42,12 @@ from gshard_m4.errors import CorpusError
 from gshard_m4.language_names import name_of
 from gshard_m4.prepare_config import FORMAT, TIERS, PrepareConfig
 from gshard_m4.prepared import Prepared
-from gshard_m4.stages import Stages
 from gshard_m4.text import MANIFEST, PreparedText, read_manifest
 from gshard_m4.tokens import Vocabulary
 
 __all__ = ["PrepareConfig", "Prepared", "open_text", "prepare"]
 
 _OWN = "your own files"
-_LEFT_OUT = "left-out"
 _ENCODED = (hold_out.TRAIN, hold_out.DEV, KNOWN_DEV)
 _FITS, _LONGEST = 0.99, 128  # of one's own text: the share of pairs a row should hold, and the longest row for that
 
@@ -73,20 +73,19 @@ def prepare(config: PrepareConfig, say: Callable[[str], None] = print) -> Prepar
         )
     for file in (*config.files, *config.dev_files, *config.test_files):
         parallel.read(file)  # what cannot be read is said before anything is downloaded
-    fingerprint = config.fingerprint
-    if known is not None and known["fingerprint"] in config.former_fingerprints:
-        return Prepared({**known, "folder": str(output)}, was_there=True)  # its runs need its vocabularies
-    same = known if known is not None and known["fingerprint"] == fingerprint else None
+    there = Prepared({**(known or {}), "folder": str(output)}, was_there=True)
+    if known and known.get("format") != FORMAT:
+        return there  # its runs need its vocabularies
+    same = known if known and known["fingerprint"] == config.fingerprint else None
     if same and not any(source["problem"] for source in same["sources"]):
-        return Prepared({**same, "folder": str(output)}, was_there=True)
+        return there
     fetched = list(_fetch(config, say))
     if same and all(bool(new.problem) == bool(old["problem"]) for new, old in zip(fetched, same["sources"])):
-        return Prepared({**same, "folder": str(output)}, was_there=True)
+        return there
     _refuse_to_lose(output, known, fetched)
     work = output.with_name(output.name + ".unfinished")
-    stages = Stages(work, [fingerprint, *(sorted(got.sha256.items()) for got in fetched)])
     try:
-        manifest = _build(config, fingerprint, fetched, stages, say)
+        manifest = _build(config, fetched, work, say)
     except GShardError:
         shutil.rmtree(work, ignore_errors=True)  # doing the same again would not help
         raise
@@ -94,42 +93,37 @@ def prepare(config: PrepareConfig, say: Callable[[str], None] = print) -> Prepar
     return Prepared({**manifest, "folder": str(output)}, was_there=False)
 
 
-def _build(
-    config: PrepareConfig, fingerprint: str, fetched: Sequence[Fetched], stages: Stages, say: Callable[[str], None]
-) -> dict[str, Any]:
-    """Makes all files in the folder of the stages."""
-    work = stages.folder
-    text = stages("text", lambda: _write_text(config, fetched, work, say))
+def _build(config: PrepareConfig, fetched: Sequence[Fetched], work: Path, say: Callable[[str], None]) -> dict[str, Any]:
+    """Makes all files in a folder, in stages that are done once each."""
+    fingerprint = config.fingerprint
+    made_from = [fingerprint, *(sorted(got.sha256.items()) for got in fetched)]
+
+    def stage(name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        return once(work / f"{name}.done.json", made_from, make)
+
+    text = stage("text", lambda: _write_text(config, fetched, work, say))
     settings = config.settings
-    counts = {row["language"]: row[hold_out.TRAIN] for row in text["distribution"]}
-    defaults = TIERS[config.tier]
-    train = work / "train.tsv"
+    kept = None if config.vocabularies is None else PreparedText.load(config.vocabularies)
 
-    def source_vocabulary() -> dict[str, Any]:
-        say(f"learning vocabularies from {sum(counts.values()):,} pairs")
-        return _save(
-            learn_source(
-                train, counts, settings["temperature"], config.sampling_seed, config.source_vocabulary,
-                defaults.source_vocabulary, defaults.vocabulary_sentences,
-            ),
-            work / "source.model",
-        )  # fmt: skip
+    def vocabulary(side: str) -> dict[str, Any]:
+        if kept:
+            found: Vocabulary = getattr(kept, side)
+        elif side == "source":
+            counts = {row["language"]: row[hold_out.TRAIN] for row in text["distribution"]}
+            say(f"learning vocabularies from {sum(counts.values()):,} pairs")
+            found = learn_source(work / "train.tsv", counts, config)
+        else:
+            found = learn_target(work / "train.tsv", config)
+        (work / f"{side}.model").write_bytes(found.model)
+        return {"size": found.size, "sha256": found.sha256}
 
-    def target_vocabulary() -> dict[str, Any]:
-        return _save(learn_target(train, config.target_vocabulary, defaults.target_vocabulary), work / "target.model")
-
-    if config.vocabularies is None:
-        source, target = stages("source", source_vocabulary), stages("target", target_vocabulary)
-    else:
-        kept = PreparedText.load(config.vocabularies)
-        source = stages("source", lambda: _save(kept.source, work / "source.model"))
-        target = stages("target", lambda: _save(kept.target, work / "target.model"))
+    vocabularies = {side: stage(side, functools.partial(vocabulary, side)) for side in ("source", "target")}
     for part in _ENCODED:
-        _encode(part, text["pairs"][part], stages, say)
+        stage(part, functools.partial(_encode, work, part, text["pairs"][part], say))
     lengths = {part: Encoded.load(work / part).lengths for part in _ENCODED}
     length = settings["length"]
-    if config.length is None and config.vocabularies is not None:
-        length = PreparedText.load(config.vocabularies).length  # what a run with them reads
+    if config.length is None and kept:
+        length = kept.length  # what a run with them reads
     elif config.length is None and config.files:
         length = fitting(lengths[hold_out.TRAIN], length, min(_LONGEST, settings["tokens"]))
     for part in (hold_out.TRAIN, hold_out.DEV):
@@ -138,13 +132,14 @@ def _build(
     manifest = {
         "fingerprint": fingerprint, "format": FORMAT,
         "settings": {**settings, "files": [str(file) for file in config.files]},
-        **text, "source_vocabulary": source["size"], "target_vocabulary": target["size"],
+        **text, **{f"{side}_vocabulary": made["size"] for side, made in vocabularies.items()},
         "too_long": int((lengths[hold_out.TRAIN] > length).sum()),
         "length_of_nearly_all": fitting(lengths[hold_out.TRAIN], length, 10**6),
-        "models": {"source": source["sha256"], "target": target["sha256"]},
+        "models": {side: made["sha256"] for side, made in vocabularies.items()},
     }  # fmt: skip
     (work / MANIFEST).write_text(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    stages.forget()
+    for path in work.glob("*.done.json"):  # only resuming needs them
+        path.unlink()
     return manifest
 
 
@@ -152,10 +147,10 @@ def _write_text(
     config: PrepareConfig, fetched: Sequence[Fetched], work: Path, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """Extracts, merges and splits; what the manifest says about the text."""
-    left_out_folder = work / _LEFT_OUT
+    shutil.rmtree(work, ignore_errors=True)
+    left_out_folder = work / "left-out"
     for folder in (left_out_folder, work / "merging"):
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
+        folder.mkdir(parents=True)
     settings = config.settings
     by_name = extract_all(fetched, config.cache / "extracted", config.jobs, say)
     own = OwnFiles(work / "own.bad.tsv")
@@ -261,29 +256,17 @@ def _write_rejected(path: Path, bad_lines: Path, extracted: Iterable[Extracted])
             out.writelines(f"{found.name}:{name}\t{problem}\n" for name, problem in found.counts["unreadable"])
 
 
-def _save(vocabulary: Vocabulary, path: Path) -> dict[str, Any]:
-    path.write_bytes(vocabulary.model)
-    return {"size": vocabulary.size, "sha256": vocabulary.sha256}
-
-
-def _encode(part: str, pairs: int, stages: Stages, say: Callable[[str], None]) -> None:
+def _encode(work: Path, part: str, pairs: int, say: Callable[[str], None]) -> dict[str, Any]:
     """Writes the ids of a part."""
-    folder = stages.folder / part
+    shutil.rmtree(work / part, ignore_errors=True)
+    source, target = (Vocabulary.load(work / f"{side}.model") for side in ("source", "target"))
 
-    def write() -> dict[str, Any]:
-        shutil.rmtree(folder, ignore_errors=True)
-        source, target = (Vocabulary.load(stages.folder / f"{side}.model") for side in ("source", "target"))
-        told = [0]
+    def progress(done: int) -> None:
+        if pairs > 1_000_000 and done % 1_000_000 == 0:
+            say(f"encoded {done:,} of {pairs:,} pairs")
 
-        def progress(done: int) -> None:
-            if pairs > 1_000_000 and done // 1_000_000 > told[0]:
-                told[0] = done // 1_000_000
-                say(f"encoded {done:,} of {pairs:,} pairs")
-
-        encode(stages.folder / f"{part}.tsv", folder, source, target, progress)
-        return {}
-
-    stages(part, write)
+    encode(work / f"{part}.tsv", work / part, source, target, progress)
+    return {}
 
 
 def fitting(lengths: np.ndarray, least: int, most: int) -> int:

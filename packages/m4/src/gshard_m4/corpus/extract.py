@@ -10,14 +10,13 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import hashlib
-import json
 import multiprocessing
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gshard_m4.corpus.cache import work_folder
+from gshard_m4.corpus.cache import once, recall, work_folder
 from gshard_m4.corpus.clean import clean, words
 from gshard_m4.corpus.fetch import Fetched
 from gshard_m4.corpus.pair import Pair, Unreadable, writing
@@ -28,7 +27,6 @@ RULES_VERSION = 1
 """Raised when readers or rules give other pairs than before."""
 
 SAME_AGAIN = "the same again"
-_PAIRS, _LEFT_OUT, _COUNTS = ".pairs.tsv", ".left-out.tsv.gz", ".json"
 _PARAGRAPH = 160  # characters; longer text may be several sentences
 _WORTH_PROCESSES = 50_000_000  # bytes of archives
 
@@ -62,16 +60,14 @@ def extract_all(
         jobs: processes.
         say: takes a line for each source.
     """
-    there = [got for got in fetched if got.folder]
-    ready = {got.source.name: _known(got, folder) for got in there}
-    todo = sorted((got for got in there if ready[got.source.name] is None), key=lambda got: -got.size)
+    there = sorted((got for got in fetched if got.folder), key=lambda got: -got.size)
+    todo = [got for got in there if not _is_there(got, folder)]
     if todo and len(there) > len(todo):
         say(f"{len(there) - len(todo)} sources were read before")
     for number, (got, found) in enumerate(_run(todo, folder, jobs), 1):
         what = f"{found.counts['pairs']:,} pairs in {len(found.counts['languages'])} languages"
         say(f"[{number}/{len(todo)}] {got.source.title}: {what}")
-        ready[got.source.name] = found
-    return {name: found for name, found in ready.items() if found}
+    return {got.source.name: extract(got, folder) for got in fetched if got.folder}
 
 
 def _run(todo: Sequence[Fetched], folder: Path, jobs: int) -> Iterator[tuple[Fetched, Extracted]]:
@@ -92,34 +88,32 @@ def _run(todo: Sequence[Fetched], folder: Path, jobs: int) -> Iterator[tuple[Fet
 
 def extract(got: Fetched, folder: Path) -> Extracted:
     """Reads and cleans all pairs of a source."""
-    name = got.source.name
-    with work_folder(folder) as work:
-        with writing(work / f"{name}{_PAIRS}") as out, writing(work / f"{name}{_LEFT_OUT}") as aside:
-            tally = Tally(out.write, aside.write)
-            tally.take(READERS[got.source.reader](got.files), got.source.accelerators)
-        said = json.dumps({**tally.counts(), "made_from": _made_from(got)})
-        (work / f"{name}{_COUNTS}").write_text(said, encoding="utf-8")
-        (folder / f"{name}{_COUNTS}").unlink(missing_ok=True)
-        for ending in (_PAIRS, _LEFT_OUT, _COUNTS):
-            (work / f"{name}{ending}").replace(folder / f"{name}{ending}")
-    return Extracted(name, folder / f"{name}{_PAIRS}", folder / f"{name}{_LEFT_OUT}", tally.counts())
+    pairs, left_out, about = _files(got, folder)
+
+    def make() -> dict[str, Any]:
+        with work_folder(folder) as work:
+            with writing(work / pairs.name) as out, writing(work / left_out.name) as aside:
+                tally = Tally(out.write, aside.write)
+                tally.take(READERS[got.source.reader](got.files), got.source.accelerators)
+            for path in (pairs, left_out):
+                (work / path.name).replace(path)
+        return tally.counts()
+
+    counts = once(about, _made_from(got), make, (pairs, left_out))
+    return Extracted(got.source.name, pairs, left_out, counts)
 
 
-def _known(got: Fetched, folder: Path) -> Extracted | None:
-    name = got.source.name
-    pairs, left_out, about = (folder / f"{name}{ending}" for ending in (_PAIRS, _LEFT_OUT, _COUNTS))
-    try:
-        counts = json.loads(about.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    if counts.get("made_from") != _made_from(got) or not pairs.exists() or not left_out.exists():
-        return None
-    return Extracted(name, pairs, left_out, counts)
+def _is_there(got: Fetched, folder: Path) -> bool:
+    *files, about = _files(got, folder)
+    return recall(about, _made_from(got), files) is not None
 
 
-def _made_from(got: Fetched) -> str:
-    said = [RULES_VERSION, got.source.reader, got.source.accelerators, sorted(got.sha256.items())]
-    return hashlib.sha256(json.dumps(said).encode()).hexdigest()
+def _files(got: Fetched, folder: Path) -> list[Path]:
+    return [folder / f"{got.source.name}{ending}" for ending in (".pairs.tsv", ".left-out.tsv.gz", ".json")]
+
+
+def _made_from(got: Fetched) -> list[Any]:
+    return [RULES_VERSION, got.source.reader, got.source.accelerators, sorted(got.sha256.items())]
 
 
 class Tally:
