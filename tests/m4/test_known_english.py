@@ -56,7 +56,7 @@ def pairs(folder: Path, part: str) -> Iterator[tuple[str, str, str]]:
 
 def split(files: dict[str, Path], folder: Path, known: int = 10) -> dict[str, object]:
     folder.mkdir()
-    return write_parts(files, folder, Split(0.02, 0.02, 0, known, most_known=0.05), None, folder / "aside.gz")
+    return write_parts(files, folder, Split(0.02, 0.02, 0, known, most_known=0.05), folder / "aside.gz")
 
 
 def test_what_is_kept_out_is_not_told_by_the_training_text(files: dict[str, Path], tmp_path: Path) -> None:

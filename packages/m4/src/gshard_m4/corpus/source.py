@@ -48,11 +48,6 @@ class Source:
     tiers: tuple[str, ...]
 
     @property
-    def only_tests(self) -> bool:
-        """Whether it stays out of training, to test models on something else."""
-        return self.reader == "udhr"
-
-    @property
     def title(self) -> str:
         """Name and version."""
         return f"{self.name} {self.version}".strip()
@@ -83,7 +78,7 @@ def of_tier(tier: Tier, licences: Licences = "all") -> list[Source]:
     >>> [source.name for source in of_tier("tiny")]
     ['django', 'homeassistant', 'wagtail']
     >>> len(of_tier("base"))
-    61
+    60
     """
     if licences == "all":
         return [s for s in SOURCES.values() if tier in s.tiers]
