@@ -73,7 +73,7 @@ def prepare(config: PrepareConfig, say: Callable[[str], None] = print) -> Prepar
     for file in (*config.files, *config.dev_files, *config.test_files):
         parallel.read(file)  # what cannot be read is said before anything is downloaded
     there = Prepared({**(known or {}), "folder": str(output)}, was_there=True)
-    if known and known.get("format") != FORMAT:
+    if known and known.get("format") != FORMAT and _has_settings(known, config):
         return there  # its runs need its vocabularies
     same = known if known and known["fingerprint"] == config.fingerprint else None
     if same and not any(source["problem"] for source in same["sources"]):
@@ -90,6 +90,14 @@ def prepare(config: PrepareConfig, say: Callable[[str], None] = print) -> Prepar
         raise
     _replace(output, work)
     return Prepared({**manifest, "folder": str(output)}, was_there=False)
+
+
+def _has_settings(known: Mapping[str, Any], config: PrepareConfig) -> bool:
+    """Whether a corpus of another version was prepared with these settings, as far as it had them."""
+    asked = {**config.settings, "files": [str(file) for file in config.files]}
+    if config.length is None:
+        del asked["length"]  # the manifest has what was taken
+    return all(known["settings"].get(name, value) == value for name, value in json.loads(json.dumps(asked)).items())
 
 
 def _build(config: PrepareConfig, fetched: Sequence[Fetched], work: Path, say: Callable[[str], None]) -> dict[str, Any]:
