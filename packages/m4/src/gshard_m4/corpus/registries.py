@@ -144,5 +144,6 @@ def _ask(command: Sequence[str], environment: Mapping[str, str] | None = None, f
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
     if done.returncode or (folder is not None and not any(folder.iterdir())):
         said = _COMPLAINT.search(done.stderr)
-        raise RegistryError(f"{Path(command[0]).name}: {said[1] if said else f'exit code {done.returncode}'}")
+        why = said[1] if said else f"exit code {done.returncode}" if done.returncode else "nothing was downloaded"
+        raise RegistryError(f"{Path(command[0]).name}: {why}")
     return done.stdout
