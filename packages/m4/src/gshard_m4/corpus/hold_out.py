@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from gshard_m4.corpus.clean import words
@@ -76,7 +76,7 @@ def parts_by_quota(
         for k in own:
             if k in languages and name not in languages[k]:
                 languages[k].append(name)
-    twins = _Twins({k: _runs(k, _GRAM_OF_LARGE) for k in languages}, list(keys), _GRAM_OF_LARGE)
+    twins = _Twins({k: runs(k.split(), _GRAM_OF_LARGE) for k in languages}, list(keys), _GRAM_OF_LARGE)
     taken = {DEV: Counter[str](), TEST: Counter[str]()}
     found = {}
     for k in sorted(languages, key=_digest):
@@ -91,26 +91,26 @@ def _digest(k: str) -> bytes:
     return hashlib.blake2b(k.encode(), digest_size=8).digest()
 
 
-def _runs(k: str, length: int) -> set[str]:
-    """Runs of so many words; the whole where it has fewer."""
-    w = k.split()
-    return {" ".join(w[i : i + length]) for i in range(len(w) - length + 1)} or {k}
+def runs(sentence: Sequence[str], length: int) -> set[str]:
+    """Runs of so many words of a sentence; the whole where it has fewer."""
+    found = {" ".join(sentence[i : i + length]) for i in range(len(sentence) - length + 1)}
+    return found or {" ".join(sentence)}
 
 
 class _Twins:
     """Keys that have another one with half of their runs of words, or a near twin.
 
     Args:
-        runs: of the keys that are asked for.
+        asked: the keys that are asked for, with their runs.
         keys: all.
         length: words of a run.
     """
 
-    def __init__(self, runs: Mapping[str, set[str]], keys: Collection[str], length: int):
-        self._runs = runs
-        self._users: dict[str, list[str]] = {run: [] for own in runs.values() for run in own}
+    def __init__(self, asked: Mapping[str, set[str]], keys: Collection[str], length: int):
+        self._runs = asked
+        self._users: dict[str, list[str]] = {run: [] for own in asked.values() for run in own}
         for k in keys:
-            for run in runs[k] if k in runs else _runs(k, length):
+            for run in asked[k] if k in asked else runs(k.split(), length):
                 if run in self._users:
                     self._users[run].append(k)
         self._near = NearTwins(keys)
@@ -142,8 +142,7 @@ def parts(
     """
     unique = sorted(set(keys), key=_digest)
     # A sentence of so many words or fewer has no runs.
-    runs = {k: _runs(k, _GRAM) if k.count(" ") >= _GRAM else set[str]() for k in unique}
-    twins = _Twins(runs, unique, _GRAM)
+    twins = _Twins({k: runs(k.split(), _GRAM) if k.count(" ") >= _GRAM else set() for k in unique}, unique, _GRAM)
     found = dict.fromkeys(unique, TRAIN)
     # From both ends, so that a larger share keeps what a smaller one holds out; the part that is further behind next,
     # so that both get theirs of the few that have no twin.
