@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gshard_m4.corpus import gettext, hold_out, keyed, parallel
+from gshard_m4.corpus import hold_out, parallel
 from gshard_m4.corpus.clean import RULES, clean, tidy
 from gshard_m4.corpus.language import language
 from gshard_m4.corpus.pair import Pair
@@ -58,7 +58,7 @@ def test_gettext_reads_translated_entries_only(tmp_path: Path) -> None:
             "pkg/locale/de/LC_MESSAGES/django.mo": b"binary",
         },
     )
-    assert [item for item in gettext.read([archive]) if isinstance(item, Pair)] == [
+    assert [item for item in READERS["gettext"]([archive]) if isinstance(item, Pair)] == [
         Pair("de", "Ausgewählte Dateien löschen", "Delete the selected files"),
         Pair("de", "%(count)s Datei gelöscht", "%(count)s file deleted"),
         Pair("de", "%(count)s Dateien gelöscht", "%(count)s files deleted"),
@@ -81,7 +81,7 @@ def test_component_pairs_by_key(tmp_path: Path) -> None:
             "homeassistant/components/door/translations/de.json": text(a="Ohne Englisch"),
         },
     )
-    found = [item for item in keyed.read_component([archive]) if isinstance(item, Pair)]
+    found = [item for item in READERS["component"]([archive]) if isinstance(item, Pair)]
     assert found == [Pair("pt", "Ligar", "Turn on"), Pair("de", "Warm", "Warm")]
 
 

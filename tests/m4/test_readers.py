@@ -14,7 +14,7 @@ from pathlib import Path
 import polib
 import pytest
 
-from gshard_m4.corpus import descriptions, gettext, josm, keyed, qt, udhr
+from gshard_m4.corpus import catalogues
 from gshard_m4.corpus.archive import members
 from gshard_m4.corpus.pair import Pair, Unreadable
 from gshard_m4.corpus.readers import READERS
@@ -112,11 +112,11 @@ def test_damaged_archives_are_errors(tmp_path: Path, name: str) -> None:
 
 def test_qt_catalogues_that_are_cut_or_something_else() -> None:
     whole = qm((3, "Ja".encode("utf-16-be")), (6, b"Yes"), (1, b""))
-    assert list(qt.messages(whole)) == [("Yes", "Ja")]
+    assert catalogues.qm(whole) == [("Yes", "Ja")]
     with pytest.raises(ValueError, match="not a Qt catalogue"):
-        list(qt.messages(b"GIF89a"))
+        catalogues.qm(b"GIF89a")
     with pytest.raises(ValueError, match="is cut"):
-        list(qt.messages(whole[:44]))
+        catalogues.qm(whole[:44])
 
 
 @debian_only
@@ -124,6 +124,7 @@ def test_mozilla_takes_english_from_its_language_packs(tmp_path: Path) -> None:
     def pack(code: str, **files: str) -> dict[str, str | bytes]:
         data = io.BytesIO()
         with zipfile.ZipFile(data, "w") as archive:
+            archive.writestr("manifest.json", json.dumps({"langpack_id": code}))
             for name, text in files.items():
                 stem, _, ending = name.rpartition("_")
                 archive.writestr(f"browser/{code}/{stem}.{ending}", text)
@@ -166,12 +167,12 @@ def test_josm_and_mediawiki_packages(tmp_path: Path) -> None:
             "usr/share/mediawiki/i18n/fr.json": "{",
         },
     )
-    found = list(josm.read([path]))
+    found = list(READERS["josm"]([path]))
     assert found == [
+        Unreadable("./usr/share/josm/fr.lang", "the catalogue is cut"),
         Pair("de", "Mach es", "Open it"), Pair("de", "ein Kno", "a node"), Pair("de", "Knoten", "nodes"),
-        Unreadable("fr.lang", "the catalogue is cut"),
     ]  # fmt: skip
-    broken, pair = keyed.read_mediawiki([path])
+    broken, pair = READERS["mediawiki"]([path])
     assert isinstance(broken, Unreadable)
     assert pair == Pair("nds_nl", "Lees de hulp", "Read the help")
 
@@ -180,11 +181,10 @@ def test_source_packages(tmp_path: Path) -> None:
     po = str(catalogue(("Open it", "Öffne es")))
     latin = po.replace("UTF-8", "ISO-8859-1").encode("latin-1")
     path = tarball(tmp_path / "dpkg.tar.gz", {"dpkg/po/de.po": po, "dpkg/po/nn.po": latin, "g/po/pt_BR/b.po": po})
-    assert list(gettext.read_named([path])) == [Pair("de", "Öffne es", "Open it"), Pair("nn", "Öffne es", "Open it")]
-    assert list(gettext.read_folders([path])) == [Pair("pt", "Öffne es", "Open it")]
+    assert list(READERS["gettext"]([path])) == [Pair(code, "Öffne es", "Open it") for code in ("de", "nn", "pt")]
 
     odd = tarball(tmp_path / "odd.tar.gz", {"dpkg/po/de.po": po.replace("Öffne", "Öffne\x85\u2028")})
-    assert list(gettext.read_named([odd])) == [Pair("de", "Öffne   es", "Open it")], "they end no line"
+    assert list(READERS["gettext"]([odd])) == [Pair("de", "Öffne   es", "Open it")], "they end no line"
 
 
 def test_npm_packages(tmp_path: Path) -> None:
@@ -195,27 +195,7 @@ def test_npm_packages(tmp_path: Path) -> None:
             "package/editor/a/de.json": '{"x": "Bewege es", "y": "nur hier"}',
         },
     )
-    assert list(keyed.read_scratch([scratch])) == [Pair("de", "Bewege es", "Move it")]
-
-
-def test_the_declaration_of_human_rights(tmp_path: Path) -> None:
-    def text(code: str, preamble: str, *paragraphs: str) -> str:
-        body = "".join(f"<p>{p}</p>" for p in paragraphs)
-        return (
-            f'<html lang="{code}"><header><p>{preamble}</p></header><article data-number="1"><h2>1</h2>{body}</article>'
-        )
-
-    files = {
-        "package/declaration/eng.html": text("en", "We <b>say</b> this.", "All are free."),
-        "package/declaration/deu.html": text("de", "Wir sagen dies.", "Alle sind frei."),
-        "package/declaration/fra.html": text("fr", "Nous le disons.", "Tous sont libres.", "Et égaux."),
-    }
-    path = tarball(tmp_path / "u.tgz", dict(files))
-    assert list(udhr.read([path])) == [
-        Pair("de", "Alle sind frei.", "All are free."),
-        Pair("de", "Wir sagen dies.", "We say this."),
-        Pair("fr", "Nous le disons.", "We say this."),
-    ]
+    assert list(READERS["scratch"]([scratch])) == [Pair("de", "Bewege es", "Move it")]
 
 
 def test_descriptions_belong_together_by_hash(tmp_path: Path) -> None:
@@ -227,7 +207,7 @@ def test_descriptions_belong_together_by_hash(tmp_path: Path) -> None:
 
     file("en", ("1", "a tool", " It is good. You\n can use it.\n .\n * an item"), ("2", "another", " Text."))
     file("de", ("1", "ein Werkzeug", " Es ist gut. Du kannst es nutzen.\n .\n * ein Punkt"), ("3", "fremd", " Text."))
-    assert list(descriptions.read(sorted(tmp_path.iterdir()))) == [
+    assert list(READERS["descriptions"](sorted(tmp_path.iterdir()))) == [
         Pair("de", "ein Werkzeug", "a tool"),
         Pair("de", "Es ist gut.", "It is good."),
         Pair("de", "Du kannst es nutzen.", "You can use it."),

@@ -8,11 +8,11 @@ source_at.npy target_at.npy          int64 [N + 1]: where each pair's ids begin
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,9 @@ from gshard_m4.errors import CorpusError
 
 _ARRAYS = ("language", "source", "target", "source_at", "target_at")
 _NAMES = "languages.json"
+
+Ids = Sequence[int] | np.ndarray
+"""The ids of a sentence."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,43 +93,39 @@ def of_languages(data: Encoded, languages: Sequence[str]) -> Encoded:
     return data.only(np.flatnonzero(np.isin(data.language, numbers)))
 
 
-class Writer:
-    """Writes pairs one block after another; the files can be loaded when it is closed.
+def write(
+    folder: Path,
+    languages: Sequence[str],
+    source_vocabulary: int,
+    target_vocabulary: int,
+    blocks: Iterable[tuple[Sequence[int], Sequence[Ids], Sequence[Ids]]],
+) -> None:
+    """Writes pairs one block after another.
 
     Args:
         folder: must not exist.
         languages: names.
         source_vocabulary, target_vocabulary: numbers of ids; up to 65,536 they are kept in two bytes.
+        blocks: for some pairs, numbers of their languages and the ids of both sides.
     """
+    folder.mkdir()
+    (folder / _NAMES).write_text(json.dumps(list(languages), ensure_ascii=False), encoding="utf-8")
+    sizes = {"source": source_vocabulary, "target": target_vocabulary}
+    with contextlib.ExitStack() as stack:
 
-    def __init__(self, folder: Path, languages: Sequence[str], source_vocabulary: int, target_vocabulary: int):
-        folder.mkdir()
-        (folder / _NAMES).write_text(json.dumps(list(languages), ensure_ascii=False), encoding="utf-8")
-        kinds = {
-            "language": np.uint16,
-            "source": _smallest(source_vocabulary),
-            "target": _smallest(target_vocabulary),
-            "source_at": np.int64,
-            "target_at": np.int64,
-        }
-        self._arrays = {name: _Growing(folder / f"{name}.npy", np.dtype(kind)) for name, kind in kinds.items()}
-        for name in ("source_at", "target_at"):
-            self._arrays[name].append(np.zeros(1))
+        def growing(name: str, kind: Any) -> _Growing:
+            return stack.enter_context(contextlib.closing(_Growing(folder / f"{name}.npy", np.dtype(kind))))
 
-    def __enter__(self) -> Writer:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for array in self._arrays.values():
-            array.close()
-
-    def append(self, language: Sequence[int], source: Sequence[Sequence[int]], target: Sequence[Sequence[int]]) -> None:
-        """Adds pairs: numbers of their languages, and the ids of both sides."""
-        self._arrays["language"].append(np.asarray(language))
-        for name, rows in (("source", source), ("target", target)):
-            ids, at = self._arrays[name], self._arrays[f"{name}_at"]
-            at.append(ids.size + np.cumsum([len(row) for row in rows], dtype=np.int64))
-            ids.append(np.concatenate([np.asarray(row, np.int64) for row in rows]) if rows else np.zeros(0))
+        numbers = growing("language", np.uint16)
+        ids = {side: growing(side, np.uint16 if size <= 1 << 16 else np.int32) for side, size in sizes.items()}
+        at = {side: growing(f"{side}_at", np.int64) for side in sizes}
+        for begins in at.values():
+            begins.append(np.zeros(1))
+        for language, *sides in blocks:
+            numbers.append(np.asarray(language))
+            for side, rows in zip(sizes, sides, strict=True):
+                at[side].append(ids[side].size + np.cumsum([len(row) for row in rows], dtype=np.int64))
+                ids[side].append(np.concatenate([np.asarray(row, np.int64) for row in rows]) if rows else np.zeros(0))
 
 
 class _Growing:
@@ -151,7 +150,3 @@ class _Growing:
         self._file.seek(0)
         self._header()
         self._file.close()
-
-
-def _smallest(vocabulary: int) -> type[np.uint16] | type[np.int32]:
-    return np.uint16 if vocabulary <= 1 << 16 else np.int32

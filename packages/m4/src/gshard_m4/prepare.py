@@ -2,7 +2,6 @@
 
     manifest.json                   what was asked for and what came of it: sources, licences, hashes, counts
     train.tsv  dev.tsv  test.tsv    language, foreign sentence, English sentence
-    out_of_domain.tsv               the same, from sources that stay out of training (larger corpora)
     rejected.tsv                    lines of the user's own files that are no pairs, and files of packages that
                                     cannot be read, each with the reason
     left-out/                       pairs that are not worth training on, each with the reason
@@ -18,9 +17,9 @@ cache, and each later stage is done once.
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,26 +27,26 @@ from typing import Any
 import numpy as np
 
 from gshard import GShardError
-from gshard_m4.corpus import hold_out, own_files, parallel, report
+from gshard_m4.corpus import hold_out, parallel, report
+from gshard_m4.corpus.cache import once
 from gshard_m4.corpus.extract import Extracted, extract_all
 from gshard_m4.corpus.fetch import Fetched, Fetcher
 from gshard_m4.corpus.known_english import KNOWN_DEV
 from gshard_m4.corpus.merge import merge
-from gshard_m4.corpus.part import OUT_OF_DOMAIN, PARTS, Split, write_parts
+from gshard_m4.corpus.own_files import OwnFiles
+from gshard_m4.corpus.part import PARTS, Split, write_parts
 from gshard_m4.encode import encode, learn_source, learn_target
 from gshard_m4.encoded import Encoded
 from gshard_m4.errors import CorpusError
 from gshard_m4.language_names import name_of
 from gshard_m4.prepare_config import FORMAT, TIERS, PrepareConfig
 from gshard_m4.prepared import Prepared
-from gshard_m4.stages import Stages
 from gshard_m4.text import MANIFEST, PreparedText, read_manifest
 from gshard_m4.tokens import Vocabulary
 
 __all__ = ["PrepareConfig", "Prepared", "prepare"]
 
 _OWN = "your own files"
-_LEFT_OUT = "left-out"
 _ENCODED = (hold_out.TRAIN, hold_out.DEV, KNOWN_DEV)
 _FITS, _LONGEST = 0.99, 128  # of one's own text: the share of pairs a row should hold, and the longest row for that
 
@@ -73,20 +72,19 @@ def prepare(config: PrepareConfig, say: Callable[[str], None] = print) -> Prepar
         )
     for file in (*config.files, *config.dev_files, *config.test_files):
         parallel.read(file)  # what cannot be read is said before anything is downloaded
-    fingerprint = config.fingerprint
-    if known is not None and known["fingerprint"] in config.former_fingerprints:
-        return Prepared({**known, "folder": str(output)}, was_there=True)  # its runs need its vocabularies
-    same = known if known is not None and known["fingerprint"] == fingerprint else None
+    there = Prepared({**(known or {}), "folder": str(output)}, was_there=True)
+    if known and known.get("format") != FORMAT and _has_settings(known, config):
+        return there  # its runs need its vocabularies
+    same = known if known and known["fingerprint"] == config.fingerprint else None
     if same and not any(source["problem"] for source in same["sources"]):
-        return Prepared({**same, "folder": str(output)}, was_there=True)
+        return there
     fetched = list(_fetch(config, say))
     if same and all(bool(new.problem) == bool(old["problem"]) for new, old in zip(fetched, same["sources"])):
-        return Prepared({**same, "folder": str(output)}, was_there=True)
+        return there
     _refuse_to_lose(output, known, fetched)
     work = output.with_name(output.name + ".unfinished")
-    stages = Stages(work, [fingerprint, *(sorted(got.sha256.items()) for got in fetched)])
     try:
-        manifest = _build(config, fingerprint, fetched, stages, say)
+        manifest = _build(config, fetched, work, say)
     except GShardError:
         shutil.rmtree(work, ignore_errors=True)  # doing the same again would not help
         raise
@@ -94,42 +92,45 @@ def prepare(config: PrepareConfig, say: Callable[[str], None] = print) -> Prepar
     return Prepared({**manifest, "folder": str(output)}, was_there=False)
 
 
-def _build(
-    config: PrepareConfig, fingerprint: str, fetched: Sequence[Fetched], stages: Stages, say: Callable[[str], None]
-) -> dict[str, Any]:
-    """Makes all files in the folder of the stages."""
-    work = stages.folder
-    text = stages("text", lambda: _write_text(config, fetched, work, say))
+def _has_settings(known: Mapping[str, Any], config: PrepareConfig) -> bool:
+    """Whether a corpus of another version was prepared with these settings, as far as it had them."""
+    asked = {**config.settings, "files": [str(file) for file in config.files]}
+    if config.length is None:
+        del asked["length"]  # the manifest has what was taken
+    return all(known["settings"].get(name, value) == value for name, value in json.loads(json.dumps(asked)).items())
+
+
+def _build(config: PrepareConfig, fetched: Sequence[Fetched], work: Path, say: Callable[[str], None]) -> dict[str, Any]:
+    """Makes all files in a folder, in stages that are done once each."""
+    fingerprint = config.fingerprint
+    made_from = [fingerprint, *(sorted(got.sha256.items()) for got in fetched)]
+
+    def stage(name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        return once(work / f"{name}.done.json", made_from, make)
+
+    text = stage("text", lambda: _write_text(config, fetched, work, say))
     settings = config.settings
-    counts = {row["language"]: row[hold_out.TRAIN] for row in text["distribution"]}
-    defaults = TIERS[config.tier]
-    train = work / "train.tsv"
+    kept = None if config.vocabularies is None else PreparedText.load(config.vocabularies)
 
-    def source_vocabulary() -> dict[str, Any]:
-        say(f"learning vocabularies from {sum(counts.values()):,} pairs")
-        return _save(
-            learn_source(
-                train, counts, settings["temperature"], config.sampling_seed, config.source_vocabulary,
-                defaults.source_vocabulary, defaults.vocabulary_sentences,
-            ),
-            work / "source.model",
-        )  # fmt: skip
+    def vocabulary(side: str) -> dict[str, Any]:
+        if kept:
+            found: Vocabulary = getattr(kept, side)
+        elif side == "source":
+            counts = {row["language"]: row[hold_out.TRAIN] for row in text["distribution"]}
+            say(f"learning vocabularies from {sum(counts.values()):,} pairs")
+            found = learn_source(work / "train.tsv", counts, config)
+        else:
+            found = learn_target(work / "train.tsv", config)
+        (work / f"{side}.model").write_bytes(found.model)
+        return {"size": found.size, "sha256": found.sha256}
 
-    def target_vocabulary() -> dict[str, Any]:
-        return _save(learn_target(train, config.target_vocabulary, defaults.target_vocabulary), work / "target.model")
-
-    if config.vocabularies is None:
-        source, target = stages("source", source_vocabulary), stages("target", target_vocabulary)
-    else:
-        kept = PreparedText.load(config.vocabularies)
-        source = stages("source", lambda: _save(kept.source, work / "source.model"))
-        target = stages("target", lambda: _save(kept.target, work / "target.model"))
+    vocabularies = {side: stage(side, functools.partial(vocabulary, side)) for side in ("source", "target")}
     for part in _ENCODED:
-        _encode(part, text["pairs"][part], stages, say)
+        stage(part, functools.partial(_encode, work, part, text["pairs"][part], say))
     lengths = {part: Encoded.load(work / part).lengths for part in _ENCODED}
     length = settings["length"]
-    if config.length is None and config.vocabularies is not None:
-        length = PreparedText.load(config.vocabularies).length  # what a run with them reads
+    if config.length is None and kept:
+        length = kept.length  # what a run with them reads
     elif config.length is None and config.files:
         length = fitting(lengths[hold_out.TRAIN], length, min(_LONGEST, settings["tokens"]))
     for part in (hold_out.TRAIN, hold_out.DEV):
@@ -138,13 +139,14 @@ def _build(
     manifest = {
         "fingerprint": fingerprint, "format": FORMAT,
         "settings": {**settings, "files": [str(file) for file in config.files]},
-        **text, "source_vocabulary": source["size"], "target_vocabulary": target["size"],
+        **text, **{f"{side}_vocabulary": made["size"] for side, made in vocabularies.items()},
         "too_long": int((lengths[hold_out.TRAIN] > length).sum()),
         "length_of_nearly_all": fitting(lengths[hold_out.TRAIN], length, 10**6),
-        "models": {"source": source["sha256"], "target": target["sha256"]},
+        "models": {side: made["sha256"] for side, made in vocabularies.items()},
     }  # fmt: skip
     (work / MANIFEST).write_text(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    stages.forget()
+    for path in work.glob("*.done.json"):  # only resuming needs them
+        path.unlink()
     return manifest
 
 
@@ -152,28 +154,27 @@ def _write_text(
     config: PrepareConfig, fetched: Sequence[Fetched], work: Path, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """Extracts, merges and splits; what the manifest says about the text."""
-    left_out_folder = work / _LEFT_OUT
+    shutil.rmtree(work, ignore_errors=True)
+    left_out_folder = work / "left-out"
     for folder in (left_out_folder, work / "merging"):
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
+        folder.mkdir(parents=True)
     settings = config.settings
-    extracted = [found for _, found in extract_all(fetched, config.cache / "extracted", config.jobs, say)]
-    by_name = {found.name: found for found in extracted}
-    for found in extracted:
+    by_name = extract_all(fetched, config.cache / "extracted", config.jobs, say)
+    own = OwnFiles(work / "rejected.tsv")
+    tally = own.extract(config.files, work / "own.pairs.tsv", left_out_folder / "files.tsv.gz")
+    left_out = tally.left_out
+    for found in by_name.values():
         shutil.copyfile(found.left_out, left_out_folder / f"{found.name}.tsv.gz")
-    own = own_files.extract(config.files, work, left_out_folder / "files.tsv.gz")
-    left_out, rejected = Counter[str](own.tally.left_out), own.rejected
-    for found in extracted:
         left_out.update(found.counts["left_out"])
-    training = {got.source.name: by_name[got.source.name].pairs for got in fetched if _is_trained_on(got)}
-    say(f"merging {sum(by_name[name].counts['pairs'] for name in training) + own.tally.languages.total():,} pairs")
+    read = sum(found.counts["pairs"] for found in by_name.values())
+    say(f"merging {read + tally.languages.total():,} pairs")
     merged = merge(
-        {_OWN: own.pairs, **training},
+        {_OWN: work / "own.pairs.tsv", **{name: found.pairs for name, found in by_name.items()}},
         work / "merging",
         left_out_folder / "merging.tsv.gz",
         least=TIERS[config.tier].least,
         most=0 if config.only else settings["languages"],
-        always=sorted({*own.tally.languages, *config.only}),
+        always=sorted({*tally.languages, *config.only}),
     )
     if absent := [name for name in config.only if not merged.languages[name]]:
         there = ", ".join(name for name, _ in merged.languages.most_common())
@@ -184,7 +185,7 @@ def _write_text(
     left_out.update(merged.left_out)
     if not merged.files:
         problems = [got.problem for got in fetched if got.problem]
-        refused = [f"{n:,} lines with {reason}" for reason, n in rejected.most_common(8)]
+        refused = [f"{n:,} lines with {reason}" for reason, n in own.rejected.most_common(8)]
         aside = [f"{n:,} pairs {reason}" for reason, n in left_out.most_common(8)]
         raise CorpusError(
             "there is not one pair of sentences to train on.",
@@ -202,7 +203,6 @@ def _write_text(
             got=f"text in {', '.join(unknown)}",
             hint=f"Leave these languages out: there are {', '.join(tags)}.",
         )
-    tested = [by_name[got.source.name].pairs for got in fetched if got.folder and got.source.only_tests]
     split = Split(config.dev, config.test, settings["quota"], settings["known"])
     say(f"splitting {sum(merged.languages[name] for name in merged.files):,} pairs by English sentence")
     given = {
@@ -210,12 +210,12 @@ def _write_text(
         for part, files in ((hold_out.DEV, config.dev_files), (hold_out.TEST, config.test_files))
         if files
     }
-    parts = write_parts(
-        merged.files, work, split, tested[0] if tested else None, left_out_folder / f"{OUT_OF_DOMAIN}.tsv.gz", given
-    )
+    parts = write_parts(merged.files, work, split, left_out_folder / "given.tsv.gz", given)
     left_out.update(parts.pop("kept_out"))
-    _write_rejected(work / "rejected.tsv", own.bad_lines, extracted)
-    for path in (own.pairs, own.bad_lines, *given.values()):
+    with (work / "rejected.tsv").open("a", encoding="utf-8", newline="\n") as out:
+        for found in by_name.values():
+            out.writelines(f"{found.name}:{name}\t{problem}\n" for name, problem in found.counts["unreadable"])
+    for path in (work / "own.pairs.tsv", *given.values()):
         path.unlink()
     shutil.rmtree(work / "merging")
     report.write_table(parts["distribution"], work / "distribution.csv")
@@ -226,7 +226,7 @@ def _write_text(
         "sources": [_about(got, by_name.get(got.source.name), merged.sources) for got in fetched],
         "files": own.files,
         "left_out": dict(left_out.most_common()),
-        "rejected": dict(rejected.most_common()),
+        "rejected": dict(own.rejected.most_common()),
         "languages": {row["language"]: sum(row[part] for part in PARTS) for row in parts["distribution"]},
         "found": {
             "pairs": sum(sizes),
@@ -239,10 +239,6 @@ def _write_text(
     }
 
 
-def _is_trained_on(got: Fetched) -> bool:
-    return got.folder is not None and not got.source.only_tests
-
-
 def _about(got: Fetched, found: Extracted | None, left: Mapping[str, int]) -> dict[str, Any]:
     """What the manifest says about a source."""
     counts: Mapping[str, Any] = found.counts if found else {"read": 0, "pairs": 0, "languages": {}, "unreadable": []}
@@ -250,41 +246,22 @@ def _about(got: Fetched, found: Extracted | None, left: Mapping[str, int]) -> di
     return {
         "name": source.name, "version": source.version, "licence": source.licence, "registry": source.registry,
         "sha256": dict(got.sha256), "problem": got.problem, "read": counts["read"], "clean": counts["pairs"],
-        "pairs": counts["pairs"] if source.only_tests else left.get(source.name, 0),
-        "languages": len(counts["languages"]), "unreadable": len(counts["unreadable"]),
+        "pairs": left.get(source.name, 0), "languages": len(counts["languages"]),
+        "unreadable": len(counts["unreadable"]),
     }  # fmt: skip
 
 
-def _write_rejected(path: Path, bad_lines: Path, extracted: Sequence[Extracted]) -> None:
-    with path.open("w", encoding="utf-8", newline="\n") as out, bad_lines.open(encoding="utf-8", newline="\n") as own:
-        shutil.copyfileobj(own, out)
-        for found in extracted:
-            out.writelines(f"{found.name}:{name}\t{problem}\n" for name, problem in found.counts["unreadable"])
-
-
-def _save(vocabulary: Vocabulary, path: Path) -> dict[str, Any]:
-    path.write_bytes(vocabulary.model)
-    return {"size": vocabulary.size, "sha256": vocabulary.sha256}
-
-
-def _encode(part: str, pairs: int, stages: Stages, say: Callable[[str], None]) -> None:
+def _encode(work: Path, part: str, pairs: int, say: Callable[[str], None]) -> dict[str, Any]:
     """Writes the ids of a part."""
-    folder = stages.folder / part
+    shutil.rmtree(work / part, ignore_errors=True)
+    source, target = (Vocabulary.load(work / f"{side}.model") for side in ("source", "target"))
 
-    def write() -> dict[str, Any]:
-        shutil.rmtree(folder, ignore_errors=True)
-        source, target = (Vocabulary.load(stages.folder / f"{side}.model") for side in ("source", "target"))
-        told = [0]
+    def progress(done: int) -> None:
+        if pairs > 1_000_000 and done % 1_000_000 == 0:
+            say(f"encoded {done:,} of {pairs:,} pairs")
 
-        def progress(done: int) -> None:
-            if pairs > 1_000_000 and done // 1_000_000 > told[0]:
-                told[0] = done // 1_000_000
-                say(f"encoded {done:,} of {pairs:,} pairs")
-
-        encode(stages.folder / f"{part}.tsv", folder, source, target, progress)
-        return {}
-
-    stages(part, write)
+    encode(work / f"{part}.tsv", work / part, source, target, progress)
+    return {}
 
 
 def fitting(lengths: np.ndarray, least: int, most: int) -> int:

@@ -18,13 +18,8 @@ from gshard_m4.corpus.source import Licences, Source, Tier, chosen, of_tier
 from gshard_m4.errors import CorpusError
 from gshard_m4.language_names import code_of
 
-FORMAT = 5
+FORMAT = 6
 """Raised when the same settings give another corpus than before."""
-
-WITH_TWINS = 4
-"""The last format whose test had near twins of training sentences."""
-
-_WITHOUT_KNOWN = 3  # the last format that had no test of known English
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +50,7 @@ class PrepareConfig:
     """What to prepare.
 
     Attributes:
-        tier: which corpus: tiny (three packages, a minute), or base (61 sources), which
+        tier: which corpus: tiny (three packages, a minute), or base (60 sources), which
             needs Debian's apt and npm; what cannot be had is left out and told.
         output: the folder to make; by default data/quick-start or data/base.
         cache: where downloaded packages are kept, and what was read from them.
@@ -167,18 +162,7 @@ class PrepareConfig:
     @property
     def fingerprint(self) -> str:
         """Hash of everything that the result depends on."""
-        return self._hash({**self.settings, "format": FORMAT})
-
-    @property
-    def former_fingerprints(self) -> list[str]:
-        """What earlier versions call the corpus of the same settings."""
-        found = [self._hash({**self.settings, "format": WITH_TWINS})]
-        if self.known is None:
-            settings = {name: value for name, value in self.settings.items() if name != "known"}
-            found.append(self._hash({**settings, "format": _WITHOUT_KNOWN}))
-        return found
-
-    def _hash(self, said: dict[str, Any]) -> str:
+        said: dict[str, Any] = {**self.settings, "format": FORMAT}
         said["sources"] = [(s.title, s.packages) for s in self.chosen_sources]
         said["files"] = _checksums(self.files)
         for name, files in (("dev_files", self.dev_files), ("test_files", self.test_files)):

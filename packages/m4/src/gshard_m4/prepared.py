@@ -8,7 +8,7 @@ from typing import Any
 
 from gshard_m4.corpus.hold_out import DEV, TEST, TRAIN
 from gshard_m4.corpus.known_english import KNOWN_DEV, KNOWN_TEST
-from gshard_m4.prepare_config import WITH_TWINS
+from gshard_m4.prepare_config import FORMAT
 
 ENOUGH = 100
 """Held-out pairs below which a score says little."""
@@ -43,18 +43,16 @@ class Prepared:
         parts = ", ".join(f"{p} {m['pairs'][p]:,}" for p in (TRAIN, DEV, TEST))
         lines.append(f"  pairs: {parts}; {m['english']:,} different English sentences, no one in two of these parts")
         lines += _about_known(m)
-        if m["out_of_domain"]:
-            lines.append(f"  out-of-domain test: {m['out_of_domain']:,} pairs")
         lines.append(f"  vocabularies: {m['source_vocabulary']:,} and {m['target_vocabulary']:,} pieces")
         lines += _about_lengths(m)
         return "\n".join([*lines, *_warnings(m), *_about_twins(m)])
 
 
 def _about_known(m: Mapping[str, Any]) -> Iterator[str]:
-    if KNOWN_TEST not in m["pairs"]:
+    if m.get("format") != FORMAT:
         yield (
-            "  this corpus was prepared by an earlier version, without a test of known English; it stays as it is, "
-            "with the runs that belong to it. To have one, prepare into another folder with --output"
+            "  another version prepared this corpus: it stays as it is, with the runs that belong to it.\n"
+            "  To have one of this version, prepare into another folder with --output"
         )
     elif m["pairs"][KNOWN_TEST]:
         yield (
@@ -88,12 +86,7 @@ def _warnings(m: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _about_twins(m: Mapping[str, Any]) -> Iterator[str]:
-    if m.get("format", WITH_TWINS) <= WITH_TWINS:
-        yield (
-            "  an earlier version prepared this corpus, whose test has near twins of training sentences; it stays as\n"
-            "  it is, with the runs that belong to it. For a test without them, prepare into another folder (--output)"
-        )
-    elif count := m["near_twins"]:
+    if count := m.get("near_twins"):
         yield (
             f"warning: {count:,} English sentences of the test have a near twin in training, for this text has few "
             "without:\n  scores show in part what was learnt by heart; --test-files takes a test of your own"

@@ -18,7 +18,6 @@ from gshard_m4.corpus import hold_out
 from gshard_m4.corpus.hold_out import DEV, TRAIN
 from gshard_m4.corpus.near_twins import NearTwins
 from gshard_m4.corpus.pair import Pair, rows
-from gshard_m4.corpus.part import OUT_OF_DOMAIN
 from gshard_m4.encoded import Encoded, of_languages
 from gshard_m4.errors import CorpusError
 from gshard_m4.tokens import Vocabulary
@@ -175,7 +174,7 @@ class PreparedText:
 
     def has(self, part: str) -> bool:
         """Whether there are pairs of a part; corpora of earlier versions have none with known English."""
-        return part == OUT_OF_DOMAIN or bool(self.manifest["pairs"].get(part))
+        return bool(self.manifest["pairs"].get(part))
 
     def examples(self, count: int | None = None, part: str = "test", each: int | None = None) -> Sequence[Pair]:
         """Held-out sentences of any length, always the same ones, of as many languages as there are.
@@ -184,8 +183,7 @@ class PreparedText:
 
         Args:
             count: how many at most; None for all.
-            part: ``test``, ``known_test``, ``dev``, ``known_dev``, or ``out_of_domain``; empty where the corpus has
-                none.
+            part: ``test``, ``known_test``, ``dev`` or ``known_dev``; empty where the corpus has none.
             each: how many at most of each language.
         """
         known = self._pairs(part) if self.has(part) else []

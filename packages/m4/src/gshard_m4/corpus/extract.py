@@ -10,14 +10,13 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import hashlib
-import json
 import multiprocessing
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from gshard_m4.corpus.cache import work_folder
+from gshard_m4.corpus.cache import once, recall, work_folder
 from gshard_m4.corpus.clean import clean, words
 from gshard_m4.corpus.fetch import Fetched
 from gshard_m4.corpus.pair import Pair, Unreadable, writing
@@ -52,8 +51,8 @@ class Extracted:
 
 def extract_all(
     fetched: Sequence[Fetched], folder: Path, jobs: int, say: Callable[[str], None]
-) -> Iterator[tuple[Fetched, Extracted]]:
-    """Extracts every source that was fetched, the largest first.
+) -> dict[str, Extracted]:
+    """Extracts every source that was fetched, the largest first; by their names.
 
     Args:
         fetched: the sources.
@@ -61,19 +60,14 @@ def extract_all(
         jobs: processes.
         say: takes a line for each source.
     """
-    order = sorted((got for got in fetched if got.folder), key=lambda got: -got.size)
-    todo = [got for got in order if _known(got, folder) is None]
-    ready = {got.source.name: found for got in order if (found := _known(got, folder)) is not None}
-    if todo and len(order) > len(todo):
-        say(f"{len(order) - len(todo)} sources were read before")
+    there = sorted((got for got in fetched if got.folder), key=lambda got: -got.size)
+    todo = [got for got in there if not _is_there(got, folder)]
+    if todo and len(there) > len(todo):
+        say(f"{len(there) - len(todo)} sources were read before")
     for number, (got, found) in enumerate(_run(todo, folder, jobs), 1):
-        counts = found.counts
-        what = f"{counts['pairs']:,} pairs in {len(counts['languages'])} languages"
+        what = f"{found.counts['pairs']:,} pairs in {len(found.counts['languages'])} languages"
         say(f"[{number}/{len(todo)}] {got.source.title}: {what}")
-        ready[got.source.name] = found
-    for got in fetched:
-        if got.folder:
-            yield got, ready[got.source.name]
+    return {got.source.name: extract(got, folder) for got in fetched if got.folder}
 
 
 def _run(todo: Sequence[Fetched], folder: Path, jobs: int) -> Iterator[tuple[Fetched, Extracted]]:
@@ -94,49 +88,32 @@ def _run(todo: Sequence[Fetched], folder: Path, jobs: int) -> Iterator[tuple[Fet
 
 def extract(got: Fetched, folder: Path) -> Extracted:
     """Reads and cleans all pairs of a source."""
-    name = got.source.name
-    with work_folder(folder) as work:
-        made = _files(work, name)
-        with (
-            writing(made.pairs) as out,
-            writing(made.left_out) as aside,
-        ):
-            tally = Tally(out.write, aside.write)
-            tally.take(READERS[got.source.reader](got.files), got.source.accelerators)
-        made.counts.write_text(json.dumps({**tally.counts(), "made_from": _made_from(got)}), encoding="utf-8")
-        kept = _files(folder, name)
-        kept.counts.unlink(missing_ok=True)
-        for new, final in zip(made, kept, strict=True):
-            new.replace(final)
-    return Extracted(name, kept.pairs, kept.left_out, tally.counts())
+    pairs, left_out, about = _files(got, folder)
+
+    def make() -> dict[str, Any]:
+        with work_folder(folder) as work:
+            with writing(work / pairs.name) as out, writing(work / left_out.name) as aside:
+                tally = Tally(out.write, aside.write)
+                tally.take(READERS[got.source.reader](got.files), got.source.accelerators)
+            for path in (pairs, left_out):
+                (work / path.name).replace(path)
+        return tally.counts()
+
+    counts = once(about, _made_from(got), make, (pairs, left_out))
+    return Extracted(got.source.name, pairs, left_out, counts)
 
 
-class _Files(NamedTuple):
-    """Files of a source; the last one says that the others are complete."""
-
-    pairs: Path
-    left_out: Path
-    counts: Path
+def _is_there(got: Fetched, folder: Path) -> bool:
+    *files, about = _files(got, folder)
+    return recall(about, _made_from(got), files) is not None
 
 
-def _files(folder: Path, name: str) -> _Files:
-    return _Files(folder / f"{name}.pairs.tsv", folder / f"{name}.left-out.tsv.gz", folder / f"{name}.json")
+def _files(got: Fetched, folder: Path) -> list[Path]:
+    return [folder / f"{got.source.name}{ending}" for ending in (".pairs.tsv", ".left-out.tsv.gz", ".json")]
 
 
-def _known(got: Fetched, folder: Path) -> Extracted | None:
-    files = _files(folder, got.source.name)
-    try:
-        counts = json.loads(files.counts.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    if counts.get("made_from") != _made_from(got) or not files.pairs.exists() or not files.left_out.exists():
-        return None
-    return Extracted(got.source.name, files.pairs, files.left_out, counts)
-
-
-def _made_from(got: Fetched) -> str:
-    said = [RULES_VERSION, got.source.reader, got.source.accelerators, sorted(got.sha256.items())]
-    return hashlib.sha256(json.dumps(said).encode()).hexdigest()
+def _made_from(got: Fetched) -> list[Any]:
+    return [RULES_VERSION, got.source.reader, got.source.accelerators, sorted(got.sha256.items())]
 
 
 class Tally:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from gshard_m4.corpus.clean import words
@@ -76,16 +76,12 @@ def parts_by_quota(
         for k in own:
             if k in languages and name not in languages[k]:
                 languages[k].append(name)
-    keys = list(keys)
-    twins = _twins(languages, keys)
-    every = NearTwins(keys)
+    twins = _Twins({k: runs(k.split(), _GRAM_OF_LARGE) for k in languages}, list(keys), _GRAM_OF_LARGE)
     taken = {DEV: Counter[str](), TEST: Counter[str]()}
     found = {}
     for k in sorted(languages, key=_digest):
         part = TEST if _digest(k)[-1] & 1 else DEV
-        if not any(taken[part][name] < wanted[name] for name in languages[k]) or k in twins:
-            continue
-        if not every.has(k, besides_itself=True):
+        if any(taken[part][name] < wanted[name] for name in languages[k]) and not twins.has(k):
             found[k] = part
             taken[part].update(languages[k])
     return found
@@ -95,25 +91,37 @@ def _digest(k: str) -> bytes:
     return hashlib.blake2b(k.encode(), digest_size=8).digest()
 
 
-def _twins(candidates: Iterable[str], keys: Iterable[str]) -> set[str]:
-    """Those of the candidates of which another key has half of the runs of four words."""
-    grams = {k: _runs(k) for k in candidates}
-    users: dict[str, list[str]] = {gram: [] for own in grams.values() for gram in own}
-    for k in keys:
-        for gram in _runs(k):
-            if gram in users:
-                users[gram].append(k)
-    found = set()
-    for k, own in grams.items():
-        shared = Counter(other for gram in own for other in users[gram] if other != k)
+def runs(sentence: Sequence[str], length: int) -> set[str]:
+    """Runs of so many words of a sentence; the whole where it has fewer."""
+    found = {" ".join(sentence[i : i + length]) for i in range(len(sentence) - length + 1)}
+    return found or {" ".join(sentence)}
+
+
+class _Twins:
+    """Keys that have another one with half of their runs of words, or a near twin.
+
+    Args:
+        asked: the keys that are asked for, with their runs.
+        keys: all.
+        length: words of a run.
+    """
+
+    def __init__(self, asked: Mapping[str, set[str]], keys: Collection[str], length: int):
+        self._runs = asked
+        self._users: dict[str, list[str]] = {run: [] for own in asked.values() for run in own}
+        for k in keys:
+            for run in asked[k] if k in asked else runs(k.split(), length):
+                if run in self._users:
+                    self._users[run].append(k)
+        self._near = NearTwins(keys)
+
+    def has(self, k: str) -> bool:
+        """Whether a key has a twin."""
+        own = self._runs[k]
+        shared = Counter(other for run in own for other in self._users[run] if other != k)
         if shared and 2 * max(shared.values()) >= len(own):
-            found.add(k)
-    return found
-
-
-def _runs(k: str) -> set[str]:
-    w = k.split()
-    return {" ".join(w[i : i + _GRAM_OF_LARGE]) for i in range(len(w) - _GRAM_OF_LARGE + 1)} or {k}
+            return True
+        return self._near.has(k, besides_itself=True)
 
 
 def parts(
@@ -132,56 +140,32 @@ def parts(
         by_language: the keys of each language. A language gets at least `LEAST` keys for the test, if that is not
             more than a tenth of what it has.
     """
-    unique = sorted(set(keys))
-    grams = {k: _grams(k) for k in unique}
-    users: dict[tuple[str, ...], list[str]] = defaultdict(list)
-    for k, own in grams.items():
-        for gram in own:
-            users[gram].append(k)
-    every = NearTwins(unique)
-
-    def has_twin(k: str) -> bool:
-        return _shares_runs(k, grams[k], users) or every.has(k, besides_itself=True)
-
-    place = {k: int.from_bytes(hashlib.blake2b(k.encode(), digest_size=8).digest()) for k in unique}
-    ordered = sorted(unique, key=place.__getitem__)
+    unique = sorted(set(keys), key=_digest)
+    # A sentence of so many words or fewer has no runs.
+    twins = _Twins({k: runs(k.split(), _GRAM) if k.count(" ") >= _GRAM else set() for k in unique}, unique, _GRAM)
     found = dict.fromkeys(unique, TRAIN)
     # From both ends, so that a larger share keeps what a smaller one holds out; the part that is further behind next,
     # so that both get theirs of the few that have no twin.
-    ends = {TEST: iter(ordered), DEV: reversed(ordered)}
+    ends = {TEST: iter(unique), DEV: reversed(unique)}
     behind = {TEST: round(test * len(unique)), DEV: round(dev * len(unique))}
     whole = {part: max(count, 1) for part, count in behind.items()}
     while any(behind.values()):
         part = max(behind, key=lambda part: behind[part] / whole[part])
-        free = next((k for k in ends[part] if found[k] == TRAIN and not has_twin(k)), None)
+        free = next((k for k in ends[part] if found[k] == TRAIN and not twins.has(k)), None)
         if free is None:
             break
         found[free] = part
         behind[part] -= 1
-    for part, order in ((TEST, ordered), (DEV, ordered[::-1])):
+    for part, order in ((TEST, unique), (DEV, unique[::-1])):
         if behind[part] > (1 - SCARCE) * whole[part]:
             for k in [k for k in order if found[k] == TRAIN][: behind[part]]:
                 found[k] = part
     for known in sorted(by_language.values(), key=lambda known: (len(known), min(known, default=""))):
         wanted = min(LEAST, len(known) // 10) - sum(found[k] == TEST for k in known)
-        for k in sorted(known, key=lambda k: place[k]):
+        for k in sorted(known, key=_digest):
             if wanted <= 0:
                 break
-            if found[k] == TRAIN and not has_twin(k):
+            if found[k] == TRAIN and not twins.has(k):
                 found[k] = TEST
                 wanted -= 1
     return found
-
-
-def _grams(k: str) -> set[tuple[str, ...]]:
-    w = k.split()
-    return {tuple(w[i : i + _GRAM]) for i in range(len(w) - _GRAM + 1)} if len(w) > _GRAM else set()
-
-
-def _shares_runs(k: str, own: set[tuple[str, ...]], users: Mapping[tuple[str, ...], list[str]]) -> bool:
-    shared: dict[str, int] = defaultdict(int)
-    for gram in own:
-        for other in users[gram]:
-            if other != k:
-                shared[other] += 1
-    return bool(own) and max(shared.values(), default=0) * 2 >= len(own)

@@ -27,7 +27,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from gshard_m4.corpus.clean import PLACEHOLDER
-from gshard_m4.corpus.hold_out import DEV, TEST
+from gshard_m4.corpus.hold_out import DEV, TEST, runs
 from gshard_m4.corpus.pair import rows
 
 KNOWN_DEV, KNOWN_TEST = f"known_{DEV}", f"known_{TEST}"
@@ -97,7 +97,7 @@ def _told(
     training: Mapping[str, Collection[str]],
 ) -> set[tuple[str, str]]:
     """Languages and keys of which another training pair tells the translation."""
-    runs: dict[str, dict[str, list[tuple[str, int]]]] = {name: defaultdict(list) for name in files}
+    users: dict[str, dict[str, list[tuple[str, int]]]] = {name: defaultdict(list) for name in files}
     same: dict[str, set[tuple[str, str]]] = defaultdict(set)
     owners: dict[str, list[tuple[str, set[str]]]] = {name: [] for name in files}
     for name, path in files.items():
@@ -106,30 +106,25 @@ def _told(
             if key in asked[name]:
                 source = units(foreign)
                 same[" ".join(source)].add((name, key))
-                own = _runs(source)
+                own = runs(source, _RUN)
                 for run in own:
-                    runs[name][run].append((key, len(owners[name])))
+                    users[name][run].append((key, len(owners[name])))
                 owners[name].append((key, own))
     found: set[tuple[str, str]] = set()
     for name, path in files.items():
-        own_runs, own_rows = runs[name], owners[name]
+        own_runs, own_rows = users[name], owners[name]
         for foreign, english in rows(path):
             key = key_of[english]
             if key not in training[name]:
                 continue
             source = units(foreign)
             found.update(pair for pair in same.get(" ".join(source), ()) if pair != (name, key))
-            theirs = _runs(source) | _runs(source, _RUN - 1)
+            theirs = runs(source, _RUN) | runs(source, _RUN - 1)
             shared = Counter(row for run in theirs if run in own_runs for other, row in own_runs[run] if other != key)
             for row, count in shared.items():
                 if 2 * count >= len(own_rows[row][1]):
                     found.add((name, own_rows[row][0]))
     return found
-
-
-def _runs(source: list[str], length: int = _RUN) -> set[str]:
-    """Runs of so many words; the whole where it has fewer."""
-    return {" ".join(source[i : i + length]) for i in range(len(source) - length + 1)} or {" ".join(source)}
 
 
 def _place(language: str, key: str) -> bytes:

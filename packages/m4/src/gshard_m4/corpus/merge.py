@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ MORE = "a fourth translation of one sentence"
 FEW = "in a language that is not kept"
 _TRANSLATIONS = 3
 _COPY_WORDS = 4
+_BLOCK = 500_000
 _END = " .:…!?。："
 _LARGE = "es pt fr de ru it id zh_Hans hi nb ar tr sr".split()
 # Relatives may well have the same translation.
@@ -111,24 +113,15 @@ def merge(
 def _distribute(sources: Mapping[str, Path], folder: Path) -> None:
     """Writes number of the source, foreign and English to a file for each language."""
     for number, path in enumerate(sources.values()):
-        waiting: dict[str, list[str]] = defaultdict(list)
-        held = 0
         with path.open(encoding="utf-8", newline="\n") as lines:
-            for line in lines:
-                language, _, rest = line.partition("\t")
-                waiting[language].append(f"{number}\t{rest}")
-                held += 1
-                if held == 500_000:
-                    _flush(waiting, folder)
-                    held = 0
-        _flush(waiting, folder)
-
-
-def _flush(waiting: dict[str, list[str]], folder: Path) -> None:
-    for language, lines in waiting.items():
-        with (folder / language).open("a", encoding="utf-8", newline="\n") as out:
-            out.writelines(lines)
-    waiting.clear()
+            while block := list(itertools.islice(lines, _BLOCK)):
+                by_language: dict[str, list[str]] = defaultdict(list)
+                for line in block:
+                    language, _, rest = line.partition("\t")
+                    by_language[language].append(f"{number}\t{rest}")
+                for language, own in by_language.items():
+                    with (folder / language).open("a", encoding="utf-8", newline="\n") as out:
+                        out.writelines(own)
 
 
 def _judged(path: Path, others: Sequence[set[bytes]]) -> Iterator[tuple[int, str, str, str]]:
@@ -142,7 +135,7 @@ def _judged(path: Path, others: Sequence[set[bytes]]) -> Iterator[tuple[int, str
             reason = SAME_AGAIN
         elif translations[small] >= _TRANSLATIONS:
             reason = MORE
-        elif english.count(" ") + 1 >= _COPY_WORDS and _in_any(_digest(english, foreign), others):
+        elif english.count(" ") + 1 >= _COPY_WORDS and _is_in(others, _digest(english, foreign)):
             reason = COPY
         else:
             seen.add(same)
@@ -151,7 +144,7 @@ def _judged(path: Path, others: Sequence[set[bytes]]) -> Iterator[tuple[int, str
         yield int(number), foreign, english, reason
 
 
-def _in_any(digest: bytes, sets: Sequence[set[bytes]]) -> bool:
+def _is_in(sets: Sequence[set[bytes]], digest: bytes) -> bool:
     return any(digest in held for held in sets)
 
 

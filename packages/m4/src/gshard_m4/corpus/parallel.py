@@ -11,15 +11,14 @@ whatever their size.
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import polib
 
-from gshard_m4.corpus.gettext import parse
+from gshard_m4.corpus.catalogues import both_sides, parse_po
 from gshard_m4.corpus.language import language
 from gshard_m4.corpus.pair import Pair
 from gshard_m4.errors import CorpusError
@@ -38,8 +37,12 @@ class BadLine(NamedTuple):
     text: str
 
 
-class _TooLong(NamedTuple):
-    beginning: str
+class _TooLong(str):
+    """The beginning of a line that is too long."""
+
+
+class _NoPairError(Exception):
+    """Why a line is no pair."""
 
 
 def read(path: Path) -> Iterator[Pair | BadLine]:
@@ -50,9 +53,9 @@ def read(path: Path) -> Iterator[Pair | BadLine]:
     """
     count = _check(path)
     if path.suffix == ".tsv":
-        return (_from_tsv(i, line) for i, line in enumerate(_lines(path), 1))
+        return _pairs(zip(_lines(path)), _from_tsv)
     if path.suffix == ".jsonl":
-        return (_from_json(i, line) for i, line in enumerate(_lines(path), 1))
+        return _pairs(zip(_lines(path)), _from_json)
     if path.suffix == ".po":
         return _catalogue(path)
     return _aligned(path, count)
@@ -63,7 +66,7 @@ def files_of(path: Path) -> tuple[Path, ...]:
     return (path,) if path.suffix in (".tsv", ".jsonl", ".po") else (path, path.with_suffix(".en"))
 
 
-def _lines(path: Path) -> Iterator[str | _TooLong]:
+def _lines(path: Path) -> Iterator[str]:
     # Not splitlines(): it also splits at characters that sentences contain, and aligned files would part there.
     with path.open("rb") as file:
         while line := file.readline(LONGEST_LINE + 1):
@@ -84,7 +87,7 @@ def _check(path: Path) -> int:
     try:
         for line in _lines(path):
             number += 1
-            empty = empty and not isinstance(line, _TooLong) and not line.strip()
+            empty = empty and not line.strip()
     except OSError as error:
         raise CorpusError(f"the corpus file cannot be read: {error.strerror}.", str(path)) from error
     except UnicodeDecodeError as error:
@@ -99,45 +102,48 @@ def _check(path: Path) -> int:
     return number
 
 
-def _named(number: int, code: str, foreign: str, english: str, line: str) -> Pair | BadLine:
+def _pairs(rows: Iterable[tuple[str, ...]], parse: Callable[..., tuple[str, str, str]]) -> Iterator[Pair | BadLine]:
+    """The pairs of rows of lines that belong together, each parsed into language, foreign and English."""
+    for number, lines in enumerate(rows, 1):
+        if long := next((line for line in lines if isinstance(line, _TooLong)), None):
+            yield BadLine(number, f"more than {LONGEST_LINE:,} bytes", long)
+            continue
+        try:
+            yield _pair(*parse(*lines))
+        except _NoPairError as error:
+            yield BadLine(number, str(error), lines[0][:_SHOWN])
+
+
+def _pair(code: str, foreign: str, english: str) -> Pair:
     name = language(code)
     if name is None:
-        return BadLine(number, f"unknown language {code[:20]!r}", line[:_SHOWN])
+        raise _NoPairError(f"unknown language {code[:20]!r}")
     return Pair(name, foreign, english)
 
 
-def _too_long(number: int, line: _TooLong) -> BadLine:
-    return BadLine(number, f"more than {LONGEST_LINE:,} bytes", line.beginning)
-
-
-def _from_tsv(number: int, line: str | _TooLong) -> Pair | BadLine:
-    if isinstance(line, _TooLong):
-        return _too_long(number, line)
+def _from_tsv(line: str) -> tuple[str, str, str]:
     fields = line.split("\t")
     if len(fields) != 3:
-        return BadLine(number, f"{len(fields)} fields instead of 3", line[:_SHOWN])
-    code, foreign, english = fields
-    return _named(number, code, foreign, english, line)
+        raise _NoPairError(f"{len(fields)} fields instead of 3")
+    return fields[0], fields[1], fields[2]
 
 
-def _from_json(number: int, line: str | _TooLong) -> Pair | BadLine:
-    if isinstance(line, _TooLong):
-        return _too_long(number, line)
+def _from_json(line: str) -> tuple[str, str, str]:
     try:
         record = json.loads(line)
         code, foreign, english = (record[name] for name in ("language", "foreign", "english"))
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        reason = f"no field {error}" if isinstance(error, KeyError) else "not a JSON object"
-        return BadLine(number, reason, line[:_SHOWN])
+    except KeyError as error:
+        raise _NoPairError(f"no field {error}") from error
+    except (ValueError, TypeError, RecursionError) as error:
+        raise _NoPairError("not a JSON object") from error
     if not all(isinstance(value, str) for value in (code, foreign, english)):
-        return BadLine(number, "a field that is not text", line[:_SHOWN])
-    return _named(number, code, foreign, english, line)
+        raise _NoPairError("a field that is not text")
+    return code, foreign, english
 
 
 def _catalogue(path: Path) -> Iterator[Pair | BadLine]:
-    text = "\n".join(line.beginning if isinstance(line, _TooLong) else line for line in _lines(path))
     try:
-        found = parse(text + "\n")
+        found = parse_po("\n".join(_lines(path)) + "\n")
     except (OSError, ValueError) as error:
         raise CorpusError(
             "the catalogue cannot be read.", str(path), str(error), f"See what msgfmt --check {path.name} says."
@@ -155,17 +161,11 @@ def _catalogue(path: Path) -> Iterator[Pair | BadLine]:
 
 def _entries(found: polib.POFile, code: str) -> Iterator[Pair | BadLine]:
     for entry in found:
-        if entry.obsolete:
-            continue
-        if not entry.translated():
+        if entry.translated():
+            yield from (_pair(code, foreign, english) for english, foreign in both_sides(entry))
+        elif not entry.obsolete:
             reason = "fuzzy translation" if entry.fuzzy else "no translation"
             yield BadLine(entry.linenum, reason, entry.msgid[:_SHOWN])
-        elif entry.msgid_plural:
-            forms = [entry.msgstr_plural[i] for i in sorted(entry.msgstr_plural)]
-            yield _named(entry.linenum, code, forms[0], entry.msgid, entry.msgid)
-            yield _named(entry.linenum, code, forms[-1], entry.msgid_plural, entry.msgid_plural)
-        else:
-            yield _named(entry.linenum, code, entry.msgstr, entry.msgid, entry.msgid)
 
 
 def _aligned(path: Path, count: int) -> Iterator[Pair | BadLine]:
@@ -185,12 +185,4 @@ def _aligned(path: Path, count: int) -> Iterator[Pair | BadLine]:
             f"{count} lines, and {english} in {other.name}",
             "Line i of one file must be the translation of line i of the other.",
         )
-    both = zip(itertools.count(1), _lines(path), _lines(other))
-    return (_from_both(number, code, ours, theirs) for number, ours, theirs in both)
-
-
-def _from_both(number: int, code: str, foreign: str | _TooLong, english: str | _TooLong) -> Pair | BadLine:
-    for line in (foreign, english):
-        if isinstance(line, _TooLong):
-            return _too_long(number, line)
-    return _named(number, code, str(foreign), str(english), str(foreign))
+    return _pairs(zip(_lines(path), _lines(other)), lambda foreign, english: (code, foreign, english))

@@ -3,7 +3,6 @@
 train.tsv                         language, foreign, English; by language, the largest first
 dev.tsv test.tsv                  the same, with English that no training pair has
 known_dev.tsv known_test.tsv      the same, with English that training pairs of other languages have
-out_of_domain.tsv                 the same, from a source that stays out of training
 """
 
 from __future__ import annotations
@@ -23,10 +22,8 @@ from gshard_m4.corpus.near_twins import NearTwins
 from gshard_m4.corpus.pair import rows, writing
 from gshard_m4.errors import CorpusError
 
-OUT_OF_DOMAIN = "out_of_domain"
-GIVEN = "given"
-KEPT_OUT = {OUT_OF_DOMAIN: "in the out-of-domain test", GIVEN: "in your own dev or test text"}
-"""Parts that no training pair may be in -> the reason for leaving a pair out."""
+GIVEN = "in your own dev or test text"
+"""The part of what is left out, and the reason."""
 NEEDED = (hold_out.TRAIN, hold_out.DEV, hold_out.TEST)
 PARTS = (*NEEDED, KNOWN_DEV, KNOWN_TEST)
 
@@ -55,7 +52,6 @@ def write_parts(
     files: Mapping[str, Path],
     folder: Path,
     split: Split,
-    tested: Path | None,
     aside: Path,
     given: Mapping[str, Path] = MappingProxyType({}),
 ) -> dict[str, Any]:
@@ -65,9 +61,7 @@ def write_parts(
         files: language -> its pairs, a file of foreign and English sentences.
         folder: where the parts are written.
         split: how much is held out.
-        tested: pairs of sources that stay out of training: language, foreign, English.
-        aside: file for pairs that training leaves out, because the out-of-domain test or the user's own dev or test
-            text has their sentence.
+        aside: file for pairs that training leaves out, because the user's own dev or test text has their sentence.
         given: dev or test -> its pairs (language, foreign, English), instead of pairs that are held out.
 
     Raises:
@@ -85,13 +79,11 @@ def write_parts(
             own.add(key)
             if split.quota and key not in full and hold_out.is_prose(english):
                 full.add(key)
-    secret = _write_tested(tested, files, folder) if tested else Counter[str]()
     all_keys = dict.fromkeys(key_of.values())
     if split.quota:
         part_of = hold_out.parts_by_quota(all_keys, prose, split.quota, split.most)
     else:
         part_of = dict(hold_out.parts(all_keys, split.dev, split.test, keys))
-    part_of.update((key, OUT_OF_DOMAIN) for key in secret if key in all_keys)
     part_of = {key: part for key, part in part_of.items() if part not in given}
     part_of.update((key, GIVEN) for path in given.values() for key in _keys(path) if key in all_keys)
     training = {
@@ -119,7 +111,7 @@ def write_parts(
     if not split.quota or hold_out.TEST in given:  # a quota holds out no sentence that has one
         trained = NearTwins(key for key in all_keys if part_of.get(key, hold_out.TRAIN) == hold_out.TRAIN)
         twins = sum(map(trained.has, _keys(folder / f"{hold_out.TEST}.tsv")))
-    return {**found, "english": len(all_keys), "near_twins": twins, "out_of_domain": secret.total()}
+    return {**found, "english": len(all_keys), "near_twins": twins}
 
 
 def _write(
@@ -131,7 +123,7 @@ def _write(
 ) -> dict[str, Any]:
     pairs = Counter[str](dict.fromkeys(PARTS, 0))
     table: list[dict[str, Any]] = []
-    often, left_out = Counter[str](), Counter[str]()
+    often, left_out = Counter[str](), 0
     with contextlib.ExitStack() as stack:
         open_ = {p: stack.enter_context(writing(folder / f"{p}.tsv")) for p in PARTS}
         secret = stack.enter_context(writing(aside))
@@ -139,9 +131,9 @@ def _write(
             counts, words = Counter[str](dict.fromkeys(PARTS, 0)), 0
             for foreign, english in rows(path):
                 part = parts[language].get(key_of[english], hold_out.TRAIN)
-                if reason := KEPT_OUT.get(part):
-                    left_out[reason] += 1
-                    secret.write(f"{reason}\t{language}\t{foreign}\t{english}\n")
+                if part == GIVEN:
+                    left_out += 1
+                    secret.write(f"{GIVEN}\t{language}\t{foreign}\t{english}\n")
                     continue
                 counts[part] += 1
                 words += english.count(" ") + 1
@@ -154,19 +146,8 @@ def _write(
         "pairs": dict(pairs),
         "distribution": sorted(table, key=lambda row: -sum(row[part] for part in PARTS)),
         "frequent_sentence": often.most_common(1)[0][0] if often else "",
-        "kept_out": dict(left_out),
+        "kept_out": {GIVEN: left_out} if left_out else {},
     }
-
-
-def _write_tested(tested: Path, files: Mapping[str, Path], folder: Path) -> Counter[str]:
-    """Writes pairs of the languages there are; how often each key occurs in them."""
-    found = Counter[str]()
-    with writing(folder / f"{OUT_OF_DOMAIN}.tsv") as out:
-        for language, foreign, english in rows(tested):
-            if language in files:
-                found[hold_out.key(english)] += 1
-                out.write(f"{language}\t{foreign}\t{english}\n")
-    return found
 
 
 def _keys(path: Path) -> set[str]:
