@@ -28,11 +28,18 @@ from gshard_m4 import runs
 from gshard_m4.decode import DecodeConfig
 from gshard_m4.prepare import open_text
 from gshard_m4.serve.batcher import Batcher
-from gshard_m4.stream import InBatches, Search
+from gshard_m4.stream import Found, Search
 from gshard_m4.text import DATA
 from gshard_m4.translate import Translated, Translator, load
 
 LOADS = (0.25, 0.5, 0.8, 1.2)
+
+
+class InBatches(Search):
+    """Goes on with those that it has until all of them have ended."""
+
+    def step(self, *, more: bool = False) -> list[Found]:
+        return super().step()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,7 +47,7 @@ class InTurns(Translator):
     """The same translator, one batch after the other."""
 
     def search(self, steps: int = 8) -> Search:
-        return InBatches(self.model, self.params, self.options, self.batch)
+        return InBatches(self.model, self.params, self.options, self.batch, steps=1 << 20)
 
 
 def main() -> None:

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from gshard import GShardError, moe
@@ -22,7 +21,7 @@ from gshard_m4.corpus.language import language as canonical
 from gshard_m4.decode import EOS, DecodeConfig, ids_of
 from gshard_m4.language_names import code_of, name_of
 from gshard_m4.placeholders import Marked, complete, lost_and_invented, mark, without
-from gshard_m4.stream import Continuous, Found, InBatches, Search, Sentence
+from gshard_m4.stream import Found, Search, Sentence, placed
 from gshard_m4.text import PreparedText
 
 _UNFAMILIAR = 0.5  # share of a sentence's ids that are single bytes
@@ -207,9 +206,7 @@ class Translator:
         Args:
             steps: tokens after which others are let in.
         """
-        if self.devices > 1:
-            return InBatches(self.model, self.params, self.options, self.batch, self.devices)
-        return Continuous(self.model, self.params, self.options, self.batch, steps)
+        return Search(self.model, self.params, self.options, self.batch, steps, self.devices)
 
     def finish(self, prepared: Prepared, found: Found | None = None) -> Translated:
         """What became of a sentence.
@@ -285,6 +282,4 @@ def load(
     if meta.get("only"):
         text = text.of_languages(meta["only"])
     model = moe.TransformerConfig(**meta["model"])
-    # On one device the parameters go there now; on several, each takes its part when the search is first run.
-    params = jax.device_put(state["params"], jax.devices()[0]) if devices == 1 else state["params"]
-    return Translator(model, params, text, options, batch, devices)
+    return Translator(model, placed(model, state["params"], devices), text, options, batch, devices)
