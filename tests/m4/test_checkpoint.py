@@ -342,11 +342,11 @@ def test_what_changes_while_a_step_is_written_is_not_in_it(tmp_path: Path, rng: 
     """Training goes on with the memory of the state as soon as `begin` is back."""
     state = {"w": jnp.asarray(rng.standard_normal((512, 512)), jnp.float32), "n": rng.standard_normal(1000)}
     want = jax.tree.map(lambda x: np.array(x, copy=True), state)
-    saving = checkpoint.begin(tmp_path, 1, state, {})
+    finish = checkpoint.begin(tmp_path, 1, state, {})
     state["n"][:] = 0
     over = jax.jit(lambda x: x * 0, donate_argnums=0)(state["w"])
     over.block_until_ready()
-    saving.finish()
+    finish()
     assert_same(checkpoint.restore(tmp_path)[1], want)
 
 

@@ -101,6 +101,14 @@ def test_nobody_s_translation_depends_on_when_it_came(params: dict, rng: np.rand
         search = Search(CONFIG, params, OPTIONS, batch=6, steps=steps)
         got = drive(search, [asked[n] for n in order], arrivals)
         assert [got[place] for place in np.argsort(order)] == want
+    queue = Search(CONFIG, params, OPTIONS, batch=6)
+    for number, of in enumerate(asked):
+        queue.add(number, of)
+    assert queue.room(8) == 0
+    left = {}
+    while queue.busy:
+        left |= {of.ticket: (of.tokens_NT.tolist(), of.score_N.tolist()) for of in queue.step()}
+    assert [left[number] for number in range(len(asked))] == want, "those for whom there is no room wait"
     alone = Search(CONFIG, params, OPTIONS, batch=6)
     assert [drive(alone, [of])[0] for of in asked[:3]] == want[:3], "and a place serves one after the other"
 

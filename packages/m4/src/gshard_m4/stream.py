@@ -173,10 +173,10 @@ class _OfWidth:
 
     def step(self, more: bool) -> list[Found]:
         run = self._run
-        while self._come:
-            self._let_in([self._come.popleft() for _ in range(min(len(self._come), run.at_once))])
+        while some := min(len(self._come), self._places.count(None), run.at_once):
+            self._let_in([self._come.popleft() for _ in range(some)])
         held = [at for at, place in enumerate(self._places) if place is not None]
-        until = max(len(held) - run.at_once, 0) if more and not self.free else 0
+        until = max(len(held) - run.at_once, 0) if self.free < 0 or (more and not self.free) else 0
         self._pool, running_B = self._advance(run.params, self._pool, np.int32(run.steps), np.int32(until))
         running = np.asarray(running_B)
         ended = [at for at in held if not running[at]]
@@ -227,11 +227,11 @@ class Search:
         return any(of.held for of in self._widths.values())
 
     def room(self, width: int) -> int:
-        """How many more of this width it takes now."""
-        return self._widths[width].free if width in self._widths else self.batch
+        """How many more of this width would find a place now."""
+        return max(self._widths[width].free, 0) if width in self._widths else self.batch
 
     def add(self, ticket: Hashable, sentence: Sentence) -> None:
-        """Takes a sentence, for which there must be room."""
+        """Takes a sentence; one for which there is no room waits, and those of its width come in their order."""
         if sentence.width not in self._widths:
             self._widths[sentence.width] = _OfWidth(self, sentence.width)
         self._widths[sentence.width].add(ticket, sentence)
@@ -240,7 +240,7 @@ class Search:
         """Goes on for a while with the width whose sentences have waited most turns, all together.
 
         Args:
-            more: whether others wait for room, so that it ends as soon as there is some.
+            more: whether others wait elsewhere, so that it ends as soon as there is room.
 
         Returns:
             What has come to its end.
