@@ -152,10 +152,7 @@ class _OfWidth:
 
     def __init__(self, run: Search, width: int):
         self._run, self._width = run, width
-        empty, self._admit, self._advance = _programs(run.config, run.options, run.batch, width, run.devices)
-        # Placed as the pool that a search returns is: `admit` would be compiled once more for another placement.
-        everywhere = jax.devices()[0] if run.devices == 1 else NamedSharding(_mesh(run.devices), PartitionSpec())
-        self._pool = jax.device_put(empty(run.params), everywhere)
+        self._pool: Pool | None = None
         self._places: list[Any] = [None] * run.batch
         self._come: deque[tuple[Any, Sentence]] = deque()
         self.waited = 0  # turns that its sentences have waited since the last one, all together
@@ -173,11 +170,17 @@ class _OfWidth:
 
     def step(self, more: bool) -> list[Found]:
         run = self._run
+        empty, admit, advance = _programs(run.config, run.options, run.batch, self._width, run.devices)
+        if self._pool is None:
+            # Placed as the pool that a search returns is: `admit` would be compiled once more for another placement.
+            everywhere = jax.devices()[0] if run.devices == 1 else NamedSharding(_mesh(run.devices), PartitionSpec())
+            self._pool = jax.device_put(empty(run.params), everywhere)
         while some := min(len(self._come), self._places.count(None), run.at_once):
-            self._let_in([self._come.popleft() for _ in range(some)])
+            source_RW, place_R = self._seated([self._come.popleft() for _ in range(some)])
+            self._pool = admit(run.params, self._pool, source_RW, place_R)
         held = [at for at, place in enumerate(self._places) if place is not None]
         until = max(len(held) - run.at_once, 0) if self.free < 0 or (more and not self.free) else 0
-        self._pool, running_B = self._advance(run.params, self._pool, np.int32(run.steps), np.int32(until))
+        self._pool, running_B = advance(run.params, self._pool, np.int32(run.steps), np.int32(until))
         running = np.asarray(running_B)
         ended = [at for at in held if not running[at]]
         if not ended:
@@ -188,7 +191,8 @@ class _OfWidth:
             self._places[at] = None
         return found
 
-    def _let_in(self, some: list[tuple[Any, Sentence]]) -> None:
+    def _seated(self, some: list[tuple[Any, Sentence]]) -> tuple[np.ndarray, np.ndarray]:
+        """Rows of sources, and the places that they have taken."""
         source_RW = np.full((self._run.at_once, self._width), PAD, np.int32)
         place_R = np.full(self._run.at_once, self._run.batch, np.int32)
         for row in range(self._run.at_once):
@@ -197,7 +201,7 @@ class _OfWidth:
         for row, (ticket, _) in enumerate(some):
             place_R[row] = self._places.index(None)
             self._places[place_R[row]] = ticket
-        self._pool = self._admit(self._run.params, self._pool, source_RW, place_R)
+        return source_RW, place_R
 
 
 class Search:

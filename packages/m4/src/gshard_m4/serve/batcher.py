@@ -123,34 +123,30 @@ class Batcher:
             if not self._waiting[client]:
                 del self._waiting[client]
 
-    def _admitted(self, search: Search) -> list[_Job]:
-        """Those that are let in now: of each client in turn the first one for which there is room."""
+    def _let_in(self, search: Search) -> None:
+        """Gives a search of each client in turn the first sentence for which there is room."""
         self._forget_given_up()
-        let_in: list[_Job] = []
-        room: dict[int, int] = {}
-
-        def has_room(job: _Job) -> bool:
-            job.prepared = job.prepared or self._translator.prepare(job.sentence, job.language)
-            sentence = job.prepared.searched
-            return sentence is None or room.setdefault(sentence.width, search.room(sentence.width)) > 0
-
         turns = deque(self._waiting)
         while turns:
             client = turns.popleft()
             queue = self._waiting[client]
-            job = next(filter(has_room, queue), None)
-            if job is None:
+            for job in queue:
+                prepared = job.prepared = job.prepared or self._translator.prepare(job.sentence, job.language)
+                if prepared.searched is None or search.room(prepared.searched.width):
+                    break
+            else:
                 continue
-            if job.prepared and job.prepared.searched:
-                room[job.prepared.searched.width] -= 1
-            let_in.append(job)
             queue.remove(job)
+            if prepared.searched is None:
+                job.end(self._translator.finish(prepared))
+            else:
+                search.add(job, prepared.searched)
+                self._held.add(job)
             if queue:
                 self._waiting.move_to_end(client)
                 turns.append(client)
             else:
                 del self._waiting[client]
-        return let_in
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -161,11 +157,12 @@ class Batcher:
                     self._news.clear()
                     await self._news.wait()
                 await asyncio.sleep(self._wait)
-            let_in = self._admitted(search)
-            self._held.update(let_in)
+            self._let_in(search)
+            if not self._held:
+                continue
             began, size = loop.time(), len(self._held)
             try:
-                ended = await loop.run_in_executor(self._thread, self._step, search, let_in, bool(self._waiting))
+                ended = await loop.run_in_executor(self._thread, self._step, search, bool(self._waiting))
                 self._seen(size, len(ended), loop.time() - began)
             except Exception as error:
                 log.exception("a search with %d sentences failed", size)
@@ -175,15 +172,9 @@ class Batcher:
                 self._held.discard(job)
                 job.end(found)
 
-    def _step(self, search: Search, let_in: list[_Job], more: bool) -> dict[_Job, Translated | Exception]:
+    def _step(self, search: Search, more: bool) -> dict[_Job, Translated | Exception]:
         """In the thread: what has come to its end. What one sentence makes fail is that sentence's failure."""
         ended: dict[_Job, Translated | Exception] = {}
-        for job in let_in:
-            assert job.prepared is not None
-            if job.prepared.searched is None:
-                ended[job] = self._translator.finish(job.prepared)
-            else:
-                search.add(job, job.prepared.searched)
         for found in search.step(more=more):
             try:
                 ended[found.ticket] = self._translator.finish(found.ticket.prepared, found)
