@@ -137,92 +137,65 @@ def restore(
     step: int | None = None,
     like: Any = None,
     check: Callable[[Mapping[str, Any]], None] = lambda meta: None,
+    tell: Callable[[CheckpointError], object] = lambda error: None,
 ) -> tuple[int, Any, dict[str, Any]]:
     """Reads a step back after verifying every file of it.
 
     Args:
         directory: what `save` was given.
-        step: which step; the newest if None.
+        step: which step; the newest that is sound if None.
         like: a tree of arrays or `jax.ShapeDtypeStruct`, of the structure, shapes and dtypes that are expected. Where
             a leaf has a `sharding`, the array comes back with it, and each device reads its own part only. Without
             one, and without `like`, arrays come back as numpy arrays.
         check: is given what was saved as `meta`, before anything is compared with `like`; may raise.
+        tell: is given what is wrong with each newer step that was passed over; of several processes, in the first.
 
     Returns:
         The step, the state, and what was given as `meta`.
 
     Raises:
-        CheckpointError: there is no such step; a file is missing, truncated, changed or not of the checkpoint; or the
-            state differs from `like`, in which case the message names the array and both values.
+        CheckpointError: there is no such step; a file is missing, truncated, changed or not of the checkpoint (if no
+            step is sound, of the newest); or the state differs from `like`, in which case the message names the array
+            and both values.
     """
     directory = Path(directory)
-    found = steps(directory)
-    if not found:
+    there = steps(directory)
+    if not there:
         raise CheckpointError(
             "there is no checkpoint.", where=str(directory), hint="Train first, or name another directory."
         )
-    step = found[-1] if step is None else step
-    if step not in found:
+    if step not in (None, *there):
         raise CheckpointError(
             f"there is no step {step}.",
             where=str(directory),
-            got=f"steps: {', '.join(map(str, found))}",
+            got=f"steps: {', '.join(map(str, there))}",
             hint="Name one of these.",
         )
-    folder = directory / f"{step:08d}"
-    verify(folder)
-    return _read(folder, step, like, check)
-
-
-def _read(
-    folder: Path, step: int, like: Any, check: Callable[[Mapping[str, Any]], None]
-) -> tuple[int, Any, dict[str, Any]]:
+    asked, found, damaged = (reversed(there) if step is None else [step]), -1, list[CheckpointError]()
+    for number in asked if jax.process_index() == 0 else ():
+        try:
+            verify(directory / f"{number:08d}")
+        except CheckpointError as error:
+            damaged.append(error)
+            continue
+        found = number
+        break
+    if jax.process_count() > 1:
+        found = int(ocp.multihost.broadcast_one_to_all(np.int32(found)))
+    if found < 0:
+        raise damaged[0] if damaged else CheckpointError("the checkpoint is damaged.", where=str(directory))
+    for wrong in damaged:
+        tell(wrong)
+    folder = directory / f"{found:08d}"
     described = _meta(folder)
     check(described["meta"])
     if like is not None:
         _check_like(folder, described["arrays"], _describe(like))
     with ocp.Checkpointer(_handler()) as orbax:
         path = folder.absolute() / STATE
-        template = orbax.metadata(path).item_metadata if like is None else like
-        args = jax.tree.map(_restore_args, template)
+        args = jax.tree.map(_restore_args, orbax.metadata(path).item_metadata if like is None else like)
         state = orbax.restore(path, args=ocp.args.PyTreeRestore(item=like, restore_args=args))
-    return step, state, described["meta"]
-
-
-def restore_newest_sound(
-    directory: str | Path, like: Any = None, check: Callable[[Mapping[str, Any]], None] = lambda meta: None
-) -> tuple[int, Any, dict[str, Any], list[CheckpointError]]:
-    """Reads the newest step that verifies, passing over damaged ones.
-
-    Args:
-        directory: see `restore`.
-        like: see `restore`.
-        check: see `restore`.
-
-    Returns:
-        As `restore`, and the errors of the newer steps that were passed over.
-
-    Raises:
-        CheckpointError: no step is sound; the error is that of the newest.
-    """
-    directory = Path(directory)
-    damaged: list[CheckpointError] = []
-    found = -1
-    for step in reversed(steps(directory)) if jax.process_index() == 0 else ():
-        try:
-            verify(directory / f"{step:08d}")
-        except CheckpointError as error:
-            damaged.append(error)
-            continue
-        found = step
-        break
-    if jax.process_count() > 1:
-        found = int(ocp.multihost.broadcast_one_to_all(np.int32(found)))
-    if found >= 0:
-        return (*_read(directory / f"{found:08d}", found, like, check), damaged)
-    if damaged:
-        raise damaged[0]
-    return (*restore(directory, None, like, check), damaged)
+    return found, state, described["meta"]
 
 
 def steps(directory: str | Path) -> list[int]:

@@ -254,10 +254,7 @@ def load(
     """
     if batch < 1:
         raise TranslateError(f"cannot translate {batch} sentences at a time.", hint="Use --batch 1 or more.")
-    if step is None:
-        step, state, meta, _ = checkpoint.restore_newest_sound(run.checkpoints)
-    else:
-        step, state, meta = checkpoint.restore(run.checkpoints, step)
+    _, state, meta = checkpoint.restore(run.checkpoints, step)
     if meta.get("vocabularies") != text.fingerprint:
         raise TranslateError(
             "the model was trained with other vocabularies.",
