@@ -19,7 +19,7 @@ import asyncio
 import dataclasses
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -27,11 +27,36 @@ import numpy as np
 from gshard_m4 import runs
 from gshard_m4.decode import DecodeConfig
 from gshard_m4.serve.batcher import Batcher
-from gshard_m4.stream import InBatches, Search
+from gshard_m4.stream import Found, Search, Sentence
 from gshard_m4.text import PreparedText
 from gshard_m4.translate import Translated, Translator, load
 
 LOADS = (0.25, 0.5, 0.8, 1.2)
+
+
+class InBatches(Search):
+    """Goes on with those that it has until all of them have ended; others come after them."""
+
+    def __init__(self, of: Translator):
+        super().__init__(of.model, of.params, of.options, of.batch, steps=1 << 20)
+        self._later: list[tuple[Hashable, Sentence]] = []
+
+    @property
+    def busy(self) -> bool:
+        return super().busy or bool(self._later)
+
+    def add(self, ticket: Hashable, sentence: Sentence) -> None:
+        if self.room(sentence.width):
+            super().add(ticket, sentence)
+        else:
+            self._later.append((ticket, sentence))
+
+    def step(self, *, more: bool = False) -> list[Found]:
+        found = super().step()
+        later, self._later = self._later, []
+        for of in later:
+            self.add(*of)
+        return found
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,7 +64,7 @@ class InTurns(Translator):
     """The same translator, one batch after the other."""
 
     def search(self, steps: int = 8) -> Search:
-        return InBatches(self.model, self.params, self.options, self.batch)
+        return InBatches(self)
 
 
 def main() -> None:

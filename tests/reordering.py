@@ -1,14 +1,64 @@
-"""The textbook beam search that the flat one must equal: after every step the cache is reordered by hypothesis."""
+"""The textbook beam search that the flat one must equal: after every step the cache is reordered by hypothesis.
+
+And the flat one for a batch whose sentences begin and end together, which `gshard_m4.stream` must equal.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gshard_m4.decode import EOS, FORBIDDEN, DecodeConfig, Decoded, length_normaliser
+from gshard import moe
+from gshard_m4.decode import (
+    EOS,
+    FORBIDDEN,
+    PAD,
+    DecodeConfig,
+    begin_beam,
+    extend_beam,
+    length_normaliser,
+    unfinished,
+)
+
+
+class Decoded(NamedTuple):
+    """The n best translations of each sentence, and their scores; as in `gshard_m4.decode.Beam`."""
+
+    tokens_BNT: Any
+    score_BN: Any
+
+
+def flat_beam_search(step: Any, cache: Any, sentences: int, longest: int, options: DecodeConfig) -> Decoded:
+    """All sentences to their ends; ``step`` and ``options`` as for `gshard_m4.decode.extend_beam`."""
+    found = jax.lax.while_loop(
+        lambda beam: jnp.any(unfinished(beam, options)),
+        lambda beam: extend_beam(step, beam, options),
+        begin_beam(sentences, longest, options, cache),
+    )
+    return Decoded(found.best_BNT, found.best_BN)
+
+
+def decode(config: moe.TransformerConfig, params: dict, source_BL: Any, options: DecodeConfig) -> Decoded:
+    """Translations by a model on one device."""
+    config = dataclasses.replace(config, partitions=1).dropless()
+    valid_BL = source_BL != PAD
+    sentences, longest = len(source_BL), options.longest(source_BL.shape[1])
+
+    @jax.jit
+    def run(params: dict) -> Decoded:
+        memory = moe.project_memory(config, params, moe.encode(config, params, source_BL))
+
+        def step(cache: Any, tokens_BK: Any, position_B: Any, seen_BKP: Any) -> Any:
+            return moe.decode_flat_step(config, params, cache, tokens_BK, position_B, memory, valid_BL, seen_BKP)
+
+        cache = moe.init_cache(config, sentences, longest * options.beam)
+        return flat_beam_search(step, cache, sentences, longest, options)
+
+    return run(params)
 
 
 def reordering_beam_search(

@@ -159,14 +159,15 @@ def test_the_newest_sound_step_is_found(tmp_path: Path, rng: np.random.Generator
     for i, state in enumerate(states):
         checkpoint.save(tmp_path, i, state, {})
     (tmp_path / "00000002" / checkpoint.META).write_text("{}")
-    step, found, _, damaged = checkpoint.restore_newest_sound(tmp_path)
+    damaged: list[CheckpointError] = []
+    step, found, _ = checkpoint.restore(tmp_path, tell=damaged.append)
     assert step == 1
     assert_same(found, states[1])
     assert "00000002" in str(damaged[0])
     for i in range(2):
         (tmp_path / f"0000000{i}" / checkpoint.MANIFEST).unlink()
     with pytest.raises(CheckpointError, match=r"meta\.json"):
-        checkpoint.restore_newest_sound(tmp_path)
+        checkpoint.restore(tmp_path)
 
 
 def test_another_model_is_refused_by_name(tmp_path: Path, rng: np.random.Generator) -> None:
@@ -342,11 +343,11 @@ def test_what_changes_while_a_step_is_written_is_not_in_it(tmp_path: Path, rng: 
     """Training goes on with the memory of the state as soon as `begin` is back."""
     state = {"w": jnp.asarray(rng.standard_normal((512, 512)), jnp.float32), "n": rng.standard_normal(1000)}
     want = jax.tree.map(lambda x: np.array(x, copy=True), state)
-    saving = checkpoint.begin(tmp_path, 1, state, {})
+    finish = checkpoint.begin(tmp_path, 1, state, {})
     state["n"][:] = 0
     over = jax.jit(lambda x: x * 0, donate_argnums=0)(state["w"])
     over.block_until_ready()
-    saving.finish()
+    finish()
     assert_same(checkpoint.restore(tmp_path)[1], want)
 
 

@@ -287,12 +287,12 @@ def test_a_language_is_told_to_the_model(trained: Path) -> None:
 
     translator = dataclasses.replace(translator, text=Reading())
     lines = ["evas eht elif", "won", "", "evas " * 20]
-    mixed = translator.translate(lines, ["aa", None, "aa", "bb"])
-    assert read == [["aa"], ["bb"]], "there is nothing to tell of an empty line"
-    assert [of.tokens for of in mixed] == [5, 2, 0, 8]
-    assert [of.cut for of in mixed] == [False, False, False, True]
-    alone = translator.translate(lines[:1], "aa")
-    assert alone[0] == mixed[0], "whatever the others are"
+    told = translator.translate(lines, "aa")
+    assert read == [["aa"]] * 3, "there is nothing to tell of an empty line"
+    assert [of.tokens for of in told] == [5, 3, 0, 8]
+    assert [of.cut for of in told] == [False, False, False, True]
+    assert [of.tokens for of in translator.translate(lines)] == [4, 2, 0, 8]
+    assert translator.translate(lines[:1], "aa")[0] == told[0], "whatever the others are"
 
 
 @pytest.mark.parametrize("arguments", [["--help"], pytest.param(["train", "--help"], marks=pytest.mark.slow)])

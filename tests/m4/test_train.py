@@ -164,7 +164,7 @@ def test_steps_that_are_not_finite_are_skipped_and_counted(tmp_path: Path) -> No
     assert [int(p.stem) for p in sorted(Run(tmp_path).skipped.iterdir())] == [last - 2, last - 1, last]
     with np.load(Run(tmp_path).skipped / f"{last:08d}.npz", allow_pickle=False) as kept:
         assert np.array_equal(kept["target"], batch(last)["target"])
-    _, state, _, _ = checkpoint.restore_newest_sound(Run(tmp_path).checkpoints)
+    _, state, _ = checkpoint.restore(Run(tmp_path).checkpoints)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
     assert "learning_rate" in str(error.value)
 

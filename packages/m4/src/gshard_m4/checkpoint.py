@@ -14,19 +14,18 @@ it: a flipped bit or a missing end is an error that names the file, and arrays a
 which array it is. Nothing is pickled.
 
 Shardings are not saved: a state that eight devices wrote is read by one, or by four, as the caller asks. Where several
-processes train together, all of them call `begin`, `finish` and `restore`, on one shared directory: each writes and
-reads its own parts, and the first one hashes, renames and verifies.
+processes train together, all of them call `begin`, what it returns, and `restore`, on one shared directory: each
+writes and reads its own parts, and the first one hashes, renames and verifies.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,64 +46,18 @@ _WAIT = 1200  # seconds that processes wait for each other's parts
 _SMALL = 2**20  # bytes of an array that is not worth a file for each device
 
 
-@dataclasses.dataclass(frozen=True)
-class Saving:
-    """A step that is being written; `finish` makes it a step.
-
-    Attributes:
-        target: the folder it will be.
-        hidden: where it is being written.
-        described: what goes to meta.json.
-        bytes: size of the arrays.
-    """
-
-    target: Path
-    hidden: Path
-    described: Mapping[str, Any]
-    bytes: int
-    _writer: Any = dataclasses.field(repr=False)
-
-    def finish(self) -> Path:
-        """Waits until all arrays are written, then hashes and renames. May run in another thread than `begin`.
-
-        Raises:
-            CheckpointError: the disk is full, or the directory cannot be written. Nothing of the step is left.
-        """
-        try:
-            self._writer.close()  # waits
-            if jax.process_index() == 0:
-                manifest.write_json(self.hidden / META, self.described)
-                manifest.write(self.hidden)
-                if self.target.exists():
-                    remove(self.target)
-                os.rename(self.hidden, self.target)
-                manifest.flush(self.target.parent)
-            _wait_for_all(f"saved {self.target.name}")
-        except Exception as error:
-            raise self._failed(error) from error
-        return self.target
-
-    def _failed(self, error: Exception) -> Exception:
-        with contextlib.suppress(Exception):  # what its other threads met is of the same disk
-            self._writer.close()
-        shutil.rmtree(self.hidden, ignore_errors=True)
-        if isinstance(error, OSError) or says_full(error):
-            return cannot_write(error, self.target.parent, int(self.target.name), self.bytes, steps(self.target.parent))
-        return error
-
-
 def save(directory: str | Path, step: int, state: Any, meta: Mapping[str, Any], *, score: float | None = None) -> Path:
     """Writes `state` as step `step` of `directory`, all of it or nothing; see `begin`.
 
     Returns:
         The folder of the step.
     """
-    return begin(directory, step, state, meta, score=score).finish()
+    return begin(directory, step, state, meta, score=score)()
 
 
 def begin(
     directory: str | Path, step: int, state: Any, meta: Mapping[str, Any], *, score: float | None = None
-) -> Saving:
+) -> Callable[[], Path]:
     """Starts to write `state` as step `step`. Once it returns, the memory of `state` may be used for other things.
 
     Args:
@@ -113,6 +66,10 @@ def begin(
         state: a tree of arrays of at least one element; arrays spread over devices are written from there.
         meta: what `restore` gives back beside the arrays; anything JSON can say.
         score: how good it is, such as a held-out loss; lower is better. The best step is kept; see `prune`.
+
+    Returns:
+        A function that waits until all arrays are written, then hashes and renames, and returns the folder of the step.
+        It may run in another thread, and raises as this one does.
 
     Raises:
         CheckpointError: the step exists, the directory cannot be written, or the disk is full. The earlier
@@ -139,16 +96,40 @@ def begin(
         check_room(directory, step, needed, steps(directory))
     _wait_for_all(f"may save {step}")
     described = {"step": step, "meta": dict(meta), "score": score, "arrays": _describe(state)}
+    hidden = directory / f"{_SAVING}{step:08d}-{owner}"
     # Folders are made at once: were one refused to Orbax's thread, its others would wait 20 minutes to hear of it.
     writer = ocp.AsyncCheckpointer(
         _handler(), async_options=ocp.options.AsyncOptions(create_directories_asynchronously=False)
     )
-    saving = Saving(target, directory / f"{_SAVING}{step:08d}-{owner}", described, needed, writer)
-    try:
-        saving._writer.save(saving.hidden.absolute() / STATE, jax.tree.map(_in_one_file, state))
-    except Exception as error:
-        raise saving._failed(error) from error
-    return saving
+
+    @contextlib.contextmanager
+    def whole_or_nothing() -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            with contextlib.suppress(Exception):  # what its other threads met is of the same disk
+                writer.close()
+            shutil.rmtree(hidden, ignore_errors=True)
+            if isinstance(error, OSError) or says_full(error):
+                raise cannot_write(error, directory, step, needed, steps(directory)) from error
+            raise
+
+    def finish() -> Path:
+        with whole_or_nothing():
+            writer.close()  # waits
+            if jax.process_index() == 0:
+                manifest.write_json(hidden / META, described)
+                manifest.write(hidden)
+                if target.exists():
+                    remove(target)
+                os.rename(hidden, target)
+                manifest.flush(directory)
+            _wait_for_all(f"saved {target.name}")
+        return target
+
+    with whole_or_nothing():
+        writer.save(hidden.absolute() / STATE, jax.tree.map(_in_one_file, state))
+    return finish
 
 
 def restore(
@@ -156,95 +137,65 @@ def restore(
     step: int | None = None,
     like: Any = None,
     check: Callable[[Mapping[str, Any]], None] = lambda meta: None,
+    tell: Callable[[CheckpointError], object] = lambda error: None,
 ) -> tuple[int, Any, dict[str, Any]]:
     """Reads a step back after verifying every file of it.
 
     Args:
         directory: what `save` was given.
-        step: which step; the newest if None.
+        step: which step; the newest that is sound if None.
         like: a tree of arrays or `jax.ShapeDtypeStruct`, of the structure, shapes and dtypes that are expected. Where
             a leaf has a `sharding`, the array comes back with it, and each device reads its own part only. Without
             one, and without `like`, arrays come back as numpy arrays.
         check: is given what was saved as `meta`, before anything is compared with `like`; may raise.
+        tell: is given what is wrong with each newer step that was passed over; of several processes, in the first.
 
     Returns:
         The step, the state, and what was given as `meta`.
 
     Raises:
-        CheckpointError: there is no such step; a file is missing, truncated, changed or not of the checkpoint; or the
-            state differs from `like`, in which case the message names the array and both values.
+        CheckpointError: there is no such step; a file is missing, truncated, changed or not of the checkpoint (if no
+            step is sound, of the newest); or the state differs from `like`, in which case the message names the array
+            and both values.
     """
     directory = Path(directory)
-    found = steps(directory)
-    if step is None and not found:
+    there = steps(directory)
+    if not there:
         raise CheckpointError(
             "there is no checkpoint.", where=str(directory), hint="Train first, or name another directory."
         )
-    step = found[-1] if step is None else step
-    if step not in found:
+    if step not in (None, *there):
         raise CheckpointError(
             f"there is no step {step}.",
             where=str(directory),
-            got=f"steps: {', '.join(map(str, found)) or 'none'}",
+            got=f"steps: {', '.join(map(str, there))}",
             hint="Name one of these.",
         )
-    return _read(directory / f"{step:08d}", step, like, check)
-
-
-def _read(
-    folder: Path, step: int, like: Any, check: Callable[[Mapping[str, Any]], None], *, verified: bool = False
-) -> tuple[int, Any, dict[str, Any]]:
-    if not verified:
-        verify(folder)
-    described = json.loads((folder / META).read_text("utf-8"))
+    asked, found, damaged = (reversed(there) if step is None else [step]), -1, list[CheckpointError]()
+    for number in asked if jax.process_index() == 0 else ():
+        try:
+            verify(directory / f"{number:08d}")
+        except CheckpointError as error:
+            damaged.append(error)
+            continue
+        found = number
+        break
+    if jax.process_count() > 1:
+        found = int(ocp.multihost.broadcast_one_to_all(np.int32(found)))
+    if found < 0:
+        raise damaged[0] if damaged else CheckpointError("the checkpoint is damaged.", where=str(directory))
+    for wrong in damaged:
+        tell(wrong)
+    folder = directory / f"{found:08d}"
+    described = _meta(folder)
     check(described["meta"])
     if like is not None:
         _check_like(folder, described["arrays"], _describe(like))
     with ocp.Checkpointer(_handler()) as orbax:
         path = folder.absolute() / STATE
-        template = like if like is not None else orbax.metadata(path).item_metadata
-        args = jax.tree.map(_restore_args if like is not None else (lambda _: _as_numpy()), template)
-        if like is None:
-            state = orbax.restore(path, args=ocp.args.PyTreeRestore(restore_args=args))
-        else:
-            state = orbax.restore(path, args=ocp.args.PyTreeRestore(item=like, restore_args=args))
-    return step, state, described["meta"]
-
-
-def restore_newest_sound(
-    directory: str | Path, like: Any = None, check: Callable[[Mapping[str, Any]], None] = lambda meta: None
-) -> tuple[int, Any, dict[str, Any], list[CheckpointError]]:
-    """Reads the newest step that verifies, passing over damaged ones.
-
-    Args:
-        directory: see `restore`.
-        like: see `restore`.
-        check: see `restore`.
-
-    Returns:
-        As `restore`, and the errors of the newer steps that were passed over.
-
-    Raises:
-        CheckpointError: no step is sound; the error is that of the newest.
-    """
-    damaged: list[CheckpointError] = []
-    found = -1
-    if jax.process_index() == 0:
-        for step in reversed(steps(directory)):
-            try:
-                verify(Path(directory) / f"{step:08d}")
-            except CheckpointError as error:
-                damaged.append(error)
-                continue
-            found = step
-            break
-    if jax.process_count() > 1:
-        found = int(ocp.multihost.broadcast_one_to_all(np.int32(found)))
-    if found >= 0:
-        return (*_read(Path(directory) / f"{found:08d}", found, like, check, verified=True), damaged)
-    if damaged:
-        raise damaged[0]
-    return (*restore(directory, None, like, check), damaged)
+        args = jax.tree.map(_restore_args, orbax.metadata(path).item_metadata if like is None else like)
+        state = orbax.restore(path, args=ocp.args.PyTreeRestore(item=like, restore_args=args))
+    return found, state, described["meta"]
 
 
 def steps(directory: str | Path) -> list[int]:
@@ -263,25 +214,28 @@ def described(directory: str | Path, step: int) -> dict[str, Any]:
     """
     folder = Path(directory) / f"{step:08d}"
     try:
-        return dict(json.loads((folder / META).read_text("utf-8"))["meta"])
+        return dict(_meta(folder)["meta"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise manifest.damaged(folder, f"{META!r} cannot be read ({error})") from error
+
+
+def _meta(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / META).read_text("utf-8"))
+    return found
 
 
 def score(directory: str | Path, step: int) -> float:
     """The score that a step was saved with; NaN if there is none. Nothing is verified."""
     try:
-        found = json.loads((Path(directory) / f"{step:08d}" / META).read_text("utf-8"))["score"]
+        return float(_meta(Path(directory) / f"{step:08d}")["score"])
     except (OSError, ValueError, KeyError, TypeError):
         return math.nan
-    return float(found) if isinstance(found, int | float) else math.nan
 
 
 def best(directory: str | Path) -> int | None:
     """The saved step with the lowest score; None if no step has one. Nothing is verified."""
-    scores = {step: score(directory, step) for step in steps(directory)}
-    known = {step: value for step, value in scores.items() if not math.isnan(value)}
-    return min(known, key=lambda step: known[step], default=None)
+    known = [(value, step) for step in steps(directory) if not math.isnan(value := score(directory, step))]
+    return min(known)[1] if known else None
 
 
 def prune(directory: str | Path, keep: int) -> None:
@@ -337,13 +291,10 @@ def _in_one_file(leaf: Any) -> Any:
     return np.asarray(leaf)
 
 
-def _as_numpy() -> Any:
-    return ocp.RestoreArgs(restore_type=np.ndarray)
-
-
 def _restore_args(leaf: Any) -> Any:
-    sharding = getattr(leaf, "sharding", None)
-    return _as_numpy() if sharding is None else ocp.ArrayRestoreArgs(sharding=sharding, dtype=leaf.dtype)
+    if isinstance(sharding := getattr(leaf, "sharding", None), jax.sharding.Sharding):
+        return ocp.ArrayRestoreArgs(sharding=sharding, dtype=leaf.dtype)
+    return ocp.RestoreArgs(restore_type=np.ndarray)
 
 
 def _describe(tree: Any) -> dict[str, list[Any]]:

@@ -10,16 +10,14 @@ Ending costs no place in the beam: at every step each live hypothesis is also sc
 such endings of a sentence are remembered, and the beam goes on with the best continuations. A sentence is finished
 when no continuation can displace a remembered ending: log-probabilities only fall, so a live hypothesis of score s
 ends with at most ``s / ((5 + T) / 6)**alpha`` for the longest length T. Stopping early therefore never changes the
-result, and all of it is one compiled loop that ends when every sentence of the batch has.
+result.
 
-Experts have no capacity limit here (`TransformerConfig.dropless`), so what a sentence becomes does not depend on its
-neighbours in the batch.
+This module has the step of the search; `gshard_m4.stream` runs it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,9 +25,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import gshard
-from gshard import moe
-from gshard_m4.config import on_devices
 from gshard_m4.errors import OptionError
 
 PAD, EOS, UNK = 0, 1, 2
@@ -39,20 +34,7 @@ FORBIDDEN = (PAD, UNK)
 _MORE = 16
 
 Step = Callable[[Any, jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
-"""(cache, tokens_BK, position, seen_BKP) -> (logits_BKV, cache); P = T*K slots, see `moe.decode_flat_step`."""
-
-
-class Decoded(NamedTuple):
-    """The best translations of each sentence, N of them, best first.
-
-    Attributes:
-        tokens_BNT: ids without the end token, followed by zeros.
-        score_BN: the normalised log-probability that they are ordered by, minus infinity where a sentence has fewer
-            than N.
-    """
-
-    tokens_BNT: jax.Array
-    score_BN: jax.Array
+"""(cache, tokens_BK, position_B, seen_BKP) -> (logits_BKV, cache); P = T*K slots, see `moe.decode_flat_step`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -93,71 +75,21 @@ class DecodeConfig:
         return width + _MORE if self.max_length is None else self.max_length
 
 
-@functools.lru_cache(maxsize=64)
-def make_decode(config: moe.TransformerConfig, options: DecodeConfig, devices: int = 1) -> Callable[..., Decoded]:
-    """A function of parameters and a batch of padded sources ``source_BL`` that translates it.
-
-    Args:
-        config: the model; its routing is replaced by one that drops nothing.
-        options: beam size, normalisation, number of translations and longest length.
-        devices: more than one partitions the search over them, as the marks of the MoE layers ask.
-    """
-    config = on_devices(config, devices)
-
-    def run(params: Any, source_BL: jax.Array) -> Decoded:
-        return search(config, params, source_BL, options)
-
-    return jax.jit(run) if devices == 1 else gshard.jit(run, mesh=devices)  # type: ignore[no-any-return]
-
-
-def search(config: moe.TransformerConfig, params: Any, source_BL: jax.Array, options: DecodeConfig) -> Decoded:
-    """What `make_decode` compiles: encodes, and searches with `beam_search`.
-
-    Args:
-        config: the model, with as many partitions as there are devices.
-        params: its parameters.
-        source_BL: source ids, 0 where padded.
-        options: beam size, normalisation, number of translations and longest length.
-    """
-    config = config.dropless()
-    source_valid_BL = source_BL != PAD
-    memory = moe.project_memory(config, params, moe.encode(config, params, source_BL))
-    step = make_scorer(config, params, memory, source_valid_BL)
-    sentences, longest = source_BL.shape[0], options.longest(source_BL.shape[1])
-    cache = moe.init_cache(config, sentences, longest * options.beam)
-    return beam_search(step, cache, sentences, longest, options)
-
-
-def make_scorer(config: moe.TransformerConfig, params: Any, memory: Any, source_valid_BL: jax.Array) -> Step:
-    """What scores the next tokens of hypotheses of sources that are encoded.
-
-    Args:
-        config: the model, dropless.
-        params: its parameters.
-        memory: what ``moe.project_memory`` made of the sources.
-        source_valid_BL: False where they are padded.
-    """
-
-    def step(cache: Any, tokens_BK: jax.Array, position: jax.Array, seen_BKP: jax.Array) -> tuple[jax.Array, Any]:
-        return moe.decode_flat_step(config, params, cache, tokens_BK, position, memory, source_valid_BL, seen_BKP)
-
-    return step
-
-
 class Beam(NamedTuple):
     """How far the search is in B sentences.
 
     Attributes:
-        position: tokens that are written; a scalar where all sentences began together, else [B].
+        position_B: tokens that are written.
         live_BK: log-probabilities of the hypotheses that go on, best first.
         live_BKT: their tokens.
         seen_BKP: the slots that they see.
-        best_BN: scores of the best endings, best first.
-        best_BNT: their tokens.
+        best_BN: scores (normalised log-probabilities) of the best endings, best first; minus infinity where a sentence
+            has fewer than N.
+        best_BNT: their tokens without the end token, followed by zeros.
         cache: keys and values.
     """
 
-    position: jax.Array
+    position_B: jax.Array
     live_BK: jax.Array
     live_BKT: jax.Array
     seen_BKP: jax.Array
@@ -166,38 +98,18 @@ class Beam(NamedTuple):
     cache: Any
 
 
-def beam_search(step: Step, cache: Any, sentences: int, longest: int, options: DecodeConfig) -> Decoded:
-    """The best finished hypotheses of each sentence. Of equals, the one found first, and in the better place, wins.
+def begin_beam(sentences: int, longest: int, options: DecodeConfig, cache: Any = None) -> Beam:
+    """A beam in which nothing is written yet.
 
     Args:
-        step: scores the next token of K hypotheses of each of B sentences.
-        cache: what `step` starts from.
         sentences: B.
         longest: tokens T of the longest translation, end token included.
         options: beam size K, normalisation and number of translations N.
-    """
-    start = begin_beam(cache, jnp.int32(0), sentences, longest, options)
-    found = jax.lax.while_loop(
-        lambda beam: jnp.any(unfinished(beam, options)),
-        lambda beam: extend_beam(step, beam, options),
-        start,
-    )
-    return Decoded(found.best_BNT, found.best_BN)
-
-
-def begin_beam(cache: Any, position: jax.Array, sentences: int, longest: int, options: DecodeConfig) -> Beam:
-    """Nothing is written yet; see `beam_search`.
-
-    Args:
         cache: empty keys and values.
-        position: 0, a scalar or one for each sentence.
-        sentences: B.
-        longest: T.
-        options: K and N.
     """
     B, K, T, N = sentences, options.beam, longest, options.n_best
     return Beam(
-        position,
+        jnp.zeros(B, jnp.int32),
         # All beams start equal; only the first may be continued, or the beam would hold K copies of one hypothesis.
         jnp.where(jnp.arange(K) == 0, 0.0, -jnp.inf) + jnp.zeros((B, 1)),
         jnp.zeros((B, K, T), jnp.int32),
@@ -213,14 +125,21 @@ def unfinished(beam: Beam, options: DecodeConfig) -> jax.Array:
     T = beam.live_BKT.shape[2]
     last = jnp.asarray(length_normaliser(np.array([T]), options.alpha))[0]
     can_improve_B = jnp.max(beam.live_BK, axis=1) / last > beam.best_BN[:, -1]
-    return can_improve_B & (beam.position < T)
+    return can_improve_B & (beam.position_B < T)
 
 
 def extend_beam(step: Step, beam: Beam, options: DecodeConfig) -> Beam:
-    """One more token for every hypothesis of every sentence that is not finished."""
-    position, live_BK, live_BKT, seen_BKP, best_BN, best_BNT, cache = beam
+    """One more token for every hypothesis of every sentence that is not finished.
+
+    Of equals, the one found first, and in the better place, wins.
+
+    Args:
+        step: scores the next token of K hypotheses of each of B sentences.
+        beam: how far the search is.
+        options: beam size K, normalisation and number of translations N.
+    """
+    position_B, live_BK, live_BKT, seen_BKP, best_BN, best_BNT, cache = beam
     B, K, T = live_BKT.shape
-    position_B = jnp.broadcast_to(position, (B,))
     now_BT = jnp.arange(T) == position_B[:, None]
     running_B = unfinished(beam, options)
     normal_T = jnp.asarray(length_normaliser(np.arange(1, T + 1), options.alpha))
@@ -229,7 +148,7 @@ def extend_beam(step: Step, beam: Beam, options: DecodeConfig) -> Beam:
     before_B11 = jnp.maximum(position_B - 1, 0)[:, None, None]
     last_BK = jnp.take_along_axis(live_BKT, before_B11, axis=2, mode="clip")[:, :, 0]
     seen_BKP = seen_BKP | (own_KP & jnp.repeat(now_BT, K, axis=1)[:, None])
-    logits_BKV, cache = step(cache, last_BK, position, seen_BKP)
+    logits_BKV, cache = step(cache, last_BK, position_B, seen_BKP)
     total_BKV = live_BK[:, :, None] + _log_probabilities(logits_BKV)
 
     # Every live hypothesis could end here, with |Y| = position + 1.
@@ -247,7 +166,7 @@ def extend_beam(step: Step, beam: Beam, options: DecodeConfig) -> Beam:
     live_BKT = jnp.take_along_axis(live_BKT, parent_BK[:, :, None], axis=1)
     live_BKT = jnp.where(now_BT[:, None], token_BK[:, :, None], live_BKT)
     seen_BKP = jnp.take_along_axis(seen_BKP, parent_BK[:, :, None], axis=1)
-    return Beam(position + 1, live_BK, live_BKT, seen_BKP, best_BN, best_BNT, cache)
+    return Beam(position_B + 1, live_BK, live_BKT, seen_BKP, best_BN, best_BNT, cache)
 
 
 def length_normaliser(length: np.ndarray, alpha: float) -> np.ndarray:
@@ -260,7 +179,7 @@ def length_normaliser(length: np.ndarray, alpha: float) -> np.ndarray:
 
 
 def ids_of(tokens_T: np.ndarray) -> list[int]:
-    """The ids of one row of `Decoded.tokens_BNT`, without its padding."""
+    """The ids of one translation in `Beam.best_BNT`, without its padding."""
     return [int(token) for token in tokens_T if token != PAD]
 
 

@@ -39,10 +39,7 @@ def export(run: Run, target: Path, step: int | None = None) -> int:
     Raises:
         CheckpointError: there is no such step, it is damaged, or the file cannot be written.
     """
-    if step is None:
-        found, state, meta, _ = checkpoint.restore_newest_sound(run.checkpoints)
-    else:
-        found, state, meta = checkpoint.restore(run.checkpoints, step)
+    found, state, meta = checkpoint.restore(run.checkpoints, step)
     # safetensors keeps texts only beside the arrays.
     described = {"step": str(found), **{name: json.dumps(value, sort_keys=True) for name, value in meta.items()}}
     hidden = target.with_name(f".{target.name}-{os.getpid()}")

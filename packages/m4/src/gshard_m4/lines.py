@@ -103,23 +103,23 @@ def blocks(lines: Iterator[str], size: int) -> Iterator[list[str]]:
             come.put(None)
 
     threading.Thread(target=read, daemon=True, name="reader of lines").start()
-    item = come.get()
-    while isinstance(item, str):
-        block = [item]
-        while len(block) < size:
-            try:
-                item = come.get(timeout=0.05)
-            except queue.Empty:
-                item = ""
-                break
-            if not isinstance(item, str):
-                break
-            block.append(item)
-        yield block
+    block: list[str] = []
+    while True:
+        try:
+            item = come.get(timeout=0.05 if block else None)
+        except queue.Empty:
+            yield block
+            block = []
+            continue
         if isinstance(item, str):
-            item = come.get()
-    if item is not None:
-        raise item
+            block.append(item)
+        if block and (len(block) == size or not isinstance(item, str)):
+            yield block
+            block = []
+        if item is None:
+            return
+        if isinstance(item, BaseException):
+            raise item
 
 
 def write(translated: Iterable[Translated], first: int, n_best: int, target: TextIO) -> None:
@@ -149,20 +149,20 @@ class Speed:
         self._stream = stream or sys.stderr
         self._live = self._stream.isatty() if live is None else live
         self._since, self.lines, self.tokens, self.cut = time.perf_counter(), 0, 0, 0
-        self.unfamiliar, self._first_unfamiliar = 0, 0
-        self.unlike, self._first_unlike = 0, ""  # lines whose placeholders the model did not write
+        self._unfamiliar, self._unlike = 0, 0  # lines of unknown letters; whose placeholders the model did not write
+        self._first: dict[str, str] = {}  # of these
 
     def add(self, translated: Iterable[Translated]) -> None:
         """Counts some more."""
         for of in translated:
             self.lines, self.tokens, self.cut = self.lines + 1, self.tokens + of.tokens, self.cut + of.cut
             if of.unfamiliar:
-                self.unfamiliar += 1
-                self._first_unfamiliar = self._first_unfamiliar or self.lines
+                self._unfamiliar += 1
+                self._first.setdefault("unfamiliar", f"line {self.lines}")
             if of.lost or of.invented:
-                self.unlike += 1
                 wrong = f"{' '.join(of.lost) or 'none'} put in, {' '.join(of.invented) or 'none'} taken out"
-                self._first_unlike = self._first_unlike or f"line {self.lines}: {wrong}"
+                self._unlike += 1
+                self._first.setdefault("unlike", f"line {self.lines}: {wrong}")
         if self._live:
             print(f"\r{self}\x1b[K", end="", file=self._stream, flush=True)
 
@@ -170,22 +170,18 @@ class Speed:
         """Writes the sums, and how many lines had more than `room` tokens."""
         print(f"\r{self}\x1b[K" if self._live else str(self), file=self._stream)
         if self.cut:
-            were = "line was" if self.cut == 1 else "lines were"
-            print(
-                f"gshard-m4: {self.cut} {were} longer than {room} tokens; only the beginning was read",
-                file=self._stream,
-            )
-        if self.unfamiliar:
-            were = "line is" if self.unfamiliar == 1 else "lines are"
-            print(
-                f"gshard-m4: {self.unfamiliar} {were} in letters that the model was not trained on (line "
-                f"{self._first_unfamiliar}{', ...' if self.unfamiliar > 1 else ''}): their translations mean nothing",
-                file=self._stream,
-            )
-        if self.unlike:
-            what = "translation was" if self.unlike == 1 else "translations were"
-            told = f"gshard-m4: {self.unlike} {what} given the placeholders of the source ({self._first_unlike})"
-            print(told + (", ..." if self.unlike > 1 else ""), file=self._stream)
+            self._tell(self.cut, "line was", "lines were", f"longer than {room} tokens; only the beginning was read")
+        if self._unfamiliar:
+            which = f"({self._first['unfamiliar']}{', ...' if self._unfamiliar > 1 else ''})"
+            what = f"in letters that the model was not trained on {which}: their translations mean nothing"
+            self._tell(self._unfamiliar, "line is", "lines are", what)
+        if self._unlike:
+            what = f"given the placeholders of the source ({self._first['unlike']})"
+            what += ", ..." if self._unlike > 1 else ""
+            self._tell(self._unlike, "translation was", "translations were", what)
+
+    def _tell(self, count: int, one: str, several: str, what: str) -> None:
+        print(f"gshard-m4: {count} {one if count == 1 else several} {what}", file=self._stream)
 
     def __str__(self) -> str:
         seconds = max(time.perf_counter() - self._since, 1e-9)

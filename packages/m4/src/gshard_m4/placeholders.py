@@ -18,9 +18,10 @@ out of a sentence, and what it returns puts them into the translation.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 # All in linear time, whatever is written: repetitions have limits, or end where another match would begin.
 _CONVERSION = r"[-+#0]{0,5}\d{0,4}(?:\.\d{1,4})?(?:hh|ll|[hlLqjzt])?[diouxXeEfFgGcrsa@]"
@@ -49,7 +50,7 @@ def found(text: str) -> list[str]:
     pieces = [(at.start(), at.group()) for at in _PLACEHOLDER.finditer(text)]
     accelerator = _accelerator(text)
     if accelerator is not None:
-        pieces.append((accelerator[0], accelerator[2]))
+        pieces.append((accelerator[0], accelerator[2][0]))
     return [piece for _, piece in sorted(pieces)]
 
 
@@ -110,106 +111,78 @@ class Marked:
     Attributes:
         plain: what is left for the model to read.
         placeholders: of it, in order.
-        before, after: tags around the whole sentence.
-        within: tags inside of it, each with the share of the text that is before it.
+        tags: in order, each with the share of the text that is before it.
         accelerator: its mark, and the letter it is at.
     """
 
     plain: str
     placeholders: tuple[str, ...] = ()
-    before: str = ""
-    after: str = ""
-    within: tuple[tuple[float, str], ...] = ()
+    tags: tuple[tuple[float, str], ...] = ()
     accelerator: tuple[str, str] | None = None
 
     def restore(self, translation: str) -> str:
         """A translation of the plain sentence, with the tags and the accelerator.
 
-        Tags around all of it are around all of it again. Nobody knows which word of a translation a tag within belongs
-        to: it goes to the gap between words that has as much of the text before it, and tags stay in their order.
+        Nobody knows which word of a translation a tag belongs to: it goes to the gap between words that has as much of
+        the text before it, and tags stay in their order. Those around all of the sentence are around all of it again.
         """
-        text = translation
         if self.accelerator is not None:
-            text = _with_accelerator(text, *self.accelerator)
-        if self.within:
-            text = _with_tags(text, self.within)
-        return self.before + text + self.after if text else text
+            translation = _with_accelerator(translation, *self.accelerator)
+        return _with_tags(translation, self.tags)
 
 
 def mark(text: str) -> Marked:
     """Takes tags and the accelerator out of a sentence; one without any is left as it is, to the letter."""
-    accelerator = _accelerator(text)
-    if accelerator is not None:
-        start, end, sign, letter = accelerator
-        plain = text[:start] + text[end:]
-        kept = sign, letter
-    else:
-        plain, kept = text, None
-    tags = [at for at in _PLACEHOLDER.finditer(plain) if at.lastgroup == "tag"]
-    if not tags:
-        return Marked(plain, _placeholders(plain), accelerator=kept)
-    before, after, first, last = "", "", 0, len(plain)
-    while tags and tags[0].start() == first:
-        before, first = before + tags[0].group(), tags.pop(0).end()
-    while tags and tags[-1].end() == last:
-        after, last = tags[-1].group() + after, tags.pop().start()
-    letters, at, within = [], first, []
-    for tag in tags:
-        letters.append(plain[at : tag.start()])
-        within.append((sum(map(len, letters)), tag.group()))
-        at = tag.end()
-    letters.append(plain[at:last])
-    whole = "".join(letters)
-    places = tuple((count / max(len(whole), 1), tag) for count, tag in within)
-    return Marked(whole, _placeholders(whole), before, after, places, kept)
+    accelerator = None
+    if at := _accelerator(text):
+        start, end, accelerator = at
+        text = text[:start] + text[end:]
+    tags = [at for at in _PLACEHOLDER.finditer(text) if at.lastgroup == "tag"]
+    starts, ends = [at.start() for at in tags], [at.end() for at in tags]
+    parts = [text[start:end] for start, end in zip([0, *ends], [*starts, len(text)])]
+    plain = "".join(parts)
+    before = itertools.accumulate(map(len, parts))
+    shares = tuple((count / max(len(plain), 1), tag.group()) for count, tag in zip(before, tags))
+    placeholders = tuple(at.group() for at in _PLACEHOLDER.finditer(plain))
+    return Marked(plain, placeholders, shares, accelerator)
 
 
-def _placeholders(plain: str) -> tuple[str, ...]:
-    return tuple(at.group() for at in _PLACEHOLDER.finditer(plain))
-
-
-def _accelerator(text: str) -> tuple[int, int, str, str] | None:
-    """From where to where, mark and letter, of the only accelerator of a text; with several there is none."""
+def _outside(text: str) -> Callable[[int], bool]:
+    """Whether a place in a text is in no placeholder."""
     covered = [at.span() for at in _PLACEHOLDER.finditer(text)]
+    return lambda place: not any(start <= place < end for start, end in covered)
 
-    def free(at: re.Match[str]) -> bool:
-        return not any(start <= at.start() < end for start, end in covered)
 
-    asian = [at for at in _IN_BRACKETS.finditer(text) if free(at)]
+def _accelerator(text: str) -> tuple[int, int, tuple[str, str]] | None:
+    """From where to where, and mark and letter, of the only accelerator of a text; with several there is none."""
+    outside = _outside(text)
+    asian = [at for at in _IN_BRACKETS.finditer(text) if outside(at.start())]
     if len(asian) == 1 and not text[: asian[0].start()].isascii():
-        return *asian[0].span(), asian[0].group(1), asian[0].group(2)
-    plain = [at for at in _ACCELERATOR.finditer(text) if free(at)]
+        return *asian[0].span(), (asian[0].group(1), asian[0].group(2))
+    plain = [at for at in _ACCELERATOR.finditer(text) if outside(at.start())]
     if len(plain) != 1 or asian:
         return None
     at = plain[0]
-    return at.start(), at.end(), at.group(), text[at.end()]
+    return *at.span(), (at.group(), text[at.end()])
 
 
 def _with_accelerator(text: str, sign: str, letter: str) -> str:
     """The mark before the first word that begins with the letter, else before the first word there is."""
-    covered = [at.span() for at in _PLACEHOLDER.finditer(text)]
-    words = [
-        at.start()
-        for at in re.finditer(r"(?<![\w.])[^\W\d_]", text)
-        if not any(start <= at.start() < end for start, end in covered)
-    ]
-    same = [at for at in words if text[at].casefold() == letter.casefold()]
+    outside = _outside(text)
+    words = [at.start() for at in re.finditer(r"(?<![\w.])[^\W\d_]", text) if outside(at.start())]
     if not words:
         return text
-    at = (same or words)[0]
+    at = next((at for at in words if text[at].casefold() == letter.casefold()), words[0])
     return text[:at] + sign + text[at:]
 
 
-def _with_tags(text: str, within: Sequence[tuple[float, str]]) -> str:
-    covered = [at.span() for at in _PLACEHOLDER.finditer(text)]
-    gaps = [0, *(at.start() for at in re.finditer(r"\s", text)), len(text)]
-    gaps = [gap for gap in gaps if not any(start < gap < end for start, end in covered)]
+def _with_tags(text: str, tags: Sequence[tuple[float, str]]) -> str:
+    outside = _outside(text)
+    gaps = [0, *(at.start() for at in re.finditer(r"\s", text) if outside(at.start())), len(text)]
     out, done = "", 0
-    for share, tag in within:
-        closing = tag.startswith("</")
+    for share, tag in tags:
         at = max(min(gaps, key=lambda gap: abs(gap - share * len(text))), done)
-        if not closing and at < len(text) and text[at].isspace():
+        if not tag.startswith("</") and at < len(text) and text[at].isspace():
             at += 1  # before the word, not before the blank
-        at = max(at, done)
         out, done = out + text[done:at] + tag, at
     return out + text[done:]

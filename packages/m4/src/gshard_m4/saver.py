@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,25 +25,21 @@ class Saver:
 
     def __init__(self, directory: Path, keep: int):
         self._directory, self._keep = directory, keep
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="saving")
+        self._writing: Future[None] | None = None
 
     def save(self, step: int, state: Any, meta: Mapping[str, Any], score: float | None = None) -> None:
         """Copies the state off its devices and returns; writing goes on in the background.
 
         Args:
-            step: see `checkpoint.begin`.
-            state: see `checkpoint.begin`.
-            meta: see `checkpoint.begin`.
-            score: see `checkpoint.begin`.
+            step, state, meta, score: see `checkpoint.begin`.
 
         Raises:
             CheckpointError: this step or the one before could not be written.
         """
         self.wait()
-        saving = checkpoint.begin(self._directory, step, state, meta, score=score)
-        self._thread = threading.Thread(target=self._finish, args=(saving,), name=f"saving step {step}")
-        self._thread.start()
+        finish = checkpoint.begin(self._directory, step, state, meta, score=score)
+        self._writing = self._thread.submit(self._finish, finish)
 
     def wait(self) -> None:
         """Returns once everything is on the disk.
@@ -51,20 +47,14 @@ class Saver:
         Raises:
             CheckpointError: it could not be written.
         """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            writing.result()
 
-    def _finish(self, saving: checkpoint.Saving) -> None:
-        try:
-            saving.finish()
-            if jax.process_index() == 0:
-                checkpoint.prune(self._directory, self._keep)
-        except BaseException as error:
-            self._error = error
+    def _finish(self, finish: Callable[[], Path]) -> None:
+        finish()
+        if jax.process_index() == 0:
+            checkpoint.prune(self._directory, self._keep)
 
     def __enter__(self) -> Saver:
         return self

@@ -7,7 +7,7 @@ import functools
 import hashlib
 import json
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -131,14 +131,16 @@ class PreparedText:
         """The training batch of a step, or a process's part of it: ``source`` and ``target``, int32 [B, L]."""
         return self.batches.batch(step, process, processes)
 
-    def rebatched(
-        self, *, tokens: int | None = None, length: int | None = None, temperature: float | None = None,
-        seed: int | None = None,
-    ) -> PreparedText:  # fmt: skip
-        """The same text in other batches than it was prepared for; see `gshard_m4.prepare.PrepareConfig`."""
-        asked = {"tokens": tokens, "length": length, "temperature": temperature, "sampling_seed": seed}
-        settings = {**self.manifest["settings"], **{name: value for name, value in asked.items() if value is not None}}
-        return dataclasses.replace(self, manifest={**self.manifest, "settings": settings})
+    def rebatched(self, **settings: float | None) -> PreparedText:
+        """The same text in other batches than it was prepared for.
+
+        Args:
+            settings: ``tokens``, ``length``, ``temperature``, ``sampling_seed``; see
+                `gshard_m4.prepare_config.PrepareConfig`. Those that are None stay.
+        """
+        given = {name: value for name, value in settings.items() if value is not None}
+        changed = {**self.manifest["settings"], **given}
+        return dataclasses.replace(self, manifest={**self.manifest, "settings": changed})
 
     def of_languages(self, languages: Sequence[str]) -> PreparedText:
         """The same text with these languages only; its vocabularies, and so the ids, stay what they are.
@@ -161,16 +163,10 @@ class PreparedText:
         Args:
             part: ``dev`` or ``known_dev``; none of the latter where the corpus has none.
         """
-        if part not in self._watched:
-            data = self._encoded(part) if self.has(part) else self._encoded(TRAIN).only([])
-            # A sample that is quickly evaluated, with all languages in it.
-            picked = np.random.default_rng(0).permutation(len(data))[:_WATCHED]
-            self._watched[part] = tuple(in_order(data.only(np.sort(picked)), self.batches.shape, self.length))
-        return self._watched[part]
-
-    @functools.cached_property
-    def _watched(self) -> dict[str, tuple[dict[str, np.ndarray], ...]]:
-        return {}
+        data = self._encoded(part) if self.has(part) else self._encoded(TRAIN).only([])
+        # A sample that is quickly evaluated, with all languages in it.
+        picked = np.random.default_rng(0).permutation(len(data))[:_WATCHED]
+        return tuple(in_order(data.only(np.sort(picked)), self.batches.shape, self.length))
 
     def has(self, part: str) -> bool:
         """Whether there are pairs of a part; corpora of earlier versions have none with known English."""
@@ -186,10 +182,8 @@ class PreparedText:
             part: ``test``, ``known_test``, ``dev`` or ``known_dev``; empty where the corpus has none.
             each: how many at most of each language.
         """
-        known = self._pairs(part) if self.has(part) else []
-        pairs = [pair for pair in known if not self.only or pair.language in self.only]
         by_language: dict[str, list[Pair]] = {}
-        for pair in pairs:
+        for pair in self._pairs(part) if self.has(part) else ():
             by_language.setdefault(pair.language, []).append(pair)
         queues = []
         for name, own in sorted(by_language.items()):
@@ -205,27 +199,12 @@ class PreparedText:
 
     def near_twins(self, english: Sequence[str]) -> list[bool]:
         """For each English sentence, whether training has a near twin of it (`gshard_m4.corpus.near_twins`)."""
-        found: dict[str, bool] = {}
-        for sentence in english:
-            key = hold_out.key(sentence)
-            if key not in found:
-                found[key] = self._trained_english.has(key)
-        return [found[hold_out.key(sentence)] for sentence in english]
+        has = functools.cache(self._trained_english.has)
+        return [has(hold_out.key(sentence)) for sentence in english]
 
     @functools.cached_property
     def _trained_english(self) -> NearTwins:
-        keys = set()
-        try:
-            for language, _, english in rows(self.folder / f"{TRAIN}.tsv"):
-                if not self.only or language in self.only:
-                    keys.add(hold_out.key(english))
-        except (OSError, ValueError) as error:
-            raise self._damaged(f"{TRAIN}.tsv", error) from error
-        return NearTwins(keys)
-
-    def _damaged(self, name: str, error: Exception) -> CorpusError:
-        hint = "Delete the folder and run gshard-m4 prepare again."
-        return CorpusError("a file of the corpus is missing or damaged.", str(self.folder / name), str(error), hint)
+        return NearTwins({hold_out.key(pair.english) for pair in self._pairs(TRAIN)})
 
     def frequent_sentence(self) -> str:
         """The most frequent English sentence of the training data."""
@@ -251,9 +230,13 @@ class PreparedText:
         found = Encoded.load(self.folder / part)
         return of_languages(found, self.only) if self.only else found
 
-    def _pairs(self, part: str) -> list[Pair]:
+    def _pairs(self, part: str) -> Iterator[Pair]:
         path = self.folder / f"{part}.tsv"
         try:
-            return [Pair(*cells) for cells in rows(path)]
+            for cells in rows(path):
+                pair = Pair(*cells)
+                if not self.only or pair.language in self.only:
+                    yield pair
         except (OSError, ValueError, TypeError) as error:
-            raise self._damaged(path.name, error) from error
+            hint = "Delete the folder and run gshard-m4 prepare again."
+            raise CorpusError("a file of the corpus is missing or damaged.", str(path), str(error), hint) from error

@@ -237,15 +237,11 @@ class _Loop:
             fresh = initial_state(self.model, options.seed, like)
             if self.begin_with is None:
                 return fresh
-            step, trained, _, damaged = checkpoint.restore_newest_sound(self.begin_with, like)
-            for error in damaged:
-                print(f"passed over: {error}")
+            step, trained, _ = checkpoint.restore(self.begin_with, like=like, tell=_passed_over)
             if self.group.first:
                 print(f"begins with the parameters of step {step} in {self.begin_with}")
             return {**fresh, "params": trained["params"]}
-        step, state, before, damaged = checkpoint.restore_newest_sound(run.checkpoints, like, check=self._same_run)
-        for error in damaged:
-            print(f"passed over: {error}")
+        step, state, before = checkpoint.restore(run.checkpoints, None, like, self._same_run, _passed_over)
         was, now = before.get("temperature"), self.described.get("temperature")
         if self.group.first and None not in (was, now) and was != now:
             print(
@@ -348,6 +344,10 @@ class _Loop:
             hint=(f"Look at that batch; resume from step {saved[-1]} with " if saved else "Start again with ")
             + "a smaller learning_rate, or a longer warm-up.",
         )
+
+
+def _passed_over(damaged: checkpoint.CheckpointError) -> None:
+    print(f"passed over: {damaged}")
 
 
 def _devices(count: int) -> str:

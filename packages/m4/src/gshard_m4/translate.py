@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from gshard import GShardError, moe
@@ -20,9 +18,9 @@ from gshard_m4 import checkpoint
 from gshard_m4.config import Run
 from gshard_m4.corpus.language import language as canonical
 from gshard_m4.decode import EOS, DecodeConfig, ids_of
-from gshard_m4.language_names import code_of, name_of
+from gshard_m4.language_names import name_of
 from gshard_m4.placeholders import Marked, complete, lost_and_invented, mark, without
-from gshard_m4.stream import Continuous, Found, InBatches, Search, Sentence
+from gshard_m4.stream import Found, Search, Sentence, placed
 from gshard_m4.text import PreparedText
 
 _UNFAMILIAR = 0.5  # share of a sentence's ids that are single bytes
@@ -125,19 +123,16 @@ class Translator:
             TranslateError: the model was not trained on it.
         """
         known = self.languages
-        by_folded = {name.casefold().replace("-", "_"): name for name in known}
-        folded = language.casefold().replace("-", "_")
-        if folded in by_folded:
-            return by_folded[folded]
-        named = code_of(language)
-        if named is not None and named in known:
-            return named
-        merged = canonical(language)  # de-AT is de, iw is he
-        if merged is not None and merged in known:
-            return merged
-        words = by_folded | {name_of(code).casefold(): code for code in known}
+        plain = language.strip().casefold()
+        folded = plain.replace("-", "_")
+        codes = {code.casefold(): code for code in known}
+        names = {name_of(code).casefold(): code for code in known}
+        for found in (codes.get(folded), names.get(plain), canonical(language)):  # de-AT is de, iw is he
+            if found in known:
+                return str(found)
+        words = codes | names
         near = [words[word] for word in difflib.get_close_matches(folded, words, cutoff=0.6)]
-        near += [name for name in by_folded.values() if name.split("_")[0] == folded.split("_")[0]]
+        near += [code for code in known if code.casefold().split("_")[0] == folded.split("_")[0]]
         near = [f"{code} ({name_of(code)})" for code in dict.fromkeys(near)]
         raise TranslateError(
             f"the model knows no language {language!r}.",
@@ -145,35 +140,25 @@ class Translator:
             hint=f"Did you mean {' or '.join(near[:3])}?" if near else "Leave --from out.",
         )
 
-    def translate(
-        self, sentences: Sequence[str], languages: Sequence[str | None] | str | None = None
-    ) -> list[Translated]:
+    def translate(self, sentences: Sequence[str], language: str | None = None) -> list[Translated]:
         """Translates any number of sentences; an empty one stays empty, and the order is kept.
 
         Args:
             sentences: what to translate.
-            languages: the language of all of them, or of each, as `check_language` returns it; None where the model is
-                to tell by itself.
+            language: of all of them, as `check_language` returns it; None if the model is to tell by itself.
 
         Raises:
             TranslateError: the model gives no finite probability to any translation.
         """
-        if languages is None or isinstance(languages, str):
-            languages = [languages] * len(sentences)
-        prepared = [self.prepare(*one) for one in zip(sentences, languages, strict=True)]
-        out = [None if one.searched else self.finish(one) for one in prepared]
-        waiting: dict[int, deque[tuple[int, Sentence]]] = {}
+        prepared = [self.prepare(sentence, language) for sentence in sentences]
+        ended = {number: self.finish(one) for number, one in enumerate(prepared) if not one.searched}
+        search = self.search(steps=1 << 20)
         for number, one in enumerate(prepared):
             if one.searched:
-                waiting.setdefault(one.searched.width, deque()).append((number, one.searched))
-        search = self.search(steps=1 << 20)
-        while search.busy or any(waiting.values()):
-            for width, queue in waiting.items():
-                for _ in range(min(len(queue), search.room(width))):
-                    search.add(*queue.popleft())
-            for found in search.step(more=any(waiting.values())):
-                out[found.ticket] = self.finish(prepared[found.ticket], found)
-        return [one for one in out if one is not None]
+                search.add(number, one.searched)
+        while search.busy:
+            ended |= {found.ticket: self.finish(prepared[found.ticket], found) for found in search.step()}
+        return [ended[number] for number in range(len(prepared))]
 
     def prepare(self, sentence: str, language: str | None = None) -> Prepared:
         """What the search is given of a sentence.
@@ -207,9 +192,7 @@ class Translator:
         Args:
             steps: tokens after which others are let in.
         """
-        if self.devices > 1:
-            return InBatches(self.model, self.params, self.options, self.batch, self.devices)
-        return Continuous(self.model, self.params, self.options, self.batch, steps)
+        return Search(self.model, self.params, self.options, self.batch, steps, self.devices)
 
     def finish(self, prepared: Prepared, found: Found | None = None) -> Translated:
         """What became of a sentence.
@@ -271,10 +254,7 @@ def load(
     """
     if batch < 1:
         raise TranslateError(f"cannot translate {batch} sentences at a time.", hint="Use --batch 1 or more.")
-    if step is None:
-        step, state, meta, _ = checkpoint.restore_newest_sound(run.checkpoints)
-    else:
-        step, state, meta = checkpoint.restore(run.checkpoints, step)
+    _, state, meta = checkpoint.restore(run.checkpoints, step)
     if meta.get("vocabularies") != text.fingerprint:
         raise TranslateError(
             "the model was trained with other vocabularies.",
@@ -285,6 +265,4 @@ def load(
     if meta.get("only"):
         text = text.of_languages(meta["only"])
     model = moe.TransformerConfig(**meta["model"])
-    # On one device the parameters go there now; on several, each takes its part when the search is first run.
-    params = jax.device_put(state["params"], jax.devices()[0]) if devices == 1 else state["params"]
-    return Translator(model, params, text, options, batch, devices)
+    return Translator(model, placed(model, state["params"], devices), text, options, batch, devices)
