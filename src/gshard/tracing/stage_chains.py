@@ -79,6 +79,9 @@ def schedule_of(e: Any) -> Schedule | None:
 def chains_of(calls: Sequence[StageCall]) -> list[list[StageCall]]:
     """The chains of calls.
 
+    A call without a mark that reads no result of another call is in no chain: JAX moved operations on weights alone out
+    of a loop.
+
     Raises:
         ShardingError: a call has no equal call directly before or after it.
     """
@@ -89,6 +92,8 @@ def chains_of(calls: Sequence[StageCall]) -> list[list[StageCall]]:
         before = {id(chain): chain for v in variables_of(call.operands) if (chain := ending_in.get(v)) is not None}
         found = {id(chain): _difference(chain[-1], call) for chain in before.values()}
         chain = next((before[i] for i, difference in found.items() if not difference), None)
+        if chain is None and call.schedule is None and not before:
+            continue
         if chain is None:
             differences += [
                 difference

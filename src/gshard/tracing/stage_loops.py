@@ -91,8 +91,11 @@ class _StageLoops(EachJaxpr):
         calls = {i: call for i, e in enumerate(body.eqns) if (call := call_of(e)) is not None}
         if not calls:
             return super().body(body)
+        chains = chains_of([*calls.values()])
+        chained = {id(call) for chain in chains for call in chain}
+        calls = {i: call for i, call in calls.items() if id(call) in chained}
         self.looped.update(id(call.body) for call in calls.values())
-        chain_of_last = {id(chain[-1]): StageChain(chain) for chain in chains_of([*calls.values()])}
+        chain_of_last = {id(chain[-1]): StageChain(chain) for chain in chains}
         writer = _Writer()
         for i, e in enumerate(body.eqns):
             if i not in calls:
