@@ -398,7 +398,13 @@ def test_arguments_are_checked(arguments: dict[str, Any], what: str) -> None:
 
 def test_a_stage_returns_arrays() -> None:
     with pytest.raises(gshard.ShardingError, match="a stage without arrays"):
-        gshard.stage(lambda x: None, "stage", micro_batches=2)(X)
+        jax.jit(gshard.stage(lambda x: None, "stage", micro_batches=2))(X)
+
+
+def test_without_a_trace_the_function_is_called() -> None:
+    seen = []
+    gshard.stage(seen.append, "stage", micro_batches=2)(X)
+    assert seen[0] is X
 
 
 def test_bodies_are_compared_by_what_they_compute() -> None:

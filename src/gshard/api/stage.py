@@ -16,7 +16,7 @@ import numpy as np
 
 from gshard.api.pipeline_mark import schedule_of
 from gshard.core.errors import ShardingError
-from gshard.core.jax_adapter import user_line
+from gshard.core.jax_adapter import is_tracing, user_line
 from gshard.core.keywords import keywords
 from gshard.core.pipeline_schedule import Schedule
 from gshard.language.stage_primitive import STAGE, stage_p
@@ -39,7 +39,7 @@ def stage(
     Under ``gshard.jit`` a chain of calls becomes a loop over stacked operands, which runs as a pipeline as of
     ``gshard.pipeline``: what a call reads of the one before it is handed on, what all calls read is shared, and all
     other operands, such as the weights, are stacked. Between the steps weights stay separate arrays. Outside of gshard
-    the calls are calls of ``jax.jit``.
+    the calls are calls of ``jax.jit``, or of ``f`` itself if JAX does not trace.
 
     All calls of a chain must have the same operations and shapes, and each must read a result of the one before it
     directly. A layer must compute each row of the batch alone.
@@ -72,6 +72,8 @@ def stage(
     found = schedule_of(over, micro_batches, rounds, schedule, call, hint)
 
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not is_tracing():
+            return f(*args, **kwargs)
         leaves, tree = jax.tree.flatten((args, kwargs))
         arrays = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.Array | np.ndarray)}
 

@@ -170,6 +170,11 @@ def no_mesh_set() -> Iterator[None]:
         yield
 
 
+def is_tracing() -> bool:
+    """Whether JAX traces or transforms a function now."""
+    return not _core.trace_state_clean()
+
+
 def is_mapped(x: Any) -> bool:
     """Whether an array is a tracer of ``jax.vmap``, which hides a dimension."""
     while hasattr(x, "primal"):  # a derivative taken inside

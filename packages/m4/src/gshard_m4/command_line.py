@@ -1,7 +1,7 @@
 """The command line: reads it, sets up the process, runs a command, and tells errors.
 
 What belongs to the process is here and nowhere else: virtual devices and time limits of XLA, which must be set before
-JAX starts, the quieting of libraries, and the way errors are told. A mistake of the user's is told in a few lines,
+JAX starts, the quieting of libraries, and the way errors are printed. A mistake of the user's takes a few lines,
 with exit code 2; ``--debug`` shows where it came from.
 
     0 done    2 usage, configuration or data    4 loss not finite    5 checkpoint damaged, and no sound one
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             keep_compiled(off or getattr(getattr(command, "together", None), "several", False))
             return int(command())
         finally:
-            sys.stdout.flush()  # here, where it is known what to do if nobody reads it
+            sys.stdout.flush()  # here, where the error of a closed pipe can be handled
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing is left to be flushed into the pipe
         return 141
@@ -96,7 +96,7 @@ def prepare_process(devices: int, debug: bool) -> None:
     added = [f"{name}={value}" for name, value in flags.items() if name not in present]
     os.environ["XLA_FLAGS"] = " ".join([present, *added]).strip()
     if not debug:
-        # The checkpoint writer logs its own errors with tracebacks before they are told here.
+        # The checkpoint writer logs its own errors with tracebacks before they are printed here.
         logging.getLogger("absl").setLevel(logging.CRITICAL + 1)
         logging.getLogger("asyncio").setLevel(logging.CRITICAL + 1)
 

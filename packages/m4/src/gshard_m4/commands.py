@@ -187,8 +187,8 @@ class Translate:
     Attributes:
         input: a text file in UTF-8; if not given, standard input, which may be a pipe or a person.
         output: where to write; standard output if not given.
-        language: the language of the input, by its code or its English name (de, German); it is told to the model,
-            which otherwise tells languages apart by itself.
+        language: the language of the input, by its code or its English name (de, German); the model
+            reads it. Without it, the model tells languages apart by itself.
         data: folder of the corpus the model was trained on, for its vocabularies; what the run remembers if not given.
         run: folder of the run; the newest one if not given.
         step: which checkpoint; the newest if not given.
@@ -267,7 +267,7 @@ class Serve:
     search: tyro.conf.OmitArgPrefixes[DecodeConfig] = dataclasses.field(default_factory=_serving)
 
     def __call__(self) -> int:
-        """Serves; a port that is in use is told before the model is read."""
+        """Serves; a port that is in use is an error before the model is read."""
         try:
             server = importlib.import_module("gshard_m4.serve.server")
         except ModuleNotFoundError as error:

@@ -70,7 +70,7 @@ class Evaluate:
     search: tyro.conf.OmitArgPrefixes[DecodeConfig] = dataclasses.field(default_factory=DecodeConfig)
 
     def __call__(self) -> int:
-        """Evaluates; what can be wrong with the baselines is told before anything is translated."""
+        """Evaluates; what is wrong with the baselines is an error before anything is translated."""
         for count in (self.sentences, self.each):
             if count is not None and count < 1:
                 raise CommandError(f"cannot score {count} sentences.", hint="Ask for at least one.")

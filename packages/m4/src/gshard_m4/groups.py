@@ -45,7 +45,7 @@ def model_for(
     like: moe.TransformerConfig | None = None,
     replicas: int = 1,
 ) -> moe.TransformerConfig:
-    """The model that is trained on a corpus; what does not divide among the devices is told.
+    """The model that is trained on a corpus; what does not divide among the devices goes to `say`.
 
     Args:
         choice: which model, and how many groups if that is chosen.

@@ -58,7 +58,7 @@ def decoded(lines: Iterable[bytes], name: str, *, replace: bool = False) -> Iter
 
 
 def greeting(run: Path, languages: Sequence[str], room: int) -> str:
-    """What a person is told before the first prompt: which model, what it reads, and how to leave.
+    """The text before the first prompt: which model, what it reads, and how to leave.
 
     >>> print(greeting(Path("runs/demo"), ["de", "fr"], 23))
     gshard-m4: runs/demo translates 2 languages into English: German, French.

@@ -52,8 +52,8 @@ class Adafactor:
         scale: factor of the learning rate.
         peak_step: the step until which the learning rate is flat; it falls as ``1/sqrt(step)`` after it.
         warmup_steps: steps of linear growth at the start; 0 for none, as in the paper.
-        steps, cooldown_steps: the number of all steps, of which the last ones fall linearly, to nothing after the end;
-            0 for none, as in the paper.
+        steps, cooldown_steps: the number of all steps, and of those at the end in which the learning rate falls
+            linearly to zero; 0 for none, as in the paper.
         decay_exponent: the second moments decay by ``1 - (step + 1)**-decay_exponent``.
         clip: the largest root mean square of an update before the learning rate is applied.
         smallest_size: floor under a parameter's root mean square, so that a zero parameter can move.

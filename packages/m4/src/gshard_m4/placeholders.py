@@ -32,7 +32,7 @@ _PARTS = {
     "braces": r"\$?\{\{[^{}]*\}\}|\$\{[^{}]*\}|\{[^{}]*\}",
     "template": r"\[%[^][]*%\]|@[A-Z][A-Z_]+@|%[A-Z][A-Z_]+%",
     "named": rf"%\([A-Za-z_][\w.]*\){_CONVERSION}",
-    # Not "50 % des": a blank is a flag of printf's that nobody uses; nor "50%de".
+    # Not "50 % des": a blank is a flag of printf's that is never used; nor "50%de".
     "printf": rf"%%|(?<!\d)%(?:\d{{1,4}}\$)?{_CONVERSION}|%n\b|%L?\d{{1,2}}",
     "variable": r"\$[A-Za-z_]\w*",
     "escape": r"\\[nrt\"]",

@@ -1,4 +1,4 @@
-"""What to prepare, and what each tier has where nothing is asked for."""
+"""What to prepare, and the defaults of each tier."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FORMAT = 6
 
 @dataclasses.dataclass(frozen=True)
 class Defaults:
-    """What a tier has where nothing is asked for; see `PrepareConfig`."""
+    """The defaults of a tier; see `PrepareConfig`."""
 
     folder: str
     source_vocabulary: int

@@ -13,7 +13,7 @@ from gshard_m4.prepare_config import FORMAT
 ENOUGH = 100
 """Held-out pairs below which a score says little."""
 
-_SAID = 12  # sources that are told one by one
+_SAID = 12  # sources that are printed one by one
 
 
 @dataclasses.dataclass(frozen=True)

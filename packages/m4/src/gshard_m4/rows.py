@@ -9,7 +9,7 @@ import numpy as np
 
 
 class OwnRows:
-    """An array of which this process holds some rows; the whole of it is made only if others are asked for.
+    """An array. This process holds some of its rows, and makes the whole array only if a reader needs other rows.
 
     Args:
         own: the rows that are there.

@@ -23,7 +23,7 @@ from gshard_m4.errors import CorpusError
 from gshard_m4.tokens import Vocabulary
 
 DATA = Path("data/quick-start")
-"""The folder of the corpus that `gshard-m4 prepare` makes if nothing else is asked for."""
+"""The folder of the corpus that `gshard-m4 prepare` makes by default."""
 
 MANIFEST = "manifest.json"
 _WATCHED = 2000  # pairs that training is watched on

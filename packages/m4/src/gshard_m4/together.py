@@ -176,7 +176,7 @@ class Together(Alone):
         told = np.asarray(multihost_utils.process_allgather(padded), np.uint8)
         if found := disagreement([json.loads(row.tobytes()) for row in told]):
             self._watch.bye()
-            self.any(False)  # nobody takes the end of another one for a death
+            self.any(False)  # so that no process takes the end of another one for a death
             raise TrainError(
                 f"the processes were not started alike: {found}.",
                 hint="Give all of them the same options, versions and corpus, and one folder for the run.",
@@ -226,7 +226,7 @@ class Together(Alone):
             # watchdog finds out.
             self._watch.failed(f"{type(error).__name__}: {error}".splitlines()[0])
             return
-        self.any(False)  # nobody says goodbye while another one still trains
+        self.any(False)  # so that no process ends while another one still trains
         self._watch.bye()
         jax.distributed.shutdown()
         if self._hub is not None:

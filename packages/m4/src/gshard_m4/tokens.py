@@ -74,7 +74,7 @@ def learn(sentences: Iterable[str], size: int | None, default: int, what: str) -
         sentences: the text.
         size: number of ids; None takes ``default``, or as many as the text supports if that is fewer.
         default: see ``size``.
-        what: of which side it is, for messages.
+        what: its side, for messages.
 
     Raises:
         VocabularyError: there is no text, or it does not support that many pieces.

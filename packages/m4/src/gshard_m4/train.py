@@ -270,7 +270,7 @@ class _Loop:
         if devices_of(self.model) == 1:
             return like
         leaves, tree = jax.tree.flatten(like)
-        batch = self.group.batch(self.batch, 0)  # of which a process then draws its own rows only
+        batch = self.group.batch(self.batch, 0)  # a process then draws only its own rows of it
         shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}
         expected = self.compiled.lower(like, shapes).argument_shardings
         lying = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for x, s in zip(leaves, expected)]

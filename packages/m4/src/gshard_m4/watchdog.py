@@ -155,7 +155,7 @@ class Hub:
             self._end(STUCK, rank, f"{_nothing_said(silent)} (it was {where})")
         elif behind > limit:
             self._end(STUCK, rank, f"it has been {where} for {now - since:.0f} s; {limit:.0f} s are allowed")
-        elif now - since > 2 * limit:  # nobody is behind: all of them wait for each other
+        elif now - since > 2 * limit:  # no process is behind: all of them wait for each other
             self._end(STUCK, rank, f"like the others, it has been {where} for {now - since:.0f} s")
 
     def _end(self, code: int, rank: int, reason: str) -> None:
@@ -227,7 +227,7 @@ class Watch:
     def failed(self, reason: str) -> None:
         """Says that this process is about to end, and why; returns once the others have been told.
 
-        If it was another process that ended first, this one does not return: it ends as it is told to.
+        If it was another process that ended first, this one does not return: it ends as the other one demands.
 
         Args:
             reason: in one line.

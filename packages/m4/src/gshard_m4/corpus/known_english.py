@@ -96,7 +96,7 @@ def _told(
     asked: Mapping[str, Collection[str]],
     training: Mapping[str, Collection[str]],
 ) -> set[tuple[str, str]]:
-    """Languages and keys of which another training pair tells the translation."""
+    """Languages and keys whose translation is in another training pair."""
     users: dict[str, dict[str, list[tuple[str, int]]]] = {name: defaultdict(list) for name in files}
     same: dict[str, set[tuple[str, str]]] = defaultdict(set)
     owners: dict[str, list[tuple[str, set[str]]]] = {name: [] for name in files}

@@ -17,7 +17,7 @@ def _table(text: str) -> dict[str, str]:
     return dict(word.split(":") for word in text.split())  # type: ignore[misc]
 
 
-# Former codes, codes of countries, and languages of a group of which only one is written.
+# Former codes, codes of countries, and languages of a group in which only one is written.
 _SAME = _table(
     "iw:he in:id no:nb tl:fil mo:ro jw:jv ji:yi sh:sr_Latn kmr:ku cmn:zh gom:kok als:gsw per:fa pes:fa arb:ar zsm:ms "
     "ekk:et lvs:lv khk:mn npi:ne ory:or swh:sw uzn:uz azj:az plt:mg pbu:ps ydd:yi gaz:om nob:nb nno:nn gug:gn dut:nl "

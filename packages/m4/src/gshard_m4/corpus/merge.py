@@ -2,7 +2,7 @@
 
 One language after the other is held in memory. Left out are pairs that differ only in case or in the mark at the end,
 translations of a sentence beyond the third, and *copies*: the same translation in a large language that is no relative
-(a catalogue that falls back on Spanish where nobody has translated it).
+(a catalogue that falls back on Spanish where it has no translation).
 """
 
 from __future__ import annotations

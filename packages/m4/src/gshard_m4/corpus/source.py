@@ -35,7 +35,7 @@ class Source:
         reader: how it is read, see `gshard_m4.corpus.readers`.
         accelerators: marks of keyboard accelerators within words: any of ``_&~``.
         licence: of the translations.
-        tiers: of which corpora it is part.
+        tiers: the corpora that it is part of.
     """
 
     name: str

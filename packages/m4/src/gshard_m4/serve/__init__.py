@@ -3,7 +3,7 @@
     config.py       addresses and limits
     batcher.py      sentences of many requests are translated together
     limits.py       how much, how often and for how long a client may ask
-    app.py          what is asked and what is answered
+    app.py          requests and answers
     openapi.py      the same as a document for other programs
     starting.py     what is answered while the model is read
     server.py       the process: its socket, its signals, its end

@@ -1,4 +1,4 @@
-"""The application: what is asked and what is answered.
+"""The application: requests and answers.
 
     POST /translate  {"text": "...", "from": "de", "alternatives": 3}   "from" and "alternatives" may be left out
                   -> {"text": "...", "language": "de", "lines": [{"source", "text", "cut", "unfamiliar", "lost",

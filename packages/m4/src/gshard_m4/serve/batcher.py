@@ -53,7 +53,7 @@ class Batcher:
         translator: what translates; its search runs in a thread of its own.
         limit: sentences that may wait, and half as many of one client.
         wait: seconds to wait for others before a search begins.
-        seen: is told how many sentences a search held, and the seconds that its next steps took.
+        seen: called with the number of sentences that a search held, and the seconds that its next steps took.
     """
 
     def __init__(

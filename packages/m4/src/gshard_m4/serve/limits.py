@@ -103,7 +103,7 @@ async def while_there(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The body of a request, of which no more than `limit` bytes are ever kept.
+    """The body of a request. No more than `limit` bytes of it are ever kept.
 
     Raises:
         HTTPException: 413 if it is longer, 400 if the client went away.
