@@ -1,4 +1,4 @@
-"""A step of a stack of Llama's layers on 8 H100: pipelines by the mark, a pipeline written by hand, FSDP.
+"""A step of Llama's layers on 8 H100: pipelines by the mark of a stack, of separate layers, written by hand, and FSDP.
 
     python benchmarks/pipelines.py
 
@@ -61,6 +61,18 @@ def by_mark(**arguments: Any) -> Callable[[Any, Any], Any]:
     return run
 
 
+def separate(**arguments: Any) -> Callable[[Any, Any], Any]:
+    """Layers with weights of their own, one call after the other."""
+
+    def run(layers: Any, x: Any) -> Any:
+        stage = gshard.stage(jax.checkpoint(layer), "devices", micro_batches=MICRO_BATCHES, **arguments)
+        for w in layers:
+            x, _ = stage(x, w)
+        return x
+
+    return run
+
+
 def by_hand(w: Any, x: Any) -> Any:
     w = gshard.split(jax.tree.map(lambda v: v.reshape(STAGES, -1, *v.shape[1:]), w), 0, "devices")
     micro = x.reshape(MICRO_BATCHES, -1, *x.shape[1:])
@@ -85,6 +97,8 @@ PROGRAMS: dict[str, Callable[[Any, Any], Any]] = {
     "`gshard.pipeline`": by_mark(),
     "the same, 2 rounds": by_mark(rounds=2),
     "the same, zero bubble": by_mark(schedule="zero_bubble"),
+    "separate layers, `gshard.stage`": separate(),
+    "separate layers, 2 rounds": separate(rounds=2),
     "written by hand": by_hand,
     "FSDP": fsdp,
 }
@@ -95,8 +109,10 @@ def main() -> None:
     print(f"| program | sent, GiB | operations, PFLOP | peak of memory, GiB | {', '.join(MACHINES)}: modelled ms |")
     print("|---|---|---|---|---|")
     for name, program in PROGRAMS.items():
-        w = weights()
-        if "rounds" in name:
+        w: Any = weights()
+        if "separate" in name:
+            w = [{k: jax.ShapeDtypeStruct(v.shape[1:], v.dtype) for k, v in w.items()}] * LAYERS
+        elif "rounds" in name:
             w = {k: jax.ShapeDtypeStruct((2, LAYERS // 2, *v.shape[1:]), v.dtype) for k, v in w.items()}
         step = jax.value_and_grad(lambda w, x, program=program: (program(w, x).astype(jnp.float32) ** 2).mean())
         mesh = gshard.Mesh.abstract(devices=STAGES)
