@@ -8,15 +8,20 @@ from typing import Any
 import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.linear_util import WrappedFun
 
 from gshard.core.jax_adapter import called_jaxpr, closed, user_line
 from gshard.language.batch import same
 
 
-def first_difference(one: Any, other: Any) -> str:
+def first_difference(one: Any, other: Any, *, constants: bool = True) -> str:
     """Where two (closed) jaxprs differ; empty if they compute the same, up to the names of variables.
 
     Functions in the parameters of calls do not count: they are rules for derivatives of what the body computes.
+
+    Args:
+        one, other: the jaxprs.
+        constants: whether their own constants must be equal.
 
     >>> import jax, jax.numpy as jnp
     >>> two, three = (jax.make_jaxpr(jnp.sin)(jnp.zeros(n)) for n in (2, 3))
@@ -27,7 +32,7 @@ def first_difference(one: Any, other: Any) -> str:
     inputs = (*x.constvars, *x.invars), (*y.constvars, *y.invars)
     if _types(inputs[0]) != _types(inputs[1]):
         return f"one has the operands {_types(inputs[0])}, the other {_types(inputs[1])}"
-    if not all(map(_equal, consts_x, consts_y)):
+    if constants and not all(map(_equal, consts_x, consts_y)):
         return "their constants differ"
     matching = dict(zip(*inputs, strict=True))
     for e, f in zip(x.eqns, y.eqns, strict=False):
@@ -59,7 +64,7 @@ def _of_equations(e: Any, f: Any, matching: dict[Any, Any]) -> str:
     is_call = called_jaxpr(e) is not None
     for name in sorted(e.params.keys() | f.params.keys()):
         value, other = e.params.get(name), f.params.get(name)
-        if is_call and callable(value) and callable(other):
+        if is_call and _is_function(value) and _is_function(other):
             continue
         bodies = _jaxprs(value), _jaxprs(other)
         if len(bodies[0]) != len(bodies[1]) or not (bodies[0] or _equal(value, other)):
@@ -68,6 +73,10 @@ def _of_equations(e: Any, f: Any, matching: dict[Any, Any]) -> str:
             if difference:
                 return difference
     return ""
+
+
+def _is_function(value: Any) -> bool:
+    return callable(value) or isinstance(value, WrappedFun)
 
 
 def _jaxprs(value: Any) -> Sequence[Any]:

@@ -123,7 +123,7 @@ def _difference(before: StageCall, call: StageCall) -> str:
     """How the bodies of two calls differ; empty if they are equal."""
     if before.schedule and call.schedule and before.schedule != call.schedule:
         return f"one has the schedule {before.schedule}, the other {call.schedule}"
-    return first_difference(before.body, call.body)
+    return first_difference(before.body, call.body, constants=False)  # constants are operands
 
 
 class StageChain:
