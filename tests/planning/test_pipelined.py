@@ -87,6 +87,19 @@ def of_dropped(w: Any) -> Any:
     return jax.lax.scan(jax.checkpoint(layer), X, (w, jax.random.split(jax.random.key(1), 8)))[0]
 
 
+def of_keys(w: Any) -> Any:
+    """A key for each row, a mask that a running sum over rows makes, and recomputation of both."""
+
+    def layer(x: Any, w: Any) -> Any:
+        w, key, mask = w
+        keys = jax.random.split(key, ROWS)
+        kept = jax.vmap(lambda key, x: jnp.where(jax.random.bernoulli(key, 0.8, x.shape), x, 0))(keys, block(x, w))
+        return jnp.where((jnp.cumsum(mask) % 3 > 0)[:, None, None], kept, x), None
+
+    keys, masks = jax.random.split(jax.random.key(1), 8), jnp.stack([jnp.roll(MASK[:, 0], i) for i in range(8)])
+    return jax.lax.scan(jax.checkpoint(layer), X, (w, keys, masks))[0]
+
+
 def of_narrow(w: Any) -> Any:
     narrow = lambda x: jax.tree.map(lambda a: a.astype(jnp.bfloat16), x)  # noqa: E731
     return jax.lax.scan(plain, narrow(X), narrow(w))[0].astype(jnp.float32)
@@ -115,6 +128,7 @@ PROGRAMS: dict[str, Callable[[Any], Any]] = {
     "carried": of_carried,
     "masked": of_masked,
     "dropped": of_dropped,
+    "keys": of_keys,
     "narrow": of_narrow,
     "second": of_second,
     "chunks": of_chunks,

@@ -11,6 +11,7 @@ The first scan also stacks what the equations of the second one read. Values tha
 computed in the second one. Its iterations are independent.
 
 ``without_tables`` computes before the scan what is the same in all iterations and depends on nothing.
+``computed_before`` computes some equations for all iterations before the scan, if they do not depend on the carry.
 """
 
 from __future__ import annotations
@@ -166,3 +167,68 @@ def without_tables(e: Equation, builder: Writer) -> list[Equation] | None:
         return [*end, *stacked]
 
     return written(builder, loop, e.inputs, e.outputs, e)
+
+
+def computed_before(e: Equation, name: str, line: str, builder: Writer) -> list[Equation] | None:
+    """A scan whose body reads what some equations compute; None if all of these depend on the carry.
+
+    A loop before it computes them for all iterations. A split of a random key into one for each row, for example, needs
+    the positions of the rows.
+
+    Args:
+        e: the scan.
+        name, line: of the equations.
+        builder: creates the equations.
+    """
+    (body,) = e.blocks
+    consts, carry = scan_counts(e.params)
+    known = {*body.inputs[:consts], *body.inputs[consts + carry :]}
+    early = list[Equation]()
+    for q in body.equations:
+        values = {x for x in q.inputs if isinstance(x, Value)}
+        if q.rule is None or q.mark is not None:
+            continue
+        if q.rule.passes:  # a barrier: each result depends on one operand
+            early.append(q)
+            known.update(v for x, v in zip(q.inputs, q.outputs, strict=True) if x in known)
+        elif is_pure(q) and values <= known:
+            early.append(q)
+            known.update(q.outputs)
+    moved = [q for q in early if (q.name, q.line) == (name, line)]
+    if not moved:
+        return None
+    made = [v for q in moved for v in q.outputs]
+    needed, before = set(made), list[Equation]()
+    for q in reversed(early):
+        if not needed.isdisjoint(q.outputs):
+            before.insert(0, q)
+            needed.update(x for x in q.inputs if isinstance(x, Value) and x in known)
+    others = [q for q in body.equations if q not in moved]
+    slices = body.inputs[consts + carry :]
+    read = [i for i, v in enumerate(slices) if v in needed]
+
+    def loops(*operands: Any) -> list[Any]:
+        shared = dict(zip(body.inputs[:consts], operands, strict=False))
+        start, stacks = list(operands[consts : consts + carry]), list(operands[consts + carry :])
+
+        def first(_: None, own: Any) -> Any:
+            env = shared | {slices[i]: x for i, x in zip(read, own, strict=True)}
+            for q in before:
+                if q.rule is not None and q.rule.passes:
+                    env.update((v, env[x]) for x, v in zip(q.inputs, q.outputs, strict=True) if x in env)
+                else:
+                    Interpreter().evaluate([q], env)
+            return None, [value_of(v, env) for v in made]
+
+        def second(carried: Any, own: Any) -> Any:
+            env = shared | dict(zip((*body.inputs[consts:], *made), (*carried, *own), strict=True))
+            Interpreter().evaluate(others, env)
+            out = [value_of(v, env) for v in body.outputs]
+            return out[:carry], out[carry:]
+
+        _, given = lax.scan(first, None, [stacks[i] for i in read], length=e.params["length"])
+        params = {key: e.params[key] for key in ("length", "reverse", "unroll")}
+        end, stacked = lax.scan(second, start, [*stacks, *given], **params)
+        return [*end, *stacked]
+
+    return written(builder, loops, e.inputs, e.outputs, e)

@@ -31,7 +31,7 @@ from gshard.core.program import Block, Constant, Equation, Program, Value
 from gshard.language.region import with_edges
 from gshard.language.traits import traits_of
 from gshard.planning.layer_stacks import all_schedules, entering, hands_on, layers_handed_on, schedules_of
-from gshard.planning.loop_fission import in_two, without_tables
+from gshard.planning.loop_fission import computed_before, in_two, without_tables
 from gshard.planning.micro_batches import Mixed, Rows, micro_body
 from gshard.planning.pipeline_loop import PipelinedLoop
 from gshard.planning.stage_layout import StageLayout
@@ -135,6 +135,8 @@ class _Walk:
                     equations += self._pipeline(e, schedule, known)
                 except Mixed as mixed:
                     parts = without_tables(e, self._builder)
+                    if parts is None and (eqn := mixed.equation) is not None:
+                        parts = computed_before(e, eqn.primitive.name, user_line(eqn.source_info), self._builder)
                     if parts is None:
                         raise _refusal(e, schedule, mixed) from None
                     pending += reversed(parts)
