@@ -23,7 +23,7 @@ from typing import Any
 
 from jax import lax
 
-from gshard.core.jax_adapter import scan_counts
+from gshard.core.jax_adapter import scan_counts, user_line
 from gshard.core.program import Block, Constant, Equation, Value
 from gshard.language.interpret import Interpreter, value_of
 from gshard.rewrite.cse import is_pure
@@ -194,7 +194,7 @@ def computed_before(e: Equation, name: str, line: str, builder: Writer) -> list[
         elif is_pure(q) and values <= known:
             early.append(q)
             known.update(q.outputs)
-    moved = [q for q in early if (q.name, q.line) == (name, line)]
+    moved = [q for q in early if (q.name, user_line(q.source_info)) == (name, line)]
     if not moved:
         return None
     made = [v for q in moved for v in q.outputs]
