@@ -48,6 +48,13 @@ def turned(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
     return jax.sharding.Mesh(devices, [a for a, _ in axes], axis_types=(AxisType.Auto,) * len(axes))
 
 
+def three_calls(run: Callable[..., Any], mesh: jax.sharding.Mesh, *arguments: Any) -> Iterator[Any]:
+    """The results of three calls: with arguments on the host, on all devices, and split along two dimensions."""
+    yield run(*arguments)
+    yield run(*jax.device_put(arguments, NamedSharding(mesh, P())))
+    yield run(*jax.tree.map(lambda x: cut(np.asarray(x), mesh, 0, 1), arguments))
+
+
 # Compiled once for all calls.
 _sum_of_bits = jax.jit(
     lambda v: sum(jnp.where(v & (1 << k), 1 << k, 0) for k in range(31)) + jnp.where(v < 0, -(2**31), 0)

@@ -1,4 +1,4 @@
-"""The search against the one of a batch; and that nobody's translation depends on when it came."""
+"""The search gives the translations of a batch, and no translation depends on when its sentence came."""
 
 from __future__ import annotations
 

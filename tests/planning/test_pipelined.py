@@ -21,7 +21,7 @@ from gshard.core.mesh import Mesh
 from gshard.core.pipeline_schedule import Schedule
 from gshard.planning.pipelined import pipelined
 from gshard.planning.settled import settled
-from placed import cut, mesh_of
+from placed import mesh_of, three_calls
 
 RNG = np.random.default_rng(3)
 ROWS, LENGTH, UNITS = 24, 3, 6
@@ -171,12 +171,8 @@ def in_float32() -> Any:
 
 def check_calls(function: Callable[..., Any], want: Any, *arguments: Any, mesh: Any, narrow: bool = False) -> None:
     """Calls with arguments on the host, as results of the first call are placed, and replicated."""
-    run = gshard.jit(function, mesh=mesh)
-    check_equal(run(*arguments), want, narrow=narrow)
-    placed = jax.device_put(arguments, jax.sharding.NamedSharding(mesh, P()))
-    check_equal(run(*placed), want, narrow=narrow)
-    split = jax.tree.map(lambda x: cut(np.asarray(x), mesh, 0, 1), arguments)
-    check_equal(run(*split), want, narrow=narrow)
+    for got in three_calls(gshard.jit(function, mesh=mesh), mesh, *arguments):
+        check_equal(got, want, narrow=narrow)
 
 
 @functools.cache

@@ -13,12 +13,11 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 
 import gshard
 from gshard.core.mesh import Mesh
 from gshard.tracing.equal_bodies import first_difference
-from placed import cut, mesh_of
+from placed import mesh_of, three_calls
 
 RNG = np.random.default_rng(5)
 ROWS, UNITS, LAYERS = 24, 6, 8
@@ -191,10 +190,8 @@ def check_equal(got: Any, want: Any) -> None:
 
 
 def check_calls(function: Callable[..., Any], want: Any, *arguments: Any, mesh: Any) -> None:
-    run = gshard.jit(function, mesh=mesh)
-    check_equal(run(*arguments), want)
-    check_equal(run(*jax.device_put(arguments, jax.sharding.NamedSharding(mesh, P()))), want)
-    check_equal(run(*jax.tree.map(lambda x: cut(np.asarray(x), mesh, 0, 1), arguments)), want)
+    for got in three_calls(gshard.jit(function, mesh=mesh), mesh, *arguments):
+        check_equal(got, want)
 
 
 @functools.cache

@@ -4,8 +4,8 @@ Inside of a call of a stage it marks the results, with the schedule. Its derivat
 in a derivative has it as well: ``tracing.stage_loops`` finds these calls by it.
 
 Around the call it has no schedule. If one of the arrays has a tangent or a cotangent, all have one, which may be zero.
-So the calls of a chain have equal derivatives, also the first one, which may read an array that no derivative is by,
-and the last one, of which nothing may read some result.
+So the calls of a chain have equal derivatives. Without this, the first call would differ if the user takes no
+derivative by its input, and the last call if nothing reads one of its results.
 """
 
 from __future__ import annotations

@@ -123,8 +123,9 @@ class Marked:
     def restore(self, translation: str) -> str:
         """A translation of the plain sentence, with the tags and the accelerator.
 
-        Nobody knows which word of a translation a tag belongs to: it goes to the gap between words that has as much of
-        the text before it, and tags stay in their order. Those around all of the sentence are around all of it again.
+        The model does not say which word of a translation a tag belongs to. So a tag goes to the gap between words
+        that has as large a share of the text before it, and tags stay in their order. Tags around the whole sentence
+        are around the whole translation.
         """
         if self.accelerator is not None:
             translation = _with_accelerator(translation, *self.accelerator)

@@ -30,7 +30,7 @@ class QueueFullError(Exception):
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Job:
-    """A sentence; whoever wants it cancels its answer on leaving."""
+    """A sentence. A client that leaves cancels its answer."""
 
     sentence: str
     language: str | None
