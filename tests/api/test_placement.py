@@ -179,3 +179,28 @@ def test_a_searched_plan_gives_whole_results_in_the_order_that_was_asked_for() -
         result = function(PLACES[place]())
         np.testing.assert_array_equal(np.asarray(result), X * 2)
         assert result.sharding.is_equivalent_to(asked, 2)
+
+
+def test_donated_keys_are_given_once() -> None:
+    """XLA:CPU would end the process, so calls through dispatch are checked too. A key and its data share memory."""
+
+    def f(key: Any, x: Any) -> Any:
+        return jax.random.split(key)[0], x * 2
+
+    call = gshard.jit(f, mesh=MESH, donate_argnums=(0, 1))
+    keys, numbers = call.lower(jax.random.key(0), jax.random.key_data(jax.random.key(0))).argument_shardings
+    key, x = jax.device_put(jax.random.key(1), keys), jax.device_put(np.ones(2, np.uint32), numbers)
+    for _ in range(3):
+        given = key
+        key, x = call(key, x)
+        assert given.is_deleted()
+        with pytest.raises(gshard.ShardingError, match="an earlier call has overwritten, as key"):
+            call(given, x)
+        with pytest.raises(gshard.ShardingError, match="was given twice, as key and x"):
+            call(key, jax.random.key_data(key))
+    twice = gshard.jit(lambda a, b: (jax.random.split(a)[0], jax.random.split(b)[0]), mesh=MESH, donate_argnums=(0, 1))
+    a, b = (jax.device_put(jax.random.key(i), NamedSharding(MESH, P())) for i in range(2))
+    for _ in range(3):
+        a, b = twice(a, b)
+    with pytest.raises(gshard.ShardingError, match="was given twice, as a and b"):
+        twice(a, a)

@@ -15,7 +15,7 @@ from gshard.api.built_step import BuiltStep, built_by
 from gshard.api.jit import jit
 from gshard.api.jitted import Jitted
 from gshard.core.errors import ArgumentError
-from gshard.core.jax_adapter import user_line
+from gshard.core.jax_adapter import put_all, user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames_in_methods
 from gshard.core.mesh import Mesh, MeshLike
 from gshard.core.plan import Plan, local_bytes
@@ -156,8 +156,7 @@ class Configuration:
                 f"their structure: {tree}"[:300],
                 f"Give arrays in the structure of configuration.arguments: {known}"[:300],
             )
-        placed = [jax.device_put(x, s) for x, s in zip(leaves, lowered.argument_shardings, strict=True)]
-        return self.built.with_leaves(args, placed, tree)
+        return self.built.with_leaves(args, put_all(leaves, lowered.argument_shardings), tree)
 
     def save(self, path: str | Path) -> None:
         """Writes the configuration, for ``Configuration.load`` in any process.

@@ -42,15 +42,15 @@ from gshard.core.jax_adapter_dispatch import (
     forget_traces,
     is_staging,
     may_crash_donated,
-    nan_found,
     refused_by_dispatch,
     without_constants,
 )
+from gshard.core.jax_adapter_nans import invalid, nan_found, without_jit
 from gshard.core.jax_adapter_references import references_in
 from gshard.core.jax_adapter_tracebacks import without_our_frames
 from gshard.core.layout import Layout
 from gshard.core.mesh import Mesh, MeshLike
-from gshard.core.paths import parameters_of
+from gshard.core.paths import positional_names
 from gshard.core.phases import phase
 from gshard.core.plan import Plan
 from gshard.core.planning_tables import Tables, with_tables
@@ -216,10 +216,11 @@ class Jitted(OneObject, Generic[P, R]):
         try:
             results = lowered.executable(*placed.arrays)
         except Exception as error:
-            if not nan_found(error) or lowered.program.references:
+            if not nan_found(error):
                 raise
-            with jax.disable_jit():  # finds the operation that made it
-                return self._parameters.plain(*args, **kwargs), None, False
+            if lowered.program.references:  # they may have changed
+                raise invalid(error, name_of(self._f)) from None
+            return without_jit(lambda: self._parameters.plain(*args, **kwargs), name_of(self._f)), None, False
         flat = lowered.flat_results(results, leaves)
         path = by_dispatch(lowered, placed, leaves, flat)
         results = jax.tree.unflatten(lowered.out_tree, flat)
@@ -334,7 +335,8 @@ class Jitted(OneObject, Generic[P, R]):
         program = dataclasses.replace(program, argument_marks=marks, **memories(program, signature, self._options))
         program = target.with_kept_options(program)
         if self._options.names is not None:
-            said = names_of_arguments(parameters_of(f), self._options.names, *signature.arguments())
+            args, kwargs = signature.arguments()
+            said = names_of_arguments(positional_names(f, len(args)), self._options.names, args, kwargs)
             program = with_names_of_arguments(program, said, given)
         first = len(program.captured)
         padded = {first + i: x.partitioning for i, x in enumerate(signature.leaves) if x.partitioning is not None}

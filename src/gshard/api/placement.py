@@ -92,12 +92,12 @@ def placed_arguments(callee: Callee, leaves: Sequence[Any]) -> Placed:
         return Placed(arrays, True)
     _tell(callee, moved, arrays)
     dispatched = True
-    for i in moved:
-        copied = i in donated and callee.mesh.size > 1
-        # C++ makes no copy of a donated array that lies on one of the devices already.
-        dispatched = dispatched and not copied and not _is_taken_as_it_is(arrays[i], targets[i], layouts.get(i))
-        arrays[i] = _in_memory_of(targets[i], jnp.array(arrays[i], copy=True) if copied else arrays[i])
-    with no_mesh_set():  # with one set JAX moves nothing between two orders of its devices
+    with no_mesh_set():  # with one set JAX copies and moves no array of other devices, or of another order of them
+        for i in moved:
+            copied = i in donated and callee.mesh.size > 1
+            # C++ makes no copy of a donated array that lies on one of the devices already.
+            dispatched = dispatched and not copied and not _is_taken_as_it_is(arrays[i], targets[i], layouts.get(i))
+            arrays[i] = _in_memory_of(targets[i], jnp.array(arrays[i], copy=True) if copied else arrays[i])
         for i, x in zip(moved, jax.device_put([arrays[i] for i in moved], [targets[i] for i in moved]), strict=True):
             layout = layouts.get(i)
             arrays[i] = x if layout is None or layout_of(x) == layout else jax.device_put(x, Format(layout, targets[i]))

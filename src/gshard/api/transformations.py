@@ -34,10 +34,11 @@ from gshard.api.reference_arguments import arrays_of
 from gshard.api.signature import Leaf, explicit_sharding
 from gshard.api.target import Target
 from gshard.core.errors import TraceError
-from gshard.core.jax_adapter import mesh_of_context, no_mesh_set, user_line
+from gshard.core.jax_adapter import mesh_of_context, no_mesh_set, put_all, user_line
 from gshard.core.jax_adapter_dispatch import checked_by, expanded_by, is_staging, mapped, mapped_by, weakly_cached
 from gshard.core.jax_adapter_lowering import Unknown
 from gshard.core.jax_adapter_manual import types_alike, varying_alike
+from gshard.core.jax_adapter_nans import nan_found, without_jit
 from gshard.core.jax_adapter_references import discharged_by, effects_of_call, is_reference
 from gshard.core.mark import Mark
 from gshard.core.memory_kinds import is_on_host, space
@@ -187,9 +188,14 @@ mlir.register_lowering(call_p, _lower, cacheable=False)
 def _run(*arguments: Any, jaxpr: Any, target: Target) -> list[Any]:
     """A call whose arguments are all there: what a derivative taken outside of ``jax.jit`` comes to."""
     lowered = _lowered(jaxpr, target, tuple(getattr(x, "sharding", None) for x in arguments))
-    targets = lowered.argument_shardings
-    placed = [jax.device_put(x, s) for x, s in zip(arrays_of(arguments), targets, strict=True)]
-    results = lowered.flat_results(lowered.executable(*placed), arguments)
+    placed = put_all(arrays_of(arguments), lowered.argument_shardings)
+    try:
+        results = lowered.flat_results(lowered.executable(*placed), arguments)
+    except Exception as error:
+        if not nan_found(error):
+            raise
+        run = functools.partial(jax.core.eval_jaxpr, jaxpr.jaxpr, jaxpr.consts)
+        results = without_jit(lambda: run(*placed), lowered.program.name)
     return [_typed(x, a, arguments) for x, a in zip(results, jaxpr.out_avals, strict=True)]
 
 

@@ -170,6 +170,12 @@ def no_mesh_set() -> Iterator[None]:
         yield
 
 
+def put_all(arrays: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
+    """Places arrays. While a mesh is set, JAX refuses arrays on other devices than its, or on its devices reordered."""
+    with no_mesh_set():
+        return list(jax.device_put(list(arrays), list(shardings))) if arrays else []
+
+
 def is_tracing() -> bool:
     """Whether JAX traces or transforms a function now."""
     return not _core.trace_state_clean()
@@ -219,6 +225,17 @@ def as_weak(x: Any, weak: bool) -> Any:
     if _core.typeof(x).weak_type == weak or _dtypes.issubdtype(x.dtype, _dtypes.extended):
         return x
     return _convert_element_type(x, x.dtype, weak_type=weak)
+
+
+def relabelled(x: Any, sharding: jax.sharding.NamedSharding) -> Any:
+    """An array of the same parts on the same devices, with another sharding: nothing moves. Its weak type is kept."""
+    part_on = {shard.device: shard.data for shard in x.addressable_shards}
+    # JAX expects the parts of random keys in the order of the sharding's devices.
+    parts = [part_on[device] for device in sharding.mesh.devices.flat if device in part_on]
+    array = jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
+    if not getattr(x, "weak_type", False):  # keys have no such type
+        return array
+    return type(array)(array.aval.update(weak_type=True), sharding, parts, committed=True)
 
 
 def of_no_mesh(x: Any) -> Any:

@@ -60,11 +60,6 @@ def logs_compilations() -> bool:
     return bool(_config.log_compiles.value)
 
 
-def nan_found(error: BaseException) -> bool:
-    """Whether an error comes from ``jax.debug_nans`` or ``jax.debug_infs``."""
-    return isinstance(error, _dispatch.InternalFloatingPointError)
-
-
 def refused_by_dispatch(error: Exception) -> bool:
     """Whether the dispatch in C++ has refused an argument: not hashable, ``__jax_array__``, deleted, donated twice."""
     refusals = (
@@ -78,12 +73,8 @@ def refused_by_dispatch(error: Exception) -> bool:
 
 def address_of(x: Any) -> int:
     """The address of an array's memory on its first addressable device. Two arrays may share one address."""
-    if (
-        type(x) is not ArrayImpl
-        or x.is_deleted()
-        or not x.addressable_shards
-        or jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
-    ):
+    x = getattr(x, "_base_array", x)  # of random keys
+    if type(x) is not ArrayImpl or x.is_deleted() or not x.addressable_shards:
         return id(x)
     return int(x.addressable_shards[0].data.unsafe_buffer_pointer())
 
@@ -93,7 +84,7 @@ def may_crash_donated(arguments: Any) -> bool:
 
     gshard checks this before every call that donates, so the check must be fast.
     """
-    leaves = _tree_util.default_registry.flatten(arguments)[0]
+    leaves = _tree_util.dispatch_registry.flatten(arguments)[0]  # random keys become arrays of integers
     if len(leaves) == 1:
         (x,) = leaves
         return type(x) is ArrayImpl and x.is_deleted()

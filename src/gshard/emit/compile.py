@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 
 from gshard.core.context import NO_CONTEXT
 from gshard.core.errors import MeshError
-from gshard.core.jax_adapter import no_mesh_set, shapes_of
+from gshard.core.jax_adapter import no_mesh_set, put_all, relabelled, shapes_of
 from gshard.core.jax_adapter_context import in_context
 from gshard.core.jax_adapter_dispatch import executed, names_devices
 from gshard.core.memory_kinds import DEVICE, in_memory
@@ -83,11 +83,12 @@ class Executable:
     @functools.cached_property
     def captured(self) -> tuple[Any, ...]:
         """The captured arrays of the function, placed on the mesh once."""
-        mesh, shardings = self.spmd.mesh, self.spmd.in_shardings
-        return tuple(
-            jax.device_put(x, named_sharding(mesh, s, self.spmd.program.input_memory(i)))
-            for i, (x, s) in enumerate(zip(self.spmd.program.captured, shardings, strict=False))
-        )
+        spmd = self.spmd
+        shardings = [
+            named_sharding(spmd.mesh, s, spmd.program.input_memory(i))
+            for i, s in enumerate(spmd.in_shardings[: len(spmd.program.captured)])
+        ]
+        return tuple(put_all(spmd.program.captured, shardings))
 
     @functools.cached_property
     def lowered(self) -> Any:
@@ -114,12 +115,6 @@ class Executable:
 
     def __str__(self) -> str:
         return f"executable {self.spmd.program.name} on {self.spmd.mesh}\n{self.compiled.as_text()}"
-
-
-def relabelled(x: Any, sharding: NamedSharding) -> Any:
-    """An array of the same parts on the same devices, with another sharding: nothing moves."""
-    parts = [shard.data for shard in x.addressable_shards]
-    return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
 
 
 def named_sharding(mesh: Mesh, sharding: Sharding, memory: str = DEVICE) -> NamedSharding:
