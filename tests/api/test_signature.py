@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import re
 import threading
 import weakref
 from typing import Any
@@ -198,6 +199,33 @@ def test_methods_partial_functions_and_callables() -> None:
     assert partial(x)[1] == 2.0
     assert "multiply" in repr(partial)
     assert "on devices=8" in repr(partial)
+
+
+def several(count: int, *xs: Any, key: Any = None) -> Any:
+    return [x * count for x in xs], key
+
+
+def test_names_of_arguments_leave_static_ones_out() -> None:
+    """Also beyond the named parameters: the second of ``*xs`` is not called by the name that follows them."""
+    x, text = np.arange(8.0), "text"
+    call = gshard.jit(several, mesh=8, static_argnums=0)
+    assert call.lower(1, x, x, key=x).program.names == ("xs[0]", "xs[1]", "key")
+    for arguments, named, name in (
+        ((1, text), {}, "xs[0]"),
+        ((1, x, [x, text]), {}, "xs[1][1]"),
+        ((1, x), {"key": text}, "key"),
+    ):
+        with pytest.raises(TypeError, match=f"at path {re.escape(name)}\\.") as caught:
+            call(*arguments, **named)
+        assert text in str(caught.value)
+    with pytest.raises(TypeError, match="at path x\\."):
+        gshard.jit(lambda n, x: x * n, mesh=8, static_argnums=0)(2, text)
+    with pytest.raises(OverflowError, match=r"xs\[0\]\['n'\], an argument of several, is too large"):
+        call(1, {"n": 2**40})
+    layout = gshard.Layout(rows="devices")
+    named = gshard.jit(several, mesh=8, static_argnums=0, layout=layout, names={"key": "rows"})
+    _, *placed = named.lower(1, x, x, key=x).argument_shardings
+    assert [s.spec for s in placed] == [P(), P("devices")]
 
 
 def test_names_reach_the_compiled_program() -> None:

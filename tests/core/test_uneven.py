@@ -146,6 +146,13 @@ def test_it_has_no_hash_as_an_array_has_none() -> None:
 
 def test_copies() -> None:
     r = kept(X, AxisType.Auto)
-    np.testing.assert_array_equal(copy.copy(r), X)
+    for copied in (copy.copy(r), copy.deepcopy({"r": r})["r"]):
+        assert isinstance(copied, gshard.UnevenArray)
+        assert copied.sharding == r.sharding
+        assert copied.padded is not r.padded
+        np.testing.assert_array_equal(copied, X)
     np.testing.assert_array_equal(copy.deepcopy(np.asarray(r)), X)
-    np.testing.assert_array_equal(pickle.loads(pickle.dumps(np.asarray(r))), X)
+    for pickled in (r, np.asarray(r)):
+        loaded = pickle.loads(pickle.dumps(pickled))
+        np.testing.assert_array_equal(loaded, X)
+        assert isinstance(loaded, jax.Array if pickled is r else np.ndarray)

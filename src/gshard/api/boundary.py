@@ -23,7 +23,7 @@ from gshard.core.jax_adapter import user_line
 from gshard.core.mark import Mark
 from gshard.core.memory_kinds import is_in_host_space, memory_of
 from gshard.core.mesh import Mesh
-from gshard.core.paths import parameters_of
+from gshard.core.paths import positional_names
 from gshard.core.program import Program
 from gshard.language.mark_primitive import bind_mark
 from gshard.language.transfer import transferred
@@ -162,7 +162,7 @@ def marks_of_in_shardings(
     if in_shardings is None:
         return []
     _refuse_named(kwargs, f)
-    return marks_of_specs("in_shardings", in_shardings, args, parameters_of(f))
+    return marks_of_specs("in_shardings", in_shardings, args, positional_names(f, len(args)))
 
 
 def _refuse_named(kwargs: Mapping[str, Any], f: Callable[..., Any]) -> None:

@@ -11,7 +11,7 @@ from gshard.api.jitted import Jitted
 from gshard.api.names import names_of_arguments, paths_of_arguments, with_names_of_arguments
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter_tracebacks import without_our_frames
-from gshard.core.paths import parameters_of
+from gshard.core.paths import positional_names
 from gshard.naming.dimension_classes import Dimensions, dimensions_of
 from gshard.tracing.trace import trace
 
@@ -59,5 +59,6 @@ def dimensions(f: Callable[..., Any], *args: Any, names: Any = None, **kwargs: A
         program, tree = lowered.program, lowered.in_tree
     else:
         program, tree = trace(f, *args, **kwargs), jax.tree.structure((args, kwargs))
-        program = with_names_of_arguments(program, names_of_arguments(parameters_of(f), names, args, kwargs), ())
+        said = names_of_arguments(positional_names(f, len(args)), names, args, kwargs)
+        program = with_names_of_arguments(program, said, ())
     return dimensions_of(program, paths_of_arguments(program, tree))

@@ -20,18 +20,18 @@ from gshard.core.errors import ShardingError, known_names
 from gshard.core.jax_adapter import user_line
 from gshard.core.layout import Named, Names
 from gshard.core.mark import Mark
-from gshard.core.paths import matches, parameters_of, path_of
+from gshard.core.paths import matches, path_of, positional_names
 from gshard.core.program import Program
 from gshard.language.mark_primitive import bind_names
 
 
 def names_of_arguments(
-    parameters: Sequence[str], names: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    positional: Sequence[str], names: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Names | None]:
     """The names of each leaf of ``(args, kwargs)``, in JAX's order; None where nothing is said.
 
     Args:
-        parameters: the names of the function's parameters.
+        positional: the names of the positional arguments.
         names: what ``jit`` was given: a dictionary from patterns of paths to names, or to a pytree prefix of names for
             what is at that path; or a pytree prefix of names for the positional arguments. None says nothing.
         args, kwargs: arrays or shapes.
@@ -42,7 +42,7 @@ def names_of_arguments(
     leaves, tree = jax.tree.flatten((args, kwargs))
     numbered = jax.tree.unflatten(tree, range(len(leaves)))
     found: dict[int, tuple[str, Names]] = {}
-    nodes = list(_nodes(parameters, *numbered))
+    nodes = list(_nodes(positional, *numbered))
     path_of_leaf = {part: path for path, part in nodes if isinstance(part, int)}
 
     def put(i: int, said: Any, by: str) -> None:
@@ -89,10 +89,10 @@ def paths_of_arguments(program: Program, tree: Any) -> tuple[str, ...]:
     return tuple(path_of(n.removesuffix(jax.tree_util.keystr(k)), k) for n, k in zip(names, below, strict=True))
 
 
-def _nodes(parameters: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def _nodes(positional: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Everything in the arguments, inner nodes too, by path."""
-    for i, x in enumerate(args):
-        yield from _below(parameters[i] if i < len(parameters) else f"args[{i}]", x)
+    for name, x in zip(positional, args, strict=True):
+        yield from _below(name, x)
     for key, x in kwargs.items():
         yield from _below(key, x)
 
@@ -119,7 +119,7 @@ def with_named_arguments(f: Callable[..., Any], names: Any) -> Callable[..., Any
     @functools.wraps(f)
     def named(*args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs))
-        said = names_of_arguments(parameters_of(f), names, args, kwargs)
+        said = names_of_arguments(positional_names(f, len(args)), names, args, kwargs)
         args, kwargs = jax.tree.unflatten(
             tree, [x if s is None else bind_names(x, s) for x, s in zip(leaves, said, strict=True)]
         )

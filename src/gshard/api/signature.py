@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -309,9 +309,7 @@ class Parameters:
 
         f.__name__ = f.__qualname__ = name_of(self.f)
         f.__wrapped__ = self.f  # type: ignore[attr-defined]
-        names = [p for i, p in enumerate(parameters_of(self.f)) if i not in by_position and p not in by_name]
-        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        f.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])  # type: ignore[attr-defined]
+        f.__signature__ = _signature_without(self.f, by_position, by_name)  # type: ignore[attr-defined]
         return f
 
     def to_trace(self, signature: Signature, *, tokens: bool = False) -> Callable[..., Any]:
@@ -329,12 +327,16 @@ class Parameters:
         leaves, tree = jax.tree.flatten(arrays)
         if any(map(is_token, leaves)):
             leaves, tree = jax.tree.flatten(fixed(arrays, "", every=False))
-        refuse_twice(leaves, lambda: leaf_names(self.f, arrays), name_of(self.f))
+
+        def names() -> tuple[str, ...]:
+            return leaf_names(self.with_statics(statics), arrays)
+
+        refuse_twice(leaves, names, name_of(self.f))
         try:
             read = tuple(map(Leaf.of, leaves))
-        except TypeError as error:
-            raise self._no_array(arrays, leaves) from error
-        for name, x in zip(leaf_names(self.f, arrays), read, strict=True) if any(map(_is_symbolic, read)) else ():
+        except (TypeError, OverflowError) as error:
+            raise self._no_array(names(), leaves) from error
+        for name, x in zip(names(), read, strict=True) if any(map(_is_symbolic, read)) else ():
             if _is_symbolic(x):
                 raise ArgumentError(
                     f"{name_of(self.f)} is partitioned for sizes that are known, and {name} has a symbolic dimension.",
@@ -347,10 +349,17 @@ class Parameters:
             signature = signature.brought(memories_of(self.in_shardings, arrays))
         return signature, leaves
 
-    def _no_array(self, arrays: Any, leaves: Sequence[Any]) -> ArgumentError:
-        for name, x in zip(leaf_names(self.f, arrays), leaves, strict=True):
+    def _no_array(self, names: Sequence[str], leaves: Sequence[Any]) -> ArgumentError:
+        for name, x in zip(names, leaves, strict=True):
             try:
                 Leaf.of(x)
+            except OverflowError as error:
+                return ArgumentError.like(
+                    error,
+                    f"{name}, an argument of {name_of(self.f)}, is too large: {error}.",
+                    user_line(),
+                    hint="Use integers of 64 bits: jax.config.update('jax_enable_x64', True).",
+                )
             except TypeError:
                 what = repr(x) if len(repr(x)) <= 60 else f"{repr(x)[:60]}..."
                 static = (
@@ -369,6 +378,17 @@ class Parameters:
                     static if name.isidentifier() else inside,
                 )
         raise AssertionError
+
+
+def _signature_without(f: Callable[..., Any], numbers: Container[int], names: Container[str]) -> inspect.Signature:
+    """The signature of a function without some of its arguments, given by their positions, or by name."""
+    try:
+        parameters = inspect.signature(f).parameters.values()
+    except (TypeError, ValueError):
+        return inspect.Signature()
+    rest = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    kept = [p for i, p in enumerate(parameters) if p.kind in rest or (i not in numbers and p.name not in names)]
+    return inspect.Signature(kept)
 
 
 def _text_of_parameters(f: Callable[..., Any]) -> str:

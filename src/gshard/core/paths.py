@@ -83,6 +83,21 @@ def parameters_of(f: Callable[..., Any]) -> tuple[str, ...]:
         return ()
 
 
+def positional_names(f: Callable[..., Any], count: int) -> tuple[str, ...]:
+    """The names of the first positional arguments of a function.
+
+    >>> positional_names(lambda x, *xs, key=None: x, 3)
+    ('x', 'xs[0]', 'xs[1]')
+    """
+    try:
+        parameters = [*inspect.signature(f).parameters.values()]
+    except (TypeError, ValueError):
+        parameters = []
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
+    return *names[:count], *(f"{rest}[{i}]" for i in range(count - len(names)))
+
+
 def place_of_definition(f: Callable[..., Any]) -> tuple[str, int] | None:
     """The file and the first line (of a decorator, if any) of a function's definition; None for functions in C.
 
@@ -103,16 +118,12 @@ def leaf_names(f: Callable[..., Any], arguments: tuple[Any, Any]) -> tuple[str, 
         f: the function.
         arguments: positional and keyword arguments.
     """
-    parameters = parameters_of(f)
+    positional = positional_names(f, len(arguments[0]))
     paths, _ = jax.tree_util.tree_flatten_with_path(arguments)
-    return tuple(_leaf_name(path, parameters) for path, _ in paths)
+    return tuple(_leaf_name(path, positional) for path, _ in paths)
 
 
-def _leaf_name(path: Sequence[Any], parameters: Sequence[str]) -> str:
-    is_keyword = path[0].idx == 1
-    argument = path[1]
-    rest = jax.tree_util.keystr(tuple(path[2:]))
-    if is_keyword:
-        return f"{argument.key}{rest}"
-    name = parameters[argument.idx] if argument.idx < len(parameters) else f"args[{argument.idx}]"
-    return f"{name}{rest}"
+def _leaf_name(path: Sequence[Any], positional: Sequence[str]) -> str:
+    is_keyword, argument = path[0].idx == 1, path[1]
+    name = argument.key if is_keyword else positional[argument.idx]
+    return f"{name}{jax.tree_util.keystr(tuple(path[2:]))}"

@@ -12,6 +12,7 @@ results stay split, with each device's part padded to the same size, and the nex
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import operator
@@ -153,6 +154,16 @@ class UnevenArray:
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.whole())
+
+    def __copy__(self) -> UnevenArray:
+        return dataclasses.replace(self, padded=self.padded.copy())
+
+    def __deepcopy__(self, memo: Any) -> UnevenArray:
+        return copy.copy(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Devices cannot be pickled. A jax.Array comes back without its sharding too.
+        return jax.numpy.asarray, (np.asarray(self),)
 
     def __getattr__(self, name: str) -> Any:
         if name in _OF_ELEMENTS:
