@@ -204,3 +204,38 @@ def test_donated_keys_are_given_once() -> None:
         a, b = twice(a, b)
     with pytest.raises(gshard.ShardingError, match="was given twice, as a and b"):
         twice(a, a)
+
+
+def test_what_is_overwritten_is_refused_by_every_function() -> None:
+    """XLA:CPU would end the process: a function that donates nothing, and one that closes over the array."""
+    for make in (lambda: jnp.arange(8.0), lambda: jax.random.key(0)):
+        state, other = (jax.device_put(make(), NamedSharding(MESH, P())) for _ in range(2))
+
+        def number(x: Any) -> Any:
+            return jax.random.normal(x, (8,)) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x * 2
+
+        step = gshard.jit(lambda x: x[...] if x.ndim else jax.random.split(x)[0], mesh=MESH, donate_argnums=0)
+        read = gshard.jit(number, mesh=MESH)
+        closing = gshard.jit(lambda x: x + number(state), mesh=MESH)  # noqa: B023
+        ones = jax.device_put(np.ones(8, np.float32), NamedSharding(MESH, P()))
+        for _ in range(3):
+            np.testing.assert_array_equal(read(state), jax.jit(number)(make()))
+            np.testing.assert_allclose(closing(ones), 1 + jax.jit(number)(make()), rtol=1e-6)
+            other = step(other)
+        step(state)
+        for _ in range(2):
+            with pytest.raises(gshard.ShardingError, match="was given an array that an earlier call has overwritten"):
+                read(state)
+            with pytest.raises(gshard.ShardingError, match="closes over an array that an earlier call has overwritten"):
+                closing(ones)
+        np.testing.assert_array_equal(read(other), read(other))
+
+
+def test_a_closed_over_array_is_not_given_to_be_overwritten() -> None:
+    x = jax.device_put(np.ones(8, np.float32), NamedSharding(TURNED, P()))
+    adding = gshard.jit(lambda y: x + y, mesh=MESH, donate_argnums=0)
+    y = adding(np.ones(8, np.float32))
+    for _ in range(3):
+        y = adding(y)
+    with pytest.raises(gshard.ShardingError, match=r"given twice, as .* and y"):
+        adding(x)

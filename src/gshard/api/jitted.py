@@ -26,7 +26,7 @@ from gshard.api.lowered import Lowered
 from gshard.api.names import names_of_arguments, with_named_arguments, with_names_of_arguments
 from gshard.api.new_kinds import log_new_kind
 from gshard.api.one_object import OneObject
-from gshard.api.placement import by_dispatch, placed_arguments
+from gshard.api.placement import by_dispatch, captured_arrays, placed_arguments
 from gshard.api.signature import Parameters, Signature
 from gshard.api.static_leaves import freed, has_fixed
 from gshard.api.target import Options, Target
@@ -41,7 +41,7 @@ from gshard.core.jax_adapter_dispatch import (
     emptied_by_jax,
     forget_traces,
     is_staging,
-    may_crash_donated,
+    may_crash,
     refused_by_dispatch,
     without_constants,
 )
@@ -94,9 +94,9 @@ class Jitted(OneObject, Generic[P, R]):
         self._fast = FastFunction(parameters.plain, lambda *a, **k: seen_first()(*a, **k), numbers, names)  # type: ignore[misc]
         cleared_with_rules(self._fast)
         self._call = self._fast.call
-        # On one device XLA itself refuses to overwrite an array twice.
-        donates = bool(parameters.donated_numbers or parameters.donated_names)
-        self._may_crash = donates and (options.mesh is None or options.mesh.size > 1)
+        self._donates = bool(parameters.donated_numbers or parameters.donated_names)
+        self._captured: tuple[Any, ...] = ()  # that programs read, in the memory of arrays of the user's
+        self._may_crash = options.mesh is None or options.mesh.size > 1  # on one device XLA itself refuses
         self._fixes = parameters.static_leaves
         if options.mesh is not None:
             options.target()  # errors of the mesh or the machine are raised at once
@@ -108,7 +108,7 @@ class Jitted(OneObject, Generic[P, R]):
         return self._dispatched(args, kwargs)  # type: ignore[no-any-return]
 
     def _dispatched(self, args: Any, kwargs: Any) -> Any:
-        if self._may_crash and may_crash_donated((args, kwargs)):
+        if self._may_crash and may_crash((args, kwargs, self._captured), self._donates):
             return self._seen_first(*args, **kwargs)[0]
         try:
             return self._call(*args, **kwargs)
@@ -223,6 +223,8 @@ class Jitted(OneObject, Generic[P, R]):
             return without_jit(lambda: self._parameters.plain(*args, **kwargs), name_of(self._f)), None, False
         flat = lowered.flat_results(results, leaves)
         path = by_dispatch(lowered, placed, leaves, flat)
+        if path is not None and lowered.executable.captured:
+            self._captured = tuple({id(x): x for x in (*self._captured, *captured_arrays(lowered))}.values())
         results = jax.tree.unflatten(lowered.out_tree, flat)
         if has_fixed(lowered.out_tree) and not self._fixes:
             return freed(results), None, False

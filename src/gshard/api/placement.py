@@ -84,8 +84,7 @@ def placed_arguments(callee: Callee, leaves: Sequence[Any]) -> Placed:
     callee.executable.agree()  # to move an array may take collectives as well
     donated, unread, targets = callee.donated, callee.unread, callee.argument_shardings
     layouts = input_layouts(callee.executable.compiled, len(callee.program.captured))
-    if donated:
-        _check(callee, leaves)
+    _check(callee, leaves)
     arrays = [x.padded if isinstance(x, UnevenArray) else x for x in leaves]
     moved = [i for i, x in enumerate(arrays) if i not in unread and not _lies_so(x, targets[i], layouts.get(i))]
     if not moved:
@@ -140,6 +139,13 @@ def by_dispatch(callee: Callee, placed: Placed, leaves: Sequence[Any], results: 
     return fast_path(executable.compiled, callee.out_tree, results, executable.captured, len(leaves))
 
 
+def captured_arrays(callee: Callee) -> list[Any]:
+    """The captured arrays as they were placed, and those of the user's that share their memory."""
+    placed = callee.executable.captured
+    own = zip(callee.program.captured, placed, strict=True)
+    return [*placed, *(x for x, copy in own if address_of(x) == address_of(copy))]
+
+
 def _lies_so(x: Any, target: Any, layout: Any) -> bool:
     """Whether an array's buffers are the ones that are expected: devices, their order, memory, parts and layout."""
     if not isinstance(x, jax.Array):
@@ -163,25 +169,30 @@ def _is_taken_as_it_is(x: Any, target: Any, layout: Any) -> bool:
 
 
 def _check(callee: Callee, leaves: Sequence[Any]) -> None:
-    at: dict[int, int] = {}
-    names = callee.program.names[len(callee.program.captured) :]
-    for i, (x, target) in enumerate(zip(leaves, callee.argument_shardings, strict=True)):
+    captured, names = callee.executable.captured, callee.program.names
+    for i, x in enumerate((*captured, *leaves), -len(captured)):
+        if (i not in callee.unread or i in callee.donated) and getattr(x, "is_deleted", bool)():
+            was, hint = (
+                ("was given", "Use the earlier call's result") if i >= 0 else ("closes over", "Pass it as an argument")
+            )
+            raise ShardingError.like(
+                RuntimeError(),
+                f"{callee.program.name} {was} an array that an earlier call has overwritten, as "
+                f"{names[len(captured) + i]}.",
+                user_line(),
+                hint=f"{hint}, or do not donate it.",
+            )
+    at = {address_of(x): i for i, x in enumerate(captured, -len(captured))} if callee.donated else {}
+    for i, (x, target) in enumerate(zip(leaves, callee.argument_shardings, strict=True)) if callee.donated else ():
         first = at.setdefault(address_of(x), i) if _is_at(x, target) else i
         if first != i and {first, i} & callee.donated:
             raise ShardingError.like(
                 RuntimeError(),
-                f"{callee.program.name} may overwrite an array that it was given twice, as {names[first]} and "
-                f"{names[i]}.",
+                f"{callee.program.name} may overwrite an array that it was given twice, as "
+                f"{names[len(captured) + first]} and {names[len(captured) + i]}.",
                 user_line(),
-                f"donated: {', '.join(names[k] for k in sorted(callee.donated))}",
+                f"donated: {', '.join(names[len(captured) + k] for k in sorted(callee.donated))}",
                 "Give a copy (jnp.copy), or do not donate it.",
-            )
-        if i in callee.donated and getattr(x, "is_deleted", bool)():
-            raise ShardingError.like(
-                RuntimeError(),
-                f"{callee.program.name} was given an array that an earlier call has overwritten, as {names[i]}.",
-                user_line(),
-                hint="Use the earlier call's result, or do not donate it.",
             )
 
 

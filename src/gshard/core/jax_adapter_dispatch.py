@@ -73,23 +73,23 @@ def refused_by_dispatch(error: Exception) -> bool:
 
 def address_of(x: Any) -> int:
     """The address of an array's memory on its first addressable device. Two arrays may share one address."""
-    x = getattr(x, "_base_array", x)  # of random keys
+    x = _physical_array(x)
     if type(x) is not ArrayImpl or x.is_deleted() or not x.addressable_shards:
         return id(x)
     return int(x.addressable_shards[0].data.unsafe_buffer_pointer())
 
 
-def may_crash_donated(arguments: Any) -> bool:
-    """Whether an array occurs twice among the arguments or is deleted. Donating such an array crashes XLA on CPU.
+def may_crash(arguments: Any, donates: bool) -> bool:
+    """Whether an array is deleted, or occurs twice among arguments of which some are donated: XLA on CPU may crash.
 
-    gshard checks this before every call that donates, so the check must be fast.
+    gshard checks this before every call, so the check must be fast.
     """
     leaves = _tree_util.dispatch_registry.flatten(arguments)[0]  # random keys become arrays of integers
     if len(leaves) == 1:
         (x,) = leaves
         return type(x) is ArrayImpl and x.is_deleted()
     arrays = [x for x in leaves if type(x) is ArrayImpl]
-    return len({id(x) for x in arrays}) < len(arrays) or any([x.is_deleted() for x in arrays])
+    return any([x.is_deleted() for x in arrays]) or (donates and len({id(x) for x in arrays}) < len(arrays))
 
 
 def refuse_what_is_no_function(f: Any) -> None:
@@ -378,8 +378,13 @@ def fast_path(compiled: Any, out_tree: Any, results: Sequence[Any], captured: Se
         [x._committed for x in flat],
         kept,
         executable._dispatch_in_layouts,
-        list(captured),
+        list(map(_physical_array, captured)),
     )
+
+
+def _physical_array(x: Any) -> Any:
+    """The array of integers of random keys; other arrays themselves."""
+    return getattr(x, "_base_array", x)
 
 
 def _physical(shardings: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
