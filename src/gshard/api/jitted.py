@@ -4,7 +4,7 @@
 
 It runs the chain once for each ``Signature`` (structure, types and committed shardings of the arguments, static values,
 JAX's settings); ``.lower(*args)`` has every intermediate. Later calls of the same kind go through JAX's own dispatch in
-C++ and run no Python of ours.
+C++; Python only checks that no argument has been overwritten.
 """
 
 from __future__ import annotations
