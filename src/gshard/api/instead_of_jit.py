@@ -84,7 +84,7 @@ class OfJaxpr(Jitted):
         executable = lowered.executable
         results = lowered.flat_results(executable(*placed.arrays))
         # What overwrites memory twice makes XLA:CPU crash, so there each call that donates is checked first.
-        checked = self._may_crash and any(d.platform == "cpu" for d in lowered.mesh.devices or ())
+        checked = self._donates and self._may_crash and any(d.platform == "cpu" for d in lowered.mesh.devices or ())
         fast = not checked and by_dispatch(lowered, placed, leaves, results) is not None
         return by_jax.Ran(results, executable.compiled if fast else None, executable.captured)
 
