@@ -52,32 +52,46 @@ class Moment:
 
 
 @dataclasses.dataclass(frozen=True)
-class Memory:
-    """The memory of one device.
+class MemoryTotals:
+    """The bytes that one device holds in a call.
 
     Attributes:
         arguments: bytes of arguments.
         results: bytes of results.
         shared: bytes of results that take the memory of donated arguments.
         temporaries: the most bytes of all other arrays at one moment.
-        moments: all kernels, in the order in which they run.
-        alive: the temporaries at the peak, largest first, with the equation that computes each.
-        path: the block and the index of the kernel at the peak; if that is a loop, its body and the kernel there, and
-            so on.
     """
 
     arguments: int
     results: int
     shared: int
     temporaries: int
-    moments: tuple[Moment, ...]
-    alive: tuple[tuple[Value, Equation], ...]
-    path: tuple[tuple[Kernels, int], ...] = ()
+
+    @property
+    def fixed(self) -> int:
+        """Bytes that are held for the whole call."""
+        return self.arguments + self.results - self.shared
 
     @property
     def peak(self) -> int:
         """The most bytes that a device holds."""
-        return self.arguments + self.results - self.shared + self.temporaries
+        return self.fixed + self.temporaries
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory(MemoryTotals):
+    """The memory of one device at each moment.
+
+    Attributes:
+        moments: all kernels, in the order in which they run.
+        alive: the temporaries at the peak, largest first, with the equation that computes each.
+        path: the block and the index of the kernel at the peak; if that is a loop, its body and the kernel there, and
+            so on.
+    """
+
+    moments: tuple[Moment, ...]
+    alive: tuple[tuple[Value, Equation], ...]
+    path: tuple[tuple[Kernels, int], ...] = ()
 
 
 @with_tables

@@ -9,6 +9,7 @@ changes make shorter: more bandwidth, or fewer bytes, shortens no launch and no 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from gshard.core.plan import Plan
 from gshard.core.planning_tables import with_tables
@@ -54,6 +55,62 @@ def headline(found: CallTotals) -> str:
 def remedies(found: CallTotals) -> tuple[str, ...]:
     """What makes a call shorter, a sentence for each of ``bounds_of``."""
     return tuple(_remedy(what, found) for what in bounds_of(found)) if found.seconds else ()
+
+
+class CallVerdict:
+    """What bounds one call of a program on a machine: of gshard's, or of one that XLA compiled."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def cost(self) -> CallTotals: ...
+        @property
+        def ideal(self) -> float: ...
+        @property
+        def sentences(self) -> tuple[str, ...]: ...
+
+    @property
+    def bounds(self) -> tuple[str, ...]:
+        """What most of a call is spent on, and the second where the first takes no more than half."""
+        return bounds_of(self.cost)
+
+    @property
+    def bound(self) -> str:
+        """What most of a call is spent on: compute, memory, network, launch, latency or host."""
+        return self.bounds[0]
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """What a call is spent on, as parts of its seconds.
+
+        ``compute`` (operations), ``memory`` (bytes read and written), ``network`` (bytes on links), ``launch``
+        (starting kernels), ``latency`` (of the network) and ``host`` (bytes to and from the host).
+        """
+        return shares_of(self.cost)
+
+    @property
+    def share(self) -> float:
+        """The ideal time of the products as a part of a call: 1 is products alone, at the peak rate."""
+        return self.ideal / self.cost.seconds if self.cost.seconds else 0.0
+
+    @property
+    def headline(self) -> str:
+        """The first sentence."""
+        return headline(self.cost)
+
+    def data(self) -> dict[str, Any]:
+        """The same as JSON can hold it."""
+        return {
+            "headline": self.headline, "sentences": list(self.sentences), "shares": self.shares, "share": self.share,
+        }  # fmt: skip
+
+    def _memory(self) -> str:
+        says = "it fits" if self.cost.fits else "it does not fit"
+        memory = format_bytes(self.cost.machine.memory)
+        return f"Peak memory of a device: {format_bytes(self.cost.peak)} of {memory}, {says}."
+
+    def __str__(self) -> str:
+        return "\n".join([self.headline, *self.sentences])
 
 
 def _remedy(what: str, found: CallTotals) -> str:

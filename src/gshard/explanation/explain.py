@@ -39,7 +39,7 @@ from gshard.explanation.report.data import report_data
 from gshard.explanation.report.page import framed, page
 from gshard.explanation.row_text import collective_lines, lines_of_parts, tensor_lines
 from gshard.explanation.rows import CollectiveRow, TensorRow, row_called, text_of_rings
-from gshard.explanation.timeline import timeline
+from gshard.explanation.timeline import trace_of
 from gshard.explanation.trials import SECONDS, Trials, trials
 from gshard.explanation.unsplit_work import unsplit_work
 from gshard.explanation.value_costs import Compared, ValueCosts, value_costs
@@ -222,7 +222,7 @@ class Explanation:
             the path.
         """
         path, found = Path(path), self.cost(machine)
-        events = timeline(found).chrome(origins(self.spmd, found), self.name)
+        events = trace_of(found, origins(self.spmd, found), self.name)
         path.write_text(json.dumps(events, separators=(",", ":"), allow_nan=False), "utf-8")
         return path
 

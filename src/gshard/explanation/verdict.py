@@ -20,7 +20,7 @@ from gshard.device.cost import Cost
 from gshard.device.fusion_model import PRODUCT, products_of
 from gshard.device.machine import Machine
 from gshard.device.roofline import dtype_of
-from gshard.explanation.bounds import bounds_of, does_not_pay, format_seconds, headline, remedies, shares_of
+from gshard.explanation.bounds import CallVerdict, does_not_pay, format_seconds, remedies
 from gshard.explanation.merged_collectives import MergedCollective
 from gshard.explanation.proposal import Proposal
 from gshard.explanation.trials import Trials
@@ -38,7 +38,7 @@ _TIME = "it prices each kernel and each collective by itself, and the change is 
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
+class Verdict(CallVerdict):
     """What bounds one call of a program on a machine, as modelled.
 
     Attributes:
@@ -79,35 +79,6 @@ class Verdict:
         """The change of marks that lowers the bytes sent most, of those with which a call takes no longer, if any."""
         made = (p for p in self.proposals if p is not None)
         return min(made, key=_rank, default=None)
-
-    @property
-    def shares(self) -> dict[str, float]:
-        """What a call is spent on, as parts of its seconds.
-
-        ``compute`` (operations), ``memory`` (bytes read and written), ``network`` (bytes on links), ``launch``
-        (starting kernels) and ``latency`` (of the network).
-        """
-        return shares_of(self.cost)
-
-    @property
-    def bound(self) -> str:
-        """What most of a call is spent on."""
-        return self.bounds[0]
-
-    @property
-    def bounds(self) -> tuple[str, ...]:
-        """The same, with the second where the first takes no more than half of the call."""
-        return bounds_of(self.cost)
-
-    @property
-    def share(self) -> float:
-        """The ideal time as a part of a call: 1 is products alone, evenly divided, at the peak rate."""
-        return self.ideal / self.cost.seconds if self.cost.seconds else 0.0
-
-    @property
-    def headline(self) -> str:
-        """The first sentence."""
-        return headline(self.cost)
 
     @property
     def sentences(self) -> tuple[str, ...]:
@@ -181,14 +152,6 @@ class Verdict:
                 why = _BYTES if self.counted.startswith(BY_BYTES) else _TIME
                 sentences.append(f"{model}, a plan with this change is not cheaper{by}: {why}.")
         return " ".join(sentences)
-
-    def _memory(self) -> str:
-        found = self.cost
-        says = "it fits" if found.fits else "it does not fit"
-        return f"Peak memory of a device: {format_bytes(found.peak)} of {format_bytes(found.machine.memory)}, {says}."
-
-    def __str__(self) -> str:
-        return "\n".join([self.headline, *self.sentences])
 
 
 def verdict(

@@ -14,6 +14,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from gshard.device.memory import MemoryTotals
 from gshard.xla.dataflow import ELEMENTWISE, Array
 from gshard.xla.hlo_parser import Computation, Instruction, Module
 from gshard.xla.kernels import FREE, arrays_of, bytes_in_memory
@@ -61,28 +62,16 @@ class _Peak:
 
 
 @dataclasses.dataclass(frozen=True)
-class HeldMemory:
-    """What a device holds in one call, in bytes.
+class HeldMemory(MemoryTotals):
+    """What a device holds in one call.
 
     Attributes:
-        arguments, results: of the program; results that take the memory of donated arguments are in both.
-        shared: bytes of these.
-        temporaries: the most that is held besides.
-        alive: what makes that moment, largest first.
+        alive: what makes the moment with most temporaries, largest first.
         moments: the bytes of temporaries while each instruction runs, in order; each body of a loop once.
     """
 
-    arguments: int
-    results: int
-    shared: int
-    temporaries: int
     alive: tuple[Held, ...]
     moments: tuple[Moment, ...] = ()
-
-    @property
-    def peak(self) -> int:
-        """The most bytes that a device holds."""
-        return self.arguments + self.results - self.shared + self.temporaries
 
 
 def held_by(module: Module) -> HeldMemory:

@@ -168,8 +168,7 @@ class _Clock:
         if work is None:
             return None
         one = roofline(self.machine, work.dtype, work.products, work.others, work.moved)
-        bound = "compute" if one.compute >= one.memory else "memory"
-        parts = ((bound, one.work), ("launch", one.launch))
+        parts = ((one.bound, one.work), ("launch", one.launch))
         return Ran(name, made, times, one.seconds, one.seconds, work, None, parts, now)
 
     def _inner(self, computation: Computation, made: Instruction, times: int, now: float) -> Inner | None:

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Mapping
 
 from gshard.core.mesh import Mesh
-from gshard.device.cost import CallTotals
+from gshard.device.cost import CallTotals, PricedKernel
 from gshard.device.fusion_model import COLLECTIVE, OPERATOR, PRODUCT
 from gshard.device.machine import Machine, MachineError
 from gshard.device.network import permutation_seconds, seconds, seconds_among
@@ -18,34 +18,15 @@ from gshard.xla_programs.compiled_program import CompiledProgram
 from gshard.xla_programs.moved_parts import atoms_of, pairs_of
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class CompiledKernel:
-    """What one instruction takes; attributes as of ``device.cost.KernelCost``.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledKernel(PricedKernel):
+    """What one instruction takes.
 
     Attributes:
         ran: where it runs.
-        kind: collective, product or operator.
-        times: how often it runs in one call.
-        flops, moved, sent: operations, bytes of memory and bytes on links of one run.
-        seconds: that a call waits for one run.
-        overlapped: seconds of a collective that pass while other instructions run.
-        parts: the seconds by what they are spent on.
     """
 
     ran: Ran
-    kind: str
-    times: int
-    flops: int
-    moved: int
-    sent: int
-    seconds: float
-    overlapped: float
-    parts: tuple[tuple[str, float], ...]
-
-    @property
-    def bound(self) -> str:
-        """What most of the seconds is spent on."""
-        return max(self.parts, key=lambda part: part[1])[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,13 +100,13 @@ def compiled_cost(program: CompiledProgram, machine: Machine) -> CompiledCost:
 
 
 def _kernel(row: Ran) -> CompiledKernel:
+    made = functools.partial(CompiledKernel, ran=row, times=row.times, seconds=row.exposed, parts=row.parts)
     if row.sent is not None:
         sent = row.sent.collective.bytes_moved
-        return CompiledKernel(row, COLLECTIVE, row.times, 0, 0, sent, row.exposed, row.seconds - row.exposed, row.parts)
+        return made(kind=COLLECTIVE, sent=sent, overlapped=row.seconds - row.exposed)
     assert row.work is not None, "it is a collective or computes"
     kind = PRODUCT if row.work.products else OPERATOR
-    flops = row.work.products + row.work.others
-    return CompiledKernel(row, kind, row.times, flops, row.work.moved, 0, row.exposed, 0.0, row.parts)
+    return made(kind=kind, flops=row.work.products + row.work.others, moved=row.work.moved)
 
 
 def _network_seconds(

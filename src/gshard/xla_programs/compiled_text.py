@@ -101,7 +101,7 @@ def memory_lines(program: CompiledProgram, most: int) -> list[str]:
     lines = [
         "",
         f"memory of a device, {by}: {format_bytes(program.peak)} at the peak, "
-        f"temporaries {format_bytes(program.temporaries)}",
+        f"temporaries {format_bytes(program.totals.temporaries)}",
     ]
     sizes: Counter[tuple[str, str]] = Counter()
     counts: Counter[tuple[str, str]] = Counter()

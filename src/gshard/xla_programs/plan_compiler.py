@@ -28,8 +28,7 @@ from gshard.planning.io_shardings import by_axes
 from gshard.xla.peer import xla_function
 from gshard.xla_programs.compiled_cost import compiled_cost
 from gshard.xla_programs.compiled_explanation import CompiledExplanation
-from gshard.xla_programs.compiled_program import read_program
-from gshard.xla_programs.program_memory import memory_figures
+from gshard.xla_programs.compiled_program import memory_figures, read_program
 
 NEAR = 1.05  # of the plan's bytes, and of its products: what XLA may take and is taken to follow the plan
 _MOVES_NOTHING = "transpose_of_dot"  # a rewrite after which XLA sends what it sent before
