@@ -148,16 +148,8 @@ def _peak(module: Module, name: str, *, is_entry: bool = False) -> _Peak:
 
 def _inside(module: Module, made: Instruction) -> _Peak:
     """The most that the computations hold that an instruction runs."""
-    if made.opcode == "while":
-        names: Sequence[str] = (*made.called("body"), *made.called("condition"))
-    elif made.opcode == "conditional":
-        attributes = ("branch_computations", "true_computation", "false_computation")
-        names = [name for a in attributes for name in made.called(a)]
-    elif made.opcode == "call":
-        names = made.called("to_apply")
-    else:
-        return _Peak()
-    return max((_peak(module, name) for name in names), key=lambda found: found.bytes, default=_Peak())
+    # The body of a loop, if its condition holds as much.
+    return max((_peak(module, name) for name in reversed(made.bodies)), key=lambda found: found.bytes, default=_Peak())
 
 
 def _buffers(

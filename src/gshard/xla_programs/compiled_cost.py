@@ -7,26 +7,14 @@ import functools
 from collections.abc import Mapping
 
 from gshard.core.mesh import Mesh
-from gshard.device.cost import CallTotals, PricedKernel
-from gshard.device.fusion_model import COLLECTIVE, OPERATOR, PRODUCT
+from gshard.device.cost import CallTotals
 from gshard.device.machine import Machine, MachineError
 from gshard.device.network import permutation_seconds, seconds, seconds_among
 from gshard.xla.elapsed import Elapsed, Ran, elapsed
-from gshard.xla.hlo_collectives import CompiledCollective, Sent
+from gshard.xla.hlo_collectives import CompiledCollective, Sent, pairs_of
 from gshard.xla.hlo_parser import Instruction
 from gshard.xla_programs.compiled_program import CompiledProgram
-from gshard.xla_programs.moved_parts import atoms_of, pairs_of
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class CompiledKernel(PricedKernel):
-    """What one instruction takes.
-
-    Attributes:
-        ran: where it runs.
-    """
-
-    ran: Ran
+from gshard.xla_programs.moved_parts import atoms_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +30,7 @@ class CompiledCost(CallTotals):
     """
 
     machine: Machine
-    kernels: tuple[CompiledKernel, ...]
+    kernels: tuple[Ran, ...]
     peak: int
     unknown: tuple[str, ...] = ()
     elapsed: Elapsed = dataclasses.field(default=Elapsed(0.0), repr=False)
@@ -50,23 +38,23 @@ class CompiledCost(CallTotals):
     @property
     def products(self) -> int:
         """Operations of products in one call."""
-        return sum(k.ran.work.products * k.times for k in self.kernels if k.ran.work is not None)
+        return sum(k.work.products * k.times for k in self.kernels if k.work is not None)
 
     @functools.cached_property
     def by_collective(self) -> Mapping[int, tuple[float, float]]:
         """For each collective (``id(sent.itself)``) the seconds of one run, and those that a call waits for."""
         totals: dict[int, tuple[float, float, int]] = {}
         for k in self.kernels:
-            if k.ran.sent is not None:
-                taken, waited, times = totals.get(id(k.ran.sent.itself), (0.0, 0.0, 0))
-                now = taken + k.ran.seconds * k.times, waited + k.seconds * k.times, times + k.times
-                totals[id(k.ran.sent.itself)] = now
+            if k.collective is not None:
+                taken, waited, times = totals.get(id(k.collective.itself), (0.0, 0.0, 0))
+                now = taken + k.duration * k.times, waited + k.seconds * k.times, times + k.times
+                totals[id(k.collective.itself)] = now
         return {which: (taken / times, waited / times) for which, (taken, waited, times) in totals.items() if times}
 
     @property
     def network(self) -> float:
         """Seconds of all collectives in one call, those that pass while other instructions run included."""
-        return sum(k.ran.seconds * k.times for k in self.kernels if k.ran.sent is not None)
+        return sum(k.duration * k.times for k in self.kernels if k.collective is not None)
 
 
 def compiled_cost(program: CompiledProgram, machine: Machine) -> CompiledCost:
@@ -90,23 +78,13 @@ def compiled_cost(program: CompiledProgram, machine: Machine) -> CompiledCost:
         return _network_seconds(program, by_made[id(made)], collective, made, mesh, machine)
 
     call = elapsed(program.module, machine, network)
-    kernels = tuple(map(_kernel, call.ran()))
+    kernels = tuple(call.ran())
     unknown = {
-        row.ran.made.attributes.partition('custom_call_target="')[2].partition('"')[0]
+        row.made.attributes.partition('custom_call_target="')[2].partition('"')[0]
         for row in kernels
-        if row.ran.work is not None and not row.ran.work.is_known
+        if row.work is not None and not row.work.is_known
     }
     return CompiledCost(machine, kernels, program.peak, tuple(sorted(unknown)), call)
-
-
-def _kernel(row: Ran) -> CompiledKernel:
-    made = functools.partial(CompiledKernel, ran=row, times=row.times, seconds=row.exposed, parts=row.parts)
-    if row.sent is not None:
-        sent = row.sent.collective.bytes_moved
-        return made(kind=COLLECTIVE, sent=sent, overlapped=row.seconds - row.exposed)
-    assert row.work is not None, "it is a collective or computes"
-    kind = PRODUCT if row.work.products else OPERATOR
-    return made(kind=kind, flops=row.work.products + row.work.others, moved=row.work.moved)
 
 
 def _network_seconds(

@@ -29,16 +29,16 @@ from gshard.explanation.report.data import (
 from gshard.explanation.timeline import COMPUTE, NETWORK, Event, Loop, Run, Timeline, complete_event, trace_events
 from gshard.xla.dataflow import Array
 from gshard.xla.elapsed import Elapsed, Ran
-from gshard.xla.hlo_collectives import groups_of, line_of
+from gshard.xla.hlo_collectives import groups_of, pairs_of
 from gshard.xla.hlo_parser import Instruction
 from gshard.xla.kernels import arrays_of
-from gshard.xla_programs.compiled_cost import CompiledCost, CompiledKernel
+from gshard.xla_programs.compiled_cost import CompiledCost
 from gshard.xla_programs.compiled_places import CompiledPlaces
 from gshard.xla_programs.compiled_program import CompiledArgument, CompiledProgram
 from gshard.xla_programs.compiled_rows import CompiledRow
 from gshard.xla_programs.compiled_text import regathered_lines, whole_lines
 from gshard.xla_programs.compiled_verdict import CompiledVerdict
-from gshard.xla_programs.moved_parts import Part, atoms_of, pairs_of
+from gshard.xla_programs.moved_parts import Part, atoms_of
 from gshard.xla_programs.whole_arrays import Regathered
 
 NO_MACHINE = (
@@ -185,7 +185,7 @@ class CompiledReport:
     def _listed(self, row: CompiledRow) -> list[list[int]]:
         """Groups of devices that lie along no axes; only the first if the text does not list them."""
         read, itself = row.parts[0].sent.collective, row.parts[0].sent.itself
-        return groups_of(itself) or [list(read.group or range(read.group_size))]
+        return groups_of(itself.attributes) or [list(read.group or range(read.group_size))]
 
     @functools.cached_property
     def _places(self) -> CompiledPlaces:
@@ -198,9 +198,9 @@ class CompiledReport:
         for part in self.parts:
             first.setdefault(id(part.sent.itself), part.place)
         return tuple(
-            self._places.line_near(k.ran.computation, k.ran.made)
-            if k.ran.sent is None
-            else self._places.short(first.get(id(k.ran.sent.itself), ""))
+            self._places.line_near(k.computation, k.made)
+            if k.collective is None
+            else self._places.short(first.get(id(k.collective.itself), ""))
             for k in self.cost.kernels
         )
 
@@ -212,11 +212,11 @@ class CompiledReport:
             return lines.setdefault(place, [0.0, 0, 0])
 
         for k, place in zip(self.cost.kernels, self._kernel_places, strict=True):
-            if k.ran.sent is None:
+            if k.collective is None:
                 at = row(place)
                 at[0] += k.seconds * k.times
                 at[2] += k.flops * k.times
-        waited = {id(k.ran.sent.itself): k.seconds for k in self.cost.kernels if k.ran.sent is not None}
+        waited = {id(k.collective.itself): k.seconds for k in self.cost.kernels if k.collective is not None}
         for part in self.parts:
             read, at = part.sent.collective, row(self._places.short(part.place))
             at[1] += part.bytes * read.executions
@@ -226,16 +226,16 @@ class CompiledReport:
         lines.pop("", None)
         return lines if self.verdict is not None else {place: [0.0, *row[1:]] for place, row in lines.items()}
 
-    def _kernel_name(self, k: CompiledKernel) -> str:
-        sent = k.ran.sent
-        first = self._places.called(k.ran.made) if sent is None else sent.collective.kind
-        kept = arrays_of((k.ran.made if sent is None else sent.itself).type)
+    def _kernel_name(self, k: Ran) -> str:
+        sent = k.collective
+        first = self._places.called(k.made) if sent is None else sent.collective.kind
+        kept = arrays_of((k.made if sent is None else sent.itself).type)
         return f"{first} {kept[0]}" if kept else first
 
     @functools.cached_property
     def _laid(self) -> Timeline:
         """One call in time; what the network does may run beside kernels."""
-        numbers = {id(k.ran): i for i, k in enumerate(self.cost.kernels)}
+        numbers = {id(k): i for i, k in enumerate(self.cost.kernels)}
         names = [self._kernel_name(k) for k in self.cost.kernels]
 
         def run(calls: Iterable[Elapsed]) -> Run:
@@ -244,9 +244,9 @@ class CompiledReport:
                 for one in call.in_order():
                     if isinstance(one, Ran):
                         number = numbers[id(one)]
-                        events.append(Event(at + one.start, one.seconds, number, names[number]))
+                        events.append(Event(at + one.start, one.duration, number, names[number]))
                     else:
-                        line = line_of(one.made, self.program.module.frames)
+                        line = self.program.module.line_of(one.made)
                         events.append(Loop(at + one.start, one.rounds, run(one.bodies), one.made.opcode, line))
                 at += call.seconds
             return Run(at, events)
@@ -257,7 +257,7 @@ class CompiledReport:
 
     def _track(self, event: Event) -> str:
         """Where an event is drawn: what the network does has a lane of its own."""
-        is_sent = event.kernel >= 0 and self.cost.kernels[event.kernel].ran.sent is not None
+        is_sent = event.kernel >= 0 and self.cost.kernels[event.kernel].collective is not None
         return NETWORK if is_sent else COMPUTE
 
     @functools.cached_property
@@ -284,18 +284,18 @@ class CompiledReport:
         k = self.cost.kernels[number]
         told: dict[str, Any] = {
             "line": self._kernel_places[number],
-            "instruction": k.ran.made.name,
+            "instruction": k.made.name,
             "bound by": k.bound,
         }
-        if k.ran.sent is None:
+        if k.collective is None:
             return told | {"FLOPs": k.flops, "bytes read and written": k.moved}
-        row = self.rows[self._row_of[id(k.ran.sent.itself)]]
+        row = self.rows[self._row_of[id(k.collective.itself)]]
         hidden = {"of it beside kernels, in µs": k.overlapped * 1e6} if k.overlapped else {}
         return told | {"array": row.array, "over": row.axes, "needed for": row.why, "bytes sent": k.sent, **hidden}
 
     def _timeline(self) -> dict[str, Any]:
         def told(x: Event) -> tuple[str, str, int]:
-            sent = self.cost.kernels[x.kernel].ran.sent
+            sent = self.cost.kernels[x.kernel].collective
             row = -1 if sent is None else self._row_of.get(id(sent.itself), -1)
             return x.name, self._kernel_places[x.kernel], row
 
@@ -365,7 +365,7 @@ class CompiledReport:
             self.program.totals, held.moments, lambda m: " ".join(places.described(m.computation, m.name)).strip(), rows
         )
 
-    def _class_of(self, k: CompiledKernel) -> str:
-        if k.kind == COLLECTIVE and k.ran.sent is not None:
-            return k.ran.sent.collective.kind
-        return FUSED if k.kind == OPERATOR and k.ran.made.opcode.startswith("fusion") else k.kind
+    def _class_of(self, k: Ran) -> str:
+        if k.kind == COLLECTIVE and k.collective is not None:
+            return k.collective.collective.kind
+        return FUSED if k.kind == OPERATOR and k.made.opcode.startswith("fusion") else k.kind

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from gshard.core.program import format_bytes
 from gshard.explanation.bounds import format_seconds
-from gshard.xla.hlo_collectives import line_of
 from gshard.xla.op_names import origin_of
 from gshard.xla_programs.compiled_program import CompiledArgument, CompiledProgram
 from gshard.xla_programs.compiled_rows import CompiledRow
@@ -17,7 +16,7 @@ from gshard.xla_programs.whole_arrays import Regathered
 def described(program: CompiledProgram, computation: str, name: str) -> str:
     """What makes an array: the operator, its module and its line; the instruction if nothing else is known."""
     made = program.module.computations[computation].instructions[name]
-    origin, line = origin_of(made.op_name), line_of(made, program.module.frames)
+    origin, line = origin_of(made.op_name), program.module.line_of(made)
     words = [origin.operation, origin.module, line]
     return "  ".join(word for word in words if word) or made.opcode
 

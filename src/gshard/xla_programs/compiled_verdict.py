@@ -31,7 +31,7 @@ class CompiledVerdict(CallVerdict):
     @property
     def ideal(self) -> float:
         """Seconds that the products take at the machine's peak rate."""
-        works = ((k.ran.work, k.times) for k in self.cost.kernels)
+        works = ((k.work, k.times) for k in self.cost.kernels)
         return sum(w.products * times / self.cost.machine.peak(w.dtype) for w, times in works if w is not None)
 
     @property
