@@ -21,11 +21,11 @@ from gshard.device.network import groups
 from gshard.device.origin import cause_of, origins
 from gshard.explanation.advice import advice
 from gshard.explanation.difference import FORMAT
+from gshard.explanation.explained_plan import ExplainedPlan
 from gshard.explanation.merged_collectives import MergedCollective
-from gshard.explanation.purposes import Purposes
 from gshard.explanation.report.places import Places
 from gshard.explanation.report.tensors import tensor_rows
-from gshard.explanation.rows import TensorRow, called
+from gshard.explanation.rows import called
 from gshard.explanation.timeline import Event, thinned, timeline
 from gshard.explanation.verdict import Verdict
 from gshard.naming.array_names import ArrayNames
@@ -45,47 +45,8 @@ class HasBytes(Protocol):
 M = TypeVar("M", bound=HasBytes)
 
 
-class Explained(Protocol):
-    """What the report reads of an ``Explanation``."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def mesh(self) -> Mesh: ...
-    @property
-    def equations(self) -> int: ...
-    @property
-    def tensors(self) -> Sequence[TensorRow]: ...
-    @property
-    def gathered(self) -> tuple[str, ...]: ...
-    @property
-    def dropped(self) -> tuple[str, ...]: ...
-    @property
-    def argument_bytes(self) -> tuple[int, int]: ...
-    @property
-    def plan(self) -> Plan: ...
-    @property
-    def spmd(self) -> SpmdProgram: ...
-    @property
-    def replicated(self) -> tuple[str, ...]: ...
-    @property
-    def returned(self) -> tuple[str, ...]: ...
-    @property
-    def low_precision(self) -> tuple[str, ...]: ...
-    @property
-    def layout(self) -> tuple[str, ...]: ...
-    @property
-    def unused(self) -> tuple[str, ...]: ...
-    @property
-    def total_bytes(self) -> int: ...
-    @property
-    def names(self) -> ArrayNames: ...
-    @property
-    def purposes(self) -> Purposes: ...
-
-
 # The lists of lines of a report, each with the lines of an explanation. A report of XLA's program has them empty.
-LISTS: dict[str, Callable[[Explained], Iterable[str]]] = {
+LISTS: dict[str, Callable[[ExplainedPlan], Iterable[str]]] = {
     "gathered": lambda e: e.gathered,
     "dropped": lambda e: e.dropped,
     "replicated": lambda e: e.replicated,
@@ -99,7 +60,7 @@ LISTS: dict[str, Callable[[Explained], Iterable[str]]] = {
 
 
 def report_data(
-    explanation: Explained,
+    explanation: ExplainedPlan,
     found: Cost,
     rows: Sequence[MergedCollective],
     verdict: Verdict,
@@ -197,7 +158,7 @@ def _words(equations: int) -> dict[str, str]:
     }
 
 
-def _notes(explanation: Explained) -> list[tuple[str, list[str]]]:
+def _notes(explanation: ExplainedPlan) -> list[tuple[str, list[str]]]:
     """Lists that stand below the totals where they are not empty, with their titles."""
     notes = (
         ("What the collectives are for", tuple(map(str, explanation.purposes))),
