@@ -114,7 +114,7 @@ def memory_of(program: Kernels, donated: Iterable[int] = (), *, keeps_low_precis
             shared += _on_device(v)
             in_donated.add(v)
     own_results = [program.home.get(v, v) for v in results if v not in block.inputs and v not in in_donated]
-    elsewhere = frozenset(program.home.get(v, v) for v in results) | _in_places(program, own_results)
+    elsewhere = program.results | _in_places(program, own_results)
     moments: list[Moment] = []
     peak, alive, path = _follow(program, elsewhere, 0, 0, moments, keeps_low_precision_copies)
     return Memory(
@@ -127,7 +127,7 @@ def _in_places(program: Kernels, results: Sequence[Value]) -> frozenset[Value]:
     """Temporaries that use the memory of results until these are computed: largest first, then longest-lived."""
     written_at = {v: i for i, kernel in enumerate(program.kernels) for v in kernel.writes}
     last_read = {v: i for i, kernel in enumerate(program.kernels) for v in kernel.reads}
-    last_read.update({program.home.get(v, v): len(written_at) for v in program.block.outputs if isinstance(v, Value)})
+    last_read.update(dict.fromkeys(program.results, len(written_at)))
     result_buffers = sorted((v for v in results if v in written_at), key=_on_device)
     sizes = list(map(_on_device, result_buffers))
     spans_in: dict[Value, list[tuple[int, int]]] = {v: [] for v in result_buffers}
@@ -174,9 +174,7 @@ def _follow(
     for i, kernel in enumerate(kernels):
         for v in kernel.reads:
             last[v] = i
-    for out in program.block.outputs:
-        if isinstance(out, Value):
-            last[program.home.get(out, out)] = len(kernels)
+    last.update(dict.fromkeys(program.results, len(kernels)))
     elsewhere = _overwritten(kernels, last, elsewhere)
     narrowed: dict[int, list[Value]] = {}  # values that are kept only in their narrow form after a kernel
     for v, narrow_form in narrow_of.items():
