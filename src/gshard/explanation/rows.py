@@ -177,7 +177,8 @@ def together(collectives: Sequence[Collective], names: ArrayNames, *, each: bool
     for c in collectives:
         array, module = names.array(c.value), names.module(c.cause)
         in_layer = names.is_named(c.value) and array.alike != array.text  # else only its position tells it apart
-        alike = (module.any_number, _without_position(c, c.why)) if in_layer else (module.alike, c.why)
+        any_layer = "/".join(map(without_number, module.text.split("/")))
+        alike = (any_layer, _without_position(c, c.why)) if in_layer else (module.alike, c.why)
         which = (array.text, module.text, c.why) if each else (array.alike, *alike)
         rows.setdefault((c.kind, c.atoms, c.line, c.shape, *which), []).append(c)
     return list(rows.values())

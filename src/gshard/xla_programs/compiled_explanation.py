@@ -27,7 +27,6 @@ from gshard.device.machine import Machine
 from gshard.explanation.comparable import Comparable, write_trace
 from gshard.explanation.report.page import framed
 from gshard.search.progress import Progress
-from gshard.xla_programs.compiled_again import CompiledAgain
 from gshard.xla_programs.compiled_cost import CompiledCost, compiled_cost
 from gshard.xla_programs.compiled_program import CompiledArgument, CompiledProgram
 from gshard.xla_programs.compiled_report import CompiledReport
@@ -40,7 +39,7 @@ from gshard.xla_programs.compiled_text import (
     whole_lines,
 )
 from gshard.xla_programs.compiled_verdict import CompiledVerdict
-from gshard.xla_programs.constraint_candidates import candidates_of
+from gshard.xla_programs.constraint_candidates import Planned, candidates_of
 from gshard.xla_programs.moved_parts import Part, parts_of
 from gshard.xla_programs.traced_expressions import expressions_of
 from gshard.xla_programs.tried_changes import Figures
@@ -48,8 +47,29 @@ from gshard.xla_programs.tried_constraints import TriedConstraints, try_constrai
 from gshard.xla_programs.tried_shardings import SECONDS, Specs, TriedShardings, try_shardings
 from gshard.xla_programs.whole_arrays import Regathered, regathered, whole_arguments
 
+# What JAX and XLA raise for a program with a sharding that they do not support, or that jax.jit was given otherwise.
+_REFUSED = (jax.errors.JaxRuntimeError, ValueError, TypeError, NotImplementedError)
 Tried = TriedShardings | TriedConstraints
 _OF_PROGRAM = ("parts", "arguments", "whole", "regathered", "bytes_by_kind", "times_by_kind")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CompiledAgain:
+    """What compiles an explained function once more, with other shardings or constraints.
+
+    Attributes:
+        leaves: for each argument of the program the array that the user gives, as ``jax.ShapeDtypeStruct`` with its
+            sharding; None if it is not known.
+        lower: traces and lowers the function, with other shardings of some arguments.
+        read: compiles and explains what is lowered.
+        planned: the shardings that gshard plans for values of the function, by the path of the file, the line, and the
+            shape. It takes the seconds after which it gives up.
+    """
+
+    leaves: tuple[Any, ...]
+    lower: Callable[[Specs], Any]
+    read: Callable[[Any], CompiledExplanation]
+    planned: Callable[[float], Planned]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -65,7 +85,7 @@ class CompiledExplanation(Comparable):
 
     program: CompiledProgram
     machine: Machine | None = None
-    again: CompiledAgain[CompiledExplanation] | None = dataclasses.field(default=None, repr=False, compare=False)
+    again: CompiledAgain | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def name(self) -> str:
@@ -225,7 +245,7 @@ class CompiledExplanation(Comparable):
         assert isinstance(mesh, jax.sharding.Mesh), "it was compiled for devices"
         return try_constraints(self.figures, candidates, left_out, lambda: self._figures_with({}), mesh, left, shown)
 
-    def _again(self, what: str) -> CompiledAgain[CompiledExplanation]:
+    def _again(self, what: str) -> CompiledAgain:
         if self.again is None:
             raise ArgumentError(
                 f"a program that was compiled elsewhere cannot be compiled with {what}.",
@@ -235,8 +255,12 @@ class CompiledExplanation(Comparable):
 
     def _figures_with(self, specs: Specs) -> Figures | None:
         """What the function takes, compiled again with other shardings; None if JAX or XLA refuses it."""
-        other = self._again("other shardings").compiled(specs)
-        return None if other is None else (other if self.machine is None else other.on(self.machine)).figures
+        again = self._again("other shardings")
+        try:
+            other = again.read(again.lower(specs))
+        except _REFUSED:
+            return None
+        return (other if self.machine is None else other.on(self.machine)).figures
 
     @property
     def figures(self) -> Figures:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from gshard.core.partition_spec import text_of_spec
 from gshard.device.cost import BOUNDS
 from gshard.device.fusion_model import COLLECTIVE, FUSED, OPERATOR
 from gshard.device.network import groups
@@ -316,7 +317,7 @@ class CompiledReport:
             "short": a.short.text,
             "sharding": f"{a.type} {a.sharding}".strip(),
             "dtype": "" if local is None else local.dtype,
-            "spec": "P()" if is_whole else "" if spec is None else f"P({', '.join(map(repr, spec))})",
+            "spec": "P()" if is_whole else "" if spec is None else text_of_spec(spec),
             "dims": [[] for _ in shape] if is_whole else dims,
             "shape": [n * k for n, k in zip(shape, parts, strict=True)],
             "bytes": a.local_bytes if a.bytes is None else a.bytes,

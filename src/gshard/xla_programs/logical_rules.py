@@ -62,9 +62,8 @@ def logical_rules(
         a.argument: spec_of_axes(() if row is None else row.axes for row in layout.rows_of(Names(a.names)))
         for a in arrays
     }
-    unsaid = [a for a in export.arguments if a not in given and any(a.axes)]
     code = "\n".join(["logical_axis_rules = [", *(f"    {rule!r}," for rule in rules), "]"])
-    return export.checked(rules, code, given, unsaid)
+    return export.checked(rules, code, given)
 
 
 @dataclasses.dataclass(eq=False)

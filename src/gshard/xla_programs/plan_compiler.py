@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gshard.core.memory_kinds import in_memory, shape_in_memory
 from gshard.core.mesh import Mesh
+from gshard.core.partition_spec import text_of_spec
 from gshard.core.plan import Plan
 from gshard.core.program import Program, format_bytes
 from gshard.core.sharding import Sharding
@@ -251,7 +252,7 @@ def spec_text(spec: PartitionSpec) -> str:
     entries = list(spec)
     while entries and not entries[-1]:
         entries.pop()
-    return f"P({', '.join(map(repr, entries))})".replace("'", '"')
+    return text_of_spec(entries).replace("'", '"')
 
 
 def mesh_text(axes: Mapping[str, int] | Sequence[tuple[str, int]]) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gshard.core.partition_spec import axes_of_entry, spec_of_axes
+from gshard.core.partition_spec import axes_of_entry, spec_of_axes, text_of_spec
 from gshard.xla_programs.compiled_program import CompiledProgram
 from gshard.xla_programs.moved_parts import Part
 from gshard.xla_programs.tried_changes import ROWS, SAME, WORTH, Figures, Tried, TriedChange, try_changes
@@ -46,7 +46,7 @@ class TriedSharding(TriedChange):
         return {*self.arguments}
 
     def __str__(self) -> str:
-        return f"{self.name}: {spec_text(self.spec)} instead of {self.before or 'its sharding'}"
+        return f"{self.name}: {text_of_spec(self.spec)} instead of {self.before or 'its sharding'}"
 
 
 class TriedShardings(Tried[TriedSharding]):
@@ -71,15 +71,6 @@ class TriedShardings(Tried[TriedSharding]):
             names = ", ".join(change.name for change in changes)
             rows.append(f"together ({names}): {self.before.change_to(after)}")
         return f"Other shardings of arguments that help, compiled with {self.of}{more}", rows
-
-
-def spec_text(spec: PartitionSpec) -> str:
-    """A spec as Python source: ``P('data', None)``.
-
-    >>> spec_text(PartitionSpec(None, ("data", "model")))
-    "P(None, ('data', 'model'))"
-    """
-    return f"P({', '.join(map(repr, spec))})"
 
 
 def try_shardings(
