@@ -41,6 +41,8 @@ from gshard.language.transfer import changes_memory
 # first byte of a message arrives, and bytes between the device and the memory of its host.
 BOUNDS = "compute", "memory", "network", "launch", "latency", "host"
 
+MOST = 0.5  # of a call: what takes no more than that does not bound it alone
+
 # A ratio of times or bytes of a program: another plan, a prefetching loop, or another mark must save 2 %.
 WORTH = 0.98
 
@@ -150,6 +152,19 @@ class CallTotals:
             for what, spent in k.parts:
                 found[what] += spent * k.times
         return dict(sorted(((w, s) for w, s in found.items() if s), key=lambda pair: -pair[1]))
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The parts of the seconds: one for each cause in ``BOUNDS``, together 1, or 0 of no seconds."""
+        total, spent = self.seconds, self.by_bound
+        return {what: spent.get(what, 0.0) / total if total else 0.0 for what in BOUNDS}
+
+    @property
+    def bounds(self) -> tuple[str, ...]:
+        """What bounds a call: what takes more than half of it, else the two that take most; the largest first."""
+        shares = self.shares
+        first, second, *_ = sorted(BOUNDS, key=lambda what: -shares[what])
+        return (first,) if shares[first] > MOST or not shares[second] else (first, second)
 
     def __str__(self) -> str:
         bounds = ", ".join(f"{what} {s * 1e3:.3g} ms" for what, s in self.by_bound.items())

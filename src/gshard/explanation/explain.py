@@ -190,25 +190,10 @@ class Explanation(ExplainedPlan):
             lines += ["", str(self.spmd.recomputed)]
         if self.spmd.prefetched is not None:
             lines += ["", str(self.spmd.prefetched)]
+        lists = [(title, texts) for _, title, _, texts in self.lists]
         moved = tuple(map(str, moved_instead(self.plan)))
-        for title, texts in (
-            ("work that every device repeats, and devices without work", self.replicated),
-            ("operands gathered because moving the larger arrays sends less", moved),
-            ("loops that run as pipelines", self.plan.program.pipelines),
-            ("equal functions of separate arrays, computed in one batch", self.plan.program.batches),
-            ("results returned in fewer shards than they have inside: a jax.Array cannot have these", self.returned),
-            ("arrays in low precision, by marks with send=", self.low_precision),
-            ("layout", self.layout),
-            (
-                "marks and rows of the layout without effect, probably by mistake (strict=True refuses them)",
-                self.unused,
-            ),
-            (
-                "operators without a rule: gshard gathers their operands, and every device repeats the work",
-                self.gathered,
-            ),
-            ("features of the program that gshard drops (strict=True refuses them)", self.dropped),
-        ):
+        lists.insert(1, ("operands gathered because moving the larger arrays sends less", moved))
+        for title, texts in lists:
             lines += ["", title, *(f"  {text}" for text in texts)] if texts else []
         return "\n".join(lines)
 

@@ -126,6 +126,42 @@ class ExplainedPlan(Comparable):
         return (*idle_devices(self.plan, self.names), *map(str, self._replicated_work))
 
     @property
+    def lists(self) -> tuple[tuple[str, str, str, tuple[str, ...]], ...]:
+        """The lists of lines: key in the data, title in the text, title on the page if it is another, and the lines."""
+        program = self.plan.program
+        return (
+            ("replicated", "work that every device repeats, and devices without work", "", self.replicated),
+            ("pipelines", "loops that run as pipelines", "", program.pipelines),
+            ("batches", "equal functions of separate arrays, computed in one batch", "", program.batches),
+            (
+                "returned",
+                "results returned in fewer shards than they have inside: a jax.Array cannot have these",
+                "Results returned in fewer shards than they have inside",
+                self.returned,
+            ),
+            ("low_precision", "arrays in low precision, by marks with send=", "", self.low_precision),
+            ("layout", "layout", "", self.layout),
+            (
+                "unused",
+                "marks and rows of the layout without effect, probably by mistake (strict=True refuses them)",
+                "Marks and rows of the layout without effect",
+                self.unused,
+            ),
+            (
+                "gathered",
+                "operators without a rule: gshard gathers their operands, and every device repeats the work",
+                "No rule, so operands are gathered",
+                self.gathered,
+            ),
+            (
+                "dropped",
+                "features of the program that gshard drops (strict=True refuses them)",
+                "Said by the program and not kept",
+                self.dropped,
+            ),
+        )
+
+    @property
     def gathered(self) -> tuple[str, ...]:
         """Operations without a rule: line, operation, operands, bytes gathered on every device."""
         return tuple(self.plan.gathered_text())

@@ -45,18 +45,10 @@ class HasBytes(Protocol):
 M = TypeVar("M", bound=HasBytes)
 
 
-# The lists of lines of a report, each with the lines of an explanation. A report of XLA's program has them empty.
-LISTS: dict[str, Callable[[ExplainedPlan], Iterable[str]]] = {
-    "gathered": lambda e: e.gathered,
-    "dropped": lambda e: e.dropped,
-    "replicated": lambda e: e.replicated,
-    "pipelines": lambda e: e.plan.program.pipelines,
-    "batches": lambda e: e.plan.program.batches,
-    "returned": lambda e: e.returned,
-    "low_precision": lambda e: e.low_precision,
-    "layout": lambda e: e.layout,
-    "unused": lambda e: e.unused,
-}
+# The lists of lines of a report (``ExplainedPlan.lists``). A report of XLA's program has them empty.
+LISTS = (
+    "replicated", "pipelines", "batches", "returned", "low_precision", "layout", "unused", "gathered", "dropped",
+)  # fmt: skip
 
 
 def report_data(
@@ -116,7 +108,7 @@ def report_data(
         ),
         "time": time_data((k.name if k.kind == COLLECTIVE else k.kind, k) for k in found.kernels),
         "notes": _notes(explanation),
-        **{name: list(lines_of(explanation)) for name, lines_of in LISTS.items()},
+        **{name: list(lines) for name, _, _, lines in explanation.lists},
         "searched": "",  # what a search tells of its plan
         "lines": lines,
         "files": sorted(places.files(), key=lambda f: -_sent_in(f["name"], lines)),
@@ -160,19 +152,9 @@ def _words(equations: int) -> dict[str, str]:
 
 def _notes(explanation: ExplainedPlan) -> list[tuple[str, list[str]]]:
     """Lists that stand below the totals where they are not empty, with their titles."""
-    notes = (
-        ("What the collectives are for", tuple(map(str, explanation.purposes))),
-        ("Work that every device repeats, and devices without work", explanation.replicated),
-        ("Loops that run as pipelines", explanation.plan.program.pipelines),
-        ("Equal functions of separate arrays, computed in one batch", explanation.plan.program.batches),
-        ("Results returned in fewer shards than they have inside", explanation.returned),
-        ("No rule, so operands are gathered", explanation.gathered),
-        ("Said by the program and not kept", explanation.dropped),
-        ("Arrays in low precision, by marks with send=", explanation.low_precision),
-        ("Layout", explanation.layout),
-        ("Marks and rows of the layout without effect", explanation.unused),
-    )
-    return [(title, list(rows)) for title, rows in notes if rows]
+    notes = [("What the collectives are for", tuple(map(str, explanation.purposes)))]
+    notes += [(heading or title[0].upper() + title[1:], lines) for _, title, heading, lines in explanation.lists]
+    return [(title, list(lines)) for title, lines in notes if lines]
 
 
 def _collective(
