@@ -19,7 +19,6 @@ from gshard.xla.dataflow import ELEMENTWISE, Array
 from gshard.xla.hlo_parser import Computation, Instruction, Module
 from gshard.xla.kernels import FREE, arrays_of, bytes_in_memory
 
-_SAME = ("bitcast", "opt-barrier", "add-dependency", "get-tuple-element", "tuple", "while", "after-all", "domain")
 _ALIAS = re.compile(r"\{(\d*)\}: \((\d+), \{")
 _Buffers = tuple[int, ...]  # one for each element of a result; -1 for what takes no memory here
 
