@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
-from gshard.core.program import Block, Equation, format_bytes
+from gshard.core.program import format_bytes
 from gshard.device.cost import Cost
 from gshard.device.fusion_model import PRODUCT, products_of
 from gshard.device.machine import Machine
@@ -177,9 +177,10 @@ def verdict(
     machine, devices = found.machine, plan.mesh.size
     whole: Counter[str] = Counter()
     ideal = 0.0
-    for e, times in _products(plan.program.block):
-        whole[e.line] += products_of(e) * times
-        ideal += products_of(e) * times / machine.peak(dtype_of(e)) / devices
+    for e, times in plan.program.block.runs():
+        if products := products_of(e) * times:
+            whole[e.line] += products
+            ideal += products / machine.peak(dtype_of(e)) / devices
     own: Counter[str] = Counter()
     for k in found.kernels:
         if k.kind == PRODUCT:
@@ -203,12 +204,3 @@ def verdict(
 
 def _rank(proposal: Proposal) -> tuple[bool, int]:
     return proposal.is_slower, proposal.after
-
-
-def _products(block: Block, times: int = 1) -> Iterator[tuple[Equation, int]]:
-    """The products of the program as it was written, and how often each is computed."""
-    for e in block.equations:
-        for body in e.blocks:
-            yield from _products(body, times * e.trip_count)
-        if products_of(e):
-            yield e, times
