@@ -71,6 +71,13 @@ class CompiledAgain:
     read: Callable[[Any], CompiledExplanation]
     planned: Callable[[float], Planned]
 
+    def compiled(self, specs: Specs) -> CompiledExplanation | None:
+        """Compiles the function with other shardings, by the number of the argument; None if JAX or XLA refuses it."""
+        try:
+            return self.read(self.lower(specs))
+        except _REFUSED:
+            return None
+
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class CompiledExplanation(Comparable):
@@ -255,12 +262,8 @@ class CompiledExplanation(Comparable):
 
     def _figures_with(self, specs: Specs) -> Figures | None:
         """What the function takes, compiled again with other shardings; None if JAX or XLA refuses it."""
-        again = self._again("other shardings")
-        try:
-            other = again.read(again.lower(specs))
-        except _REFUSED:
-            return None
-        return (other if self.machine is None else other.on(self.machine)).figures
+        other = self._again("other shardings").compiled(specs)
+        return None if other is None else (other if self.machine is None else other.on(self.machine)).figures
 
     @property
     def figures(self) -> Figures:
