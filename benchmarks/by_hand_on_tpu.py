@@ -6,7 +6,7 @@ partitioner's, which has two chances (the function as it is written, and as gsha
 counts, in bytes and in time apart. Of the schedule that libtpu made is read:
 
 - bytes that a device sends, and messages, in all rounds of loops: asynchronous collectives count once, and what libtpu
-  fused into others counts there (``gshard.xla.schedule``);
+  fused into others counts there (``tpu_schedules``);
 - cycles, the compiler's own estimate, which counts no collective, and temporaries;
 - seconds: the cycles, and for each collective what the links need (``gshard.device.network``), less the cycles that
   the compiler put between its start and its end, but never less than a microsecond for a message: as in ``overlap.py``;
@@ -31,6 +31,7 @@ import overlap
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from priced_hlo import FREE, kernel_seconds, kernels
+from tpu_schedules import schedule
 from twins.program import Program
 
 import gshard
@@ -40,7 +41,6 @@ from gshard.xla.cycles import cycles_of, estimated_cycles
 from gshard.xla.hlo_collectives import OPCODE
 from gshard.xla.hlo_parser import Module, read_module
 from gshard.xla.peer import xla_function
-from gshard.xla.schedule import schedule
 from gshard.xla.topology import topology_mesh
 
 SIDES = "ours", "by hand", "XLA", "XLA, opened"

@@ -31,6 +31,7 @@ os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tpu_schedules import Scheduled, schedule
 
 import gshard
 from gshard import split
@@ -39,7 +40,6 @@ from gshard.device.network import seconds_among
 from gshard.emit.compile import named_sharding
 from gshard.xla.cycles import estimated_cycles
 from gshard.xla.peer import xla_function
-from gshard.xla.schedule import Scheduled, schedule
 from gshard.xla.topology import topology_mesh
 
 # Multiplications and additions that the matrix units of one device finish in a cycle: units of 128 x 128.

@@ -20,6 +20,7 @@ from every_choice import every_choice
 from families import CASES
 from gshard.comm.collectives import KINDS
 from gshard.core.program import Program, Value
+from gshard.core.program_boundary import AS_MARKED
 from gshard.core.sharding import Sharding
 from gshard.device.cost import Cost, cost, kernel_cost
 from gshard.device.fusion_model import REGION, size
@@ -33,7 +34,7 @@ from gshard.planning.saved_plan import plan_of
 from gshard.planning.sharding_groups import sharding_groups_of
 from gshard.planning.strategies import components, shardings, splits
 from gshard.search.find import best_plan
-from gshard.search.presets import presets
+from gshard.search.presets import marked_presets
 from gshard.search.seconds import Seconds
 from gshard.solver.descent import Descent
 from gshard.solver.problem import Problem
@@ -412,7 +413,7 @@ def test_a_sum_over_two_axes_is_cut_over_both_in_one_message() -> None:
 
 def test_presets_split_one_dimension_of_all_that_have_it() -> None:
     program = gshard.trace(lambda w, v, x: jnp.tanh(x @ w) @ v, shape(64, 256), shape(256, 16), shape(32, 64))
-    found = {name: preset[0].plan for name, preset in presets(program, FOUR)}
+    found = {preset.name: preset.planned(FOUR, None, AS_MARKED)[0].plan for preset in marked_presets(program, FOUR)}
     w, v, x = program.block.inputs
     hidden = found["dimension 1 of w, 0 of v (256) over all devices"]
     assert hidden.shardings[w].dims[1] == FOUR.atoms == hidden.shardings[v].dims[0]

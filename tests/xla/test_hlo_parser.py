@@ -285,8 +285,8 @@ def test_the_line_outside_of_libraries_is_named(tmp_path: Path) -> None:
         path.write_text(LAYER)
         exec(compile(LAYER, str(path), "exec"), made := {})
         text = jax.jit(lambda x, layer=made["layer"]: layer(x) + 1).lower(X).compile().as_text()
-        frames = read_module(text).frames
-        found[folder] = {frames[int(i)] for i in re.findall(r"stack_frame_id=(\d+)", text)}
+        places = read_module(text).places
+        found[folder] = {places[int(i)].rpartition("/")[2] for i in re.findall(r"stack_frame_id=(\d+)", text)}
     line = test_the_line_outside_of_libraries_is_named.__code__.co_firstlineno + 8
     assert found["site-packages/flax"] == {f"test_hlo_parser.py:{line}"}
     assert found["project"] == {f"test_hlo_parser.py:{line}", "layers.py:8"}
@@ -307,4 +307,8 @@ StackFrames
 """
     for none, first in (1, 2), (0, 1):  # as XLA prints parents, and as it would without adding one
         module = read_module(text.replace("PARENTS0", str(none)).replace("PARENTS1", str(first)))
-        assert list(module.frames.values()) == ["train.py:3", "train.py:3", "layers.py:5"]
+        assert [place.rpartition("/")[2] for place in module.places.values()] == [
+            "train.py:3",
+            "train.py:3",
+            "layers.py:5",
+        ]

@@ -114,7 +114,7 @@ def test_the_trace_has_all_seconds_in_its_tracks(one, tmp_path):
     ran = [event for event in events if event["ph"] == "X"]
     end = max(event["ts"] + event["dur"] for event in ran)
     assert end == pytest.approx(1e6 * one.cost().seconds)
-    kernels = sum(k.seconds * k.times for k in one.cost().kernels if k.ran.sent is None)
+    kernels = sum(k.seconds * k.times for k in one.cost().kernels if k.collective is None)
     assert sum(event["dur"] for event in ran if event["tid"] == 1) == pytest.approx(1e6 * kernels)
     sent = [event["args"] for event in ran if event["tid"] == 2]
     assert sum(args["bytes sent"] for args in sent) == one.total_bytes

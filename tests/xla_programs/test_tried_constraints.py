@@ -10,8 +10,8 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 import gshard
 from gshard.__main__ import main
 from gshard.xla_programs import constraint_candidates
+from gshard.xla_programs.tried_changes import Figures
 from gshard.xla_programs.tried_constraints import MORE_PEAK, TriedConstraints, improves
-from gshard.xla_programs.tried_shardings import Figures
 from xla_programs.advised_steps import (
     arguments_of_fsdp,
     arguments_of_left_over_constraint,
@@ -64,7 +64,7 @@ def test_a_lost_batch_is_found(tmp_path: Any) -> None:
     assert best.figures.seconds < 0.9 * before.seconds
     # It takes what it takes when it is written: also the gradient of the value is constrained.
     written = gshard.explain(with_written_constraint(mesh), *arguments_of_lost_batch(mesh), machine=MACHINE)
-    assert Figures.of(written) == best.figures
+    assert written.figures == best.figures
     # Nothing that helps takes more time, or too much memory.
     after = [one.figures for one in tried.helping] + [tried.together[1]]
     assert all(f.peak <= MORE_PEAK * before.peak for f in after)

@@ -27,8 +27,7 @@ from gshard.core.mesh import Mesh, MeshLike
 from gshard.device.hardware import kind_of_devices, machine_of
 from gshard.device.machine import Machine
 from gshard.xla_programs.compiled_explanation import CompiledExplanation
-from gshard.xla_programs.compiled_program import read_program
-from gshard.xla_programs.program_memory import memory_figures
+from gshard.xla_programs.compiled_program import memory_figures, read_program
 from gshard.xla_programs.read_shardings import WHOLE, ReadSharding, sharding_of_spec
 
 CompiledLike = jax.stages.Compiled | jax.stages.Lowered | jax.stages.Traced | jax.export.Exported | str | Path

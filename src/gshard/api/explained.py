@@ -42,7 +42,6 @@ from gshard.core.plan import Plan
 from gshard.core.planning_tables import with_tables
 from gshard.device.machine import Machine
 from gshard.explanation.explain import Explanation
-from gshard.explanation.explain_program import explain_program
 from gshard.planning.saved_plan import SavedPlan
 from gshard.remat.rematerialise import bytes_of
 from gshard.tracing.by_jax import name_of
@@ -212,8 +211,8 @@ def _of_lowered(lowered: Lowered) -> Explanation:
     """The explanation of a function that is planned for its arguments."""
     target = lowered.target
     made = target.recorded is None and target.search is False
-    return explain_program(
-        lowered.plan, lowered.spmd, lowered.marked, lowered.donated,
+    return Explanation(
+        plan=lowered.plan, spmd=lowered.spmd, donated=lowered.donated, marked=lowered.marked,
         by_bytes=made and target.machine is None, machine=target.machine,
         marked_by_bytes=None if target.machine is None else lowered.marked_by_bytes, choice=lowered.choice,
     )  # fmt: skip

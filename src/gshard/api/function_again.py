@@ -26,8 +26,7 @@ from gshard.core.memory_kinds import in_memory
 from gshard.core.mesh import Mesh
 from gshard.core.paths import leaf_names
 from gshard.planning.added_marks import spec_of_cut
-from gshard.xla_programs.compiled_again import CompiledAgain
-from gshard.xla_programs.compiled_explanation import CompiledExplanation
+from gshard.xla_programs.compiled_explanation import CompiledAgain, CompiledExplanation
 from gshard.xla_programs.tried_shardings import Specs
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -48,7 +47,7 @@ def with_bound_arguments(f: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 def compiled_again(
     found: CompiledExplanation, f: Any, given: Arguments, read: Callable[[Any], CompiledExplanation]
-) -> CompiledAgain[CompiledExplanation]:
+) -> CompiledAgain:
     """What compiles an explained function once more.
 
     Args:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -62,6 +62,20 @@ def words_of(spec: PartitionSpec, line: str = "") -> tuple[tuple[Any, ...], dict
         if _KINDS[kind] != "add":
             attributes["monoid"] = _KINDS[kind]
     return tuple(spec.partitions), attributes
+
+
+def axes_of_entry(entry: Any) -> tuple[str, ...]:
+    """The mesh axes of an entry of a ``PartitionSpec``; none of None and of ``UNCONSTRAINED``.
+
+    >>> [axes_of_entry(entry) for entry in PartitionSpec("data", None, ("x", "y"))]
+    [('data',), (), ('x', 'y')]
+    """
+    return (entry,) if isinstance(entry, str) else tuple(entry) if isinstance(entry, tuple | list) else ()
+
+
+def spec_of_axes(axes_of_dims: Iterable[Sequence[str]]) -> PartitionSpec:
+    """The ``PartitionSpec`` that splits each dimension over these axes."""
+    return PartitionSpec(*(axes[0] if len(axes) == 1 else tuple(axes) or None for axes in axes_of_dims))
 
 
 def text_of_spec(

@@ -17,12 +17,10 @@ import jax
 
 from gshard.comm.collectives import KINDS
 from gshard.core.program import Equation, Value, itemsize
-from gshard.core.rule import moves
-from gshard.device.fusion_model import COLLECTIVE, FUSED, PRODUCT, Kernel, Kernels, size
+from gshard.device.fusion_model import COLLECTIVE, FUSED, PRODUCT, Kernel, Kernels, only_moves, size
 
 _WIDE = "float32"
 _BF16, _BOOL = "bfloat16", "bool"
-_MOVES = frozenset((monoid, frozenset(operands)) for monoid, operands in moves(0))
 _MOVING = ("all_to_all", "collective_permute", "all_gather")
 
 
@@ -42,7 +40,7 @@ class Narrow:
 def narrow_forms(program: Kernels) -> dict[Value, Narrow]:
     """The narrow forms of the float32 values of a block that have smaller ones."""
     kernels = program.kernels
-    results = {program.home.get(v, v) for v in program.block.outputs if isinstance(v, Value)}
+    results = program.results
     readers: dict[Value, list[int]] = {}
     for i, kernel in enumerate(kernels):
         for v in kernel.reads:
@@ -95,12 +93,12 @@ def _form(e: Equation, kernel: Kernel, forms: Mapping[Value, set[str] | None]) -
     if e is kernel.equation:
         if kernel.kind == PRODUCT:
             return {_BF16} if _in_one_pass(e) else None
-        if KINDS[e.name] in _MOVING if kernel.kind == COLLECTIVE else _only_moves(e):
+        if KINDS[e.name] in _MOVING if kernel.kind == COLLECTIVE else only_moves(e):
             return forms.get(e.outputs[0])
         return None
     if e.rule is not None and all(str(y.dtype) == _BOOL for y in e.outputs) and _compares(e):
         return {_BOOL}
-    if _only_moves(e):
+    if only_moves(e):
         return set()
     if len(e.inputs) == 1 and itemsize(e.outputs[0].dtype) < 4:
         return {str(e.outputs[0].dtype)}
@@ -119,14 +117,10 @@ def _compares(e: Equation) -> bool:
     return sum(1 for x in e.inputs if isinstance(x, Value) and math.prod(x.shape) > 1) == 1
 
 
-def _only_moves(e: Equation) -> bool:
-    return e.rule is not None and _MOVES.issubset(e.rule.linear)
-
-
 def joined(program: Kernels) -> list[Kernel]:
     """The kernels in order, with an elementwise kernel merged into a product if it is the only reader of it."""
     kernels = list(program.kernels)
-    results = {program.home.get(v, v) for v in program.block.outputs if isinstance(v, Value)}
+    results = program.results
     readers: dict[Value, list[int]] = {}
     written_at: dict[Value, int] = {}
     for i, kernel in enumerate(kernels):

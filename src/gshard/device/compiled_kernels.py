@@ -60,7 +60,7 @@ class _Buffers:
         self.kernels, self.home = program.kernels, program.home
         self.writer = {v: k for k in program.kernels for v in k.writes}
         self.readers = readers_of(program)
-        self.kept = {program.home.get(v, v) for v in program.block.outputs if isinstance(v, Value)}
+        self.kept = program.results
         self.place = {k: i for i, k in enumerate(program.kernels)}
 
     def buffer(self, x: Value | Constant) -> Value | None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from gshard.comm.collectives import KINDS, sent_bytes, sent_sizes
 from gshard.core.mesh import Atoms, Mesh
@@ -41,42 +41,34 @@ from gshard.language.transfer import changes_memory
 # first byte of a message arrives, and bytes between the device and the memory of its host.
 BOUNDS = "compute", "memory", "network", "launch", "latency", "host"
 
+MOST = 0.5  # of a call: what takes no more than that does not bound it alone
+
 # A ratio of times or bytes of a program: another plan, a prefetching loop, or another mark must save 2 %.
 WORTH = 0.98
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class KernelCost:
-    """The cost of one kernel.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PricedKernel:
+    """The cost of one kernel of a call, whoever partitioned the program.
 
     Attributes:
-        name: the operation, or the kind of collective.
         kind: collective, product, reduction, operator or fused.
-        line: the user's source line.
-        result: the local result, as text.
         times: how often it runs in one call.
         flops: operations of one run, of all its equations.
         moved: bytes that it reads and writes in one run.
         sent: bytes that the device sends in one run.
-        axes: the atoms of a collective.
         seconds: of one run; for a collective, the time for which the device waits.
         parts: the seconds for each cause in ``BOUNDS``; they add up to ``seconds``.
-        equation: its last equation, as emitted.
         overlapped: seconds of one run of a collective in which other kernels run.
     """
 
-    name: str
     kind: str
-    line: str
-    result: str
     times: int
-    flops: int
-    moved: int
-    sent: int
-    axes: Atoms
     seconds: float
     parts: tuple[tuple[str, float], ...]
-    equation: Equation
+    flops: int = 0
+    moved: int = 0
+    sent: int = 0
     overlapped: float = 0.0
 
     @property
@@ -84,37 +76,35 @@ class KernelCost:
         """The cause of most of the seconds."""
         return max(self.parts, key=lambda part: part[1])[0]
 
-    def taking(self, seconds: float, overlapped: float = 0.0) -> KernelCost:
-        """The cost with other seconds. Each part keeps its share of them."""
-        share = seconds / self.seconds if self.seconds else 0.0
-        parts = tuple((what, spent * share) for what, spent in self.parts)
-        return dataclasses.replace(self, seconds=seconds, parts=parts, overlapped=overlapped)
-
     @property
     def total_seconds(self) -> float:
         """Seconds in one call of the program."""
         return self.seconds * self.times
 
 
-class PricedKernel(Protocol):
-    """The attributes of ``KernelCost`` that totals read from any kernel of a call."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class KernelCost(PricedKernel):
+    """The cost of one kernel of a per-device program.
 
-    @property
-    def kind(self) -> str: ...
-    @property
-    def times(self) -> int: ...
-    @property
-    def flops(self) -> int: ...
-    @property
-    def moved(self) -> int: ...
-    @property
-    def sent(self) -> int: ...
-    @property
-    def seconds(self) -> float: ...
-    @property
-    def overlapped(self) -> float: ...
-    @property
-    def parts(self) -> tuple[tuple[str, float], ...]: ...
+    Attributes:
+        name: the operation, or the kind of collective.
+        line: the user's source line.
+        result: the local result, as text.
+        axes: the atoms of a collective.
+        equation: its last equation, as emitted.
+    """
+
+    name: str
+    line: str
+    result: str
+    axes: Atoms = ()
+    equation: Equation
+
+    def taking(self, seconds: float, overlapped: float = 0.0) -> KernelCost:
+        """The cost with other seconds. Each part keeps its share of them."""
+        share = seconds / self.seconds if self.seconds else 0.0
+        parts = tuple((what, spent * share) for what, spent in self.parts)
+        return dataclasses.replace(self, seconds=seconds, parts=parts, overlapped=overlapped)
 
 
 class CallTotals:
@@ -162,6 +152,19 @@ class CallTotals:
             for what, spent in k.parts:
                 found[what] += spent * k.times
         return dict(sorted(((w, s) for w, s in found.items() if s), key=lambda pair: -pair[1]))
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The parts of the seconds: one for each cause in ``BOUNDS``, together 1, or 0 of no seconds."""
+        total, spent = self.seconds, self.by_bound
+        return {what: spent.get(what, 0.0) / total if total else 0.0 for what in BOUNDS}
+
+    @property
+    def bounds(self) -> tuple[str, ...]:
+        """What bounds a call: what takes more than half of it, else the two that take most; the largest first."""
+        shares = self.shares
+        first, second, *_ = sorted(BOUNDS, key=lambda what: -shares[what])
+        return (first,) if shares[first] > MOST or not shares[second] else (first, second)
 
     def __str__(self) -> str:
         bounds = ", ".join(f"{what} {s * 1e3:.3g} ms" for what, s in self.by_bound.items())
@@ -289,48 +292,27 @@ def kernel_cost(
     """
     e = kernel.equation
     result = ", ".join(f"{v.dtype_name}[{','.join(map(str, v.shape))}]" for v in e.outputs)
+    row = functools.partial(KernelCost, line=e.line, result=result, times=times, equation=e)
     parts: tuple[tuple[str, float], ...]
-    starts = sum(launch_seconds(machine, 2 * array) for array in copied)
+    starts = sum((launch_seconds(machine, 2 * array) for array in copied), 0.0)
     copies = sum(copy_seconds(machine, array) for array in copied) - starts
+    beside = ("memory", copies), ("launch", starts)
     if kernel.kind == COLLECTIVE:
         name, atoms, sent, seconds_of_message, latency_seconds = _collective(kernel, mesh, machine, joined)
-        moved = kernel.moved + 2 * sum(copied)
-        parts = (
-            ("network", seconds_of_message - latency_seconds),
-            ("latency", latency_seconds),
-            ("memory", copies),
-            ("launch", starts),
-        )
-        return KernelCost(
-            name,
-            COLLECTIVE,
-            e.line,
-            result,
-            times,
-            0,
-            moved,
-            sent,
-            atoms,
-            seconds_of_message + copies + starts,
-            parts,
-            e,
-        )
+        parts = ("network", seconds_of_message - latency_seconds), ("latency", latency_seconds), *beside
+        taken, moved = seconds_of_message + copies + starts, kernel.moved + 2 * sum(copied)
+        return row(name=name, kind=COLLECTIVE, axes=atoms, moved=moved, sent=sent, seconds=taken, parts=parts)
     if changes_memory(e) and machine.host_link:
         spent, launch = host_seconds(machine, sum(map(size, e.outputs))), launch_seconds(machine, kernel.moved)
         parts = ("host", spent), ("launch", launch)
-        return KernelCost(
-            e.name, kernel.kind, e.line, result, times, 0, kernel.moved, 0, (), spent + launch, parts, e
-        )  # fmt: skip
+        return row(name=e.name, kind=kernel.kind, moved=kernel.moved, seconds=spent + launch, parts=parts)
     products, others, moved = kernel.product_flops, kernel.vector_flops, kernel.moved
     repeated = e.rule.groups if e.rule is not None and machine.compiler.multiplies_groups else 1
     time = roofline(machine, dtype_of(e), products * repeated, others, moved, returns=kernel.starts)
     starts += time.launch
-    bound = "compute" if time.compute >= time.memory else "memory"
-    parts = ((bound, time.work), ("memory", copies), ("launch", starts))
-    kind = PRODUCT if products else kernel.kind
-    return KernelCost(
-        e.name, kind, e.line, result, times, products + others, moved, 0, (), time.work + copies + starts, parts, e
-    )
+    parts = (time.bound, time.work), ("memory", copies), ("launch", starts)
+    kind, flops = PRODUCT if products else kernel.kind, products + others
+    return row(name=e.name, kind=kind, flops=flops, moved=moved, seconds=time.work + copies + starts, parts=parts)
 
 
 def _collective(kernel: Kernel, mesh: Mesh, machine: Machine, joined: int) -> tuple[str, Atoms, int, float, float]:

@@ -38,7 +38,7 @@ def epilogues(program: Kernels, seconds: Mapping[Kernel, float], machine: Machin
     if not machine.compiler.fuses_epilogues:
         return found
     readers = readers_of(program)
-    kept = {program.home.get(v, v) for v in program.block.outputs if isinstance(v, Value)}
+    kept = program.results
     for kernel in program.kernels:
         for body in kernel.bodies:
             found.update(epilogues(body, seconds, machine))
@@ -50,7 +50,7 @@ def epilogues(program: Kernels, seconds: Mapping[Kernel, float], machine: Machin
 def _epilogues_of(
     product: Kernel,
     readers: Mapping[Value, list[Kernel]],
-    kept: set[Value],
+    kept: frozenset[Value],
     home: Mapping[Value, Value],
     seconds: Mapping[Kernel, float],
     machine: Machine,

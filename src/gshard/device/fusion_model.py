@@ -118,6 +118,11 @@ class Kernels:
     kernels: tuple[Kernel, ...]
     home: dict[Value, Value]
 
+    @property
+    def results(self) -> frozenset[Value]:
+        """The buffers of the results of the block."""
+        return frozenset(self.home.get(v, v) for v in self.block.outputs if isinstance(v, Value))
+
     def walk(self, times: int = 1) -> Iterator[tuple[Kernel, int]]:
         """All kernels with their number of runs: all branches, and one iteration of a loop of unknown length."""
         for kernel in self.kernels:
@@ -151,6 +156,11 @@ def moves_elements(rule: Rule) -> bool:
     placed = any(rule.factors[f].kind != PARALLEL for dims in rule.results for dim in dims for f in dim)
     summed = any(f.kind == REDUCE and f.monoid != "pick" for f in rule.factors)
     return placed and not looked_up and not summed
+
+
+def only_moves(e: Equation) -> bool:
+    """Whether each result element is an operand's element: a reshape, a broadcast, a window, a mark."""
+    return e.rule is not None and _MOVES.issubset(e.rule.linear)
 
 
 def is_product(rule: Rule) -> bool:
@@ -328,7 +338,7 @@ def _is_view(e: Equation) -> bool:
     """Whether a result has the bytes of its operand, perhaps in another shape: a reshape, a squeeze, a mark."""
     if len(e.inputs) != 1 or not e.outputs or not isinstance(e.inputs[0], Value) or e.rule is None:
         return False
-    if e.rule.flops and not _MOVES.issubset(e.rule.linear):
+    if e.rule.flops and not only_moves(e):
         return False  # the equation changes elements
     before = [f for dim in e.rule.operands[0] for f in dim if e.rule.factors[f].size > 1]
     after = [f for dim in e.rule.results[0] for f in dim if e.rule.factors[f].size > 1]

@@ -9,10 +9,7 @@ import math
 from collections.abc import Mapping
 
 from gshard.core.program import Equation, Value
-from gshard.core.rule import moves
-from gshard.device.fusion_model import COLLECTIVE, REGION, Kernel, Kernels, size
-
-_MOVES = frozenset((monoid, frozenset(operands)) for monoid, operands in moves(0))
+from gshard.device.fusion_model import COLLECTIVE, REGION, Kernel, Kernels, only_moves, size
 
 
 def hoisted_operands(program: Kernels) -> dict[Kernel, tuple[int, ...]]:
@@ -49,7 +46,7 @@ def _expensive_small_arrays(kernel: Kernel, position: Mapping[Equation, int]) ->
             if small is not None and (i in e.rule.slow or small in slow):
                 hoisted[small] = None
                 is_hoisted = True
-            elif small is not None and _MOVES.issubset(e.rule.linear):
+            elif small is not None and only_moves(e):
                 repeated[result] = small
             elif x in slow:
                 slow.add(result)

@@ -25,7 +25,7 @@ def layout_copies(program: Kernels, machine: Machine) -> dict[Kernel, tuple[int,
     """For each collective, the bytes of the arrays that are copied into another layout."""
     writers = {v: k for k in program.kernels for v in k.writes}
     readers = readers_of(program)
-    results = {program.home.get(v, v) for v in program.block.outputs if isinstance(v, Value)}
+    results = program.results
     copies: dict[Kernel, tuple[int, ...]] = {}
     for kernel in program.kernels:
         for body in kernel.bodies:

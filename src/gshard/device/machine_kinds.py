@@ -34,6 +34,7 @@ float32 on AMD's, where XLA does not use TF32. TPUs without a rate for 8-bit int
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 
 RING, LINE, SWITCH, DIRECT = "ring", "line", "switch", "direct"
@@ -175,196 +176,116 @@ REACHED_LINKS = 0.7
 
 
 def _tpu(
-    bf16: float, s8: float, bandwidth: float, gib: int, link: float, dimensions: int, wraps: int, compiler: Compiler,
+    source: str, devices: tuple[str, ...], bf16: float, s8: float, bandwidth: float, gib: int, link: float,
+    dimensions: int, wraps: int, compiler: Compiler, *, cores: int = 1, between_cores: float = 0.0,
     host_link: float = 0.0,
 ) -> Kind:  # fmt: skip
     # The vector unit does about a sixteenth of the matrix unit's work in float32.
     rates = {"bf16": bf16 * _T, "f32": bf16 * _T, "s8": s8 * _T}
     return Kind(
-        rates, bf16 * _T / 16, bandwidth * _G, gib * _GIB, link * _G, dimensions, wraps, compiler=compiler,
-        host_link=host_link * _G,
+        rates, bf16 * _T / 16, bandwidth * _G, gib * _GIB, link * _G, dimensions, wraps, cores, between_cores * _G,
+        compiler=compiler, host_link=host_link * _G, source=source, devices=devices,
     )  # fmt: skip
 
 
 def _gpu(
-    *,
-    f64: float,
-    f32: float,
-    bf16: float,
-    s8: float,
-    vector: float,
-    memory_bandwidth: float,
-    memory: float,
-    link: float,
-    between_nodes: float,
-    node: int = 8,
-    inside: str = SWITCH,
+    source: str, *devices: str, f64: float, f32: float, bf16: float, s8: float, vector: float,
+    memory_bandwidth: float, memory: float, link: float, between_nodes: float, node: int = 8, inside: str = SWITCH,
     host_link: float = 0.0,
-) -> Kind:
+) -> Kind:  # fmt: skip
     """A vendor's TFLOP/s, GB/s and GB; f32 is the rate of products of float32 arrays in JAX's default precision."""
     peak = {"f64": f64 * _T, "f32": f32 * _T, "bf16": bf16 * _T, "f16": bf16 * _T, "s8": s8 * _T}
     rates = {dtype: rate * REACHED_PRODUCTS for dtype, rate in peak.items()}
     return Kind(
         rates, vector * _T, memory_bandwidth * _G * REACHED_MEMORY, int(memory * _G), link * _G, 1, latency=2e-6,
         launch=3e-6, node=node, inside=inside, between_nodes=between_nodes * _G, host_link=host_link * _G,
-        compiler=COMPILERS["gpu"], peak=peak,
+        compiler=COMPILERS["gpu"], peak=peak, source=source, devices=devices,
     )  # fmt: skip
 
 
-def _a100(memory_bandwidth: float, memory: float) -> Kind:
-    return _gpu(
-        f64=19.5, f32=156, bf16=312, s8=624, vector=19.5, memory_bandwidth=memory_bandwidth, memory=memory, link=300,
-        between_nodes=25, host_link=32,
-    )  # fmt: skip
-
-
-def _hopper(memory_bandwidth: float, memory: float) -> Kind:
-    return _gpu(
-        f64=67, f32=494, bf16=989, s8=1979, vector=67, memory_bandwidth=memory_bandwidth, memory=memory, link=450,
-        between_nodes=50, host_link=64,
-    )  # fmt: skip
-
-
-def _cdna3(memory_bandwidth: float, memory: float) -> Kind:
-    return _gpu(
-        f64=163.4, f32=163.4, bf16=1307.4, s8=2614.9, vector=163.4, memory_bandwidth=memory_bandwidth, memory=memory,
-        link=64, inside=DIRECT, between_nodes=50, host_link=64,
-    )  # fmt: skip
-
-
-def _cdna4(f64: float, f32: float, bf16: float, s8: float) -> Kind:
-    return _gpu(
-        f64=f64, f32=f32, bf16=bf16, s8=s8, vector=f32, memory_bandwidth=8000, memory=288, link=76.8, inside=DIRECT,
-        between_nodes=50, host_link=64,
-    )  # fmt: skip
-
-
-def _row(source: str, devices: tuple[str, ...], kind: Kind) -> Kind:
-    return dataclasses.replace(kind, source=source, devices=devices)
+_AMPERE = functools.partial(
+    _gpu, f64=19.5, f32=156, bf16=312, s8=624, vector=19.5, link=300, between_nodes=25, host_link=32
+)
+_HOPPER = functools.partial(
+    _gpu, f64=67, f32=494, bf16=989, s8=1979, vector=67, link=450, between_nodes=50, host_link=64
+)
+_BLACKWELL = functools.partial(_gpu, memory_bandwidth=8000, link=900)
+_OF_SYSTEM = functools.partial(_BLACKWELL, f32=1125, bf16=2250, vector=75)
+_OF_RACK = functools.partial(_BLACKWELL, f32=1250, bf16=2500, vector=80, node=72)
+_INSTINCT = functools.partial(_gpu, inside=DIRECT, between_nodes=50, host_link=64)
+_CDNA3 = functools.partial(_INSTINCT, f64=163.4, f32=163.4, bf16=1307.4, s8=2614.9, vector=163.4, link=64)
+_CDNA4 = functools.partial(_INSTINCT, memory_bandwidth=8000, memory=288, link=76.8)
 
 
 # A core of v3 and tpu7x has half of the chip; both send over the chip's links. Dimensions of v4, v5p and tpu7x close to
 # rings when they are made of whole cubes of 4; v3, v5e and v6e close them at the size of a pod.
 KINDS = {
-    "v3": _row(
+    "v3": _tpu(
         "Jouppi et al., *A domain-specific supercomputer for training deep neural networks*, CACM 2020",
-        ("TPU v3",),
-        dataclasses.replace(_tpu(61.5, 61.5, 450, 16, 82 * REACHED_LINKS, 2, 32, _V3), cores=2),
+        ("TPU v3",), 61.5, 61.5, 450, 16, 82 * REACHED_LINKS, 2, 32, _V3, cores=2,
     ),
-    "v4": _row(
-        "Jouppi et al., *TPU v4*, ISCA 2023", ("TPU v4",), _tpu(275, 275, 1200, 32, 50, 3, 4, _libtpu(PERMUTE), 16)
+    "v4": _tpu(
+        "Jouppi et al., *TPU v4*, ISCA 2023", ("TPU v4",), 275, 275, 1200, 32, 50, 3, 4, _libtpu(PERMUTE), host_link=16,
     ),
-    "v5e": _row(
-        "Google Cloud, *TPU v5e*",
-        ("TPU v5 lite", "TPU v5e"),
-        _tpu(197, 393, 819, 16, 50, 2, 16, _libtpu(PERMUTE, "all_gather")),
+    "v5e": _tpu(
+        "Google Cloud, *TPU v5e*", ("TPU v5 lite", "TPU v5e"), 197, 393, 819, 16, 50, 2, 16,
+        _libtpu(PERMUTE, "all_gather"),
     ),
-    "v5p": _row(
-        "Google Cloud, *TPU v5p*", ("TPU v5", "TPU v5p"), _tpu(459, 918, 2765, 95, 100, 3, 4, _libtpu(PERMUTE))
+    "v5p": _tpu(
+        "Google Cloud, *TPU v5p*", ("TPU v5", "TPU v5p"), 459, 918, 2765, 95, 100, 3, 4, _libtpu(PERMUTE),
     ),
-    "v6e": _row(
-        "Google Cloud, *TPU v6e*",
-        ("TPU v6 lite", "TPU v6e"),
-        _tpu(918, 1836, 1638, 32, 100, 2, 16, _libtpu(PERMUTE), 15),
+    "v6e": _tpu(
+        "Google Cloud, *TPU v6e*", ("TPU v6 lite", "TPU v6e"), 918, 1836, 1638, 32, 100, 2, 16, _libtpu(PERMUTE),
+        host_link=15,
     ),
-    "tpu7x": _row(
-        "Google Cloud, *TPU7x (Ironwood)*",
-        ("TPU7x",),
-        dataclasses.replace(
-            _tpu(1153.5, 1153.5, 3690, 96, 100, 3, 4, _libtpu(PERMUTE)), cores=2, between_cores=600 * _G
-        ),
+    "tpu7x": _tpu(
+        "Google Cloud, *TPU7x (Ironwood)*", ("TPU7x",), 1153.5, 1153.5, 3690, 96, 100, 3, 4, _libtpu(PERMUTE), cores=2,
+        between_cores=600,
     ),
-    "a100_40gb": _row(
-        "NVIDIA, *A100 Tensor Core GPU* and *DGX A100* data sheets", ("NVIDIA A100-SXM4-40GB",), _a100(1555, 40)
+    "a100_40gb": _AMPERE(
+        "NVIDIA, *A100 Tensor Core GPU* and *DGX A100* data sheets", "NVIDIA A100-SXM4-40GB", memory_bandwidth=1555,
+        memory=40,
     ),
-    "a100": _row(
-        "NVIDIA, *A100 Tensor Core GPU* and *DGX A100* data sheets", ("NVIDIA A100-SXM4-80GB",), _a100(2039, 80)
+    "a100": _AMPERE(
+        "NVIDIA, *A100 Tensor Core GPU* and *DGX A100* data sheets", "NVIDIA A100-SXM4-80GB", memory_bandwidth=2039,
+        memory=80,
     ),
-    "h100": _row("NVIDIA, *H100 Tensor Core GPU* data sheet (SXM)", ("NVIDIA H100 80GB HBM3",), _hopper(3350, 80)),
-    "h200": _row("NVIDIA, *H200 Tensor Core GPU* data sheet (SXM)", ("NVIDIA H200",), _hopper(4800, 141)),
-    "b200": _row(
-        "NVIDIA, *HGX Platform*; *DGX B200* data sheet",
-        ("NVIDIA B200",),
-        _gpu(
-            f64=37,
-            f32=1125,
-            bf16=2250,
-            s8=4500,
-            vector=75,
-            memory_bandwidth=8000,
-            memory=180,
-            link=900,
-            between_nodes=50,
-            host_link=64,
-        ),
+    "h100": _HOPPER(
+        "NVIDIA, *H100 Tensor Core GPU* data sheet (SXM)", "NVIDIA H100 80GB HBM3", memory_bandwidth=3350, memory=80,
     ),
-    "b300": _row(
-        "NVIDIA, *HGX Platform*; *DGX B300* and *Blackwell Ultra* data sheets",
-        ("NVIDIA B300", "NVIDIA B300 SXM6 AC"),
-        _gpu(
-            f64=1.25,
-            f32=1125,
-            bf16=2250,
-            s8=150,
-            vector=75,
-            memory_bandwidth=8000,
-            memory=270,
-            link=900,
-            between_nodes=100,
-        ),
+    "h200": _HOPPER(
+        "NVIDIA, *H200 Tensor Core GPU* data sheet (SXM)", "NVIDIA H200", memory_bandwidth=4800, memory=141,
     ),
-    "gb200": _row(
-        "NVIDIA, *GB200 NVL72*",
-        ("NVIDIA GB200",),
-        _gpu(
-            f64=40,
-            f32=1250,
-            bf16=2500,
-            s8=5000,
-            vector=80,
-            memory_bandwidth=8000,
-            memory=186,
-            link=900,
-            between_nodes=50,
-            node=72,
-        ),
+    "b200": _OF_SYSTEM(
+        "NVIDIA, *HGX Platform*; *DGX B200* data sheet", "NVIDIA B200", f64=37, s8=4500, memory=180, between_nodes=50,
+        host_link=64,
     ),
-    "gb300": _row(
-        "NVIDIA, *GB300 NVL72*; *Blackwell Ultra* data sheet",
-        ("NVIDIA GB300",),
-        _gpu(
-            f64=1.3,
-            f32=1250,
-            bf16=2500,
-            s8=165,
-            vector=80,
-            memory_bandwidth=8000,
-            memory=279,
-            link=900,
-            between_nodes=100,
-            node=72,
-        ),
+    "b300": _OF_SYSTEM(
+        "NVIDIA, *HGX Platform*; *DGX B300* and *Blackwell Ultra* data sheets", "NVIDIA B300", "NVIDIA B300 SXM6 AC",
+        f64=1.25, s8=150, memory=270, between_nodes=100,
     ),
-    "mi300x": _row("AMD, *Instinct MI300X* data sheet", ("AMD Instinct MI300X",), _cdna3(5300, 192)),
-    "mi325x": _row("AMD, *Instinct MI325X* data sheet", ("AMD Instinct MI325X",), _cdna3(6000, 256)),
-    "mi350x": _row("AMD, *Instinct MI350X* data sheet", ("AMD Instinct MI350X",), _cdna4(72.1, 144.2, 2306.9, 4613.7)),
-    "mi355x": _row("AMD, *Instinct MI355X* data sheet", ("AMD Instinct MI355X",), _cdna4(78.6, 157.3, 2516.6, 5033.2)),
-    "cpu": _row(
-        "round numbers for one core of a server",
-        (),
-        Kind(
-            {"f32": 50 * _G, "f64": 25 * _G, "bf16": 10 * _G},
-            5 * _G,
-            10 * _G,
-            4 * _GIB,
-            5 * _G,
-            1,
-            latency=2e-5,
-            launch=1e-6,
-            host_link=5 * _G,
-        ),
+    "gb200": _OF_RACK(
+        "NVIDIA, *GB200 NVL72*", "NVIDIA GB200", f64=40, s8=5000, memory=186, between_nodes=50,
     ),
-}
+    "gb300": _OF_RACK(
+        "NVIDIA, *GB300 NVL72*; *Blackwell Ultra* data sheet", "NVIDIA GB300", f64=1.3, s8=165, memory=279,
+        between_nodes=100,
+    ),
+    "mi300x": _CDNA3("AMD, *Instinct MI300X* data sheet", "AMD Instinct MI300X", memory_bandwidth=5300, memory=192),
+    "mi325x": _CDNA3("AMD, *Instinct MI325X* data sheet", "AMD Instinct MI325X", memory_bandwidth=6000, memory=256),
+    "mi350x": _CDNA4(
+        "AMD, *Instinct MI350X* data sheet", "AMD Instinct MI350X", f64=72.1, f32=144.2, bf16=2306.9, s8=4613.7,
+        vector=144.2,
+    ),
+    "mi355x": _CDNA4(
+        "AMD, *Instinct MI355X* data sheet", "AMD Instinct MI355X", f64=78.6, f32=157.3, bf16=2516.6, s8=5033.2,
+        vector=157.3,
+    ),
+    "cpu": Kind(
+        {"f32": 50 * _G, "f64": 25 * _G, "bf16": 10 * _G}, 5 * _G, 10 * _G, 4 * _GIB, 5 * _G, 1, latency=2e-5,
+        launch=1e-6, host_link=5 * _G, source="round numbers for one core of a server",
+    ),
+}  # fmt: skip
 
 
 # By ``jax.Device.device_kind`` in lower case.

@@ -52,32 +52,46 @@ class Moment:
 
 
 @dataclasses.dataclass(frozen=True)
-class Memory:
-    """The memory of one device.
+class MemoryTotals:
+    """The bytes that one device holds in a call.
 
     Attributes:
         arguments: bytes of arguments.
         results: bytes of results.
         shared: bytes of results that take the memory of donated arguments.
         temporaries: the most bytes of all other arrays at one moment.
-        moments: all kernels, in the order in which they run.
-        alive: the temporaries at the peak, largest first, with the equation that computes each.
-        path: the block and the index of the kernel at the peak; if that is a loop, its body and the kernel there, and
-            so on.
     """
 
     arguments: int
     results: int
     shared: int
     temporaries: int
-    moments: tuple[Moment, ...]
-    alive: tuple[tuple[Value, Equation], ...]
-    path: tuple[tuple[Kernels, int], ...] = ()
+
+    @property
+    def fixed(self) -> int:
+        """Bytes that are held for the whole call."""
+        return self.arguments + self.results - self.shared
 
     @property
     def peak(self) -> int:
         """The most bytes that a device holds."""
-        return self.arguments + self.results - self.shared + self.temporaries
+        return self.fixed + self.temporaries
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory(MemoryTotals):
+    """The memory of one device at each moment.
+
+    Attributes:
+        moments: all kernels, in the order in which they run.
+        alive: the temporaries at the peak, largest first, with the equation that computes each.
+        path: the block and the index of the kernel at the peak; if that is a loop, its body and the kernel there, and
+            so on.
+    """
+
+    moments: tuple[Moment, ...]
+    alive: tuple[tuple[Value, Equation], ...]
+    path: tuple[tuple[Kernels, int], ...] = ()
 
 
 @with_tables
@@ -100,7 +114,7 @@ def memory_of(program: Kernels, donated: Iterable[int] = (), *, keeps_low_precis
             shared += _on_device(v)
             in_donated.add(v)
     own_results = [program.home.get(v, v) for v in results if v not in block.inputs and v not in in_donated]
-    elsewhere = frozenset(program.home.get(v, v) for v in results) | _in_places(program, own_results)
+    elsewhere = program.results | _in_places(program, own_results)
     moments: list[Moment] = []
     peak, alive, path = _follow(program, elsewhere, 0, 0, moments, keeps_low_precision_copies)
     return Memory(
@@ -113,7 +127,7 @@ def _in_places(program: Kernels, results: Sequence[Value]) -> frozenset[Value]:
     """Temporaries that use the memory of results until these are computed: largest first, then longest-lived."""
     written_at = {v: i for i, kernel in enumerate(program.kernels) for v in kernel.writes}
     last_read = {v: i for i, kernel in enumerate(program.kernels) for v in kernel.reads}
-    last_read.update({program.home.get(v, v): len(written_at) for v in program.block.outputs if isinstance(v, Value)})
+    last_read.update(dict.fromkeys(program.results, len(written_at)))
     result_buffers = sorted((v for v in results if v in written_at), key=_on_device)
     sizes = list(map(_on_device, result_buffers))
     spans_in: dict[Value, list[tuple[int, int]]] = {v: [] for v in result_buffers}
@@ -160,9 +174,7 @@ def _follow(
     for i, kernel in enumerate(kernels):
         for v in kernel.reads:
             last[v] = i
-    for out in program.block.outputs:
-        if isinstance(out, Value):
-            last[program.home.get(out, out)] = len(kernels)
+    last.update(dict.fromkeys(program.results, len(kernels)))
     elsewhere = _overwritten(kernels, last, elsewhere)
     narrowed: dict[int, list[Value]] = {}  # values that are kept only in their narrow form after a kernel
     for v, narrow_form in narrow_of.items():

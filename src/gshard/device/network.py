@@ -86,6 +86,15 @@ def members(mesh: Mesh, atoms: Atoms, of: int = 0) -> tuple[int, ...]:
     return tuple(sorted(set(group)))
 
 
+def atoms_among(mesh: Mesh, group: Sequence[int]) -> Atoms | None:
+    """The atoms over which the group of position 0 runs; None if it is no group over atoms."""
+    stride, found = mesh.size, []
+    for atom, size in mesh.atom_sizes.items():
+        stride //= size
+        found += [atom] if stride in group else []
+    return tuple(found) if members(mesh, tuple(found)) == group else None
+
+
 @tabulated(64)
 def interchangeable(mesh: Mesh, machine: Machine) -> tuple[Atoms, ...]:
     """Classes of atoms that can be exchanged in a program without changing any time.

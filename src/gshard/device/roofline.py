@@ -40,6 +40,11 @@ class Roofline(NamedTuple):
         return max(self.compute, self.memory)
 
     @property
+    def bound(self) -> str:
+        """The cause of the work (``cost.BOUNDS``): the longer of the two."""
+        return "compute" if self.compute >= self.memory else "memory"
+
+    @property
     def seconds(self) -> float:
         """Seconds in all."""
         return self.work + self.launch

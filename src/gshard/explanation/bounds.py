@@ -9,11 +9,12 @@ changes make shorter: more bandwidth, or fewer bytes, shortens no launch and no 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from gshard.core.plan import Plan
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import format_bytes
-from gshard.device.cost import BOUNDS, CallTotals, Cost, cost_of_kernels
+from gshard.device.cost import MOST, CallTotals, Cost, cost_of_kernels
 from gshard.device.fusion_model import COLLECTIVE, kernels_of
 from gshard.device.machine import Machine
 
@@ -25,35 +26,77 @@ NAMES = {
     "latency": "network latency",
     "host": "transfers to and from the host",
 }
-MOST = 0.5  # of a call: what takes no more than that does not bound it alone
-
-
-def shares_of(found: CallTotals) -> dict[str, float]:
-    """What a call is spent on, as parts of its seconds: one for each of ``BOUNDS``, together 1, or 0 of no seconds."""
-    total, spent = found.seconds, found.by_bound
-    return {what: spent.get(what, 0.0) / total if total else 0.0 for what in BOUNDS}
-
-
-def bounds_of(found: CallTotals) -> tuple[str, ...]:
-    """What bounds a call: what takes more than half of it, else the two that take most; the largest first."""
-    shares = shares_of(found)
-    first, second, *_ = sorted(BOUNDS, key=lambda what: -shares[what])
-    return (first,) if shares[first] > MOST or not shares[second] else (first, second)
 
 
 def headline(found: CallTotals) -> str:
     """What bounds a call, in one sentence, with the share of everything that takes a percent of it or more."""
     if not found.seconds:
         return f"Nothing to run: no operation reaches a device of {found.machine.name}."
-    shares = sorted(shares_of(found).items(), key=lambda pair: -pair[1])
+    shares = sorted(found.shares.items(), key=lambda pair: -pair[1])
     parts = ", ".join(f"{100 * share:.0f} % {NAMES[what]}" for what, share in shares if round(100 * share))
-    bound = "- and ".join(bounds_of(found)).capitalize()
+    bound = "- and ".join(found.bounds).capitalize()
     return f"{bound}-bound: {format_seconds(found.seconds)} a call on {found.machine.name}, {parts}."
 
 
 def remedies(found: CallTotals) -> tuple[str, ...]:
-    """What makes a call shorter, a sentence for each of ``bounds_of``."""
-    return tuple(_remedy(what, found) for what in bounds_of(found)) if found.seconds else ()
+    """What makes a call shorter, a sentence for each of ``CallTotals.bounds``."""
+    return tuple(_remedy(what, found) for what in found.bounds) if found.seconds else ()
+
+
+class CallVerdict:
+    """What bounds one call of a program on a machine: of gshard's, or of one that XLA compiled."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def cost(self) -> CallTotals: ...
+        @property
+        def ideal(self) -> float: ...
+        @property
+        def sentences(self) -> tuple[str, ...]: ...
+
+    @property
+    def bounds(self) -> tuple[str, ...]:
+        """What most of a call is spent on, and the second where the first takes no more than half."""
+        return self.cost.bounds
+
+    @property
+    def bound(self) -> str:
+        """What most of a call is spent on: compute, memory, network, launch, latency or host."""
+        return self.bounds[0]
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """What a call is spent on, as parts of its seconds.
+
+        ``compute`` (operations), ``memory`` (bytes read and written), ``network`` (bytes on links), ``launch``
+        (starting kernels), ``latency`` (of the network) and ``host`` (bytes to and from the host).
+        """
+        return self.cost.shares
+
+    @property
+    def share(self) -> float:
+        """The ideal time of the products as a part of a call: 1 is products alone, at the peak rate."""
+        return self.ideal / self.cost.seconds if self.cost.seconds else 0.0
+
+    @property
+    def headline(self) -> str:
+        """The first sentence."""
+        return headline(self.cost)
+
+    def data(self) -> dict[str, Any]:
+        """The same as JSON can hold it."""
+        return {
+            "headline": self.headline, "sentences": list(self.sentences), "shares": self.shares, "share": self.share,
+        }  # fmt: skip
+
+    def _memory(self) -> str:
+        says = "it fits" if self.cost.fits else "it does not fit"
+        memory = format_bytes(self.cost.machine.memory)
+        return f"Peak memory of a device: {format_bytes(self.cost.peak)} of {memory}, {says}."
+
+    def __str__(self) -> str:
+        return "\n".join([self.headline, *self.sentences])
 
 
 def _remedy(what: str, found: CallTotals) -> str:
@@ -113,7 +156,7 @@ def does_not_pay(plan: Plan, found: Cost) -> str:
         plan: the split program.
         found: what a call takes so.
     """
-    if plan.mesh.size == 1 or not {"launch", "latency", "network"} & {*bounds_of(found)} or not found.seconds:
+    if plan.mesh.size == 1 or not {"launch", "latency", "network"} & {*found.bounds} or not found.seconds:
         return ""
     one = alone(plan, found.machine, found.donated)
     if one is None or one.seconds > found.seconds or not one.fits:

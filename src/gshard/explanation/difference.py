@@ -11,11 +11,10 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from gshard.core.errors import GShardError
 from gshard.core.program import format_bytes, format_flops
-from gshard.device.machine import Machine
 
 FORMAT = 2  # of the data that is compared; it is written into it
 _ALIKE = 0.3  # files of two names with so much in common are one that was renamed
@@ -115,24 +114,6 @@ class Difference:
 
     def __str__(self) -> str:
         return self.format()
-
-
-class Comparable(Protocol):
-    """An explanation, of gshard's program or of XLA's."""
-
-    def data(self, machine: Machine | str | None = None) -> dict[str, Any]:
-        """Everything the report shows, with times on a machine."""
-        ...
-
-
-def data_of(side: Comparable | Mapping[str, Any], machine: Machine | str | None) -> Mapping[str, Any]:
-    """What is compared: the data of an explanation, unless it is that already.
-
-    Args:
-        side: an explanation, or what its ``data`` gave.
-        machine: what times are modelled on.
-    """
-    return side.data(machine) if not isinstance(side, Mapping) and hasattr(side, "data") else side  # type: ignore[return-value]
 
 
 def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> Difference:

@@ -22,7 +22,6 @@ from gshard.core.spmd import SpmdProgram
 from gshard.device.cost import Cost
 from gshard.emit.partition import partition
 from gshard.explanation.explain import Explanation
-from gshard.explanation.explain_program import explain_program
 from gshard.explanation.found_text import text_of_search
 from gshard.explanation.one_more_mark import with_one_more_mark
 from gshard.explanation.report.page import page
@@ -351,9 +350,9 @@ class SearchResult:
             return partition(propagate(program, self.plan.mesh, boundary=boundary))
 
         spmd = run(Planned(self.plan), recomputes=self.best.chosen.recomputed)
-        return explain_program(
-            self.plan, spmd, marked, frozenset(self.donated), machine=machine, marked_by_bytes=marked_by_bytes,
-            choice=self._choice,
+        return Explanation(
+            plan=self.plan, spmd=spmd, donated=frozenset(self.donated), marked=marked, marked_by_bytes=marked_by_bytes,
+            machine=machine, choice=self._choice,
         )  # fmt: skip
 
     @property

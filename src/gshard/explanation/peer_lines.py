@@ -9,24 +9,23 @@ else. Where the compiler combined several collectives, all of it stands at the l
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 
 from gshard.core.errors import MeshError
 from gshard.core.memory_kinds import shape_in_memory
-from gshard.core.mesh import Atoms, Mesh
+from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.spmd import SpmdProgram
 from gshard.device.machine import Machine
-from gshard.device.network import members, permutation_seconds, seconds
+from gshard.device.network import atoms_among, permutation_seconds, seconds
 from gshard.emit.compile import compile_spmd, named_sharding
 from gshard.explanation.difference import FORMAT, Difference, difference
-from gshard.xla.hlo_collectives import collectives, executed, line_of
+from gshard.xla.hlo_collectives import CompiledCollective, collectives, executed
 from gshard.xla.hlo_parser import read_module
+from gshard.xla.kernels import operations
 from gshard.xla.peer import xla_function
 
 Lines = dict[str, list[float]]  # by place: seconds, bytes sent, FLOPs of products
@@ -78,44 +77,22 @@ def _of_text(text: str, mesh: Mesh, machine: Machine) -> Lines:
     for c in collectives(text):
         row = lines.setdefault(c.line, [0.0, 0, 0])
         row[1] += c.total_bytes
-        row[0] += c.executions * _network_seconds(c.kind, c.operand_bytes, c.bytes_moved, c.group, mesh, machine)
-    for line, dtype, products in _products(text):
-        row = lines.setdefault(line, [0.0, 0, 0])
-        row[0] += products / machine.rate(dtype)
-        row[2] += products
-    return lines
-
-
-def _network_seconds(kind: str, operand: int, sent: int, group: tuple[int, ...], mesh: Mesh, machine: Machine) -> float:
-    """Of one run; a permutation is taken as one between neighbours."""
-    if not sent:
-        return 0.0
-    if kind == "collective_permute":
-        return permutation_seconds(sent, [(0, 1)], machine)
-    return seconds(kind, operand, mesh, machine, _atoms_of(group, mesh))
-
-
-def _atoms_of(group: tuple[int, ...], mesh: Mesh) -> Atoms:
-    """The atoms over which a group runs; all of them if it is no group over atoms."""
-    stride, found = mesh.size, []
-    for atom, size in mesh.atom_sizes.items():
-        stride //= size
-        found += [atom] if stride in group else []
-    return tuple(found) if members(mesh, tuple(found)) == group else mesh.atoms
-
-
-def _products(text: str) -> Iterator[tuple[str, str, int]]:
-    """The line, dtype and operations of every product that a device runs, in all its runs."""
+        row[0] += c.executions * _network_seconds(c, mesh, machine)
     module = read_module(text)
     for computation, made, times, _ in executed(module):
         if made.opcode == "dot":
-            dtype, result = _array(made.type)
-            _, operand = _array(computation.instructions[made.operands[0]].type)
-            over = re.search(r"\blhs_contracting_dims=\{([\d,]*)\}", made.attributes)
-            contracted = [operand[int(d)] for d in over[1].split(",") if d] if over else []
-            yield line_of(made, module.frames), dtype, 2 * times * math.prod(result) * math.prod(contracted)
+            products, _, dtype = operations(computation, made)
+            row = lines.setdefault(module.line_of(made), [0.0, 0, 0])
+            row[0] += products * times / machine.rate(dtype)
+            row[2] += products * times
+    return lines
 
 
-def _array(text: str) -> tuple[str, list[int]]:
-    found = re.search(r"\b([a-z]+\d*)[a-z0-9]*\[([\d,]*)\]", text)
-    return ("f32", []) if found is None else (found[1], [int(n) for n in found[2].split(",") if n])
+def _network_seconds(c: CompiledCollective, mesh: Mesh, machine: Machine) -> float:
+    """Of one run; a permutation is taken as one between neighbours."""
+    if not c.bytes_moved:
+        return 0.0
+    if c.kind == "collective_permute":
+        return permutation_seconds(c.bytes_moved, [(0, 1)], machine)
+    atoms = atoms_among(mesh, c.group)
+    return seconds(c.kind, c.operand_bytes, mesh, machine, mesh.atoms if atoms is None else atoms)

@@ -4,10 +4,48 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from gshard.core.mesh import Mesh
 from gshard.core.program import format_bytes
+from gshard.explanation.bounds import format_seconds
 from gshard.explanation.rows import CollectiveRow, TensorRow
+
+
+class ArrayLine(NamedTuple):
+    """What is printed of an array.
+
+    Attributes:
+        key: arrays with equal keys in the same sharding, and of which the same is told, have one line.
+        alike: the name of several;
+        name: and of one.
+        sharding: as text.
+        bytes: of one device's part.
+        told: what else is told of it.
+    """
+
+    key: str
+    alike: str
+    name: str
+    sharding: str
+    bytes: int
+    told: str
+
+
+def array_lines(title: str, arrays: Sequence[ArrayLine], most: int) -> list[str]:
+    """At most so many lines, with a title; those of equal arrays as one."""
+    together: dict[tuple[str, str, str], list[ArrayLine]] = {}
+    for array in arrays:
+        together.setdefault((array.key, array.sharding, array.told), []).append(array)
+    shown = [(same[0], len(same)) for same in together.values()][:most]
+    names = [f"{first.alike}  x{n}" if n > 1 else first.name for first, n in shown]
+    wide, across = (max(map(len, texts), default=0) for texts in (names, [first.sharding for first, _ in shown]))
+    lines = [
+        f"  {name:<{wide}}  {first.sharding:<{across}}  {format_bytes(first.bytes):>10}  {first.told}"
+        for name, (first, _) in zip(names, shown, strict=True)
+    ]
+    title = f"{title} (the largest {sum(n for _, n in shown)} of {len(arrays)}; bytes of one device's part)"
+    return ["", title, *lines] if shown else []
 
 
 def tensor_lines(title: str, rows: Sequence[TensorRow], most: int) -> list[str]:
@@ -15,39 +53,49 @@ def tensor_lines(title: str, rows: Sequence[TensorRow], most: int) -> list[str]:
 
     Of values inside the line has the number of the first, with which ``why`` finds it.
     """
-    together: dict[tuple[str, str, str], int] = {}
-    largest: dict[tuple[str, str, str], TensorRow] = {}
-    for row in rows:
-        key = row.alike or re.sub(r"^%\d+ ", "", row.name), row.sharding, row.reason
-        together[key] = together.get(key, 0) + 1
-        largest.setdefault(key, row)
-    shown = [(row, together[key], key[0]) for key, row in largest.items()][:most]
-    names = [alike if n > 1 and row.alike else row.short or row.name for row, n, alike in shown]
-    texts = [f"{name}  x{n}" if n > 1 else name for name, (_, n, _) in zip(names, shown, strict=True)]
-    wide = max(map(len, texts), default=0)
-    across = max((len(row.sharding) for row, *_ in shown), default=0)
-    lines = [
-        f"  {text:<{wide}}  {row.sharding:<{across}}  {format_bytes(row.local_bytes):>10}  {row.reason}"
-        for text, (row, *_) in zip(texts, shown, strict=True)
-    ]
-    told = sum(n for _, n, _ in shown)
-    return ["", f"{title} (the largest {told} of {len(rows)}; bytes of one device's part)", *lines] if rows else []
+    arrays = [
+        ArrayLine(
+            row.alike or re.sub(r"^%\d+ ", "", row.name), row.alike or row.short or row.name, row.short or row.name,
+            row.sharding, row.local_bytes, row.reason,
+        )
+        for row in rows
+    ]  # fmt: skip
+    return array_lines(title, arrays, most)
 
 
-def collective_lines(rows: Sequence[CollectiveRow], most: int) -> list[str]:
-    """At most so many lines: the bytes, the array, the module, the source line, and the reason."""
-    shown = rows[:most]
-    names = [f"{c.array}  x{c.arrays}" if c.arrays > 1 else c.array for c in shown]
-    wide = max(map(len, names), default=0)
-    modules = max((len(c.module) for c in shown), default=0)
+def collective_lines(
+    rows: Sequence[CollectiveRow], most: int, columns: tuple[int, int] = (12, 24), no_line: str = ""
+) -> list[str]:
+    """At most so many lines: bytes, axes, array, module, source line, reason, and where it is modelled the time.
+
+    Args:
+        rows: the collectives.
+        most: how many lines.
+        columns: width of the axes and of the shape.
+        no_line: what stands for an unknown line.
+    """
+    shown, is_timed = rows[:most], any(row.seconds for row in rows)
+    names = [f"{row.array}  x{row.arrays}" if row.arrays > 1 else row.array for row in shown]
+    wide, modules = (max(map(len, texts), default=0) for texts in (names, [row.module for row in shown]))
+    across, shape = columns
     lines = []
-    for c, name in zip(shown, names, strict=True):
-        sent = f"{c.kind:<18} x{c.times:<4} {format_bytes(c.bytes):>10}  over {c.axes:<12} {c.shape:<24}"
-        module = f"{c.module:<{modules}}  " if modules else ""
-        lines.append(f"  {sent} {name:<{wide}}  {module}{c.line}  ({c.why})")
+    for row, name in zip(shown, names, strict=True):
+        times = f"x{'' if row.exact else '~'}{row.times}"
+        sent = f"{row.kind:<18} {times:<5} {format_bytes(row.bytes):>10}"
+        where = f"over {row.axes:<{across}} {row.shape:<{shape}}"
+        taken = f"{format_seconds(row.seconds):>8}{_exposed(row):<13}  " if is_timed else ""
+        module = f"{row.module:<{modules}}  " if modules else ""
+        lines.append(f"  {sent}  {where} {taken}{name:<{wide}}  {module}{row.line or no_line}  ({row.why})")
     if rest := rows[most:]:
-        lines.append(f"  ... and {len(rest)} more rows with {format_bytes(sum(r.bytes for r in rest))}")
+        lines.append(f"  ... and {len(rest)} more rows with {format_bytes(sum(row.bytes for row in rest))}")
     return lines
+
+
+def _exposed(row: CollectiveRow) -> str:
+    if not row.seconds:
+        return ""
+    hidden = 1 - row.exposed / row.seconds
+    return f" {100 * hidden:.0f} % hidden" if hidden > 0.005 else " exposed"
 
 
 def lines_of_parts(rows: Sequence[CollectiveRow], mesh: Mesh) -> list[str]:

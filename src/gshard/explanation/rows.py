@@ -121,21 +121,24 @@ def rows_of_tensors(plan: Plan, names: ArrayNames, notes: Mapping[Value, str]) -
     return tuple(map(row, sorted(plan.shardings, key=lambda v: (-v.bytes, v.index))))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveRow:
     """Collectives of one kind over the same axes for the same line.
 
     Attributes:
-        kind: all_gather, all_reduce, reduce_scatter, all_to_all or collective_permute.
-        axes: names of mesh axes, or of their parts.
+        kind: all_gather, all_reduce, reduce_scatter, all_to_all or collective_permute; of XLA also a rarer one.
+        axes: names of mesh axes, or of their parts; of XLA also the devices of one group.
         times: how many run in one call of the program.
         bytes: what each device sends in all of them.
         shape: the local operand of the largest.
-        line: the user's source line.
+        line: the user's source line; empty if the program does not tell.
         why: what needed it.
         array: what is moved: a weight by its short name, ``gradient of`` one, or the operation that makes it.
         module: of what caused it, ``decoder/layers_0/mlp``; empty if nothing names it.
         arrays: how many rows this one stands for: those of equal layers.
+        exact: whether ``times`` is certain; False in a branch, and in a loop whose length depends on data.
+        seconds: of the network, for all of them; 0 where they are not modelled.
+        exposed: of these, what a call waits for.
     """
 
     kind: str
@@ -145,9 +148,12 @@ class CollectiveRow:
     shape: str
     line: str
     why: str
-    array: str = ""
-    module: str = ""
+    array: str
+    module: str
     arrays: int = 1
+    exact: bool = True
+    seconds: float = 0.0
+    exposed: float = 0.0
 
 
 def rows_of_collectives(collectives: Sequence[Collective], mesh: Mesh, names: ArrayNames) -> tuple[CollectiveRow, ...]:
@@ -171,7 +177,8 @@ def together(collectives: Sequence[Collective], names: ArrayNames, *, each: bool
     for c in collectives:
         array, module = names.array(c.value), names.module(c.cause)
         in_layer = names.is_named(c.value) and array.alike != array.text  # else only its position tells it apart
-        alike = (module.any_number, _without_position(c, c.why)) if in_layer else (module.alike, c.why)
+        any_layer = "/".join(map(without_number, module.text.split("/")))
+        alike = (any_layer, _without_position(c, c.why)) if in_layer else (module.alike, c.why)
         which = (array.text, module.text, c.why) if each else (array.alike, *alike)
         rows.setdefault((c.kind, c.atoms, c.line, c.shape, *which), []).append(c)
     return list(rows.values())
@@ -209,7 +216,10 @@ def _row(same: Sequence[Collective], mesh: Mesh, names: ArrayNames) -> Collectiv
     c = same[0]
     array, module, why = called(same, names)
     times, sent = sum(c.times for c in same), sum(c.total_bytes for c in same)
-    return CollectiveRow(c.kind, mesh.format_atoms(c.atoms), times, sent, c.shape, c.line, why, array, module)
+    return CollectiveRow(
+        kind=c.kind, axes=mesh.format_atoms(c.atoms), times=times, bytes=sent, shape=c.shape, line=c.line, why=why,
+        array=array, module=module,
+    )  # fmt: skip
 
 
 def text_of_rings(plan: Plan, without: float, taken: float, machine: str) -> str:

@@ -10,17 +10,18 @@ are drawn one by one as long as they are few; of a long loop the first rounds, a
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from gshard.core.spmd import Collective
 from gshard.device.cost import Cost, KernelCost
 from gshard.device.fusion_model import COLLECTIVE, REGION, Kernels
+from gshard.device.machine import Machine
 from gshard.device.origin import cause_of
 
 ROUNDS = 3000  # events that the rounds of one loop are drawn with
 FIRST = 2  # rounds that are drawn of a longer loop, at least
+TRACKS = LOOPS, COMPUTE, NETWORK = "loops", "compute", "network"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -42,111 +43,147 @@ class Event:
     depth: int = 0
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Run:
+    """One run of a block, or of several one after the other.
+
+    Attributes:
+        seconds: how long it takes.
+        events: its kernels and loops, in order. Their times count from its beginning.
+    """
+
+    seconds: float
+    events: Sequence[Event | Loop]
+
+    @property
+    def count(self) -> int:
+        """How many events it is drawn with, about."""
+        return sum(1 if isinstance(e, Event) else e.count for e in self.events)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Loop:
+    """A loop, a branch or a call in a run.
+
+    Attributes:
+        start: seconds from the beginning of the run.
+        rounds: how often it runs.
+        body: one round.
+        name: what is shown, without the number of rounds;
+        line: and the user's source line.
+    """
+
+    start: float
+    rounds: int
+    body: Run
+    name: str
+    line: str
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all rounds."""
+        return self.rounds * self.body.seconds
+
+    @property
+    def count(self) -> int:
+        """How many events all rounds are drawn with, about."""
+        return min(self.rounds * self.body.count, max(ROUNDS, FIRST * self.body.count))
+
+
 @dataclasses.dataclass(frozen=True)
 class Timeline:
     """One call of a program.
 
     Attributes:
-        cost: what it was made from.
-        kernels: what runs, in order, and stretches of rounds that are not drawn.
+        kernels: what runs, and stretches of rounds that are not drawn.
         loops: where loops begin and end.
     """
 
-    cost: Cost
     kernels: tuple[Event, ...]
     loops: tuple[Event, ...]
 
-    def chrome(self, origins: Sequence[Collective | None], name: str) -> dict[str, Any]:
-        """The timeline in the Trace Event Format that Perfetto and chrome://tracing read.
-
-        Args:
-            origins: the collective of the plan that each kernel is.
-            name: of the program.
-        """
-        rows: list[dict[str, Any]] = [
-            named_track("process_name", 0, f"one device of {self.cost.machine.name}, modelled: {name}"),
-            *(named_track("thread_name", i, track) for i, track in enumerate(TRACKS)),
-        ]
-        for loop in self.loops:
-            rows.append(complete_event(loop, 0, "loop", {}))
-        for event in self.kernels:
-            if event.kernel < 0:
-                rows.append(complete_event(event, 0, "rounds", {}))
-                continue
-            k, c = self.cost.kernels[event.kernel], origins[event.kernel]
-            rows.append(complete_event(event, 2 if k.kind == COLLECTIVE else 1, k.bound, _details(k, c)))
-        return {"traceEvents": rows, "displayTimeUnit": "ms", "otherData": {"machine": str(self.cost.machine)}}
+    @staticmethod
+    def of(call: Run) -> Timeline:
+        """Draws the rounds of loops one by one as long as they are few."""
+        kernels, loops = list[Event](), list[Event]()
+        _draw(call, 0.0, 0, kernels, loops)
+        return Timeline(tuple(kernels), tuple(loops))
 
 
-TRACKS = ("loops", "compute", "network")
+def _draw(run: Run, at: float, depth: int, kernels: list[Event], loops: list[Event]) -> None:
+    for one in run.events:
+        start = at + one.start
+        if isinstance(one, Event):
+            kernels.append(dataclasses.replace(one, start=start, depth=depth))
+            continue
+        rounds, events = one.rounds, one.body.count
+        if not events:
+            continue
+        if one.seconds:
+            times = f" x{rounds}" if rounds > 1 else ""
+            loops.append(Event(start, one.seconds, -1, f"{one.name}{times} {one.line}".strip(), depth))
+        drawn = rounds if rounds * events <= ROUNDS else min(rounds, max(FIRST, ROUNDS // events))
+        for _ in range(drawn):
+            _draw(one.body, start, depth + 1, kernels, loops)
+            start += one.body.seconds
+        if (left := rounds - drawn) > 0:
+            kernels.append(Event(start, left * one.body.seconds, -1, f"{left} more rounds", depth + 1))
 
 
 def timeline(found: Cost) -> Timeline:
     """Lays the kernels of a cost out in time."""
-    numbers = itertools.count()
-    layout = _Layout(found.kernels, {id(k): next(numbers) for k, _ in found.program.walk() if k.kind != REGION})
-    layout.block(found.program, 0.0, 0)
-    return Timeline(found, tuple(layout.kernels), tuple(layout.loops))
+    numbers = {id(k): i for i, k in enumerate(k for k, _ in found.program.walk() if k.kind != REGION)}
 
-
-class _Layout:
-    """Where kernels are put, one after the other."""
-
-    def __init__(self, costs: Sequence[KernelCost], numbers: dict[int, int]) -> None:
-        self.costs, self.numbers = costs, numbers
-        self.kernels: list[Event] = []
-        self.loops: list[Event] = []
-
-    def block(self, block: Kernels, at: float, depth: int) -> float:
-        """Lays out a block from a time on; returns when it ends."""
-        for kernel in block.kernels:
-            if kernel.kind != REGION:
-                number = self.numbers[id(kernel)]
-                cost = self.costs[number]
-                self.kernels.append(Event(at, cost.seconds, number, cost.name, depth))
-                at += cost.seconds
-                continue
+    def run(blocks: Iterable[Kernels]) -> Run:
+        at, events = 0.0, list[Event | Loop]()
+        for kernel in (kernel for block in blocks for kernel in block.kernels):
             e = kernel.equation
-            rounds, start = e.trip_count, at
-            drawn = rounds if rounds * self._events(kernel.bodies) <= ROUNDS else self._first(kernel.bodies, rounds)
-            begin = len(self.loops)
-            for _ in range(drawn):
-                for body in kernel.bodies:
-                    at = self.block(body, at, depth + 1)
-            if drawn < rounds:
-                left = (rounds - drawn) * sum(self._seconds(body) for body in kernel.bodies)
-                self.kernels.append(Event(at, left, -1, f"{rounds - drawn} more rounds", depth + 1))
-                at += left
-            times = f" x{rounds}" if rounds > 1 else ""
-            if at > start:
-                self.loops.insert(begin, Event(start, at - start, -1, f"{e.name}{times} {e.line}".strip(), depth))
-        return at
-
-    def _first(self, bodies: Sequence[Kernels], rounds: int) -> int:
-        return min(rounds, max(FIRST, ROUNDS // max(1, self._events(bodies))))
-
-    def _events(self, bodies: Sequence[Kernels]) -> int:
-        """How many events a round is drawn with, about."""
-        found = 0
-        for body in bodies:
-            for kernel in body.kernels:
-                inside = self._events(kernel.bodies)
-                found += (
-                    1
-                    if kernel.kind != REGION
-                    else min(kernel.equation.trip_count * inside, max(ROUNDS, FIRST * inside))
-                )
-        return found
-
-    def _seconds(self, block: Kernels) -> float:
-        """What one run of a block takes."""
-        total = 0.0
-        for kernel in block.kernels:
             if kernel.kind == REGION:
-                total += kernel.equation.trip_count * sum(map(self._seconds, kernel.bodies))
+                events.append(Loop(at, e.trip_count, run(kernel.bodies), e.name, e.line))
             else:
-                total += self.costs[self.numbers[id(kernel)]].seconds
-        return total
+                number = numbers[id(kernel)]
+                events.append(Event(at, found.kernels[number].seconds, number, found.kernels[number].name))
+            at += events[-1].seconds
+        return Run(at, events)
+
+    return Timeline.of(run([found.program]))
+
+
+def trace_of(found: Cost, origins: Sequence[Collective | None], name: str) -> dict[str, Any]:
+    """The timeline of a cost in the Trace Event Format.
+
+    Args:
+        found: the cost.
+        origins: the collective of the plan that each kernel is.
+        name: of the program.
+    """
+    laid, rows = timeline(found), list[dict[str, Any]]()
+    for event in laid.kernels:
+        if event.kernel < 0:
+            rows.append(complete_event(event, LOOPS, "rounds", {}))
+            continue
+        k, c = found.kernels[event.kernel], origins[event.kernel]
+        track = NETWORK if k.kind == COLLECTIVE else COMPUTE
+        rows.append(complete_event(event, track, k.bound, _details(k, c)))
+    return trace_events(name, found.machine, laid.loops, rows)
+
+
+def trace_events(
+    name: str, machine: Machine, loops: Iterable[Event], events: Iterable[dict[str, Any]]
+) -> dict[str, Any]:
+    """A call in the Trace Event Format that Perfetto and chrome://tracing read.
+
+    Args:
+        name: of the program.
+        machine: what its times are modelled on.
+        loops: where loops begin and end.
+        events: of all tracks (``complete_event``).
+    """
+    titles = [("process_name", 0, f"one device of {machine.name}, modelled: {name}")]
+    titles += [("thread_name", i, track) for i, track in enumerate(TRACKS)]
+    named = [{"ph": "M", "name": what, "pid": 0, "tid": i, "args": {"name": text}} for what, i, text in titles]
+    rows = [*named, *(complete_event(loop, LOOPS, "loop", {}) for loop in loops), *events]
+    return {"traceEvents": rows, "displayTimeUnit": "ms", "otherData": {"machine": str(machine)}}
 
 
 def thinned(events: Sequence[Event], most: int) -> Iterator[tuple[Event, int]]:
@@ -174,15 +211,10 @@ def thinned(events: Sequence[Event], most: int) -> Iterator[tuple[Event, int]]:
     yield dataclasses.replace(longest, start=first.start, seconds=end - first.start), count
 
 
-def named_track(what: str, track: int, name: str) -> dict[str, Any]:
-    """The name of a track, in the Trace Event Format."""
-    return {"ph": "M", "name": what, "pid": 0, "tid": track, "args": {"name": name}}
-
-
-def complete_event(event: Event, track: int, category: str, details: dict[str, Any]) -> dict[str, Any]:
+def complete_event(event: Event, track: str, category: str, details: dict[str, Any]) -> dict[str, Any]:
     """An event of a track, in the Trace Event Format."""
     return {
-        "ph": "X", "name": event.name, "cat": category, "pid": 0, "tid": track,
+        "ph": "X", "name": event.name, "cat": category, "pid": 0, "tid": TRACKS.index(track),
         "ts": event.start * 1e6, "dur": event.seconds * 1e6, "args": details,
     }  # fmt: skip
 

@@ -22,9 +22,10 @@ from gshard.core.program import Program
 from gshard.core.spmd import Collective, SpmdProgram
 from gshard.device.cost import WORTH
 from gshard.explanation.bounds import format_seconds
-from gshard.explanation.changes import Change, changes_of
+from gshard.explanation.changes import changes_of
 from gshard.explanation.proposal import Proposal
 from gshard.explanation.what_if import Planner, replanned
+from gshard.search.time_budget import Watch
 
 SECONDS = 10.0  # for all trials, if nothing else is asked for
 _SCREENING = 0.5  # of the seconds, in which changes are tried by bytes where the plan is for a machine
@@ -89,58 +90,31 @@ def trials(
     tried = 0
     to_prove = changes if seconds > 0 else []
     if by_bytes is not None and to_prove:
-        now = _sent(by_bytes, plan.program)
-        screening = _Watch(clock, began + _SCREENING * seconds)
+        now = _sent(by_bytes, lambda: plan.program, Watch(began, clock))
+        screening = Watch(began + _SCREENING * seconds, clock)
         promising = []
         for change in changes:
             if screening.is_over:
                 break
-            again = screening.sent(by_bytes, change)
+            again = _sent(by_bytes, change.program, screening)
             if again is not None and now is not None and again[0] < WORTH * now[0]:
                 promising.append((again[0], change))
             else:
                 tried += 1
         to_prove = [change for _, change in sorted(promising, key=lambda pair: pair[0])]
-    proving = _Watch(clock, began + seconds)
+    proving = Watch(began + seconds, clock)
     for change in to_prove:
         if proving.is_over:
             break
-        again = proving.sent(marked, change)
+        again = _sent(marked, change.program, proving)
         tried += 1
         if again is not None and again[0] < WORTH * sent:
-            found.append((change.row, _proposal(change, sent, *again)))
+            found.append((change.row, Proposal(change.mark, change.at, sent, again[0], change.instead, again[1])))
     return Trials(tuple(found), tried, len(changes), clock() - began)
 
 
-def _proposal(change: Change, before: int, after: int, spmd: SpmdProgram) -> Proposal:
-    return Proposal(change.mark, change.at, before, after, change.instead, spmd)
-
-
-def _sent(planner: Planner, program: Program | None) -> tuple[int, SpmdProgram] | None:
+def _sent(planner: Planner, program: Callable[[], Program | None], watch: Watch) -> tuple[int, SpmdProgram] | None:
     """Bytes that each device sends in one call of a program, and what it becomes; None if its marks do not fit."""
-    made = replanned(planner, program)
+    with watch.trial():
+        made = replanned(planner, program())
     return None if made is None else (sum(c.total_bytes for c in made.collectives), made)
-
-
-class _Watch:
-    """Time that is left for trials of one kind; the first is made in any case.
-
-    Args:
-        clock: the time.
-        end: until when.
-    """
-
-    def __init__(self, clock: Callable[[], float], end: float) -> None:
-        self._clock, self._end, self._longest = clock, end, 0.0
-
-    @property
-    def is_over(self) -> bool:
-        """Whether another trial, which takes as long as the longest, would end too late."""
-        return self._longest > 0 and self._clock() + self._longest > self._end
-
-    def sent(self, planner: Planner, change: Change) -> tuple[int, SpmdProgram] | None:
-        """Tries a change; result as of ``_sent``."""
-        began = self._clock()
-        found = _sent(planner, change.program())
-        self._longest = max(self._longest, self._clock() - began)
-        return found

@@ -16,15 +16,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 from gshard.core.program import Value, format_bytes
 from gshard.device.machine import Machine
 from gshard.explanation.rows import TensorRow
 from gshard.planning.causes import Causes
 from gshard.planning.demands import demands
-from gshard.planning.graph import Graph
 from gshard.planning.objective import BY_BYTES, MESSAGE
+from gshard.planning.propagate import Choice
+from gshard.search.alternatives import SearchChoice
 from gshard.solver.problem import Ints
 
 _MOST = 32  # shardings of a value that are compared: each takes another solution of the problem
@@ -33,36 +33,8 @@ _SMALL = 1e-2  # of the largest part: smaller ones are printed in one line
 _NOTHING = 1e-9  # of a cost: what rounding leaves
 
 
-class Compared(Protocol):
-    """What was chosen in the problem of a program (``planning.propagate.Choice``, or what a search found)."""
-
-    @property
-    def graph(self) -> Graph:
-        """The problem."""
-        ...
-
-    @property
-    def states(self) -> Ints:
-        """int64 [nodes], those that were chosen."""
-        ...
-
-    @property
-    def cost(self) -> float:
-        """What they cost."""
-        ...
-
-    @property
-    def counted(self) -> str:
-        """The unit of costs, in words."""
-        ...
-
-    def tied_to(self, node: int) -> list[int]:
-        """The nodes that have the state of this one, and itself."""
-        ...
-
-    def with_state(self, node: int, state: int) -> Ints | None:
-        """The states that cost least where a node, and all that are tied to it, have this one; None if none do."""
-        ...
+# What was chosen in the problem of a program: by planning, or by a search.
+Compared = Choice | SearchChoice
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
-from gshard.core.program import Block, Equation, format_bytes
+from gshard.core.program import format_bytes
 from gshard.device.cost import Cost
 from gshard.device.fusion_model import PRODUCT, products_of
 from gshard.device.machine import Machine
 from gshard.device.roofline import dtype_of
-from gshard.explanation.bounds import bounds_of, does_not_pay, format_seconds, headline, remedies, shares_of
+from gshard.explanation.bounds import CallVerdict, does_not_pay, format_seconds, remedies
 from gshard.explanation.merged_collectives import MergedCollective
 from gshard.explanation.proposal import Proposal
 from gshard.explanation.trials import Trials
@@ -38,7 +38,7 @@ _TIME = "it prices each kernel and each collective by itself, and the change is 
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
+class Verdict(CallVerdict):
     """What bounds one call of a program on a machine, as modelled.
 
     Attributes:
@@ -79,35 +79,6 @@ class Verdict:
         """The change of marks that lowers the bytes sent most, of those with which a call takes no longer, if any."""
         made = (p for p in self.proposals if p is not None)
         return min(made, key=_rank, default=None)
-
-    @property
-    def shares(self) -> dict[str, float]:
-        """What a call is spent on, as parts of its seconds.
-
-        ``compute`` (operations), ``memory`` (bytes read and written), ``network`` (bytes on links), ``launch``
-        (starting kernels) and ``latency`` (of the network).
-        """
-        return shares_of(self.cost)
-
-    @property
-    def bound(self) -> str:
-        """What most of a call is spent on."""
-        return self.bounds[0]
-
-    @property
-    def bounds(self) -> tuple[str, ...]:
-        """The same, with the second where the first takes no more than half of the call."""
-        return bounds_of(self.cost)
-
-    @property
-    def share(self) -> float:
-        """The ideal time as a part of a call: 1 is products alone, evenly divided, at the peak rate."""
-        return self.ideal / self.cost.seconds if self.cost.seconds else 0.0
-
-    @property
-    def headline(self) -> str:
-        """The first sentence."""
-        return headline(self.cost)
 
     @property
     def sentences(self) -> tuple[str, ...]:
@@ -182,14 +153,6 @@ class Verdict:
                 sentences.append(f"{model}, a plan with this change is not cheaper{by}: {why}.")
         return " ".join(sentences)
 
-    def _memory(self) -> str:
-        found = self.cost
-        says = "it fits" if found.fits else "it does not fit"
-        return f"Peak memory of a device: {format_bytes(found.peak)} of {format_bytes(found.machine.memory)}, {says}."
-
-    def __str__(self) -> str:
-        return "\n".join([self.headline, *self.sentences])
-
 
 def verdict(
     plan: Plan,
@@ -214,9 +177,10 @@ def verdict(
     machine, devices = found.machine, plan.mesh.size
     whole: Counter[str] = Counter()
     ideal = 0.0
-    for e, times in _products(plan.program.block):
-        whole[e.line] += products_of(e) * times
-        ideal += products_of(e) * times / machine.peak(dtype_of(e)) / devices
+    for e, times in plan.program.block.runs():
+        if products := products_of(e) * times:
+            whole[e.line] += products
+            ideal += products / machine.peak(dtype_of(e)) / devices
     own: Counter[str] = Counter()
     for k in found.kernels:
         if k.kind == PRODUCT:
@@ -240,12 +204,3 @@ def verdict(
 
 def _rank(proposal: Proposal) -> tuple[bool, int]:
     return proposal.is_slower, proposal.after
-
-
-def _products(block: Block, times: int = 1) -> Iterator[tuple[Equation, int]]:
-    """The products of the program as it was written, and how often each is computed."""
-    for e in block.equations:
-        for body in e.blocks:
-            yield from _products(body, times * e.trip_count)
-        if products_of(e):
-            yield e, times

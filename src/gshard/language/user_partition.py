@@ -30,7 +30,7 @@ from gshard.core.jax_adapter import closed
 from gshard.core.jax_adapter_kernels import as_gspmd, ir_types, read_sharding_rule, spec_on
 from gshard.core.mark import Mark, resolve
 from gshard.core.mesh import Atoms, Mesh
-from gshard.core.partition_spec import entries_of
+from gshard.core.partition_spec import axes_of_entry, entries_of
 from gshard.language.per_device import renamed
 from gshard.language.sharding_rule import Factors, factors_of, independent
 from gshard.language.user_partition_types import DeviceProgram, Partitioned, Unfinished
@@ -305,7 +305,7 @@ class OnMesh:
         entries = [None if e is PartitionSpec.UNCONSTRAINED else e for e in entries_of(spec)]
         axes = tuple((str(name), int(size)) for name, size in mesh_of_spec.shape.items())
         if axes == tuple((name, self.mesh.count(atoms)) for name, atoms in atoms_of.items()):
-            names_of_dims = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries]
+            names_of_dims = [axes_of_entry(e) for e in entries]
             dims = [tuple(a for name in names for a in atoms_of[name]) for names in names_of_dims]
             if any(dims[ndim:]):
                 raise RuleError(

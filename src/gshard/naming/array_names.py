@@ -20,27 +20,9 @@ from gshard.core.mark import Mark
 from gshard.core.program import Block, Equation, Program, Value
 from gshard.core.rule import REDUCE
 from gshard.language.low_precision import steps_of_rounding
-from gshard.naming.short_names import Path, ShortName, equal_layers, short_names, tokens_of, without_number
+from gshard.naming.short_names import Path, ShortName, equal_layers, short_names, tokens_of
 
 GRADIENT, UPDATE = "gradient of ", "update of "
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Module:
-    """The module of the model that contains an equation, such as ``decoder/layers_0/mlp``.
-
-    Attributes:
-        text: the path of the module, from named scopes; without scopes, from the name of the weight that it reads.
-        alike: the path with ``*`` in place of the numbers of equal layers.
-    """
-
-    text: str = ""
-    alike: str = ""
-
-    @property
-    def any_number(self) -> str:
-        """The path with ``*`` in place of the number of each word, for callers that find equal layers by themselves."""
-        return "/".join(map(without_number, self.text.split("/")))
 
 
 class ArrayNames:
@@ -98,7 +80,7 @@ class ArrayNames:
     def array(self, v: Value | None) -> ShortName:
         """The name of an array; empty for a value that is not in the program."""
         if v is None:
-            return ShortName("", "")
+            return ShortName()
         if (root := self._roots.get(v)) is not None:
             return self.arguments[root]
         if (argument := self._updated.get(v)) is not None:
@@ -112,18 +94,21 @@ class ArrayNames:
         """Whether the name of an array contains the name of an argument."""
         return v in self._roots or v in self._updated
 
-    def module(self, e: Equation | None) -> Module:
-        """The module of an equation."""
+    def module(self, e: Equation | None) -> ShortName:
+        """The module of the model that contains an equation, such as ``decoder/layers_0/mlp``.
+
+        It is known from named scopes; without scopes, from the name of the weight that the equation reads.
+        """
         if e is None:
-            return Module()
+            return ShortName()
         path = self._scopes.get(e) or scopes_of(e.source_info)
         if path:
-            return Module("/".join(path), "/".join(self._equal_layers.get(path, path)))
+            return ShortName("/".join(path), "/".join(self._equal_layers.get(path, path)))
         if self._is_scoped:
-            return Module()
+            return ShortName()
         arguments = {self._roots[x] for x in e.inputs if isinstance(x, Value) and x in self._roots}
         modules = (self._module_of[argument] for argument in arguments)
-        return max(modules, key=lambda module: module.text.count("/") + bool(module.text), default=Module())
+        return max(modules, key=lambda module: module.text.count("/") + bool(module.text), default=ShortName())
 
     def _operation_of(self, v: Value) -> str:
         """The name of the operation that computes an array, or its source if it is another form of an array."""
@@ -304,10 +289,10 @@ class ArrayNames:
         return distances, nearest
 
 
-def _module(short: ShortName, name: str) -> Module:
+def _module(short: ShortName, name: str) -> ShortName:
     """The module of an argument: its name without the last word; empty if only the name of the argument is left."""
     text, alike = (name.rpartition(".")[0].replace(".", "/") for name in (short.text, short.alike))
-    return Module(text, alike) if text != tokens_of(name)[0] else Module()
+    return ShortName(text, alike) if text != tokens_of(name)[0] else ShortName()
 
 
 def _source_of(e: Equation, result: Value) -> Value | None:

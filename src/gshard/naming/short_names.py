@@ -131,16 +131,16 @@ def _fold(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShortName:
-    """The short name of an argument.
+    """The short name of an argument or a module.
 
     Attributes:
-        text: the name of the argument, such as ``blocks[3].up.kernel``.
-        alike: the common name with the arguments of equal layers, such as ``blocks[*].up.kernel``; without equal layers
-            the same as ``text``.
+        text: the name, such as ``blocks[3].up.kernel``.
+        alike: the common name with those of equal layers, such as ``blocks[*].up.kernel``; without equal layers the
+            same as ``text``.
     """
 
-    text: str
-    alike: str
+    text: str = ""
+    alike: str = ""
 
 
 def short_names(kinds: Mapping[str, Hashable], weights: Collection[str]) -> dict[str, ShortName]:

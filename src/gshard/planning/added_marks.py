@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from gshard.core.mark import Mark
 from gshard.core.mesh import Mesh
+from gshard.core.partition_spec import spec_of_axes, text_of_spec
 from gshard.core.program import Block, Equation, Program, Value
 from gshard.core.sharding import Sharding
 from gshard.language.mark_primitive import mark_p
@@ -73,15 +74,15 @@ def text_of_mark(sharding: Sharding, mesh: Mesh) -> str | None:
     spec = spec_of_cut(sharding, mesh)
     if spec is None:
         return None
-    return f"gshard.shard(x, P({', '.join(map(repr, spec))}))" if sharding.atoms else "gshard.replicate(x)"
+    return f"gshard.shard(x, {text_of_spec(spec)})" if sharding.atoms else "gshard.replicate(x)"
 
 
 def spec_of_cut(sharding: Sharding, mesh: Mesh) -> PartitionSpec | None:
     """The splits of the dimensions as a ``PartitionSpec``; None if one uses a part of an axis, which has no name."""
-    entries = []
+    axes_of_dims = []
     for atoms in sharding.dims:
         names = mesh.format_atoms(atoms).split(",") if atoms else []
         if any(name not in mesh.atoms_of for name in names):
             return None
-        entries.append(None if not names else names[0] if len(names) == 1 else tuple(names))
-    return PartitionSpec(*entries)
+        axes_of_dims.append(names)
+    return spec_of_axes(axes_of_dims)

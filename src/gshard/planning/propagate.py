@@ -159,12 +159,10 @@ class Choice:
         """
         if self.states[node] == state:
             return self.states
-        problem, layers = self.graph.problem, self.layers
-        costs, start = list(problem.costs), self.states.copy()
-        for i in self.tied_to(node):
-            costs[i] = np.where(np.arange(costs[i].size) == state, costs[i], np.inf)
-            start[i] = state
-        graph = dataclasses.replace(self.graph, problem=dataclasses.replace(problem, costs=tuple(costs)))
+        layers, start, tied_nodes = self.layers, self.states.copy(), self.tied_to(node)
+        start[tied_nodes] = state
+        problem = self.graph.problem.restricted(dict.fromkeys(tied_nodes, state))
+        graph = dataclasses.replace(self.graph, problem=problem)
         if layers is not None:
             solution = _with_equal_layers(graph, layers)
             return None if solution is None else solution[1]

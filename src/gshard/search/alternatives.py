@@ -122,9 +122,7 @@ class SearchChoice:
 
 def _with_state(solution: Solution, node: int, state: int) -> Solution:
     """The best solution that the solver finds with this state of a node."""
-    costs = list(solution.problem.costs)
-    costs[node] = np.where(np.arange(costs[node].size) == state, costs[node], np.inf)
-    return solve(dataclasses.replace(solution.problem, costs=tuple(costs)), effort=_EFFORT)
+    return solve(solution.problem.restricted({node: state}), effort=_EFFORT)
 
 
 def text_of_alternatives(best: Best, values: Mapping[tuple[str, str], Sequence[tuple[Value, str]]]) -> list[str]:

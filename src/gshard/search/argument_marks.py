@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 
 from gshard.core.mesh import Mesh
+from gshard.core.partition_spec import text_of_spec
 from gshard.core.paths import is_below
 from gshard.core.pipeline_schedule import Schedule
 from gshard.core.program import Value
@@ -92,7 +93,7 @@ def _by_parameter(inputs: Sequence[Value], paths: Sequence[str]) -> dict[str, di
 
 def _text(sharding: Sharding, mesh: Mesh) -> str:
     spec = spec_of_cut(sharding, mesh)
-    return "" if spec is None else f"P({', '.join(map(repr, spec)) if sharding.atoms else ''})".replace("'", '"')
+    return "" if spec is None else text_of_spec(spec if sharding.atoms else ()).replace("'", '"')
 
 
 def _patterns(specs: Mapping[str, str], values: Mapping[str, Value]) -> dict[str, str] | None:

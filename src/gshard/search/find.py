@@ -360,14 +360,13 @@ def best_plan(
     donated: Iterable[int] = (),
     memory_limit: float | None = None,
     budget_seconds: float | None = None,
-    on_better: Callable[[PricedPlan], None] | None = None,
     progress: bool | Callable[[str], object] | None = False,
     near: Plan | None = None,
 ) -> Best:
     """Searches for the fastest plan of a program.
 
     Args:
-        program, mesh, machine, donated, memory_limit, on_better, near: as in ``MeshSearch``.
+        program, mesh, machine, donated, memory_limit, near: as in ``MeshSearch``.
         budget_seconds, progress: as in ``gshard.search``.
 
     Raises:
@@ -375,8 +374,7 @@ def best_plan(
     """
     budget = TimeBudget.of(budget_seconds, progress)
     search = MeshSearch(
-        program, mesh, machine, donated=donated, memory_limit=memory_limit, on_better=on_better, budget=budget,
-        near=near,
+        program, mesh, machine, donated=donated, memory_limit=memory_limit, budget=budget, near=near,
     )  # fmt: skip
     search.price_marked()
     search.price_expected()

@@ -33,11 +33,8 @@ def in_model(graph: Graph, plan: Plan) -> float | None:
     chosen = _states_of(graph, plan)
     if chosen is None:
         return None
-    costs = list(graph.problem.costs)
-    for node, state in chosen.items():
-        costs[node] = np.where(np.arange(costs[node].size) == state, costs[node], np.inf)
     try:
-        found = solve(dataclasses.replace(graph.problem, costs=tuple(costs), limit=None), effort=_EFFORT)
+        found = solve(dataclasses.replace(graph.problem.restricted(chosen), limit=None), effort=_EFFORT)
     except ProblemError:
         return None
     return found.value if np.isfinite(found.value) else None

@@ -21,12 +21,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from gshard.core.deadline import OutOfTime
 from gshard.core.errors import ArgumentError, GShardError
 from gshard.core.layout import Layout, Names, Row
 from gshard.core.mesh import Mesh
+from gshard.core.partition_spec import axes_of_entry
 from gshard.core.paths import is_below, matches
 from gshard.core.plan import Plan
 from gshard.core.program import Program, Value, format_bytes
@@ -306,7 +306,7 @@ class _Search:
                 key = (path.split("/")[0], word or "")
                 node = node_of.get(key, node_of.get(("", key[1])))
                 if node is not None:
-                    axes_of_state = [None if cut is None else _entry(cut, d) for cut in cuts]
+                    axes_of_state = [None if cut is None else axes_of_entry(cut[d]) for cut in cuts]
                     edges.append(
                         (node, k, np.where([[axes == cut for cut in axes_of_state] for axes in axis_sets], 0.0, np.inf))
                     )
@@ -322,12 +322,6 @@ class _Search:
 
     def _arguments(self, program: Program) -> tuple[Value, ...]:
         return program.block.inputs[len(program.captured) :]
-
-
-def _entry(spec: PartitionSpec, d: int) -> _Axes:
-    """The axes of a dimension."""
-    entry = spec[d]
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _argument_names(program: Program, paths: Sequence[str], dimensions: Dimensions) -> list[Names | None]:

@@ -64,6 +64,4 @@ class _Clock:
                 self.written_at[v] = self.now
             for v in kernel.reads:
                 self.last_read[v] = self.now
-        for out in kernels.block.outputs:
-            if isinstance(out, Value):
-                self.last_read[kernels.home.get(out, out)] = self.now + 1
+        self.last_read.update(dict.fromkeys(kernels.results, self.now + 1))

@@ -273,7 +273,7 @@ def run(stages: Sequence[Stage], draft: Draft, settings: Settings) -> Draft:
 
 
 def plans_of(
-    program: Program, mesh: Mesh, machine: Machine | None, *, strict: bool = False, boundary: Boundary = AS_MARKED
+    program: Program, mesh: Mesh, machine: Machine | None, boundary: Boundary = AS_MARKED
 ) -> tuple[Planned, ...]:
     """Completes the user's marks to plans, the best first; arguments and errors as of ``planning.propagate``.
 
@@ -281,10 +281,9 @@ def plans_of(
         program: the traced function.
         mesh: the devices.
         machine: the machine for times; None to count bytes.
-        strict: refuse primitives without a rule.
         boundary: constraints on arguments and results, besides marks.
     """
-    settings = Settings(mesh if machine is None else on_machine(mesh, machine), machine, strict, boundary)
+    settings = Settings(mesh if machine is None else on_machine(mesh, machine), machine, boundary=boundary)
     return run((PROPAGATE_AND_REWRITE, CHOOSE, BATCH), Draft(program), settings).plans
 
 

@@ -8,11 +8,9 @@ dimensions). The search prices presets beside its own plans, so its result is ne
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from gshard.core.errors import GShardError
 from gshard.core.mark import Mark, mark_of_cut
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.plan import Plan
@@ -114,16 +112,6 @@ def expected_presets(program: Program, mesh: Mesh, boundary: Boundary = AS_MARKE
         elif preset.name.endswith(is_tensor):
             yield preset
             return
-
-
-def presets(
-    program: Program, mesh: Mesh, machine: Machine | None = None, boundary: Boundary = AS_MARKED
-) -> Iterator[tuple[str, tuple[Planned, ...]]]:
-    """All presets with their names, each with its plans, the best first; by bytes if there is no machine."""
-    yield AS_IT_IS, plans_of(program, mesh, machine, boundary=boundary)
-    for preset in marked_presets(program, mesh, boundary):
-        with contextlib.suppress(GShardError):  # a mark of the preset contradicts one of the user's
-            yield preset.name, preset.planned(mesh, machine, boundary)
 
 
 def data_arguments(program: Program, boundary: Boundary) -> list[int]:

@@ -89,8 +89,7 @@ class Pricing:
             matmuls = [windowed(planned.plan, CollectiveMatmul(above=self.limit * _LARGE)) for planned in plans]
             options += [self._priced(name, Planned(plan)) for plan in matmuls if plan.rings]
             for option in options.copy():
-                unavoidable = option.cost.memory.arguments + option.cost.memory.results - option.cost.memory.shared
-                if option.kept > self.limit >= unavoidable:
+                if option.kept > self.limit >= option.cost.memory.fixed:
                     options.append(self._recomputed(option))
         best = min(options, key=lambda option: option.rank(self.limit))
         if self.on_better is not None and all(

@@ -10,11 +10,11 @@ gradients read does not count, since derivatives keep intermediate values of a s
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 
 from gshard.core.jax_adapter import is_transposed, user_place, user_places
 from gshard.core.library_files import is_of_library
-from gshard.core.program import Block, Equation, Program, Value
+from gshard.core.program import Equation, Program, Value
 
 
 class StatementResults:
@@ -29,7 +29,7 @@ class StatementResults:
         self._readers: dict[Value, list[Equation]] = {}
         self._returned: set[Value] = set()
         self._at: dict[tuple[str, int], list[Equation]] = {}
-        for block in _blocks(program.block):
+        for block in (program.block, *(body for e in program.block.walk() for body in e.blocks)):
             self._returned.update(v for v in block.outputs if isinstance(v, Value))
             for equation in block.equations:
                 if is_transposed(equation.source_info):
@@ -64,10 +64,3 @@ class StatementResults:
             not any(file == path and line in lines for file, line in user_places(reader.source_info))
             for reader in self._readers.get(v, ())
         )
-
-
-def _blocks(block: Block) -> Iterator[Block]:
-    yield block
-    for equation in block.equations:
-        for inner in equation.blocks:
-            yield from _blocks(inner)

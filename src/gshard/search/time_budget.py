@@ -85,6 +85,30 @@ class TimeBudget:
             self.left_out.append(name)
 
 
+class Watch:
+    """Time that is left for trials of one kind, which take about equally long; the first is made in any case.
+
+    Args:
+        end: until when.
+        clock: the time.
+    """
+
+    def __init__(self, end: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.end, self._clock, self._longest = end, clock, 0.0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether another trial, which takes as long as the longest, would end too late."""
+        return self._longest > 0 and self._clock() + self._longest > self.end
+
+    @contextlib.contextmanager
+    def trial(self) -> Iterator[None]:
+        """Measures the body of a ``with`` statement as a trial."""
+        began = self._clock()
+        yield
+        self._longest = max(self._longest, self._clock() - began)
+
+
 def seconds_of(budget_seconds: float | None) -> float | None:
     """Checks the option ``budget_seconds``, and returns it.
 

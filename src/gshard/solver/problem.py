@@ -18,7 +18,7 @@ The cost of a forbidden choice is ``inf``. Bytes are whole numbers, so that sums
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -122,6 +122,17 @@ class Problem:
             limit=_limit(limit),
             names=tuple(names),
         )
+
+    def restricted(self, states: Mapping[int, int]) -> Problem:
+        """The problem in which some nodes may have one state only.
+
+        Args:
+            states: the state of each of these nodes.
+        """
+        costs = list(self.costs)
+        for node, state in states.items():
+            costs[node] = np.where(np.arange(costs[node].size) == state, costs[node], np.inf)
+        return dataclasses.replace(self, costs=tuple(costs))
 
     def name(self, node: int) -> str:
         return _Names(self.names)(node)

@@ -15,11 +15,11 @@ from gshard.core.jax_adapter import user_line
 from gshard.core.program import format_bytes
 from gshard.device.network import members
 from gshard.remat.rematerialise import MemoryLimitError, bytes_of
-from gshard.xla.hlo_collectives import KINDS, Sent
+from gshard.xla.hlo_collectives import KINDS, Sent, pairs_of
 from gshard.xla_programs.compiled_explanation import CompiledExplanation
 from gshard.xla_programs.compiled_program import CompiledArgument, CompiledProgram
 from gshard.xla_programs.compiled_rows import CompiledRow
-from gshard.xla_programs.moved_parts import atoms_of, pairs_of
+from gshard.xla_programs.moved_parts import atoms_of
 
 TOTAL = "total"
 Times = int | range

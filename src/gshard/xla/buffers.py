@@ -14,11 +14,11 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from gshard.device.memory import MemoryTotals
 from gshard.xla.dataflow import ELEMENTWISE, Array
 from gshard.xla.hlo_parser import Computation, Instruction, Module
 from gshard.xla.kernels import FREE, arrays_of, bytes_in_memory
 
-_SAME = ("bitcast", "opt-barrier", "add-dependency", "get-tuple-element", "tuple", "while", "after-all", "domain")
 _ALIAS = re.compile(r"\{(\d*)\}: \((\d+), \{")
 _Buffers = tuple[int, ...]  # one for each element of a result; -1 for what takes no memory here
 
@@ -61,28 +61,16 @@ class _Peak:
 
 
 @dataclasses.dataclass(frozen=True)
-class HeldMemory:
-    """What a device holds in one call, in bytes.
+class HeldMemory(MemoryTotals):
+    """What a device holds in one call.
 
     Attributes:
-        arguments, results: of the program; results that take the memory of donated arguments are in both.
-        shared: bytes of these.
-        temporaries: the most that is held besides.
-        alive: what makes that moment, largest first.
+        alive: what makes the moment with most temporaries, largest first.
         moments: the bytes of temporaries while each instruction runs, in order; each body of a loop once.
     """
 
-    arguments: int
-    results: int
-    shared: int
-    temporaries: int
     alive: tuple[Held, ...]
     moments: tuple[Moment, ...] = ()
-
-    @property
-    def peak(self) -> int:
-        """The most bytes that a device holds."""
-        return self.arguments + self.results - self.shared + self.temporaries
 
 
 def held_by(module: Module) -> HeldMemory:
@@ -159,16 +147,8 @@ def _peak(module: Module, name: str, *, is_entry: bool = False) -> _Peak:
 
 def _inside(module: Module, made: Instruction) -> _Peak:
     """The most that the computations hold that an instruction runs."""
-    if made.opcode == "while":
-        names: Sequence[str] = (*made.called("body"), *made.called("condition"))
-    elif made.opcode == "conditional":
-        attributes = ("branch_computations", "true_computation", "false_computation")
-        names = [name for a in attributes for name in made.called(a)]
-    elif made.opcode == "call":
-        names = made.called("to_apply")
-    else:
-        return _Peak()
-    return max((_peak(module, name) for name in names), key=lambda found: found.bytes, default=_Peak())
+    # The body of a loop, if its condition holds as much.
+    return max((_peak(module, name) for name in reversed(made.bodies)), key=lambda found: found.bytes, default=_Peak())
 
 
 def _buffers(

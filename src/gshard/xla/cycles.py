@@ -27,22 +27,10 @@ def _of(module: Module, computation: Computation) -> int:
 
 def cycles_of(module: Module, computation: Computation, made: Instruction) -> int:
     """The estimate of one instruction of a computation, and of what it calls."""
-    inner = [_of(module, module.computations[name]) for name in _called(made.opcode, made.called)]
+    inner = [_of(module, module.computations[name]) for name in made.bodies]
     if made.opcode == "while":
         return sum(inner) * (trip_count(module, computation, made) or 1)
     if inner:
         return max(inner)
     note = _NOTE.search(made.attributes)
     return int(note[1]) if note else 0
-
-
-def _called(opcode: str, called) -> tuple[str, ...]:  # type: ignore[no-untyped-def]
-    """The computations that run as programs of their own: not those of fusions and reductions."""
-    match opcode:
-        case "while":
-            return (*called("body"), *called("condition"))
-        case "conditional":
-            return (*called("branch_computations"), *called("true_computation"), *called("false_computation"))
-        case "call":
-            return tuple(called("to_apply"))
-    return ()

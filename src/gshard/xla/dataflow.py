@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
-from gshard.xla.hlo_parser import Instruction, Module
+from gshard.xla.hlo_parser import BRANCHES, Instruction, Module
 
 # What leaves an array the same one, or makes it another part of it: the result is that of the first operand.
 MOVES = frozenset(
@@ -31,7 +31,7 @@ ELEMENTWISE = frozenset(
 )
 PRODUCTS = frozenset(("dot", "convolution", "ragged-dot", "gather"))
 CALLING = ("fusion", "call", "async-start", "fusion-start", "call-start")  # run a computation on their operands
-_CALLS = ("calls", "to_apply", "body", "condition", "branch_computations", "true_computation", "false_computation")
+_CALLS = ("calls", "to_apply", "body", "condition", *BRANCHES)
 _CARRIED = ("all-reduce", "all-reduce-start", "reduce-scatter", "dynamic-update-slice", "concatenate")
 _MOST = 4000  # arrays that are followed from one: what is further away names nothing
 
@@ -174,7 +174,7 @@ class Dataflow:
         if caller.opcode == "while":
             return None if array.element is None else self._unchanged(outer, caller, array.element)
         if caller.opcode == "conditional":
-            branches = [b for a in _CALLS[4:] for b in caller.called(a)]
+            branches = [b for a in BRANCHES for b in caller.called(a)]
             return Array(outer, caller.operands[1 + branches.index(array.computation)], array.element)
         if caller.opcode in CALLING and made.number < len(caller.operands):
             return Array(outer, caller.operands[made.number], array.element)

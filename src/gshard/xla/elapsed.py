@@ -12,37 +12,36 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 
+from gshard.device.cost import PricedKernel
+from gshard.device.fusion_model import COLLECTIVE, OPERATOR, PRODUCT
 from gshard.device.machine import Machine
 from gshard.device.roofline import roofline
-from gshard.xla.hlo_collectives import BRANCHES, LOOP, OPCODE, CompiledCollective, Sent, sent_in
+from gshard.xla.hlo_collectives import OPCODE, CompiledCollective, Sent, sent_in
 from gshard.xla.hlo_parser import Computation, Instruction, Module, trip_count
 from gshard.xla.kernels import Work, work_of
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Ran:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Ran(PricedKernel):
     """One instruction that takes time, with all its runs in one call.
 
     Attributes:
         computation, made: which.
-        times: how often it runs.
-        seconds: of one run; of a collective all that the network takes.
-        exposed: of these, what a call waits for; the same as ``seconds`` for a kernel.
         work: of a kernel.
-        sent: of a collective.
-        parts: the exposed seconds by what they are spent on (``device.cost.BOUNDS``).
+        collective: of a collective where it runs.
         start: when it begins, in seconds from the beginning of a run of its computation.
     """
 
     computation: str
     made: Instruction
-    times: int
-    seconds: float
-    exposed: float
-    work: Work | None
-    sent: Sent | None
-    parts: tuple[tuple[str, float], ...]
+    work: Work | None = None
+    collective: Sent | None = None
     start: float = 0.0
+
+    @property
+    def duration(self) -> float:
+        """Seconds of one run; of a collective all that the network takes."""
+        return self.seconds + self.overlapped
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -106,11 +105,6 @@ def elapsed(module: Module, machine: Machine, network: Network) -> Elapsed:
     return _Clock(module, machine, network).run(module.entry, 1) if module.entry else Elapsed(0.0)
 
 
-def ran(module: Module, machine: Machine, network: Network) -> list[Ran]:
-    """What takes time in one call, in order; arguments as for ``elapsed``."""
-    return list(elapsed(module, machine, network).ran())
-
-
 @dataclasses.dataclass(frozen=True)
 class _Clock:
     """Runs the computations of a program on a machine."""
@@ -159,27 +153,32 @@ class _Clock:
         first = self.network(dataclasses.replace(sent.collective, operand_bytes=1), sent.itself) if taken else 0.0
         latency = waited * min(1.0, first / taken) if taken else 0.0
         parts = (("network", waited - latency), ("latency", latency))
-        return Ran(name, sent.made, times, taken, waited, None, sent, parts, begins)
+        return Ran(
+            computation=name, made=sent.made, kind=COLLECTIVE, times=times, sent=sent.collective.bytes_moved,
+            seconds=waited, overlapped=taken - waited, parts=parts, collective=sent, start=begins,
+        )  # fmt: skip
 
     def _kernel(self, computation: Computation, name: str, made: Instruction, times: int, now: float) -> Ran | None:
-        if OPCODE.fullmatch(made.opcode) or made.opcode in ("while", "conditional", "call"):
+        if OPCODE.fullmatch(made.opcode) or made.bodies:
             return None
         work = work_of(self.module, computation, made)
         if work is None:
             return None
         one = roofline(self.machine, work.dtype, work.products, work.others, work.moved)
-        bound = "compute" if one.compute >= one.memory else "memory"
-        parts = ((bound, one.work), ("launch", one.launch))
-        return Ran(name, made, times, one.seconds, one.seconds, work, None, parts, now)
+        parts = ((one.bound, one.work), ("launch", one.launch))
+        return Ran(
+            computation=name, made=made, kind=PRODUCT if work.products else OPERATOR, times=times,
+            flops=work.products + work.others, moved=work.moved, seconds=one.seconds, parts=parts, work=work, start=now,
+        )  # fmt: skip
 
     def _inner(self, computation: Computation, made: Instruction, times: int, now: float) -> Inner | None:
         if made.opcode == "while":
             rounds = trip_count(self.module, computation, made) or 1
-            bodies = [self.run(body, times * rounds) for a in LOOP for body in made.called(a)]
+            bodies = [self.run(body, times * rounds) for body in made.bodies]
             return Inner(made, now, rounds, tuple(bodies))
         if made.opcode == "conditional":  # one of the branches runs; the longest counts
-            branches = [self.run(b, times) for a in BRANCHES for b in made.called(a)]
+            branches = [self.run(b, times) for b in made.bodies]
             return Inner(made, now, 1, (max(reversed(branches), key=lambda b: b.seconds),) if branches else ())
         if made.opcode == "call":
-            return Inner(made, now, 1, tuple(self.run(body, times) for body in made.called("to_apply")))
+            return Inner(made, now, 1, tuple(self.run(body, times) for body in made.bodies))
         return None

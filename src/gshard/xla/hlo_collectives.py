@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -33,8 +33,7 @@ _OPCODES = (
 OPCODE = re.compile(rf"({'|'.join(_OPCODES)})(-start)?")
 KINDS = tuple(opcode.replace("-", "_") for opcode in _OPCODES)  # of collectives
 
-LOOP = ("condition", "body")  # attributes of an instruction that name the computations that it runs
-BRANCHES = ("branch_computations", "true_computation", "false_computation")
+_PAIRS = re.compile(r"\bsource_target_pairs=\{((?:\{\d+,\d+\},?\s*)+)\}")
 _CHANNEL = re.compile(r"\bchannel_id=(\d+)")
 
 
@@ -167,7 +166,7 @@ def computations_run(module: Module) -> Iterator[tuple[str, int, bool]]:
         yield name, times, exact
         computation = module.computations[name]
         for made in computation.instructions.values():
-            if made.opcode in ("while", "conditional", "call"):
+            if made.bodies:
                 for inner, inner_times, inner_exact in _calls(module, computation, made):
                     yield from walk(inner, times * inner_times, exact and inner_exact)
 
@@ -235,7 +234,7 @@ def _calls(module: Module, computation: Computation, instruction: Instruction) -
         yield from ((inner, rounds + known, known) for inner in instruction.called("condition"))
         yield from ((inner, rounds, known) for inner in instruction.called("body"))
     elif instruction.opcode == "conditional":
-        yield from ((inner, 1, False) for attribute in BRANCHES for inner in instruction.called(attribute))
+        yield from ((inner, 1, False) for inner in instruction.bodies)
     elif instruction.opcode in ("call", "fusion", "async-start", "custom-call"):
         for attribute in ("to_apply", "calls", "called_computations"):
             yield from ((inner, 1, True) for inner in instruction.called(attribute))
@@ -255,7 +254,7 @@ def collective_of(
     types = [computation.instructions[o].type for o in made.operands if o in computation.instructions]
     sizes = sent_sizes(kind, list(map(type_bytes, types)))
     operand = sum(sizes) if sizes else type_bytes(made.literal)
-    g = _group_size(made.attributes, module.devices)
+    g, pairs = _group_size(made.attributes, module.devices), pairs_of(made)
     if starts:  # its type also lists operands and buffers
         result = {"all_gather": operand * g, "reduce_scatter": operand // g}.get(kind, operand)
     else:
@@ -266,10 +265,10 @@ def collective_of(
         "reduce_scatter": operand * (g - 1) // g,
         "all_to_all": operand * (g - 1) // g,
         "ragged_all_to_all": operand * (g - 1) // g,
-        "collective_permute": 0 if _is_identity(made.attributes) else operand,
+        "collective_permute": 0 if pairs and all(a == b for a, b in pairs) else operand,
     }.get(kind, operand)
     return CompiledCollective(
-        kind, made.name, operand, result, g, moved, times, exact, line_of(made, module.frames),
+        kind, made.name, operand, result, g, moved, times, exact, module.line_of(made),
         _group_of_first(made.attributes),
     )  # fmt: skip
 
@@ -284,9 +283,7 @@ def _group_size(attributes: str, devices: int) -> int:
     >>> _group_size("replica_groups=mesh['a'=2,'b'=4] {'b'}, dimensions={0}", 8)
     4
     """
-    if listed := re.search(r"\breplica_groups=\{(\{[^=]*?\})\}", attributes):
-        return max(len(group.split(",")) for group in re.findall(r"\{([^{}]+)\}", listed[1]))
-    return len(_group_of_first(attributes)) or devices
+    return max(map(len, groups_of(attributes)), default=0) or len(_group_of_first(attributes)) or devices
 
 
 def _group_of_first(attributes: str) -> tuple[int, ...]:
@@ -299,7 +296,7 @@ def _group_of_first(attributes: str) -> tuple[int, ...]:
     >>> _group_of_first("replica_groups=mesh['a'=2,'b'=4] {'b':(2)2,'a'}, dimensions={0}")
     (0, 1, 4, 5)
     """
-    if listed := _listed_groups(attributes):
+    if listed := groups_of(attributes):
         return next((tuple(sorted(group)) for group in listed if 0 in group), ())
     if mesh := re.search(r"\breplica_groups=@?mesh\[([^\]]*)\][^{]*\{([^}]*)\}", attributes):
         sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", mesh[1])}
@@ -317,12 +314,8 @@ def _group_of_first(attributes: str) -> tuple[int, ...]:
     return ()
 
 
-def groups_of(made: Instruction) -> list[list[int]]:
+def groups_of(attributes: str) -> list[list[int]]:
     """The groups of devices of a collective; none where they are not listed, as along axes of a mesh."""
-    return _listed_groups(made.attributes)
-
-
-def _listed_groups(attributes: str) -> list[list[int]]:
     if listed := re.search(r"\breplica_groups=\{(\{[^=]*?\})\}", attributes):
         return [list(map(int, group.split(","))) for group in re.findall(r"\{([^{}]+)\}", listed[1])]
     if iota := re.search(r"\breplica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes):
@@ -335,15 +328,7 @@ def _listed_groups(attributes: str) -> list[list[int]]:
     return []
 
 
-def _is_identity(attributes: str) -> bool:
-    pairs = re.search(r"\bsource_target_pairs=\{((?:\{\d+,\d+\},?\s*)+)\}", attributes)
-    return pairs is not None and all(a == b for a, b in re.findall(r"\{(\d+),(\d+)\}", pairs[1]))
-
-
-def line_of(made: Instruction, frames: Mapping[int, str]) -> str:
-    """The user's ``file:line`` of an instruction, or empty."""
-    attributes = made.attributes
-    if frame := re.search(r"\bstack_frame_id=(\d+)", attributes):
-        return frames.get(int(frame[1]), "")
-    found = re.search(r'\bsource_file="([^"]*)".*?\bsource_line=(\d+)', attributes)
-    return f"{found[1].rsplit('/', 1)[-1]}:{found[2]}" if found else ""
+def pairs_of(made: Instruction) -> list[tuple[int, int]]:
+    """Which device sends to which in a permutation."""
+    found = _PAIRS.search(made.attributes)
+    return [(int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", found[1])] if found else []

@@ -10,10 +10,11 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from gshard.core.library_files import is_of_library
 
+BRANCHES = ("branch_computations", "true_computation", "false_computation")  # attributes that name computations
 _COMMENT = re.compile(r"/\*[^*]*\*/")
 _NAME = re.compile(r"%([\w.\-]+)")
 _HEADER = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s*\(.*\{\s*$")
@@ -53,6 +54,20 @@ class Instruction:
         return tuple(_NAME.findall(found[1])) if found else ()
 
     @property
+    def bodies(self) -> tuple[str, ...]:
+        """The computations that it runs as programs of their own: of a loop, of branches or of a call."""
+        match self.opcode:
+            case "while":
+                attributes: Sequence[str] = ("condition", "body")
+            case "conditional":
+                attributes = BRANCHES
+            case "call":
+                attributes = ("to_apply",)
+            case _:
+                return ()
+        return tuple(name for attribute in attributes for name in self.called(attribute))
+
+    @property
     def op_name(self) -> str:
         """JAX's name stack of the operator that it comes from; of a parameter the argument's name. Empty without."""
         found = _OP_NAME.search(self.attributes) if "op_name=" in self.attributes else None
@@ -84,17 +99,27 @@ class Module:
         computations: by name.
         entry: the name of the one that runs.
         devices: how many devices it runs on.
-        frames: the user's ``file:line`` by the number that instructions call ``stack_frame_id``;
-        places: the same with the whole path of the file.
+        places: the user's line, with the whole path of its file, by the number that instructions call
+            ``stack_frame_id``.
         header: the first line, with attributes of the module.
     """
 
     computations: Mapping[str, Computation]
     entry: str
     devices: int
-    frames: Mapping[int, str]
-    places: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    places: Mapping[int, str]
     header: str = ""
+
+    def place_of(self, made: Instruction) -> str:
+        """The user's line of an instruction with the whole path of its file, or empty."""
+        if frame := re.search(r"\bstack_frame_id=(\d+)", made.attributes):
+            return self.places.get(int(frame[1]), "")
+        found = re.search(r'\bsource_file="([^"]*)".*?\bsource_line=(\d+)', made.attributes)
+        return f"{found[1]}:{found[2]}" if found else ""
+
+    def line_of(self, made: Instruction) -> str:
+        """The user's ``file:line`` of an instruction, or empty."""
+        return self.place_of(made).rpartition("/")[2]
 
 
 def type_bytes(text: str) -> int:
@@ -130,9 +155,7 @@ def read_module(text: str) -> Module:
             root = found[2] if found[1] else root
     top = text.split("\n", 1)[0]
     counts = (re.search(rf"\b{key}=(\d+)", top) for key in ("replica_count", "num_partitions"))
-    places = _read_places(text)
-    frames = {i: place.rpartition("/")[2] for i, place in places.items()}
-    return Module(computations, entry, math.prod(int(c[1]) for c in counts if c), frames, places, top)
+    return Module(computations, entry, math.prod(int(c[1]) for c in counts if c), _read_places(text), top)
 
 
 def _read_instruction(name: str, text: str) -> Instruction:
@@ -258,10 +281,9 @@ def _value(module: Module, computation: Computation, name: str | None, arguments
         case "parameter":
             return arguments[int(made.literal)] if arguments else None
         case "get-tuple-element":
-            index = re.search(r"\bindex=(\d+)", made.attributes)
             whole = computation.instructions.get(made.operands[0])
             is_state = whole is not None and whole.opcode == "parameter" and not arguments
-            return ("element", int(index[1])) if index and is_state else None
+            return ("element", made.number) if is_state else None
         case "add":
             return ("add", value(made.operands[0]), value(made.operands[1]))
         case "compare":

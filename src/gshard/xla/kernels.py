@@ -106,7 +106,7 @@ def work_of(module: Module, computation: Computation, made: Instruction) -> Work
     if made.opcode in ("fusion", "fusion-start"):
         (name,) = made.called("calls")
         return _of_fusion(module, computation, made, module.computations[name])
-    products, others, dtype = _operations(computation, made)
+    products, others, dtype = operations(computation, made)
     is_known = made.opcode != "custom-call" or products > 0
     return Work(products, others, _moved(computation, made), dtype, is_known)
 
@@ -114,7 +114,7 @@ def work_of(module: Module, computation: Computation, made: Instruction) -> Work
 def _of_fusion(module: Module, computation: Computation, made: Instruction, inner: Computation) -> Work:
     products, others, dtype, is_known = 0, 0, "f32", True
     for part in _inside(module, inner):
-        more, beside, own = _operations(inner if part.name in inner.instructions else computation, part)
+        more, beside, own = operations(inner if part.name in inner.instructions else computation, part)
         products, others = products + more, others + beside
         dtype = own if more else dtype
     users: dict[str, list[Instruction]] = {}
@@ -180,7 +180,7 @@ def _moved(computation: Computation, made: Instruction) -> int:
     return result + sum(map(bytes_in_memory, types))
 
 
-def _operations(computation: Computation, made: Instruction) -> tuple[int, int, str]:
+def operations(computation: Computation, made: Instruction) -> tuple[int, int, str]:
     """Operations of products, of everything else, and the dtype of the product."""
     operands = [computation.instructions[name] for name in made.operands if name in computation.instructions]
     if made.opcode == "dot" and operands:

@@ -8,44 +8,13 @@ from collections.abc import Mapping
 
 from gshard.core.mesh import Mesh
 from gshard.device.cost import CallTotals
-from gshard.device.fusion_model import COLLECTIVE, OPERATOR, PRODUCT
 from gshard.device.machine import Machine, MachineError
 from gshard.device.network import permutation_seconds, seconds, seconds_among
 from gshard.xla.elapsed import Elapsed, Ran, elapsed
-from gshard.xla.hlo_collectives import CompiledCollective, Sent
+from gshard.xla.hlo_collectives import CompiledCollective, Sent, pairs_of
 from gshard.xla.hlo_parser import Instruction
 from gshard.xla_programs.compiled_program import CompiledProgram
-from gshard.xla_programs.moved_parts import atoms_of, pairs_of
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class CompiledKernel:
-    """What one instruction takes; attributes as of ``device.cost.KernelCost``.
-
-    Attributes:
-        ran: where it runs.
-        kind: collective, product or operator.
-        times: how often it runs in one call.
-        flops, moved, sent: operations, bytes of memory and bytes on links of one run.
-        seconds: that a call waits for one run.
-        overlapped: seconds of a collective that pass while other instructions run.
-        parts: the seconds by what they are spent on.
-    """
-
-    ran: Ran
-    kind: str
-    times: int
-    flops: int
-    moved: int
-    sent: int
-    seconds: float
-    overlapped: float
-    parts: tuple[tuple[str, float], ...]
-
-    @property
-    def bound(self) -> str:
-        """What most of the seconds is spent on."""
-        return max(self.parts, key=lambda part: part[1])[0]
+from gshard.xla_programs.moved_parts import atoms_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +30,7 @@ class CompiledCost(CallTotals):
     """
 
     machine: Machine
-    kernels: tuple[CompiledKernel, ...]
+    kernels: tuple[Ran, ...]
     peak: int
     unknown: tuple[str, ...] = ()
     elapsed: Elapsed = dataclasses.field(default=Elapsed(0.0), repr=False)
@@ -69,23 +38,23 @@ class CompiledCost(CallTotals):
     @property
     def products(self) -> int:
         """Operations of products in one call."""
-        return sum(k.ran.work.products * k.times for k in self.kernels if k.ran.work is not None)
+        return sum(k.work.products * k.times for k in self.kernels if k.work is not None)
 
     @functools.cached_property
     def by_collective(self) -> Mapping[int, tuple[float, float]]:
         """For each collective (``id(sent.itself)``) the seconds of one run, and those that a call waits for."""
         totals: dict[int, tuple[float, float, int]] = {}
         for k in self.kernels:
-            if k.ran.sent is not None:
-                taken, waited, times = totals.get(id(k.ran.sent.itself), (0.0, 0.0, 0))
-                now = taken + k.ran.seconds * k.times, waited + k.seconds * k.times, times + k.times
-                totals[id(k.ran.sent.itself)] = now
+            if k.collective is not None:
+                taken, waited, times = totals.get(id(k.collective.itself), (0.0, 0.0, 0))
+                now = taken + k.duration * k.times, waited + k.seconds * k.times, times + k.times
+                totals[id(k.collective.itself)] = now
         return {which: (taken / times, waited / times) for which, (taken, waited, times) in totals.items() if times}
 
     @property
     def network(self) -> float:
         """Seconds of all collectives in one call, those that pass while other instructions run included."""
-        return sum(k.ran.seconds * k.times for k in self.kernels if k.ran.sent is not None)
+        return sum(k.duration * k.times for k in self.kernels if k.collective is not None)
 
 
 def compiled_cost(program: CompiledProgram, machine: Machine) -> CompiledCost:
@@ -109,23 +78,13 @@ def compiled_cost(program: CompiledProgram, machine: Machine) -> CompiledCost:
         return _network_seconds(program, by_made[id(made)], collective, made, mesh, machine)
 
     call = elapsed(program.module, machine, network)
-    kernels = tuple(map(_kernel, call.ran()))
+    kernels = tuple(call.ran())
     unknown = {
-        row.ran.made.attributes.partition('custom_call_target="')[2].partition('"')[0]
+        row.made.attributes.partition('custom_call_target="')[2].partition('"')[0]
         for row in kernels
-        if row.ran.work is not None and not row.ran.work.is_known
+        if row.work is not None and not row.work.is_known
     }
     return CompiledCost(machine, kernels, program.peak, tuple(sorted(unknown)), call)
-
-
-def _kernel(row: Ran) -> CompiledKernel:
-    if row.sent is not None:
-        sent = row.sent.collective.bytes_moved
-        return CompiledKernel(row, COLLECTIVE, row.times, 0, 0, sent, row.exposed, row.seconds - row.exposed, row.parts)
-    assert row.work is not None, "it is a collective or computes"
-    kind = PRODUCT if row.work.products else OPERATOR
-    flops = row.work.products + row.work.others
-    return CompiledKernel(row, kind, row.times, flops, row.work.moved, 0, row.exposed, 0.0, row.parts)
 
 
 def _network_seconds(

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -25,10 +24,9 @@ from gshard.core.errors import ArgumentError
 from gshard.core.mesh import Mesh
 from gshard.core.program import format_bytes
 from gshard.device.machine import Machine
-from gshard.explanation.difference import Comparable, Difference, data_of, difference
-from gshard.explanation.report.page import framed, page
+from gshard.explanation.comparable import Comparable, write_trace
+from gshard.explanation.report.page import framed
 from gshard.search.progress import Progress
-from gshard.xla_programs.compiled_again import CompiledAgain
 from gshard.xla_programs.compiled_cost import CompiledCost, compiled_cost
 from gshard.xla_programs.compiled_program import CompiledArgument, CompiledProgram
 from gshard.xla_programs.compiled_report import CompiledReport
@@ -41,19 +39,48 @@ from gshard.xla_programs.compiled_text import (
     whole_lines,
 )
 from gshard.xla_programs.compiled_verdict import CompiledVerdict
-from gshard.xla_programs.constraint_candidates import candidates_of
+from gshard.xla_programs.constraint_candidates import Planned, candidates_of
 from gshard.xla_programs.moved_parts import Part, parts_of
 from gshard.xla_programs.traced_expressions import expressions_of
+from gshard.xla_programs.tried_changes import Figures
 from gshard.xla_programs.tried_constraints import TriedConstraints, try_constraints
-from gshard.xla_programs.tried_shardings import SECONDS, TriedShardings, try_shardings
+from gshard.xla_programs.tried_shardings import SECONDS, Specs, TriedShardings, try_shardings
 from gshard.xla_programs.whole_arrays import Regathered, regathered, whole_arguments
 
+# What JAX and XLA raise for a program with a sharding that they do not support, or that jax.jit was given otherwise.
+_REFUSED = (jax.errors.JaxRuntimeError, ValueError, TypeError, NotImplementedError)
 Tried = TriedShardings | TriedConstraints
 _OF_PROGRAM = ("parts", "arguments", "whole", "regathered", "bytes_by_kind", "times_by_kind")
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class CompiledAgain:
+    """What compiles an explained function once more, with other shardings or constraints.
+
+    Attributes:
+        leaves: for each argument of the program the array that the user gives, as ``jax.ShapeDtypeStruct`` with its
+            sharding; None if it is not known.
+        lower: traces and lowers the function, with other shardings of some arguments.
+        read: compiles and explains what is lowered.
+        planned: the shardings that gshard plans for values of the function, by the path of the file, the line, and the
+            shape. It takes the seconds after which it gives up.
+    """
+
+    leaves: tuple[Any, ...]
+    lower: Callable[[Specs], Any]
+    read: Callable[[Any], CompiledExplanation]
+    planned: Callable[[float], Planned]
+
+    def compiled(self, specs: Specs) -> CompiledExplanation | None:
+        """Compiles the function with other shardings, by the number of the argument; None if JAX or XLA refuses it."""
+        try:
+            return self.read(self.lower(specs))
+        except _REFUSED:
+            return None
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
-class CompiledExplanation:
+class CompiledExplanation(Comparable):
     """What a compiled program sends, holds and computes; print it, or read its rows.
 
     Attributes:
@@ -65,7 +92,7 @@ class CompiledExplanation:
 
     program: CompiledProgram
     machine: Machine | None = None
-    again: CompiledAgain[CompiledExplanation] | None = dataclasses.field(default=None, repr=False, compare=False)
+    again: CompiledAgain | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def name(self) -> str:
@@ -117,11 +144,6 @@ class CompiledExplanation:
         for sent in self.program.sent:
             total[sent.collective.kind] += sent.collective.executions
         return dict(total)
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes that each device sends in one call."""
-        return sum(self.bytes_by_kind.values())
 
     @property
     def peak(self) -> int:
@@ -191,7 +213,7 @@ class CompiledExplanation:
             ArgumentError: this is a program that was compiled elsewhere: there is no function to compile again.
         """
         again = self._again("other shardings")
-        return try_shardings(self, again.leaves, lambda specs: self._priced(again.compiled(specs)), seconds)
+        return try_shardings(self.program, self.parts, again.leaves, self.figures, self._figures_with, seconds)
 
     def try_constraints(
         self, seconds: float = SECONDS, progress: bool | Callable[[str], object] | None = False
@@ -228,9 +250,9 @@ class CompiledExplanation:
         left = max(seconds - (time.monotonic() - began), 1e-3) if seconds > 0 else 0.0
         shown = dataclasses.replace(Progress.of(progress), name="gshard.explain")
         assert isinstance(mesh, jax.sharding.Mesh), "it was compiled for devices"
-        return try_constraints(self, candidates, left_out, lambda: self._priced(again.compiled({})), mesh, left, shown)
+        return try_constraints(self.figures, candidates, left_out, lambda: self._figures_with({}), mesh, left, shown)
 
-    def _again(self, what: str) -> CompiledAgain[CompiledExplanation]:
+    def _again(self, what: str) -> CompiledAgain:
         if self.again is None:
             raise ArgumentError(
                 f"a program that was compiled elsewhere cannot be compiled with {what}.",
@@ -238,9 +260,24 @@ class CompiledExplanation:
             )
         return self.again
 
-    def _priced(self, other: CompiledExplanation | None) -> CompiledExplanation | None:
-        """Another explanation with times on the same machine."""
-        return other if other is None or self.machine is None else other.on(self.machine)
+    def _figures_with(self, specs: Specs) -> Figures | None:
+        """What the function takes, compiled again with other shardings; None if JAX or XLA refuses it."""
+        other = self._again("other shardings").compiled(specs)
+        return None if other is None else (other if self.machine is None else other.on(self.machine)).figures
+
+    @property
+    def figures(self) -> Figures:
+        """What the program takes."""
+        messages, cost = sum(self.times_by_kind.values()), self._operations
+        seconds = 0.0 if self.machine is None else cost.seconds
+        return Figures(self.total_bytes, self.peak, seconds, messages, cost.flops)
+
+    @property
+    def _operations(self) -> CompiledCost:
+        """The cost; without a machine for its operations only, which depend on none."""
+        return (
+            compiled_cost(self.program, Machine.read("cpu", self.mesh.size)) if self.machine is None else self._own_cost
+        )
 
     def data(self, machine: Machine | str | None = None, tried: Sequence[Tried] = ()) -> dict[str, Any]:
         """Everything the HTML report shows, as JSON can hold it, in the format of ``Explanation.data``.
@@ -257,10 +294,8 @@ class CompiledExplanation:
         return {**data, "notes": [*data["notes"], *(one.lines for one in tried)]}
 
     def _report(self) -> CompiledReport:
-        is_timed = self.machine is not None
-        # Operations depend on no machine.
-        found = self._own_cost if is_timed else compiled_cost(self.program, Machine.read("cpu", self.mesh.size))
-        verdict = CompiledVerdict(found, self.collectives) if is_timed else None
+        found = self._operations
+        verdict = None if self.machine is None else CompiledVerdict(found, self.collectives)
         return CompiledReport(
             self.program, self.collectives, self.parts, self.arguments, self.whole, self.regathered, found, verdict
         )
@@ -283,25 +318,7 @@ class CompiledExplanation:
         Returns:
             the path.
         """
-        path, data = Path(path), self.data(machine, tried)
-        if against is not None:
-            data["difference"] = difference(data_of(against, machine), data).data()
-        path.write_text(page(data), "utf-8")
-        return path
-
-    def difference(self, before: Comparable | Mapping[str, Any], machine: Machine | str | None = None) -> Difference:
-        """What became more and what less against another explanation, by line of the source.
-
-        Args:
-            before: another explanation, of XLA's program or of gshard's, or what its ``data`` gave: the content of a
-                file of ``gshard explain --json``.
-            machine: as for ``data``; for both.
-
-        Raises:
-            DifferenceError: ``before`` is no explanation, was written by another version, or has the times of another
-                kind of machine.
-        """
-        return difference(data_of(before, machine), self.data(machine))
+        return self._write_page(path, self.data(machine, tried), against, machine)
 
     def trace(self, path: str | Path, machine: Machine | str | None = None) -> Path:
         """Writes the modelled timeline of a call in the Trace Event Format, for ui.perfetto.dev or chrome://tracing.
@@ -316,10 +333,9 @@ class CompiledExplanation:
         Raises:
             MachineError, ArgumentError: as for ``cost``.
         """
-        path, there = Path(path), self if machine is None else self.on(machine)
+        there = self if machine is None else self.on(machine)
         there.cost()  # refuses a program without a machine
-        path.write_text(json.dumps(there._report().trace(), separators=(",", ":"), allow_nan=False), "utf-8")
-        return path
+        return write_trace(path, there._report().trace())
 
     def _repr_html_(self) -> str:
         """The report in a frame, for notebooks."""
@@ -342,9 +358,7 @@ class CompiledExplanation:
             f"collectives ({sum(self.times_by_kind.values()):,} in one call)",
             *collective_lines_of(self.collectives, collectives),
         ]
-        kinds = ", ".join(f"{kind} {format_bytes(n)}" for kind, n in self.bytes_by_kind.items())
-        lines.append(f"  each device sends {format_bytes(self.total_bytes)} in one call{': ' + kinds if kinds else ''}")
-        lines += memory_lines(program, held)
+        lines += [self._sent_line, *memory_lines(program, held)]
         if self.machine is not None:
             lines += ["", str(self.verdict())]
         return "\n".join(lines)

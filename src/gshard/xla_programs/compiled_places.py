@@ -17,7 +17,6 @@ from gshard.xla.dataflow import Array
 from gshard.xla.hlo_parser import Instruction
 from gshard.xla.op_names import Origin, origin_of
 from gshard.xla_programs.compiled_program import CompiledProgram
-from gshard.xla_programs.moved_parts import place_of
 
 
 class CompiledPlaces:
@@ -43,7 +42,7 @@ class CompiledPlaces:
 
     def line(self, made: Instruction) -> str:
         """The line of an instruction, as the page names it."""
-        return self.short(place_of(self.program, self.told(made)))
+        return self.short(self.program.module.place_of(self.told(made)))
 
     def line_near(self, computation: str, made: Instruction) -> str:
         """The same; of a copy that the compiler made, the line of what is copied, or else of what reads the copy."""
@@ -89,13 +88,13 @@ class CompiledPlaces:
 
     def told(self, made: Instruction) -> Instruction:
         """The instruction whose metadata tell of one: of a fusion without any the first inside that has some."""
-        if place_of(self.program, made) or not made.opcode.startswith("fusion"):
+        if self.program.module.place_of(made) or not made.opcode.startswith("fusion"):
             return made
         inside = (
             part
             for name in made.called("calls")
             for part in self.program.module.computations[name].instructions.values()
-            if place_of(self.program, part)
+            if self.program.module.place_of(part)
         )
         return next(inside, made)
 

@@ -7,8 +7,11 @@ import functools
 import re
 from collections.abc import Mapping, Sequence
 
+import jax
+
 from gshard.core.errors import ArgumentError, MeshError
 from gshard.core.mesh import Atoms, Mesh
+from gshard.device.memory import MemoryTotals
 from gshard.naming.short_names import ShortName, short_names
 from gshard.xla.buffers import HeldMemory, aliased_results, held_by
 from gshard.xla.dataflow import PRODUCTS, Array, Dataflow
@@ -61,7 +64,7 @@ class CompiledProgram:
         arguments: in order.
         results: names of the results in order, as far as they are known.
         platform: ``cpu``, ``gpu`` or ``tpu``; empty if that is not known.
-        memory: the compiler's own figures in bytes: ``arguments``, ``results``, ``shared``, ``temporaries``; or None.
+        memory: the compiler's own figures, or None.
     """
 
     name: str
@@ -70,7 +73,7 @@ class CompiledProgram:
     arguments: tuple[CompiledArgument, ...]
     results: tuple[str, ...] = ()
     platform: str = ""
-    memory: Mapping[str, int] | None = None
+    memory: MemoryTotals | None = None
 
     @functools.cached_property
     def flow(self) -> Dataflow:
@@ -110,17 +113,14 @@ class CompiledProgram:
         return sum(len(computation.instructions) for computation in self.module.computations.values())
 
     @property
-    def peak(self) -> int:
-        """The most bytes that a device holds: by the compiler where it tells, else as read from the schedule."""
-        if self.memory is None:
-            return self.held.peak
-        m = self.memory
-        return m["arguments"] + m["results"] - m["shared"] + m["temporaries"]
+    def totals(self) -> MemoryTotals:
+        """What a device holds: by the compiler where it tells, else as read from the schedule."""
+        return self.memory or self.held
 
     @property
-    def temporaries(self) -> int:
-        """Bytes that a device holds besides arguments and results; as ``peak``."""
-        return self.held.temporaries if self.memory is None else self.memory["temporaries"]
+    def peak(self) -> int:
+        """The most bytes that a device holds."""
+        return self.totals.peak
 
 
 def read_program(
@@ -131,7 +131,7 @@ def read_program(
     cuts: Sequence[ReadSharding | None] = (),
     results: Sequence[str] = (),
     platform: str = "",
-    memory: Mapping[str, int] | None = None,
+    memory: MemoryTotals | None = None,
     names: Mapping[str, str] | None = None,
 ) -> CompiledProgram:
     """Reads a compiled program.
@@ -174,6 +174,16 @@ def read_program(
         name.removeprefix("jit_"), module, mesh, (), tuple(results), platform or _platform_of(text), memory
     )
     return dataclasses.replace(program, arguments=_arguments(program, whole, cuts, names or {}))
+
+
+def memory_figures(compiled: jax.stages.Compiled) -> MemoryTotals | None:
+    """What the compiler reports of the memory of a program; None if the backend reports nothing."""
+    found = compiled.memory_analysis()
+    if found is None:
+        return None
+    return MemoryTotals(
+        found.argument_size_in_bytes, found.output_size_in_bytes, found.alias_size_in_bytes, found.temp_size_in_bytes
+    )
 
 
 def _refuse_unfinished(module: Module) -> None:

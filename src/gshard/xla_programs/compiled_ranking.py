@@ -26,8 +26,7 @@ from gshard.search.priced import PricedPlan
 from gshard.xla.cycles import estimated_cycles
 from gshard.xla.topology import topology_mesh
 from gshard.xla_programs.compiled_cost import CompiledCost, compiled_cost
-from gshard.xla_programs.compiled_program import read_program
-from gshard.xla_programs.program_memory import memory_figures
+from gshard.xla_programs.compiled_program import memory_figures, read_program
 
 _HIDDEN = 0.005  # of the network's seconds: less is not worth a column
 

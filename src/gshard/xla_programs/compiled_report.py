@@ -8,29 +8,38 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from gshard.core.partition_spec import text_of_spec
 from gshard.device.cost import BOUNDS
 from gshard.device.fusion_model import COLLECTIVE, FUSED, OPERATOR
 from gshard.device.network import groups
 from gshard.explanation.difference import FORMAT
-from gshard.explanation.report.data import EVENTS, LISTS, MOMENTS, PEAK_ROWS, groups_text, machine_data, mesh_data
-from gshard.explanation.timeline import TRACKS, Event, complete_event, named_track, thinned
+from gshard.explanation.report.data import (
+    LISTS,
+    groups_text,
+    layers_data,
+    machine_data,
+    memory_data,
+    mesh_data,
+    time_data,
+    timeline_data,
+)
+from gshard.explanation.timeline import COMPUTE, NETWORK, Event, Loop, Run, Timeline, complete_event, trace_events
 from gshard.xla.dataflow import Array
-from gshard.xla.hlo_collectives import groups_of
+from gshard.xla.elapsed import Elapsed, Ran
+from gshard.xla.hlo_collectives import groups_of, pairs_of
 from gshard.xla.hlo_parser import Instruction
 from gshard.xla.kernels import arrays_of
-from gshard.xla_programs.compiled_cost import CompiledCost, CompiledKernel
+from gshard.xla_programs.compiled_cost import CompiledCost
 from gshard.xla_programs.compiled_places import CompiledPlaces
 from gshard.xla_programs.compiled_program import CompiledArgument, CompiledProgram
 from gshard.xla_programs.compiled_rows import CompiledRow
 from gshard.xla_programs.compiled_text import regathered_lines, whole_lines
-from gshard.xla_programs.compiled_timeline import CompiledTimeline, compiled_timeline
 from gshard.xla_programs.compiled_verdict import CompiledVerdict
-from gshard.xla_programs.moved_parts import Part, atoms_of, pairs_of
+from gshard.xla_programs.moved_parts import Part, atoms_of
 from gshard.xla_programs.whole_arrays import Regathered
 
 NO_MACHINE = (
@@ -91,7 +100,7 @@ class CompiledReport:
             "timeline": self._timeline() if is_timed else {"events": [], "loops": [], "texts": []},
             "tensors": [self._argument(a) for a in self.arguments],
             "memory": self._memory(),
-            "time": self._time() if is_timed else [],
+            "time": time_data((self._class_of(k), k) for k in found.kernels) if is_timed else [],
             "notes": self._notes(),
             **{name: [] for name in LISTS},
             "searched": "",
@@ -127,11 +136,7 @@ class CompiledReport:
         if self.verdict is None:
             shares = dict.fromkeys(BOUNDS, 0.0)
             return {"headline": NO_MACHINE, "sentences": [], "shares": shares, "share": 0.0, "work": 1.0}
-        v = self.verdict
-        shares = {what: v.shares.get(what, 0.0) for what in BOUNDS}
-        return {
-            "headline": v.headline, "sentences": list(v.sentences), "shares": shares, "share": v.share, "work": 1.0,
-        }  # fmt: skip
+        return self.verdict.data() | {"work": 1.0}
 
     def _notes(self) -> list[tuple[str, list[str]]]:
         """The lists that stand below the totals: as the text has them, a title and its lines."""
@@ -145,11 +150,7 @@ class CompiledReport:
         atoms = atoms_of(self.program, sent)
         is_permutation = row.kind == "collective_permute"
         place = self._places.short(row.place)
-        layers: dict[tuple[str, str], list[int]] = {}  # of each: times, bytes
-        for part in row.parts:
-            sums = layers.setdefault((part.array.text, part.origin.module), [0, 0])
-            times = part.sent.collective.executions
-            sums[:] = sums[0] + times, sums[1] + part.bytes * times
+        each = [(part, part.sent.collective.executions) for part in row.parts]
         return {
             "kind": row.kind,
             "axes": row.axes,
@@ -161,7 +162,7 @@ class CompiledReport:
             "shape": row.shape,
             "array": row.array,
             "module": row.module,
-            "layers": [[*key, *sums] for key, sums in layers.items()] if len(layers) > 1 else [],
+            "layers": layers_data((p.array.text, p.origin.module, times, p.bytes * times) for p, times in each),
             "moved": "",
             "line": row.line,
             "cause": place,
@@ -185,7 +186,7 @@ class CompiledReport:
     def _listed(self, row: CompiledRow) -> list[list[int]]:
         """Groups of devices that lie along no axes; only the first if the text does not list them."""
         read, itself = row.parts[0].sent.collective, row.parts[0].sent.itself
-        return groups_of(itself) or [list(read.group or range(read.group_size))]
+        return groups_of(itself.attributes) or [list(read.group or range(read.group_size))]
 
     @functools.cached_property
     def _places(self) -> CompiledPlaces:
@@ -198,9 +199,9 @@ class CompiledReport:
         for part in self.parts:
             first.setdefault(id(part.sent.itself), part.place)
         return tuple(
-            self._places.line_near(k.ran.computation, k.ran.made)
-            if k.ran.sent is None
-            else self._places.short(first.get(id(k.ran.sent.itself), ""))
+            self._places.line_near(k.computation, k.made)
+            if k.collective is None
+            else self._places.short(first.get(id(k.collective.itself), ""))
             for k in self.cost.kernels
         )
 
@@ -212,11 +213,11 @@ class CompiledReport:
             return lines.setdefault(place, [0.0, 0, 0])
 
         for k, place in zip(self.cost.kernels, self._kernel_places, strict=True):
-            if k.ran.sent is None:
+            if k.collective is None:
                 at = row(place)
                 at[0] += k.seconds * k.times
                 at[2] += k.flops * k.times
-        waited = {id(k.ran.sent.itself): k.seconds for k in self.cost.kernels if k.ran.sent is not None}
+        waited = {id(k.collective.itself): k.seconds for k in self.cost.kernels if k.collective is not None}
         for part in self.parts:
             read, at = part.sent.collective, row(self._places.short(part.place))
             at[1] += part.bytes * read.executions
@@ -226,15 +227,39 @@ class CompiledReport:
         lines.pop("", None)
         return lines if self.verdict is not None else {place: [0.0, *row[1:]] for place, row in lines.items()}
 
-    def _kernel_name(self, k: CompiledKernel) -> str:
-        sent = k.ran.sent
-        first = self._places.called(k.ran.made) if sent is None else sent.collective.kind
-        kept = arrays_of((k.ran.made if sent is None else sent.itself).type)
+    def _kernel_name(self, k: Ran) -> str:
+        sent = k.collective
+        first = self._places.called(k.made) if sent is None else sent.collective.kind
+        kept = arrays_of((k.made if sent is None else sent.itself).type)
         return f"{first} {kept[0]}" if kept else first
 
     @functools.cached_property
-    def _laid(self) -> CompiledTimeline:
-        return compiled_timeline(self.program, self.cost, [self._kernel_name(k) for k in self.cost.kernels])
+    def _laid(self) -> Timeline:
+        """One call in time; what the network does may run beside kernels."""
+        numbers = {id(k): i for i, k in enumerate(self.cost.kernels)}
+        names = [self._kernel_name(k) for k in self.cost.kernels]
+
+        def run(calls: Iterable[Elapsed]) -> Run:
+            at, events = 0.0, list[Event | Loop]()
+            for call in calls:
+                for one in call.in_order():
+                    if isinstance(one, Ran):
+                        number = numbers[id(one)]
+                        events.append(Event(at + one.start, one.duration, number, names[number]))
+                    else:
+                        line = self.program.module.line_of(one.made)
+                        events.append(Loop(at + one.start, one.rounds, run(one.bodies), one.made.opcode, line))
+                at += call.seconds
+            return Run(at, events)
+
+        laid = Timeline.of(run([self.cost.elapsed]))
+        kernels, loops = (tuple(sorted(own, key=lambda e: e.start)) for own in (laid.kernels, laid.loops))
+        return Timeline(kernels, loops)
+
+    def _track(self, event: Event) -> str:
+        """Where an event is drawn: what the network does has a lane of its own."""
+        is_sent = event.kernel >= 0 and self.cost.kernels[event.kernel].collective is not None
+        return NETWORK if is_sent else COMPUTE
 
     @functools.cached_property
     def _row_of(self) -> Mapping[int, int]:
@@ -247,17 +272,11 @@ class CompiledReport:
 
     def trace(self) -> dict[str, Any]:
         """One call in the Trace Event Format that Perfetto and chrome://tracing read."""
-        laid, machine = self._laid, self.cost.machine
-        rows = [
-            named_track("process_name", 0, f"one device of {machine.name}, modelled: {self.program.name}"),
-            *(named_track("thread_name", i, track) for i, track in enumerate(TRACKS)),
-            *(complete_event(loop, 0, "loop", {}) for loop in laid.loops),
-        ]
-        for track, lane in ((1, laid.kernels), (2, laid.network)):
-            for event in lane:
-                bound = "rounds" if event.kernel < 0 else self.cost.kernels[event.kernel].bound
-                rows.append(complete_event(event, track, bound, self._details(event.kernel)))
-        return {"traceEvents": rows, "displayTimeUnit": "ms", "otherData": {"machine": str(machine)}}
+        rows = []
+        for event in self._laid.kernels:
+            bound = "rounds" if event.kernel < 0 else self.cost.kernels[event.kernel].bound
+            rows.append(complete_event(event, self._track(event), bound, self._details(event.kernel)))
+        return trace_events(self.program.name, self.cost.machine, self._laid.loops, rows)
 
     def _details(self, number: int) -> dict[str, Any]:
         """What is shown of an event that is selected."""
@@ -266,37 +285,23 @@ class CompiledReport:
         k = self.cost.kernels[number]
         told: dict[str, Any] = {
             "line": self._kernel_places[number],
-            "instruction": k.ran.made.name,
+            "instruction": k.made.name,
             "bound by": k.bound,
         }
-        if k.ran.sent is None:
+        if k.collective is None:
             return told | {"FLOPs": k.flops, "bytes read and written": k.moved}
-        row = self.rows[self._row_of[id(k.ran.sent.itself)]]
+        row = self.rows[self._row_of[id(k.collective.itself)]]
         hidden = {"of it beside kernels, in µs": k.overlapped * 1e6} if k.overlapped else {}
         return told | {"array": row.array, "over": row.axes, "needed for": row.why, "bytes sent": k.sent, **hidden}
 
     def _timeline(self) -> dict[str, Any]:
-        """Events as ``explanation.report.data`` has them; what the network does may pass beside kernels."""
-        kernels, laid = self.cost.kernels, self._laid
-        texts: dict[str, int] = {}
+        def told(x: Event) -> tuple[str, str, int]:
+            sent = self.cost.kernels[x.kernel].collective
+            row = -1 if sent is None else self._row_of.get(id(sent.itself), -1)
+            return x.name, self._kernel_places[x.kernel], row
 
-        def text(t: str) -> int:
-            return texts.setdefault(t, len(texts))
-
-        def event(x: Event, count: int) -> list[Any]:
-            when = [float(f"{x.start * 1e6:.7g}"), float(f"{x.seconds * 1e6:.4g}")]
-            if x.kernel < 0:
-                return [*when, len(BOUNDS), text(x.name), text(""), -1, count]
-            k = kernels[x.kernel]
-            row = -1 if k.ran.sent is None else self._row_of.get(id(k.ran.sent.itself), -1)
-            place = text(self._kernel_places[x.kernel])
-            return [*when, BOUNDS.index(k.bound), text(x.name), place, row, count]
-
-        events = [event(x, n) for lane in (laid.kernels, laid.network) for x, n in thinned(lane, EVENTS)]
-        loops = [
-            [*event(x, 1)[:2], x.depth, text(x.name)] for x in laid.loops if x.seconds * EVENTS > self.cost.seconds
-        ]
-        return {"events": sorted(events, key=lambda e: e[0]), "loops": loops, "texts": list(texts)}
+        lanes = [[e for e in self._laid.kernels if self._track(e) == track] for track in (COMPUTE, NETWORK)]
+        return timeline_data(lanes, self._laid.loops, self.cost, told)
 
     def _argument(self, a: CompiledArgument) -> dict[str, Any]:
         local = arrays_of(a.type)[0] if arrays_of(a.type) else None
@@ -312,7 +317,7 @@ class CompiledReport:
             "short": a.short.text,
             "sharding": f"{a.type} {a.sharding}".strip(),
             "dtype": "" if local is None else local.dtype,
-            "spec": "P()" if is_whole else "" if spec is None else f"P({', '.join(map(repr, spec))})",
+            "spec": "P()" if is_whole else "" if spec is None else text_of_spec(spec),
             "dims": [[] for _ in shape] if is_whole else dims,
             "shape": [n * k for n, k in zip(shape, parts, strict=True)],
             "bytes": a.local_bytes if a.bytes is None else a.bytes,
@@ -347,46 +352,21 @@ class CompiledReport:
 
     def _memory(self) -> dict[str, Any]:
         """What a device holds: the compiler's totals where it tells, and the curve as read from the schedule."""
-        program, held = self.program, self.program.held
-        figures = program.memory or {
-            "arguments": held.arguments,
-            "results": held.results,
-            "shared": held.shared,
-            "temporaries": held.temporaries,
-        }
-        every = max(1, -(-len(held.moments) // MOMENTS))
-        kept = [max(held.moments[i : i + every]) for i in range(0, len(held.moments), every)]
+        places, held = self._places, self.program.held
         sizes, counts = Counter[tuple[str, str, str]](), Counter[tuple[str, str, str]]()
-        folded = self._places.folded(one.array for one in held.alive)
+        folded = places.folded(one.array for one in held.alive)
         for one in held.alive:
-            key = (one.type, *self._places.described(one.array.computation, one.array.name, folded))
+            key = (one.type, *places.described(one.array.computation, one.array.name, folded))
             sizes[key] += one.bytes
             counts[key] += 1
         rows = [
             [kind, size, what, place, counts[kind, what, place]] for (kind, what, place), size in sizes.most_common()
         ]
-        return {
-            "fixed": figures["arguments"] + figures["results"] - figures["shared"],
-            **{name: figures[name] for name in ("arguments", "results", "shared", "temporaries")},
-            "curve": [[m.bytes, " ".join(self._places.described(m.computation, m.name)).strip()] for m in kept],
-            "alive": rows[:PEAK_ROWS],
-            "more": [sum(r[4] for r in rows[PEAK_ROWS:]), sum(r[1] for r in rows[PEAK_ROWS:])],
-        }
+        return memory_data(
+            self.program.totals, held.moments, lambda m: " ".join(places.described(m.computation, m.name)).strip(), rows
+        )
 
-    def _time(self) -> list[dict[str, Any]]:
-        """Seconds, FLOPs and bytes by kind of operation and by what bounds them."""
-        rows: dict[str, dict[str, Any]] = {}
-        for k in self.cost.kernels:
-            name = k.kind
-            if k.kind == COLLECTIVE and k.ran.sent is not None:
-                name = k.ran.sent.collective.kind
-            elif k.kind == OPERATOR and k.ran.made.opcode.startswith("fusion"):
-                name = FUSED
-            row = rows.setdefault(
-                name, {"class": name, **dict.fromkeys(BOUNDS, 0.0), "flops": 0, "moved": 0, "sent": 0}
-            )
-            for what, spent in k.parts:
-                row[what] += spent * k.times
-            for what in ("flops", "moved", "sent"):
-                row[what] += getattr(k, what) * k.times
-        return sorted(rows.values(), key=lambda r: -math.fsum(r[what] for what in BOUNDS))
+    def _class_of(self, k: Ran) -> str:
+        if k.kind == COLLECTIVE and k.collective is not None:
+            return k.collective.collective.kind
+        return FUSED if k.kind == OPERATOR and k.made.opcode.startswith("fusion") else k.kind

@@ -5,47 +5,22 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
 
+from gshard.explanation.rows import CollectiveRow
 from gshard.naming.short_names import equal_layers
 from gshard.xla_programs.compiled_program import CompiledProgram
 from gshard.xla_programs.moved_parts import Part, axes_text
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class CompiledRow:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledRow(CollectiveRow):
     """Collectives of one kind over the same devices for the same line.
 
     Attributes:
-        kind: all_gather, all_reduce, reduce_scatter, all_to_all, collective_permute, or a rarer one.
-        axes: the axes of the mesh, or the devices of one group.
-        times: how many run in one call of the program.
-        bytes: what each device sends in all of them.
-        shape: the operand on one device.
-        line: the user's source line; empty if the program does not tell.
-        why: which operator needed it.
-        array: what is moved: an argument, its gradient, or the operator that makes it.
-        module: the named scopes of what caused it, ``decoder/layers_0/mlp``.
-        arrays: how many arrays this row stands for.
         place: the line with the whole path of its file.
-        exact: whether ``times`` is certain; False in a branch, and in a loop whose length depends on data.
-        seconds: of the network, for all of them; 0 without a machine.
-        exposed: of these, what a call waits for.
         parts: what it was made of.
     """
 
-    kind: str
-    axes: str
-    times: int
-    bytes: int
-    shape: str
-    line: str
-    why: str
-    array: str
-    module: str
-    arrays: int
     place: str
-    exact: bool
-    seconds: float = 0.0
-    exposed: float = 0.0
     parts: tuple[Part, ...] = dataclasses.field(default=(), repr=False)
 
     @property
@@ -99,8 +74,9 @@ def _row(
     ]
     seconds, exposed = (sum(share * taken.get(which, (0.0, 0.0))[k] for share, which in shares) for k in (0, 1))
     return CompiledRow(
-        first.sent.collective.kind, axes_text(program, first.sent), sum(times.values()), sent, str(first.type),
-        first.line, first.why, first.array.text if len(names) == 1 else first.array.alike, module,
-        len(names) if first.is_named else len(modules), first.place,
-        all(part.sent.collective.exact for part in same), seconds, exposed, tuple(same),
+        kind=first.sent.collective.kind, axes=axes_text(program, first.sent), times=sum(times.values()), bytes=sent,
+        shape=str(first.type), line=first.line, why=first.why, module=module, place=first.place, seconds=seconds,
+        array=first.array.text if len(names) == 1 else first.array.alike, exposed=exposed, parts=tuple(same),
+        arrays=len(names) if first.is_named else len(modules),
+        exact=all(part.sent.collective.exact for part in same),
     )  # fmt: skip

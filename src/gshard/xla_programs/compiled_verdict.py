@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from gshard.core.program import format_bytes
 from gshard.device.machine_kinds import COMPILERS
-from gshard.explanation.bounds import bounds_of, format_seconds, headline, remedies, shares_of
+from gshard.explanation.bounds import CallVerdict, format_seconds, remedies
 from gshard.xla_programs.compiled_cost import CompiledCost
 from gshard.xla_programs.compiled_rows import CompiledRow
 
@@ -15,7 +15,7 @@ _HIDDEN = 0.005  # of the network's seconds: less is not worth a sentence
 
 
 @dataclasses.dataclass(frozen=True)
-class CompiledVerdict:
+class CompiledVerdict(CallVerdict):
     """What bounds one call of a compiled program on a machine, as modelled.
 
     Attributes:
@@ -29,34 +29,10 @@ class CompiledVerdict:
     platform: str = ""
 
     @property
-    def bounds(self) -> tuple[str, ...]:
-        """What most of a call is spent on, and the second where the first takes no more than half."""
-        return bounds_of(self.cost)
-
-    @property
-    def bound(self) -> str:
-        """What most of a call is spent on: compute, memory, network, launch or latency."""
-        return self.bounds[0]
-
-    @property
-    def shares(self) -> dict[str, float]:
-        """What a call is spent on, as parts of its seconds."""
-        return shares_of(self.cost)
-
-    @property
-    def share(self) -> float:
-        """What the products take at the machine's peak rate, as a part of a call."""
-        return self._ideal / self.cost.seconds if self.cost.seconds else 0.0
-
-    @property
-    def _ideal(self) -> float:
-        works = ((k.ran.work, k.times) for k in self.cost.kernels)
+    def ideal(self) -> float:
+        """Seconds that the products take at the machine's peak rate."""
+        works = ((k.work, k.times) for k in self.cost.kernels)
         return sum(w.products * times / self.cost.machine.peak(w.dtype) for w, times in works if w is not None)
-
-    @property
-    def headline(self) -> str:
-        """The first sentence."""
-        return headline(self.cost)
 
     @property
     def sentences(self) -> tuple[str, ...]:
@@ -65,10 +41,10 @@ class CompiledVerdict:
         return tuple(text for text in (*remedies(self.cost), *more) if text)
 
     def _compute(self) -> str:
-        if not self._ideal:
+        if not self.ideal:
             return "There is no matrix product whose operations are known."
         return (
-            f"The products of a device would take {format_seconds(self._ideal)} at the peak rate: "
+            f"The products of a device would take {format_seconds(self.ideal)} at the peak rate: "
             f"{100 * self.share:.0f} % of the call."
         )
 
@@ -91,11 +67,6 @@ class CompiledVerdict:
             )
         return text
 
-    def _memory(self) -> str:
-        says = "it fits" if self.cost.fits else "it does not fit"
-        memory = format_bytes(self.cost.machine.memory)
-        return f"Peak memory of a device: {format_bytes(self.cost.peak)} of {memory}, {says}."
-
     def _unknown(self) -> str:
         if not self.cost.unknown:
             return ""
@@ -109,6 +80,3 @@ class CompiledVerdict:
             f"XLA compiled this program for {self.platform}. For {machine.kind or machine.name} it fuses and combines "
             "otherwise, and may choose other collectives: compile for the devices themselves to see those."
         )
-
-    def __str__(self) -> str:
-        return "\n".join([self.headline, *self.sentences])

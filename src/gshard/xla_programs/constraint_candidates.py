@@ -18,6 +18,7 @@ from typing import Any
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gshard.core.jax_adapter_operations import Expression
+from gshard.core.partition_spec import axes_of_entry, spec_of_axes
 from gshard.xla_programs.compiled_rows import CompiledRow
 from gshard.xla_programs.traced_expressions import Constraint, TracedExpression
 
@@ -126,15 +127,11 @@ class _Given:
             sharding = getattr(leaf, "sharding", None)
             if isinstance(sharding, NamedSharding):
                 for size, entry in zip(leaf.shape, sharding.spec, strict=False):
-                    if axes := _axes(entry):
+                    if axes := axes_of_entry(entry):
                         found.setdefault(size, Counter())[axes] += 1
                         every[axes] += 1
         by_size = {size: counts.most_common(1)[0][0] for size, counts in found.items()}
         return _Given(by_size, tuple(axes for axes, _ in every.most_common()))
-
-
-def _axes(entry: Any) -> Axes:
-    return entry if isinstance(entry, tuple) else (entry,) if isinstance(entry, str) else ()
 
 
 def _specs(
@@ -155,7 +152,9 @@ def _specs(
 
 
 def _dims(spec: PartitionSpec, rank: int) -> tuple[Axes, ...]:
-    return tuple(_axes(entry) for entry in itertools.islice(itertools.chain(spec, itertools.repeat(None)), rank))
+    return tuple(
+        axes_of_entry(entry) for entry in itertools.islice(itertools.chain(spec, itertools.repeat(None)), rank)
+    )
 
 
 def _fits(dims: Sequence[Axes], shape: Sequence[int], sizes: Mapping[str, int]) -> bool:
@@ -180,19 +179,15 @@ def _all_specs(
     for axes in given.groups:
         batch = _with(nothing, 0, axes)
         others = [(axis, d) for axis in sizes for d in order if axis not in axes and d]
-        yield from (_spec(dims) for dims in (batch, *(_with(batch, d, (axis,)) for axis, d in others[:1])))
-    yield from map(_spec, bases)
+        yield from (spec_of_axes(dims) for dims in (batch, *(_with(batch, d, (axis,)) for axis, d in others[:1])))
+    yield from map(spec_of_axes, bases)
     for dims in (*bases, nothing):
         for axis in sizes:
             for d in order:
                 if axis not in {a for own in dims for a in own}:
-                    yield _spec(_with(dims, d, (*dims[d], axis)))
-        yield _spec(nothing)
+                    yield spec_of_axes(_with(dims, d, (*dims[d], axis)))
+        yield spec_of_axes(nothing)
 
 
 def _with(dims: Sequence[Axes], d: int, axes: Axes) -> list[Axes]:
     return [axes if e == d else own for e, own in enumerate(dims)]
-
-
-def _spec(dims: Sequence[Axes]) -> PartitionSpec:
-    return PartitionSpec(*(own[0] if len(own) == 1 else own or None for own in dims))

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import jax
 from jax.sharding import PartitionSpec
 
+from gshard.core.partition_spec import axes_of_entry
 from gshard.core.paths import path_inside, path_of
 from gshard.core.program import Value
 from gshard.core.sharding import Sharding
@@ -42,7 +43,7 @@ class ExportedArgument:
     @property
     def axes(self) -> tuple[tuple[str, ...], ...]:
         """For each dimension the mesh axes that split it."""
-        return tuple(() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in self.spec)
+        return tuple(map(axes_of_entry, self.spec))
 
     def __str__(self) -> str:
         shape = ",".join(map(str, self.value.shape))

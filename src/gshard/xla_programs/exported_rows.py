@@ -119,7 +119,6 @@ class RowExport:
         rows: Sequence[tuple[str, Any]],
         code: str,
         given: Mapping[ExportedArgument, PartitionSpec],
-        unsaid: Sequence[ExportedArgument] = (),
     ) -> ExportedRows:
         """The rows, compared with the plan and compiled.
 
@@ -127,7 +126,6 @@ class RowExport:
             rows: what is exported.
             code: its source text.
             given: the sharding that the rows give each array that they are about.
-            unsaid: the split arrays that they are not about.
         """
         made, mesh = self.made, self.made.jax_mesh
         ins, outs = list(made.ins), list(made.outs)
@@ -146,10 +144,11 @@ class RowExport:
             for k, v in enumerate(made.program.block.outputs):  # a donated state leaves as it comes
                 if v is state.get(argument.input):
                     outs[k] = jax.sharding.NamedSharding(mesh, spec, memory_kind=made.outs[k].memory_kind)
+        unsaid = tuple(a for a in self.arguments if a not in given and any(a.axes))
         compiled = made.compiled(self.function, ins, outs) if changed else self.compiled
         changed.sort(key=lambda row: -row.more)
         return ExportedRows(
-            tuple(rows), code, tuple(changed), tuple(unsaid), compiled, made.worse(compiled), made.told(compiled)
+            tuple(rows), code, tuple(changed), unsaid, compiled, made.worse(compiled), made.told(compiled)
         )
 
 

@@ -7,8 +7,8 @@ import linecache
 from collections.abc import Sequence
 
 from gshard.core.jax_adapter_operations import Expression
+from gshard.core.partition_spec import text_of_spec
 from gshard.xla_programs.traced_expressions import Constraint
-from gshard.xla_programs.tried_shardings import spec_text
 
 _LONG = 60  # characters of an expression that are printed
 
@@ -24,17 +24,18 @@ class ExpressionTexts:
         expression, spec = constraint.expression, constraint.spec
         place = expression.place
         at = f"{place.file.rpartition('/')[2]}:{place.line}"
+        new = "" if spec is None else text_of_spec(spec)
         if expression.spec is not None:
-            now = spec_text(expression.spec)
-            return f"{at}: remove the constraint {now}" if spec is None else f"{at}: {spec_text(spec)} instead of {now}"
+            now = text_of_spec(expression.spec)
+            return f"{at}: remove the constraint {now}" if spec is None else f"{at}: {new} instead of {now}"
         assert spec is not None, "nothing is removed"
         name, text = self._read(place)
         if name:
             end = f"{place.file.rpartition('/')[2]}:{max(place.line, place.end_line)}"
-            return f"after {end}: {name} = jax.lax.with_sharding_constraint({name}, {spec_text(spec)})"
+            return f"after {end}: {name} = jax.lax.with_sharding_constraint({name}, {new})"
         if text:
-            return f"{at}: jax.lax.with_sharding_constraint({text}, {spec_text(spec)}) instead of {text}"
-        return f"{at}: jax.lax.with_sharding_constraint(..., {spec_text(spec)}) around what makes this value"
+            return f"{at}: jax.lax.with_sharding_constraint({text}, {new}) instead of {text}"
+        return f"{at}: jax.lax.with_sharding_constraint(..., {new}) around what makes this value"
 
     def _read(self, place: Expression) -> tuple[str, str]:
         """The variable that an expression is assigned to, or else empty; and its text, if that is short."""

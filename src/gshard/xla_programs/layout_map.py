@@ -48,14 +48,13 @@ def layout_map(export: RowExport, arrays: Mapping[str, ExportedArgument], *, nea
         entries[path] = tuple(max(axes, key=lambda axis: sizes[axis]) if axes else None for axes in a.axes)
     rows = _rows(entries)
     given = {a: PartitionSpec(*_looked_up(dict(rows), path, len(a.value.shape))) for path, a in arrays.items()}
-    unsaid = [a for a in export.arguments if a not in given and any(a.axes)]
     axes = tuple(sizes)
     code = [
         f"device_mesh = keras.distribution.DeviceMesh({tuple(sizes.values())}, {axes})",
         "layout_map = keras.distribution.LayoutMap(device_mesh)",
         *(f'layout_map[r"{key}"] = {entry}' for key, entry in rows),
     ]
-    return export.checked(rows, "\n".join(code), given, unsaid)
+    return export.checked(rows, "\n".join(code), given)
 
 
 def _rows(entries: Mapping[str, tuple[Entry, ...]]) -> list[tuple[str, tuple[Entry, ...]]]:

@@ -14,11 +14,10 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from jax.sharding import PartitionSpec
-
 from gshard.core.errors import ShardingError
 from gshard.core.jax_adapter import user_line
 from gshard.core.layout import Layout, Names
+from gshard.core.partition_spec import spec_of_axes
 from gshard.naming.dimension_metadata import DimensionNames
 from gshard.xla_programs.exported_arguments import ExportedArgument
 from gshard.xla_programs.exported_rows import ExportedRows, RowExport
@@ -59,10 +58,12 @@ def logical_rules(
     whole = dict.fromkeys(n for a in arrays for n in a.names if n is not None and n not in split)
     rules = [*((n, axes[0] if len(axes) == 1 else axes) for n, axes in ordered), *((n, None) for n in whole)]
     layout = Layout.of(rules)
-    given = {a.argument: _spec(layout, a.names) for a in arrays}
-    unsaid = [a for a in export.arguments if a not in given and any(a.axes)]
+    given = {
+        a.argument: spec_of_axes(() if row is None else row.axes for row in layout.rows_of(Names(a.names)))
+        for a in arrays
+    }
     code = "\n".join(["logical_axis_rules = [", *(f"    {rule!r}," for rule in rules), "]"])
-    return export.checked(rules, code, given, unsaid)
+    return export.checked(rules, code, given)
 
 
 @dataclasses.dataclass(eq=False)
@@ -147,14 +148,6 @@ def _ordered(arrays: Sequence[_Array], *, nearest: bool) -> tuple[list[LogicalRu
 
 def _bytes(arrays: Iterator[_Array]) -> int:
     return sum(a.argument.value.bytes for a in arrays)
-
-
-def _spec(layout: Layout, names: DimensionNames) -> PartitionSpec:
-    """What rules give an array."""
-    rows = layout.rows_of(Names(names))
-    return PartitionSpec(
-        *(None if row is None or not row.axes else row.axes[0] if len(row.axes) == 1 else row.axes for row in rows)
-    )
 
 
 def _contradiction(

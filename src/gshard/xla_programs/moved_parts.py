@@ -8,22 +8,20 @@ makes it. Its line and its module are those of the operator for which XLA's part
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Sequence
 
 from gshard.core.mesh import Atoms, Mesh
-from gshard.device.network import members
+from gshard.device.network import atoms_among
 from gshard.naming.array_names import GRADIENT, UPDATE
 from gshard.naming.short_names import ShortName
 from gshard.xla.dataflow import Array
-from gshard.xla.hlo_collectives import Sent, line_of
+from gshard.xla.hlo_collectives import Sent, pairs_of
 from gshard.xla.hlo_parser import Instruction
 from gshard.xla.kernels import ArrayType, arrays_of
 from gshard.xla.op_names import Origin, origin_of
 from gshard.xla_programs.compiled_program import CompiledProgram
 
 REDUCTIONS = frozenset(("all_reduce", "reduce_scatter"))
-_PAIRS = re.compile(r"\bsource_target_pairs=\{((?:\{\d+,\d+\},?\s*)+)\}")
 _MANY = 8  # devices of a group that are listed
 
 
@@ -105,24 +103,13 @@ def _where(
     notes = list(own)
     made = None if operand is None else program.flow.made(program.flow.source(operand))
     notes += [made] if made is not None and made.opcode != "parameter" else []
-    if not any(line_of(note, program.module.frames) for note in notes):
+    if not any(map(program.module.place_of, notes)):
         reader = next(program.flow.readers(result), None)
         notes += [] if reader is None else [reader[1]]
     named = next((n for n in notes if "/" in n.op_name or n.op_name.startswith("jit(")), None)
-    lined = next((n for n in notes if line_of(n, program.module.frames)), None)
+    place = next(filter(None, map(program.module.place_of, notes)), "")
     origin = Origin() if named is None else origin_of(named.op_name)
-    if lined is None:
-        return origin, "", ""
-    line = line_of(lined, program.module.frames)
-    return origin, line, place_of(program, lined) or line
-
-
-def place_of(program: CompiledProgram, made: Instruction) -> str:
-    """The user's line of an instruction with the whole path of its file, or empty."""
-    if frame := re.search(r"\bstack_frame_id=(\d+)", made.attributes):
-        return program.module.places.get(int(frame[1]), "")
-    found = re.search(r'\bsource_file="([^"]*)".*?\bsource_line=(\d+)', made.attributes)
-    return f"{found[1]}:{found[2]}" if found else ""
+    return origin, place.rpartition("/")[2], place
 
 
 def _name(
@@ -173,12 +160,6 @@ def _why(program: CompiledProgram, sent: Sent, origin: Origin, operand: Array | 
     return why + _phase(origin)
 
 
-def pairs_of(made: Instruction) -> list[tuple[int, int]]:
-    """Which device sends to which in a permutation."""
-    found = _PAIRS.search(made.attributes)
-    return [(int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", found[1])] if found else []
-
-
 def atoms_of(program: CompiledProgram, sent: Sent) -> Atoms | None:
     """The atoms of the mesh that a collective runs over; None if its groups are along no axes."""
     mesh = program.mesh
@@ -187,11 +168,7 @@ def atoms_of(program: CompiledProgram, sent: Sent) -> Atoms | None:
     group = sent.collective.group
     if not group:
         return mesh.atoms if sent.collective.group_size == mesh.size else None
-    stride, found = mesh.size, []
-    for atom, size in mesh.atom_sizes.items():
-        stride //= size
-        found += [atom] if stride in group else []
-    return tuple(found) if members(mesh, tuple(found)) == group else None
+    return atoms_among(mesh, group)
 
 
 def _apart(mesh: Mesh, pairs: Sequence[tuple[int, int]]) -> Atoms:

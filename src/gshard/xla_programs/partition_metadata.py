@@ -23,5 +23,4 @@ def partition_metadata(export: RowExport, arrays: Mapping[str, ExportedArgument]
     """
     rows = [(path, tuple(a.spec)) for path, a in arrays.items() if any(a.axes)]
     code = "\n".join(f"{path}: with_partitioning(init, {entries})" for path, entries in rows)
-    unsaid = [a for a in export.arguments if a not in set(arrays.values()) and any(a.axes)]
-    return export.checked(rows, code or "no array is split", {a: a.spec for a in arrays.values()}, unsaid)
+    return export.checked(rows, code or "no array is split", {a: a.spec for a in arrays.values()})

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gshard.core.memory_kinds import in_memory, shape_in_memory
 from gshard.core.mesh import Mesh
+from gshard.core.partition_spec import text_of_spec
 from gshard.core.plan import Plan
 from gshard.core.program import Program, format_bytes
 from gshard.core.sharding import Sharding
@@ -28,8 +29,7 @@ from gshard.planning.io_shardings import by_axes
 from gshard.xla.peer import xla_function
 from gshard.xla_programs.compiled_cost import compiled_cost
 from gshard.xla_programs.compiled_explanation import CompiledExplanation
-from gshard.xla_programs.compiled_program import read_program
-from gshard.xla_programs.program_memory import memory_figures
+from gshard.xla_programs.compiled_program import memory_figures, read_program
 
 NEAR = 1.05  # of the plan's bytes, and of its products: what XLA may take and is taken to follow the plan
 _MOVES_NOTHING = "transpose_of_dot"  # a rewrite after which XLA sends what it sent before
@@ -252,7 +252,7 @@ def spec_text(spec: PartitionSpec) -> str:
     entries = list(spec)
     while entries and not entries[-1]:
         entries.pop()
-    return f"P({', '.join(map(repr, entries))})".replace("'", '"')
+    return text_of_spec(entries).replace("'", '"')
 
 
 def mesh_text(axes: Mapping[str, int] | Sequence[tuple[str, int]]) -> str:

@@ -13,8 +13,9 @@ compiled with them.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import jax
 
@@ -23,56 +24,46 @@ from gshard.search.progress import Progress
 from gshard.xla_programs.constraint_candidates import Candidates
 from gshard.xla_programs.expression_text import ExpressionTexts, type_text
 from gshard.xla_programs.traced_expressions import Constraint, constrained
-from gshard.xla_programs.tried_shardings import WORTH, Explained, Figures
+from gshard.xla_programs.tried_changes import ROWS, SAME, WORTH, Figures, Tried, TriedChange, try_changes
 
 MORE_PEAK = 1.05  # of the peak: what a constraint may take for less time or fewer bytes
-_SAME = 1.001  # of seconds: no more is no more
 _MORE_FLOPS = 1.02  # of the operations, without a machine: a constraint may move some elementwise work
 _ALONE = 0.7  # of the seconds, in which constraints are tried one by one; the others put them together
-_ROWS = 8  # constraints that are printed
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class TriedConstraint:
+class TriedConstraint(TriedChange):
     """A constraint that was compiled.
 
     Attributes:
         constraint: the expression and its sharding.
         text: what to write, and where.
-        figures: what the program takes with it.
     """
 
     constraint: Constraint
     text: str
-    figures: Figures
+
+    @property
+    def parts(self) -> set[Hashable]:
+        """The expression."""
+        return {self.constraint.expression}
 
     def __str__(self) -> str:
         expression = self.constraint.expression
         return f"{self.text}  ({type_text(expression.dtype, expression.shape)})"
 
 
-@dataclasses.dataclass(frozen=True)
-class TriedConstraints:
-    """What XLA compiles with sharding constraints on values inside.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TriedConstraints(Tried[TriedConstraint]):
+    """What XLA compiles with sharding constraints on values inside: of each expression the best one that helps.
 
     Attributes:
-        before: what the unchanged program takes.
-        helping: the constraints that help by themselves, the best first; the best one of each expression.
-        together: those of them that help together, and what the program then takes.
-        tried, candidates: how many constraints were compiled, of how many.
-        refused: at how many of these JAX or XLA failed.
         left_out: expressions whose value cannot be constrained: see ``expressions_of``.
         matched, collectives: how many collectives move a value of an expression, of how many.
         unmatched_bytes: that each device sends in the others.
         seconds: that this took.
     """
 
-    before: Figures
-    helping: tuple[TriedConstraint, ...]
-    together: tuple[tuple[TriedConstraint, ...], Figures]
-    tried: int
-    candidates: int
-    refused: int
     left_out: int
     matched: int
     collectives: int
@@ -80,20 +71,25 @@ class TriedConstraints:
     seconds: float
 
     @property
+    def candidates(self) -> int:
+        """How many constraints there are to try."""
+        return self.changes
+
+    @property
     def lines(self) -> tuple[str, list[str]]:
         """The result as a title and lines below it."""
-        of = f"{self.tried} of {self.candidates}" if self.tried < self.candidates else f"all {self.candidates}"
         limit = f"the peak may rise by {MORE_PEAK - 1:.0%}".replace("%", " %")
         rows: list[str] = []
         if self.helping:
-            title = f"Sharding constraints inside that help, compiled with {of} in {self.seconds:.0f} s; {limit}"
+            title = f"Sharding constraints inside that help, compiled with {self.of} in {self.seconds:.0f} s; {limit}"
         elif not self.candidates:
             title = "No sharding constraint inside to try"
         else:
-            title = f"Compiled with {of} sharding constraints inside in {self.seconds:.0f} s: none helps; {limit}"
-        for one in self.helping[:_ROWS]:
+            title = f"Compiled with {self.of} sharding constraints inside in {self.seconds:.0f} s: none helps; {limit}"
+        for one in self.helping[:ROWS]:
+            assert one.figures is not None, "it helps"
             rows += [str(one), f"  {self.before.change_to(one.figures)}"]
-        rows += [f"and {len(self.helping) - _ROWS} more that help"] * (len(self.helping) > _ROWS)
+        rows += [f"and {len(self.helping) - ROWS} more that help"] * (len(self.helping) > ROWS)
         constraints, after = self.together
         if len(constraints) > 1:
             numbers = " ".join(f"({self.helping.index(one) + 1})" for one in constraints)
@@ -111,16 +107,12 @@ class TriedConstraints:
             rows.append("with more seconds, more are tried")
         return title, rows
 
-    def __str__(self) -> str:
-        title, rows = self.lines
-        return "\n".join([f"{title}{':' if rows else '.'}", *(f"  {row}" for row in rows)])
-
 
 def try_constraints(
-    found: Explained,
+    before: Figures,
     candidates: Candidates,
     left_out: int,
-    compiled: Callable[[], Explained | None],
+    compiled: Callable[[], Figures | None],
     mesh: jax.sharding.Mesh,
     seconds: float,
     progress: Progress,
@@ -128,53 +120,31 @@ def try_constraints(
     """Compiles a program with sharding constraints on values inside.
 
     Args:
-        found: the unchanged program.
+        before: what the unchanged program takes.
         candidates: the constraints to try, in this order.
         left_out: how many expressions are not among them.
         compiled: traces and compiles the function; None if JAX or XLA refuses.
         mesh: the devices.
-        seconds: how long to go on. No program is begun that would end later, if it takes as long as the longest before;
-            one is compiled in any case, unless this is 0.
+        seconds: how long to go on (``try_changes``).
         progress: gets a line for each constraint.
     """
-    began, longest = time.monotonic(), 0.0
-    before, texts = Figures.of(found), ExpressionTexts()
+    began, texts, numbers = time.monotonic(), ExpressionTexts(), itertools.count(1)
+    changes = [TriedConstraint(one, texts.written(one)) for one in candidates.constraints]
 
-    def figures(constraints: Sequence[Constraint]) -> Figures | None:
-        nonlocal longest
-        start = time.monotonic()
-        with constrained(constraints, mesh) as outcome:
+    def constraining(some: Sequence[TriedConstraint]) -> Figures | None:
+        first = f"a constraint, {next(numbers)} of {len(changes)}: {some[0].text}" if len(some) == 1 else ""
+        progress.step(f"compiling with {first or f'{len(some)} constraints'}")
+        with constrained([one.constraint for one in some], mesh) as outcome:
             made = compiled()
-        longest = max(longest, time.monotonic() - start)
-        return None if made is None or not outcome.is_as_before else Figures.of(made)
+        return made if outcome.is_as_before else None
 
-    def has_time(share: float = 1.0) -> bool:
-        return not longest or time.monotonic() - began + longest <= share * seconds
+    def helps(now: Figures, then: Figures) -> bool:
+        return improves(now, then, peak=before.peak)
 
-    best: dict[object, TriedConstraint] = {}
-    tried = refused = 0
-    for constraint in candidates.constraints if seconds > 0 else ():
-        if not has_time(_ALONE):
-            break
-        tried, text = tried + 1, texts.written(constraint)
-        progress.step(f"compiling with a constraint, {tried} of {len(candidates.constraints)}: {text}")
-        made = figures([constraint])
-        refused += made is None
-        known = best.get(constraint.expression)
-        if made is not None and improves(made, before) and (known is None or made.rank < known.figures.rank):
-            best[constraint.expression] = TriedConstraint(constraint, text, made)
-    helping = sorted(best.values(), key=lambda one: one.figures.rank)
-    together, after = (helping[:1], helping[0].figures) if helping else ([], before)
-    for one in helping[1:]:
-        if not has_time():
-            break
-        progress.step(f"compiling with {len(together) + 1} constraints")
-        more = figures([kept.constraint for kept in (*together, one)])
-        if more is not None and improves(more, after, peak=before.peak):
-            together, after = [*together, one], more
+    found = try_changes(before, changes, constraining, helps, seconds, alone=_ALONE, only_best=True)
     return TriedConstraints(
-        before, tuple(helping), (tuple(together), after), tried, len(candidates.constraints), refused, left_out,
-        candidates.matched, candidates.collectives, candidates.unmatched_bytes, time.monotonic() - began,
+        **vars(found), left_out=left_out, matched=candidates.matched, collectives=candidates.collectives,
+        unmatched_bytes=candidates.unmatched_bytes, seconds=time.monotonic() - began,
     )  # fmt: skip
 
 
@@ -191,4 +161,4 @@ def improves(now: Figures, before: Figures, peak: int | None = None) -> bool:
     if not before.seconds:
         return sends_less and now.flops <= _MORE_FLOPS * before.flops
     is_faster = now.seconds < WORTH * before.seconds
-    return is_faster or (sends_less and now.seconds <= _SAME * before.seconds)
+    return is_faster or (sends_less and now.seconds <= SAME * before.seconds)

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import jax
 
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
-from gshard.core.program import Equation, Program, Value
+from gshard.core.program import Equation, Value
 from gshard.core.spmd import Collective, SpmdProgram
-from gshard.device.cost import BOUNDS, Cost
+from gshard.device.cost import BOUNDS, CallTotals, Cost, PricedKernel
 from gshard.device.fusion_model import COLLECTIVE
 from gshard.device.held import held_at_peak
 from gshard.device.machine import Machine
+from gshard.device.memory import MemoryTotals
 from gshard.device.network import groups
 from gshard.device.origin import cause_of, origins
 from gshard.explanation.advice import advice
 from gshard.explanation.difference import FORMAT
+from gshard.explanation.explained_plan import ExplainedPlan
 from gshard.explanation.merged_collectives import MergedCollective
-from gshard.explanation.purposes import Purposes
 from gshard.explanation.report.places import Places
 from gshard.explanation.report.tensors import tensor_rows
-from gshard.explanation.rows import TensorRow, called
+from gshard.explanation.rows import called
 from gshard.explanation.timeline import Event, thinned, timeline
 from gshard.explanation.verdict import Verdict
 from gshard.naming.array_names import ArrayNames
@@ -33,61 +35,24 @@ EVENTS = 3000  # stretches of time that are drawn
 PEAK_ROWS = 15
 
 
-class Explained(Protocol):
-    """What the report reads of an ``Explanation``."""
+class HasBytes(Protocol):
+    """A moment of a call."""
 
     @property
-    def name(self) -> str: ...
-    @property
-    def mesh(self) -> Mesh: ...
-    @property
-    def equations(self) -> int: ...
-    @property
-    def tensors(self) -> Sequence[TensorRow]: ...
-    @property
-    def gathered(self) -> tuple[str, ...]: ...
-    @property
-    def dropped(self) -> tuple[str, ...]: ...
-    @property
-    def argument_bytes(self) -> tuple[int, int]: ...
-    @property
-    def plan(self) -> Plan: ...
-    @property
-    def spmd(self) -> SpmdProgram: ...
-    @property
-    def replicated(self) -> tuple[str, ...]: ...
-    @property
-    def returned(self) -> tuple[str, ...]: ...
-    @property
-    def low_precision(self) -> tuple[str, ...]: ...
-    @property
-    def layout(self) -> tuple[str, ...]: ...
-    @property
-    def unused(self) -> tuple[str, ...]: ...
-    @property
-    def total_bytes(self) -> int: ...
-    @property
-    def names(self) -> ArrayNames: ...
-    @property
-    def purposes(self) -> Purposes: ...
+    def bytes(self) -> int: ...
 
 
-# The lists of lines of a report, each with the lines of an explanation. A report of XLA's program has them empty.
-LISTS: dict[str, Callable[[Explained], Iterable[str]]] = {
-    "gathered": lambda e: e.gathered,
-    "dropped": lambda e: e.dropped,
-    "replicated": lambda e: e.replicated,
-    "pipelines": lambda e: e.plan.program.pipelines,
-    "batches": lambda e: e.plan.program.batches,
-    "returned": lambda e: e.returned,
-    "low_precision": lambda e: e.low_precision,
-    "layout": lambda e: e.layout,
-    "unused": lambda e: e.unused,
-}
+M = TypeVar("M", bound=HasBytes)
+
+
+# The lists of lines of a report (``ExplainedPlan.lists``). A report of XLA's program has them empty.
+LISTS = (
+    "replicated", "pipelines", "batches", "returned", "low_precision", "layout", "unused", "gathered", "dropped",
+)  # fmt: skip
 
 
 def report_data(
-    explanation: Explained,
+    explanation: ExplainedPlan,
     found: Cost,
     rows: Sequence[MergedCollective],
     verdict: Verdict,
@@ -104,6 +69,12 @@ def report_data(
     producers = {v: e for e in plan.program.block.walk() for v in e.outputs}
     owners = origins(explanation.spmd, found)
     lines = _line_costs(explanation.spmd, found, owners, places)
+    laid, row_of = timeline(found), {kernel: i for i, row in enumerate(rows) for kernel in row.kernels}
+
+    def told(x: Event) -> tuple[str, str, int]:
+        k = found.kernels[x.kernel]
+        return f"{k.name} {k.result}", places.of(cause_of(k, owners[x.kernel])), row_of.get(x.kernel, -1)
+
     return {
         "format": FORMAT,
         "name": explanation.name,
@@ -119,23 +90,25 @@ def report_data(
             "peak": found.peak,
             "arguments": explanation.argument_bytes,
         },
-        "verdict": {
-            "headline": verdict.headline,
-            "sentences": verdict.sentences,
-            "shares": verdict.shares,
-            "share": verdict.share,
-            "work": verdict.work,
-        },
+        "verdict": verdict.data() | {"work": verdict.work},
         "collectives": [
             _collective(row, plan, producers, places, explanation.names) | {"proposal": "" if p is None else str(p)}
             for row, p in zip(rows, verdict.proposals, strict=True)
         ],
-        "timeline": _timeline(found, owners, rows, places),
+        "timeline": timeline_data([laid.kernels], laid.loops, found, told),
         "tensors": tensor_rows(explanation.tensors, plan, producers, places),
-        "memory": _memory(found, places, plan.program, explanation.names),
-        "time": _time(found),
+        "memory": memory_data(
+            found.memory,
+            found.memory.moments,
+            lambda m: f"{m.equation.name} {places.of(m.equation)}",
+            [
+                [h.type, h.bytes, h.name, places.of(h.equation), h.count]
+                for h in held_at_peak(found.memory, found.program.block, plan.program, explanation.names)
+            ],
+        ),
+        "time": time_data((k.name if k.kind == COLLECTIVE else k.kind, k) for k in found.kernels),
         "notes": _notes(explanation),
-        **{name: list(lines_of(explanation)) for name, lines_of in LISTS.items()},
+        **{name: list(lines) for name, _, _, lines in explanation.lists},
         "searched": "",  # what a search tells of its plan
         "lines": lines,
         "files": sorted(places.files(), key=lambda f: -_sent_in(f["name"], lines)),
@@ -177,21 +150,11 @@ def _words(equations: int) -> dict[str, str]:
     }
 
 
-def _notes(explanation: Explained) -> list[tuple[str, list[str]]]:
+def _notes(explanation: ExplainedPlan) -> list[tuple[str, list[str]]]:
     """Lists that stand below the totals where they are not empty, with their titles."""
-    notes = (
-        ("What the collectives are for", tuple(map(str, explanation.purposes))),
-        ("Work that every device repeats, and devices without work", explanation.replicated),
-        ("Loops that run as pipelines", explanation.plan.program.pipelines),
-        ("Equal functions of separate arrays, computed in one batch", explanation.plan.program.batches),
-        ("Results returned in fewer shards than they have inside", explanation.returned),
-        ("No rule, so operands are gathered", explanation.gathered),
-        ("Said by the program and not kept", explanation.dropped),
-        ("Arrays in low precision, by marks with send=", explanation.low_precision),
-        ("Layout", explanation.layout),
-        ("Marks and rows of the layout without effect", explanation.unused),
-    )
-    return [(title, list(rows)) for title, rows in notes if rows]
+    notes = [("What the collectives are for", tuple(map(str, explanation.purposes)))]
+    notes += [(heading or title[0].upper() + title[1:], lines) for _, title, heading, lines in explanation.lists]
+    return [(title, list(lines)) for title, lines in notes if lines]
 
 
 def _collective(
@@ -199,10 +162,6 @@ def _collective(
 ) -> dict[str, Any]:
     mesh, c = plan.mesh, row.collective
     array, module, why = called(row.every, names)
-    layers: dict[tuple[str, str], list[int]] = {}  # of each: times, bytes
-    for one in row.every:
-        sums = layers.setdefault((names.array(one.value).text, names.module(one.cause).text), [0, 0])
-        sums[:] = sums[0] + one.times, sums[1] + one.total_bytes
     moved = ""
     if c.value is not None and c.before is not None and c.after is not None:
         texts = [s.format(mesh, c.value.shape, c.value.dtype_name) for s in (c.before, c.after)]
@@ -217,7 +176,9 @@ def _collective(
         "shape": c.shape,
         "array": array,
         "module": module,
-        "layers": [[*key, *sums] for key, sums in layers.items()] if len(layers) > 1 else [],
+        "layers": layers_data(
+            (names.array(one.value).text, names.module(one.cause).text, one.times, one.total_bytes) for one in row.every
+        ),
         "moved": moved,
         "line": c.line,
         "cause": places.of(c.cause),
@@ -231,6 +192,15 @@ def _collective(
     }
 
 
+def layers_data(collectives: Iterable[tuple[str, str, int, int]]) -> list[list[Any]]:
+    """Times and bytes of the collectives of each array in each module, where there are several."""
+    layers: dict[tuple[str, str], list[int]] = {}
+    for array, module, times, sent in collectives:
+        sums = layers.setdefault((array, module), [0, 0])
+        sums[:] = sums[0] + times, sums[1] + sent
+    return [[*key, *sums] for key, sums in layers.items()] if len(layers) > 1 else []
+
+
 def groups_text(found: Sequence[Sequence[int]]) -> str:
     """Groups of devices that communicate, as text."""
     texts = [
@@ -240,65 +210,82 @@ def groups_text(found: Sequence[Sequence[int]]) -> str:
     return f"{len(found)} group{'s' if len(found) > 1 else ''} of {len(found[0])}: {' '.join(texts)}{more}"
 
 
-def _timeline(
-    found: Cost, owners: Sequence[Collective | None], rows: Sequence[MergedCollective], places: Places
+def timeline_data(
+    lanes: Iterable[Sequence[Event]],
+    loops: Iterable[Event],
+    found: CallTotals,
+    told: Callable[[Event], tuple[str, str, int]],
 ) -> dict[str, Any]:
     """Events as [start, length, what bounds it, name, place, row of its collective, kernels]; times in µs.
 
     Names and places are numbers in ``texts``. What bounds an event counts in ``BOUNDS``; the number after the last is
     for rounds that are not drawn.
+
+    Args:
+        lanes: what runs, in order of time.
+        loops: where loops begin and end.
+        found: the cost of the call.
+        told: name, place and row of an event of a kernel; the row is -1 if the kernel sends nothing.
     """
-    laid = timeline(found)
-    row_of = {kernel: i for i, row in enumerate(rows) for kernel in row.kernels}
     texts: dict[str, int] = {}
 
     def text(t: str) -> int:
         return texts.setdefault(t, len(texts))
 
     def event(x: Event, count: int) -> list[Any]:
-        when = [float(f"{x.start * 1e6:.7g}"), float(f"{x.seconds * 1e6:.4g}")]
-        if x.kernel < 0:
-            return [*when, len(BOUNDS), text(x.name), text(""), -1, count]
-        k = found.kernels[x.kernel]
-        place = places.of(cause_of(k, owners[x.kernel]))
-        row = row_of.get(x.kernel, -1)
-        return [*when, BOUNDS.index(k.bound), text(f"{k.name} {k.result}"), text(place), row, count]
+        bound, (name, place, row) = len(BOUNDS), (x.name, "", -1)
+        if x.kernel >= 0:
+            bound, (name, place, row) = BOUNDS.index(found.kernels[x.kernel].bound), told(x)
+        return [*_when(x), bound, text(name), text(place), row, count]
 
-    events = [event(x, count) for x, count in thinned(laid.kernels, EVENTS)]
-    loops = [[*event(x, 1)[:2], x.depth, text(x.name)] for x in laid.loops if x.seconds * EVENTS > found.seconds]
-    return {"events": events, "loops": loops, "texts": list(texts)}
+    events = [event(x, n) for lane in lanes for x, n in thinned(lane, EVENTS)]
+    shown = [[*_when(x), x.depth, text(x.name)] for x in loops if x.seconds * EVENTS > found.seconds]
+    return {"events": sorted(events, key=lambda e: e[0]), "loops": shown, "texts": list(texts)}
 
 
-def _memory(found: Cost, places: Places, program: Program, names: ArrayNames) -> dict[str, Any]:
-    """The curve of temporaries (thinned to its maxima where it is long) and what makes the peak."""
-    memory = found.memory
-    every = max(1, -(-len(memory.moments) // MOMENTS))
-    kept = [max(memory.moments[i : i + every], key=lambda m: m.bytes) for i in range(0, len(memory.moments), every)]
-    held = held_at_peak(memory, found.program.block, program, names)
-    rows = [[h.type, h.bytes, h.name, places.of(h.equation), h.count] for h in held]
+def _when(x: Event) -> tuple[float, float]:
+    return float(f"{x.start * 1e6:.7g}"), float(f"{x.seconds * 1e6:.4g}")
+
+
+def memory_data(
+    totals: MemoryTotals, moments: Sequence[M], told: Callable[[M], str], rows: Sequence[list[Any]]
+) -> dict[str, Any]:
+    """The curve of temporaries (thinned to its maxima where it is long) and what makes the peak.
+
+    Args:
+        totals: what a device holds.
+        moments: the bytes at each.
+        told: what runs then, as text.
+        rows: what makes the peak, largest first: type, bytes, name, place, number of arrays.
+    """
+    every = max(1, -(-len(moments) // MOMENTS))
+    kept = [max(moments[i : i + every], key=lambda m: m.bytes) for i in range(0, len(moments), every)]
     return {
-        "fixed": memory.arguments + memory.results - memory.shared,
-        "arguments": memory.arguments,
-        "results": memory.results,
-        "shared": memory.shared,
-        "temporaries": memory.temporaries,
-        "curve": [[m.bytes, f"{m.equation.name} {places.of(m.equation)}"] for m in kept],
+        "fixed": totals.fixed,
+        "arguments": totals.arguments,
+        "results": totals.results,
+        "shared": totals.shared,
+        "temporaries": totals.temporaries,
+        "curve": [[m.bytes, told(m)] for m in kept],
         "alive": rows[:PEAK_ROWS],
         "more": [sum(r[4] for r in rows[PEAK_ROWS:]), sum(r[1] for r in rows[PEAK_ROWS:])],
     }
 
 
-def _time(found: Cost) -> list[dict[str, Any]]:
-    """Seconds, FLOPs and bytes by class of operator and by what bounds them."""
+def time_data(kernels: Iterable[tuple[str, PricedKernel]]) -> list[dict[str, Any]]:
+    """Seconds, FLOPs and bytes by class of operator and by what bounds them.
+
+    Args:
+        kernels: each with its class.
+    """
     rows: dict[str, dict[str, Any]] = {}
-    for k in found.kernels:
-        name = k.name if k.kind == COLLECTIVE else k.kind
+    for name, k in kernels:
         row = rows.setdefault(name, {"class": name, **dict.fromkeys(BOUNDS, 0.0), "flops": 0, "moved": 0, "sent": 0})
         for what, spent in k.parts:
             row[what] += spent * k.times
         for what in ("flops", "moved", "sent"):
             row[what] += getattr(k, what) * k.times
-    return sorted(rows.values(), key=lambda r: -sum(r[what] for what in BOUNDS))
+    return sorted(rows.values(), key=lambda r: -math.fsum(r[what] for what in BOUNDS))
 
 
 def _sent_in(file: str, lines: Mapping[str, Sequence[float]]) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gshard.core.partition_spec import text_of_spec
 from gshard.core.plan import Plan
 from gshard.core.program import Equation, Value
 from gshard.explanation.report.places import Places
@@ -55,7 +56,7 @@ def tensor_rows(
 def _spec(plan: Plan, v: Value) -> str:
     """How an argument is split as JAX writes it, where that can say it."""
     spec = plan.mesh.spec_of(plan.shardings[v].dims)
-    return "" if spec is None else f"P({', '.join(map(repr, spec))})"
+    return "" if spec is None else text_of_spec(spec)
 
 
 def _dimension(plan: Plan, source: Value, dim: int, atoms: set[str]) -> int:

@@ -1,4 +1,4 @@
-"""Schedule: reads which computation overlaps with the collectives of a compiled TPU program.
+"""Reads which computation overlaps with the collectives of a compiled TPU program.
 
 A computation's instructions stand in the order in which they run. Between the start of an asynchronous collective and
 its end others run; one that does not come in two halves stops everything. Some all-gathers become a chain of fusions

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from gshard.xla.cycles import estimated_cycles
-from gshard.xla.schedule import Scheduled, schedule
+
+SCHEDULES = Path(__file__).resolve().parents[2] / "benchmarks" / "tpu_schedules.py"
 
 # What libtpu writes, shortened: a loop of three rounds with a permutation around a product; an all-gather that two
 # products carry on; a reduce-scatter, which is a fusion of an all-reduce; an all-to-all.
@@ -73,18 +79,31 @@ ENTRY %main (a: bf16[8,8], b: bf16[64,8]) -> bf16[8,8] {
 EVERYBODY = tuple(range(8))
 
 
-def test_what_stands_between_the_halves() -> None:
+@pytest.fixture(scope="module")
+def schedules() -> Any:
+    """The module of the benchmarks."""
+    spec = importlib.util.spec_from_file_location("tpu_schedules", SCHEDULES)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["tpu_schedules"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_what_stands_between_the_halves(schedules: Any) -> None:
+    schedule, scheduled = schedules.schedule, schedules.Scheduled
     part = 8 * 8 * 2
     assert schedule(TEXT) == (
-        Scheduled("all_gather", 7 * part, 1, True, 42, 1, EVERYBODY),
-        Scheduled("reduce_scatter", 7 * part, 1, False, 0, 0, EVERYBODY),
-        Scheduled("all_to_all", part // 2, 1, False, 0, 0, (0, 1)),
-        Scheduled("collective_permute", part, 3, True, 105, 1),
+        scheduled("all_gather", 7 * part, 1, True, 42, 1, EVERYBODY),
+        scheduled("reduce_scatter", 7 * part, 1, False, 0, 0, EVERYBODY),
+        scheduled("all_to_all", part // 2, 1, False, 0, 0, (0, 1)),
+        scheduled("collective_permute", part, 3, True, 105, 1),
     )
     assert estimated_cycles(TEXT) == 3 * 112 + 42
     assert [x.total_sent for x in schedule(TEXT)] == [7 * part, 7 * part, part // 2, 3 * part]
 
 
 @pytest.mark.parametrize("text", ["", "HloModule empty"])
-def test_nothing_is_read_of_nothing(text: str) -> None:
-    assert schedule(text) == ()
+def test_nothing_is_read_of_nothing(schedules: Any, text: str) -> None:
+    assert schedules.schedule(text) == ()
