@@ -1,9 +1,10 @@
-"""Claim: XLA:GPU makes as many kernels of a program as the cost model has, and they move as many bytes.
+"""Claim: XLA:GPU makes as many kernels as the cost model has, moves as many bytes, and copies as many slices of stacks.
 
     python benchmarks/fusions.py              # needs JAX's CUDA plugin (pip install "jax[cuda13]"), and no GPU
 
 Each program is compiled for an H100 that is described to XLA; its kernels and their operands and results are counted,
-those of ``gshard.device`` beside them. Buffers of less than a hundredth of the largest operand are left out.
+those of ``gshard.device`` beside them. Buffers of less than a hundredth of the largest operand are left out. Of loops
+over stacks, the slices that an iteration copies and the stacks that are filled with zeros are counted on both sides.
 """
 
 from __future__ import annotations
@@ -30,9 +31,12 @@ from priced_hlo import FREE
 import gshard
 from gshard.core.program import Value
 from gshard.device.cost import cost
-from gshard.device.fusion_model import size
+from gshard.device.fusion_model import kernels_of, size
+from gshard.device.loop_stacks import stack_slices
 from gshard.device.machine import Machine
+from gshard.tracing.trace import trace
 from gshard.xla.hlo_parser import Module, read_module, type_bytes
+from loop_slices import LOOPS, copies_and_fills
 
 SMALL = 0.01
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -98,12 +102,12 @@ def cases() -> Iterator[tuple[str, Case]]:
     yield "three results of one array", (lambda x: (jnp.sin(x), jnp.cos(x), jnp.sin(x) + jnp.cos(x)), (x,))
 
 
-def by_xla(function: Callable[..., Any], arguments: tuple[Any, ...], device: Any) -> Module:
-    """The program that XLA compiles for a device that is described to it."""
+def by_xla(function: Callable[..., Any], arguments: tuple[Any, ...], device: Any) -> str:
+    """The text of the program that XLA compiles for a device that is described to it."""
     mesh = jax.sharding.Mesh(np.array([device], dtype=object), ("x",))
     there = jax.NamedSharding(mesh, jax.P())
     placed = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=there) for a in arguments]
-    return read_module(jax.jit(function).lower(*placed).compile().as_text())
+    return str(jax.jit(function).lower(*placed).compile().as_text())
 
 
 def counted(module: Module, least: float) -> tuple[int, int]:
@@ -151,11 +155,18 @@ def main() -> int:
     for name, (function, arguments) in cases():
         least = SMALL * max(math.prod(a.shape) * a.dtype.itemsize for a in arguments)
         (theirs, moved), (ours, model) = (
-            counted(by_xla(function, arguments, device), least), modelled(function, arguments, least)
+            counted(read_module(by_xla(function, arguments, device)), least), modelled(function, arguments, least)
         )  # fmt: skip
         ratios.append(model / moved)
         print(f"| {name} | {theirs} | {ours} | {moved / 2**20:,.0f} | {model / 2**20:,.0f} | {ratios[-1]:.2f} |")
     print(f"\ngeometric mean of the ratios {math.exp(sum(map(math.log, ratios)) / len(ratios)):.2f}")
+    print("\n| loop | copies, fills by XLA | by the model |")
+    print("|---|---|---|")
+    squares = array(2048, 2048), array(4, 2048, 2048)
+    for loop in LOOPS:
+        slices = list(stack_slices(kernels_of(trace(loop, *squares).block), Machine.of("h100:1x1").compiler))
+        modelled_counts = sum(x.copied for x in slices), sum(x.filled for x in slices)
+        print(f"| {loop.__name__} | {copies_and_fills(by_xla(loop, squares, device))} | {modelled_counts} |")
     return 0
 
 

@@ -31,6 +31,7 @@ from gshard.device.epilogues import epilogues
 from gshard.device.fusion_model import COLLECTIVE, PRODUCT, REGION, Kernel, Kernels, device_program, size
 from gshard.device.hoisted_operands import hoisted_operands
 from gshard.device.layout_copies import layout_copies
+from gshard.device.loop_stacks import stack_slices
 from gshard.device.machine import Machine
 from gshard.device.memory import Memory, memory_of
 from gshard.device.network import latency, permutation_seconds, seconds
@@ -250,8 +251,23 @@ def cost_of_kernels(program: Kernels, mesh: Mesh, machine: Machine, donated: Ite
     """As ``cost``, for kernels that were read already. ``donated`` counts captured arrays too."""
     program = as_compiled(program, machine.compiler)
     joined_bytes, copied_bytes = combined(program, machine), layout_copies(program, machine) | hoisted_operands(program)
+    filled_bytes: dict[Kernel, int] = {}
+    for stack_slice in stack_slices(program, machine.compiler):
+        kernel, slice_bytes = stack_slice.kernel, size(stack_slice.value)
+        if stack_slice.copied:
+            copied_bytes[kernel] = (*copied_bytes.get(kernel, ()), slice_bytes)
+        if stack_slice.filled:
+            filled_bytes[kernel] = filled_bytes.get(kernel, 0) + slice_bytes
     rows = {
-        kernel: kernel_cost(kernel, times, mesh, machine, joined_bytes.get(kernel, 0), copied_bytes.get(kernel, ()))
+        kernel: kernel_cost(
+            kernel,
+            times,
+            mesh,
+            machine,
+            joined_bytes.get(kernel, 0),
+            copied_bytes.get(kernel, ()),
+            filled_bytes.get(kernel, 0),
+        )
         for kernel, times in program.walk()
         if kernel.kind != REGION
     }
@@ -276,7 +292,13 @@ def _as_epilogue(row: KernelCost, seconds_added: float) -> KernelCost:
 
 
 def kernel_cost(
-    kernel: Kernel, times: int, mesh: Mesh, machine: Machine, joined: int = 0, copied: Sequence[int] = ()
+    kernel: Kernel,
+    times: int,
+    mesh: Mesh,
+    machine: Machine,
+    joined: int = 0,
+    copied: Sequence[int] = (),
+    filled: int = 0,
 ) -> KernelCost:
     """Prices one kernel that is not a region.
 
@@ -288,27 +310,30 @@ def kernel_cost(
         joined: bytes of the message that a collective joins (``combiner``). The collective costs the time that it adds
             to this message.
         copied: bytes of arrays that are written and read once more: copied into the layout of a collective
-            (``layout_copies``), or small and broadcast by a kernel (``hoisted_operands``).
+            (``layout_copies``), small and broadcast by a kernel (``hoisted_operands``), or slices of a loop's stacks
+            (``loop_stacks``).
+        filled: bytes of a loop's stacks that are filled with zeros for one run of the kernel (``loop_stacks``).
     """
     e = kernel.equation
     result = ", ".join(f"{v.dtype_name}[{','.join(map(str, v.shape))}]" for v in e.outputs)
     row = functools.partial(KernelCost, line=e.line, result=result, times=times, equation=e)
     parts: tuple[tuple[str, float], ...]
     starts = sum((launch_seconds(machine, 2 * array) for array in copied), 0.0)
-    copies = sum(copy_seconds(machine, array) for array in copied) - starts
+    copies = sum(copy_seconds(machine, array) for array in copied) - starts + filled / machine.memory_bandwidth
     beside = ("memory", copies), ("launch", starts)
+    moved = kernel.moved + 2 * sum(copied) + filled
     if kernel.kind == COLLECTIVE:
         name, atoms, sent, seconds_of_message, latency_seconds = _collective(kernel, mesh, machine, joined)
         parts = ("network", seconds_of_message - latency_seconds), ("latency", latency_seconds), *beside
-        taken, moved = seconds_of_message + copies + starts, kernel.moved + 2 * sum(copied)
+        taken = seconds_of_message + copies + starts
         return row(name=name, kind=COLLECTIVE, axes=atoms, moved=moved, sent=sent, seconds=taken, parts=parts)
     if changes_memory(e) and machine.host_link:
         spent, launch = host_seconds(machine, sum(map(size, e.outputs))), launch_seconds(machine, kernel.moved)
         parts = ("host", spent), ("launch", launch)
         return row(name=e.name, kind=kernel.kind, moved=kernel.moved, seconds=spent + launch, parts=parts)
-    products, others, moved = kernel.product_flops, kernel.vector_flops, kernel.moved
+    products, others = kernel.product_flops, kernel.vector_flops
     repeated = e.rule.groups if e.rule is not None and machine.compiler.multiplies_groups else 1
-    time = roofline(machine, dtype_of(e), products * repeated, others, moved, returns=kernel.starts)
+    time = roofline(machine, dtype_of(e), products * repeated, others, kernel.moved, returns=kernel.starts)
     starts += time.launch
     parts = (time.bound, time.work), ("memory", copies), ("launch", starts)
     kind, flops = PRODUCT if products else kernel.kind, products + others

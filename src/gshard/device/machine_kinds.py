@@ -69,6 +69,9 @@ class Compiler:
             into the stack of a loop (``remat.prefetch``). Six training loops on libtpu gained nothing by prefetching.
         exchanges_in_turn: whether every device sends its parts of an all-to-all to one device after the other, all in
             the same order. At any time messages then go around a ring in one direction (``network``).
+        products_slice_stacks: whether a product reads a slice of a loop's stack where it is, if no other product reads
+            it, and writes its result into such a stack (``loop_stacks``).
+        fills_forward_stacks: whether the stacks of a loop that counts up are filled with zeros before the loop.
         multiplies_groups: whether a product of ragged groups (``lax.ragged_dot``) multiplies all rows with the matrix
             of each group, because there is no kernel for it.
     """
@@ -86,6 +89,8 @@ class Compiler:
     keeps_low_precision_copies: bool = False
     gathers_split_stack_writes: bool = True
     exchanges_in_turn: bool = False
+    products_slice_stacks: bool = False
+    fills_forward_stacks: bool = True
     multiplies_groups: bool = False
 
 
@@ -97,6 +102,8 @@ def _libtpu(*hides: str, schedules_read: bool = True) -> Compiler:
         fuses_epilogues=schedules_read,
         copies_for_collectives=False,
         keeps_low_precision_copies=True,
+        products_slice_stacks=True,
+        fills_forward_stacks=False,
     )
 
 

@@ -20,7 +20,7 @@ from gshard.device.fusion_model import PASSING, REGION, Kernel
 from gshard.language.region import Crossing
 from gshard.planning.choice_tables import ChoiceTables, rule_of
 from gshard.planning.graph import CARRIED, STACKED, Graph, LoopBytes
-from gshard.planning.objective import Objective
+from gshard.planning.objective import Objective, StackCost
 from gshard.planning.propagated import Propagated
 from gshard.planning.seed_strategies import array_shardings
 from gshard.planning.shared_halos import SharedWindows
@@ -80,6 +80,8 @@ class _Builder:
             self.objective = self.tables.objective = self.objective.through(self._shardings())
         for kernel, runs in self.objective.kernels(self.program.block):
             self._add_kernel(kernel, runs, marked_shares.get(kernel.equation, np.inf))
+        for stack in self.objective.stack_costs(self.program.block):
+            self._add_stack(stack)
         for v, receivers in self.windows.shared():
             self._add_shared_window(v, receivers)
         for (e, component), (node, splits) in self.strategies.items():
@@ -155,6 +157,16 @@ class _Builder:
                 cost = runs * min(window.cost, table[state])
                 self.windows.add(e, splits[state], window, (node, state), cost)
         self.costs[node] = self.interned.plus(self.costs[node], runs, table)
+
+    def _add_stack(self, stack: StackCost) -> None:
+        """Adds what a loop moves for a slice of its stacks to the group of the slice."""
+        group = self.groups.of[stack.value]
+        states = self.states[group]
+        table = self.tables.held_costs(stack.value, states, stack.byte_cost)
+        key = "stack", id(table), stack.run_cost
+        self.costs[group] = self.interned.plus(
+            self.costs[group], stack.runs, self.interned.table(key, lambda: table + stack.run_cost)
+        )
 
     def _add_shared_window(self, v: Value, receivers: Mapping[tuple[int, int], float]) -> None:
         """Adds a node with two states: a window is not fetched, or it is, and its receivers do not pay for it."""

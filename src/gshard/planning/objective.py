@@ -17,7 +17,7 @@ from gshard.comm.runs import laid_out
 from gshard.comm.steps import LOCAL, Step, bytes_sent, rounds
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.planning_tables import tabulated
-from gshard.core.program import Block, Equation
+from gshard.core.program import Block, Equation, Value
 from gshard.core.rule import COMMUNICATE, REPLICATE, Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split
@@ -59,6 +59,22 @@ class Windows(NamedTuple):
     operand: int
     which: tuple[Hashable, ...]
     cost: float
+
+
+class StackCost(NamedTuple):
+    """What the loop of a stack moves for one slice of it besides its kernels.
+
+    Attributes:
+        value: the slice, a value of the loop's body.
+        runs: the number of iterations in a call.
+        byte_cost: the cost of one byte of a device's part, in each iteration.
+        run_cost: the cost of an iteration besides its bytes.
+    """
+
+    value: Value
+    runs: int
+    byte_cost: float
+    run_cost: float
 
 
 class Objective(Protocol):
@@ -104,6 +120,10 @@ class Objective(Protocol):
 
     def kernels(self, block: Block) -> Iterator[tuple[Kernel, int]]:
         """The kernels of a program, each with its number of runs."""
+        ...
+
+    def stack_costs(self, block: Block) -> Iterable[StackCost]:
+        """The costs of the slices that loops copy out of their stacks, copy into them, or fill with zeros."""
         ...
 
     def cost_key(self, kernel: Kernel) -> Hashable:
@@ -157,6 +177,9 @@ class Bytes(Moves):
         """Each equation is one kernel: without a machine there is no model of fusion."""
         for e, times in block.runs():
             yield Kernel(e, kind_of(e), (), (), e.outputs), times
+
+    def stack_costs(self, block: Block) -> Iterable[StackCost]:
+        return ()
 
     def cost_key(self, kernel: Kernel) -> Hashable:
         return kernel.equation.rule, kernel.writes[0].shape if kernel.writes else ()

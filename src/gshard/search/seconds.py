@@ -19,12 +19,13 @@ from gshard.core.sharding import Sharding
 from gshard.core.split import Split
 from gshard.device.compiled_kernels import as_compiled
 from gshard.device.fusion_model import Kernel, is_looked_up, kernels_of
+from gshard.device.loop_stacks import stack_slices
 from gshard.device.machine import Machine
 from gshard.device.network import interchangeable
 from gshard.device.roofline import dtype_of, host_seconds, launch_seconds, roofline
 from gshard.device.step_times import StepTimes
 from gshard.language.transfer import changes_memory
-from gshard.planning.objective import Windows
+from gshard.planning.objective import StackCost, Windows
 from gshard.planning.reshard_costs import Moves
 from gshard.planning.seed_strategies import operand_shardings, result_shardings
 from gshard.planning.strategies import share
@@ -76,6 +77,15 @@ class Seconds(Moves):
     def kernels(self, block: Block) -> Iterator[tuple[Kernel, int]]:
         """The kernels after fusion."""
         return as_compiled(kernels_of(block, windows=False), self.machine.compiler).walk()
+
+    def stack_costs(self, block: Block) -> Iterator[StackCost]:
+        """The costs of slices of loops' stacks, in the kernels after fusion (``device.loop_stacks``)."""
+        program = as_compiled(kernels_of(block, windows=False), self.machine.compiler)
+        runs_of_kernel = dict(program.walk())
+        for moved in stack_slices(program, self.machine.compiler):
+            passes = 2 * moved.copied + moved.filled
+            start = self.machine.launch if moved.copied else 0.0
+            yield StackCost(moved.value, runs_of_kernel[moved.kernel], passes / self.machine.memory_bandwidth, start)
 
     def cost_key(self, kernel: Kernel) -> Hashable:
         e = kernel.equation
