@@ -11,7 +11,7 @@ import contextlib
 import inspect
 import os
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -25,7 +25,6 @@ from jax._src import xla_bridge as _xla_bridge
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _partial_eval
-from jax._src.lax import lax as _lax
 from jax._src.lax.lax import _convert_element_type
 from jax._src.lax.lax import optimization_barrier_p as optimization_barrier_p
 from jax._src.lax.parallel import all_gather_p as all_gather_p
@@ -308,7 +307,33 @@ def retyped(x: Any, aval: Any) -> Any:
     x = jax.numpy.asarray(x)
     if (x.shape, x.dtype) != (aval.shape, aval.dtype):
         raise TypeError(f"{x.dtype}{x.shape} is not {aval.dtype}{aval.shape}")
-    return x if x.aval.weak_type == aval.weak_type else _lax._convert_element_type(x, x.dtype, aval.weak_type)
+    return as_weak(x, aval.weak_type)
+
+
+def evaluate(
+    body: Any,
+    consts: Iterable[Any],
+    arguments: Iterable[Any],
+    run: Callable[[Any, list[Any]], Sequence[Any]],
+    literal: Callable[[Any], Any] = lambda v: v.val,
+) -> list[Any]:
+    """Evaluates a jaxpr over values of any kind.
+
+    Args:
+        body: the jaxpr.
+        consts, arguments: a value for each of its constants and arguments.
+        run: the values of an equation's results, from those of its operands.
+        literal: the value of a literal.
+    """
+    env: dict[Any, Any] = dict(zip(body.invars, arguments, strict=True))
+    env.update(zip(body.constvars, consts, strict=True))
+
+    def read(v: Any) -> Any:
+        return literal(v) if isinstance(v, _core.Literal) else env[v]
+
+    for eqn in body.eqns:
+        env.update(zip(eqn.outvars, run(eqn, list(map(read, eqn.invars))), strict=True))
+    return list(map(read, body.outvars))
 
 
 def sub_jaxprs(params: dict[str, Any]) -> tuple[Any, ...]:
