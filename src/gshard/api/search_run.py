@@ -64,8 +64,20 @@ class OfArrays:
         return self.made.on(mesh).lower_for_search(self.args, self.kwargs)
 
     def namable(self, mesh: Mesh, lowered: Lowered) -> Namable:
-        """The function as its dimensions can be named."""
-        return _namable(self.made.on(mesh), lowered, self.args, self.kwargs)
+        """The function as its dimensions can be named: what ``jit`` would trace with a layout and with names."""
+        made, program = self.made.on(mesh), lowered.program
+        retraced = any(named.line for named in program.named)  # names inside become marks there
+
+        def under(layout: Layout, said: Sequence[Names | None]) -> Program:
+            base = dataclasses.replace(program, layout=layout)
+            if retraced:
+                base = made.under(layout).lower_for_search(self.args, self.kwargs).program
+            return with_names_of_arguments(base, said, ())
+
+        def jaxpr() -> Any:
+            return made.trace(*self.args, **self.kwargs).jaxpr
+
+        return Namable(program, paths_of_arguments(program, lowered.in_tree), under, place_of_definition(made), jaxpr)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -259,23 +271,6 @@ class SearchRun:
     def namable(self, one: MeshSearch) -> Namable | None:
         """The function as its dimensions can be named."""
         return self.searched.namable(one.mesh, self.begun[one])
-
-
-def _namable(made: Jitted, lowered: Lowered, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Namable:
-    """The function as its dimensions can be named: what ``jit`` would trace with a layout and with names."""
-    program = lowered.program
-    retraced = any(named.line for named in program.named)  # names inside become marks there
-
-    def under(layout: Layout, said: Sequence[Names | None]) -> Program:
-        base = dataclasses.replace(program, layout=layout)
-        if retraced:
-            base = made.under(layout).lower_for_search(args, kwargs).program
-        return with_names_of_arguments(base, said, ())
-
-    def jaxpr() -> Any:
-        return made.trace(*args, **kwargs).jaxpr
-
-    return Namable(program, paths_of_arguments(program, lowered.in_tree), under, place_of_definition(made), jaxpr)
 
 
 def is_number_of_devices(mesh: Any) -> bool:

@@ -204,11 +204,9 @@ class Target(_Kept):
 
         if self.memory_limit is None:
             return make(spmd, donated)
-        return compiled_within(spmd, kept, self.memory_limit, self._machine, donated, make)
-
-    @property
-    def _machine(self) -> Machine:
-        return self.machine or machine_to_order(self.mesh)
+        return compiled_within(
+            spmd, kept, self.memory_limit, self.machine or machine_to_order(self.mesh), donated, make
+        )
 
 
 @dataclasses.dataclass(frozen=True)

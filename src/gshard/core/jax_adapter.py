@@ -40,7 +40,8 @@ from gshard.core.memory_kinds import shape_of_type
 from gshard.core.planning_tables import tabulated
 
 # Source lines skip frames of the partitioner. Frames of ``gshard.moe`` count as the user's: it uses public names only.
-_PACKAGE = os.path.dirname(os.path.dirname(__file__))
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_LIBRARIES = (_PACKAGE, os.path.dirname(os.path.abspath(jax.__file__)))
 for _folder in sorted(entry.name for entry in os.scandir(_PACKAGE) if entry.is_dir() and entry.name != "moe"):
     _public_source_info.register_exclusion(os.path.join(_PACKAGE, _folder))
 
@@ -70,10 +71,9 @@ def user_line(source_info: Any = None) -> str:
 
 def _line_of_stack() -> str:
     """The innermost frame of the Python stack outside of JAX, gshard and the frameworks."""
-    excluded = (_PACKAGE, os.path.dirname(os.path.abspath(jax.__file__)))
     for frame, line in traceback.walk_stack(None):
         name = frame.f_code.co_filename
-        if os.path.isfile(name) and not name.startswith(excluded) and not is_of_library(name):
+        if os.path.isfile(name) and not name.startswith(_LIBRARIES) and not is_of_library(name):
             return f"{os.path.basename(name)}:{line} ({frame.f_code.co_qualname})"
     return ""
 
@@ -183,14 +183,9 @@ def is_mapped(x: Any) -> bool:
 
 def line_of_exception(error: BaseException) -> str | None:
     """The innermost ``file:line (function)`` of an exception's traceback outside of JAX and gshard, if there is one."""
-    gshard_folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    jax_folder = os.path.dirname(os.path.abspath(jax.__file__))
-    frames = traceback.extract_tb(error.__traceback__)
-    user_frames = [frame for frame in frames if not frame.filename.startswith((gshard_folder, jax_folder))]
-    if not user_frames:
-        return None
-    innermost = user_frames[-1]
-    return f"{os.path.basename(innermost.filename)}:{innermost.lineno} ({innermost.name})"
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    innermost = next((frame for frame in frames if not frame.filename.startswith(_LIBRARIES)), None)
+    return innermost and f"{os.path.basename(innermost.filename)}:{innermost.lineno} ({innermost.name})"
 
 
 def closed(jaxpr: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -308,6 +303,13 @@ def retyped(x: Any, aval: Any) -> Any:
     if (x.shape, x.dtype) != (aval.shape, aval.dtype):
         raise TypeError(f"{x.dtype}{x.shape} is not {aval.dtype}{aval.shape}")
     return as_weak(x, aval.weak_type)
+
+
+def with_subclasses(cls: Any) -> Iterator[Any]:
+    """A class and all classes that derive from it."""
+    yield cls
+    for subclass in cls.__subclasses__():
+        yield from with_subclasses(subclass)
 
 
 def evaluate(
