@@ -20,7 +20,7 @@ from gshard.api.signature import Leaf, Signature
 from gshard.api.specs import as_array, is_spec, memories_of, spread
 from gshard.api.specs import mark_of_spec as mark_of_spec
 from gshard.api.target import Options
-from gshard.core.errors import ArgumentError, ShardingError
+from gshard.core.errors import ArgumentError, ShardingError, counted
 from gshard.core.jax_adapter import user_line
 from gshard.core.mark import Mark
 from gshard.core.memory_kinds import is_in_host_space, is_on_host, kind_in_space, memory_of
@@ -119,8 +119,8 @@ def marks_of_specs(what: str, prefix: Any, tree: Any, names: Collection[str] = (
     if names and isinstance(prefix, tuple) and not is_spec(prefix) and len(prefix) != len(tree):
         called = f": {', '.join(names)}" if len(names) == len(tree) else ""
         raise ShardingError(
-            f"{what} has {_counted(len(prefix), 'entry', 'entries')}, and the function has "
-            f"{_counted(len(tree), 'argument', 'arguments')}{called}.",
+            f"{what} has {counted(len(prefix), 'entry', 'entries')}, and the function has "
+            f"{counted(len(tree), 'argument')}{called}.",
             user_line(),
             hint="Give one sharding for all arguments, or one for each; None leaves one open.",
         )
@@ -134,10 +134,6 @@ def marks_of_specs(what: str, prefix: Any, tree: Any, names: Collection[str] = (
                 "Mark the value inside of the function: x = gshard.shard(x, P(..., unreduced={...})).",
             )
     return [mark for mark, _ in found]
-
-
-def _counted(n: int, one: str, several: str) -> str:
-    return f"{n} {one if n == 1 else several}"
 
 
 def marks_of_in_shardings(
