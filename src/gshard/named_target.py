@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gshard.core.errors import GShardError
+from gshard.core.errors import GShardError, counted
 from gshard.core.jax_adapter import line_of_exception
 from gshard.core.mesh import Mesh
 from gshard.core.paths import parameters_of
@@ -105,7 +105,7 @@ def load(text: str, shapes: Sequence[str] = (), stages: tuple[type, ...] = ()) -
             inspect.signature(found).bind(*arguments)
         except TypeError as error:
             raise TargetError(
-                f"{text!r} cannot be called with {len(shapes)} argument{'s' if len(shapes) > 1 else ''}: {error}.",
+                f"{text!r} cannot be called with {counted(len(shapes), 'argument')}: {error}.",
                 got=f"parameters: {', '.join(p.name for p in _parameters(found)) or 'none'}",
                 hint="Give one --arg for each parameter.",
             ) from error
@@ -193,7 +193,7 @@ def told_by(f: Callable[..., Any], given: int, options: argparse.Namespace) -> d
             names = list(parameters_of(f))
             told = f", {' and '.join([', '.join(names[:-1]), names[-1]] if len(names) > 1 else names)}" if names else ""
             raise TargetError(
-                f"{option} {number}: {name_of(f)} has {given} argument{'s' if given != 1 else ''}{told}.",
+                f"{option} {number}: {name_of(f)} has {counted(given, 'argument')}{told}.",
                 hint="Arguments are counted from 0.",
             )
     return made

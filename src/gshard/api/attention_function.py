@@ -198,11 +198,7 @@ def _window(size: Any) -> tuple[int | None, int | None]:
 def _of_heads(x: Any, name: str, batch: Sequence[int], heads: int, group: int, queries: int, keys: int) -> Any:
     """A mask or bias, broadcast to [..., N, T, S], as [..., K, G, T, S]; sizes of 1 before T stay."""
     x, whole = jnp.asarray(x), (*batch, heads * group, queries, keys)
-    try:
-        fits = jnp.broadcast_shapes(x.shape, whole) == whole
-    except ValueError:
-        fits = False
-    if not fits:
+    if not _fits(x, whole):
         raise ArgumentError(f"{name} does not broadcast to {list(whole)}.", user_line(), f"{x.dtype}{list(x.shape)}")
     if name == "mask" and x.dtype != jnp.bool_:
         raise ArgumentError("mask has no booleans.", user_line(), f"{x.dtype}{list(x.shape)}", "Pass scores as bias.")
@@ -210,6 +206,14 @@ def _of_heads(x: Any, name: str, batch: Sequence[int], heads: int, group: int, q
     *lead, n, t, s = x.shape
     x = jnp.broadcast_to(x, (*lead, n, queries, keys))
     return x.reshape(*lead, *((heads, group) if n > 1 or heads * group == 1 else (1, 1)), queries, keys)
+
+
+def _fits(x: Any, whole: tuple[int, ...]) -> bool:
+    """Whether an array broadcasts to a shape."""
+    try:
+        return jnp.broadcast_shapes(x.shape, whole) == whole
+    except ValueError:
+        return False
 
 
 class _Segments:
@@ -223,10 +227,7 @@ class _Segments:
         if x is None:
             return None
         x, whole = jnp.asarray(x), (*self._batch, count)
-        try:
-            fits = jnp.broadcast_shapes(x.shape, whole) == whole and x.ndim and x.shape[-1] == count
-        except ValueError:
-            fits = False
+        fits = _fits(x, whole) and x.ndim and x.shape[-1] == count
         if not fits or not jnp.issubdtype(x.dtype, jnp.integer):
             raise ArgumentError(f"{name} are not integers {list(whole)}.", user_line(), f"{x.dtype}{list(x.shape)}")
         x = x.astype(jax.dtypes.canonicalize_dtype(jnp.promote_types(x.dtype, jnp.int32)))

@@ -1,4 +1,4 @@
-"""Reads JAX shardings of arguments and results as marks.
+"""Reads JAX shardings of arguments and results as marks and as memory kinds.
 
 An argument that is an array with a ``NamedSharding`` over the mesh's devices comes marked; ``in_shardings`` and
 ``out_shardings`` of ``gshard.jit`` take pytree prefixes of specs (``api.specs``) as ``jax.jit`` does. A size that a
@@ -16,12 +16,14 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from gshard.api.specs import as_array, is_spec, spread
+from gshard.api.signature import Leaf, Signature
+from gshard.api.specs import as_array, is_spec, memories_of, spread
 from gshard.api.specs import mark_of_spec as mark_of_spec
-from gshard.core.errors import ArgumentError, ShardingError
+from gshard.api.target import Options
+from gshard.core.errors import ArgumentError, ShardingError, counted
 from gshard.core.jax_adapter import user_line
 from gshard.core.mark import Mark
-from gshard.core.memory_kinds import is_in_host_space, memory_of
+from gshard.core.memory_kinds import is_in_host_space, is_on_host, kind_in_space, memory_of
 from gshard.core.mesh import Mesh
 from gshard.core.paths import positional_names
 from gshard.core.program import Program
@@ -100,15 +102,6 @@ def _refuse_another_mesh(program: Program, name: str, aval: Any, mesh: Mesh) -> 
         )
 
 
-def spread_specs(what: str, prefix: Any, tree: Any) -> list[Any]:
-    """One entry of a pytree prefix of shardings for each leaf of the tree.
-
-    Raises:
-        ShardingError: it is no prefix, or does not fit a leaf; the message has the leaf's path.
-    """
-    return [spec for spec, _ in _said(what, prefix, tree)]
-
-
 def marks_of_specs(what: str, prefix: Any, tree: Any, names: Collection[str] = ()) -> list[Mark | None]:
     """What a pytree prefix of shardings says of each leaf of the tree, as marks.
 
@@ -119,24 +112,20 @@ def marks_of_specs(what: str, prefix: Any, tree: Any, names: Collection[str] = (
         names: if that is the arguments of a function, what they are called.
 
     Raises:
-        ShardingError: as ``spread_specs``.
+        ShardingError: it is no prefix, or does not fit a leaf; the message has the leaf's path.
     """
-    return [mark for _, mark in _said(what, prefix, tree, names)]
-
-
-def _said(what: str, prefix: Any, tree: Any, names: Collection[str] = ()) -> list[tuple[Any, Mark | None]]:
     if isinstance(prefix, list) and isinstance(tree, tuple):
         prefix = tuple(prefix)  # arguments are a tuple, so a list can only mean one
     if names and isinstance(prefix, tuple) and not is_spec(prefix) and len(prefix) != len(tree):
         called = f": {', '.join(names)}" if len(names) == len(tree) else ""
         raise ShardingError(
-            f"{what} has {_counted(len(prefix), 'entry', 'entries')}, and the function has "
-            f"{_counted(len(tree), 'argument', 'arguments')}{called}.",
+            f"{what} has {counted(len(prefix), 'entry', 'entries')}, and the function has "
+            f"{counted(len(tree), 'argument')}{called}.",
             user_line(),
             hint="Give one sharding for all arguments, or one for each; None leaves one open.",
         )
-    found = [(spec, mark_of_spec(spec, x, f"{what}{path}"), path) for path, spec, x in spread(what, prefix, tree)]
-    for _, mark, path in found:
+    found = [(mark_of_spec(spec, x, f"{what}{path}"), path) for path, spec, x in spread(what, prefix, tree)]
+    for mark, path in found:
         if mark is not None and (mark.unreduced or mark.reduced):
             raise ShardingError(
                 f"{what} cannot ask for unreduced or reduced axes: what comes to a program or leaves it is finished.",
@@ -144,11 +133,7 @@ def _said(what: str, prefix: Any, tree: Any, names: Collection[str] = ()) -> lis
                 f"{what}{path}: {mark.spec_text}",
                 "Mark the value inside of the function: x = gshard.shard(x, P(..., unreduced={...})).",
             )
-    return [(spec, mark) for spec, mark, _ in found]
-
-
-def _counted(n: int, one: str, several: str) -> str:
-    return f"{n} {one if n == 1 else several}"
+    return [mark for mark, _ in found]
 
 
 def marks_of_in_shardings(
@@ -157,7 +142,7 @@ def marks_of_in_shardings(
     """What ``in_shardings`` of a function say of each leaf of its positional arguments; nothing if they are None.
 
     Raises:
-        ShardingError: as ``spread_specs``. ArgumentError: there are arguments by name.
+        ShardingError: as ``marks_of_specs``. ArgumentError: there are arguments by name.
     """
     if in_shardings is None:
         return []
@@ -216,10 +201,42 @@ def _marked(what: str, specs: Any, tree: Any, *, even: bool = False) -> Any:
 
 def _in_memories(out_shardings: Any, tree: Any) -> Any:
     """The results in the memory that ``out_shardings`` names; where it says nothing in that of their types."""
-    said = [memory_of(spec) for spec in spread_specs("out_shardings", out_shardings, tree)]
+    said = [memory_of(spec) for _, spec, _ in spread("out_shardings", out_shardings, tree)]
     leaves, structure = jax.tree.flatten(tree)
     moved = [
         x if kind is None or not hasattr(x, "aval") else transferred(x, is_in_host_space(kind))
         for kind, x in zip(said, leaves, strict=True)
     ]
     return jax.tree.unflatten(structure, moved)
+
+
+def memories(program: Program, signature: Signature, options: Options) -> dict[str, Any]:
+    """The fields of a ``Program`` that say in which memory kinds its inputs come and its results leave.
+
+    An argument comes in the memory in which it is, or in the one that ``in_shardings`` names: an array that is in
+    another is moved there before each call. A result leaves in the memory of its type, or in the one that
+    ``out_shardings`` names. A ``PartitionSpec`` or an axis name is a sharding in the default memory of the devices.
+
+    Args:
+        program: the traced function.
+        signature: of the call.
+        options: what ``gshard.jit`` was asked for.
+    """
+    asked: list[str | None] = [None] * len(signature.every)
+    if options.in_shardings is not None:
+        asked[: len(signature.leaves)] = memories_of(options.in_shardings, signature.arguments())
+    come = [kind or _kind_of(leaf) for kind, leaf in zip(asked, signature.every, strict=True)]
+    leave = [program.output_memory(i) for i in range(len(program.block.outputs))]
+    if options.out_shardings is not None:
+        results = jax.tree.unflatten(program.out_tree, range(len(leave)))
+        if program.references:  # their final values are further results
+            results, _ = results
+        said = [memory_of(spec) for _, spec, _ in spread("out_shardings", options.out_shardings, results)]
+        leave[: len(said)] = [kind or typed for kind, typed in zip(said, leave, strict=False)]
+    held = [program.input_memory(i) for i in range(len(program.captured))]
+    return {"input_memories": (*held, *come), "output_memories": tuple(leave)}
+
+
+def _kind_of(leaf: Leaf) -> str:
+    """The memory kind in which an argument is; of one that is in none yet, that of its type."""
+    return (None if leaf.sharding is None else memory_of(leaf.sharding)) or kind_in_space(is_on_host(leaf.aval))

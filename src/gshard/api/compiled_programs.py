@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import gzip
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import NamedSharding
@@ -39,6 +39,7 @@ STAGES = (
     Lowered,
     Compiled,
 )  # of jit, theirs and ours
+T = TypeVar("T")
 XLA, GSHARD = "xla", "gshard"  # partitioners
 _GZIP = b"\x1f\x8b"  # a file that begins so is compressed
 
@@ -119,8 +120,9 @@ def _read(
     shardings = jax.tree.leaves(compiled.input_shardings, is_leaf=lambda s: isinstance(s, jax.sharding.Sharding))
     on = mesh or _mesh_of([*shardings, *jax.tree.leaves(compiled.output_shardings)])
     program = read_program(
-        text, on, whole=_whole(compiled, shardings, on), cuts=_cuts(compiled, shardings, on),
-        results=_results(out_tree), platform=str(on.devices[0].platform) if on is not None and on.devices else "",
+        text, on, whole=_of_arguments(_whole, compiled, shardings, on),
+        cuts=_of_arguments(_cut, compiled, shardings, on), results=_results(out_tree),
+        platform=str(on.devices[0].platform) if on is not None and on.devices else "",
         memory=memory_figures(compiled), names=names,
     )  # fmt: skip
     return _told_on(program, on, machine)
@@ -221,15 +223,18 @@ def _mesh_of(shardings: Sequence[Any]) -> Mesh | None:
     return Mesh.of(list(devices)) if devices else None
 
 
-def _whole(compiled: Any, shardings: Sequence[Any], mesh: Mesh | None) -> list[tuple[int, str] | None]:
-    """Of each argument the bytes of the whole array and its sharding, if all arguments are kept."""
+def _of_arguments(
+    read: Callable[[Any, Any, Mesh], T], compiled: Any, shardings: Sequence[Any], mesh: Mesh | None
+) -> list[T]:
+    """What is read of the type and the sharding of each argument, if all arguments are kept."""
     avals = jax.tree.leaves(compiled.in_avals)
     if len(avals) != len(shardings) or mesh is None:
         return []
-    return [_one_whole(aval, sharding, mesh) for aval, sharding in zip(avals, shardings, strict=True)]
+    return [read(aval, sharding, mesh) for aval, sharding in zip(avals, shardings, strict=True)]
 
 
-def _one_whole(aval: Any, sharding: Any, mesh: Mesh) -> tuple[int, str] | None:
+def _whole(aval: Any, sharding: Any, mesh: Mesh) -> tuple[int, str] | None:
+    """The bytes of the whole array and its sharding."""
     try:
         size = aval.size * aval.dtype.itemsize
     except (AttributeError, TypeError):
@@ -242,18 +247,11 @@ def _one_whole(aval: Any, sharding: Any, mesh: Mesh) -> tuple[int, str] | None:
     return size, f"P({', '.join(map(_word, spec))})" if spec is not None else str(sharding)
 
 
-def _cuts(compiled: Any, shardings: Sequence[Any], mesh: Mesh | None) -> list[ReadSharding | None]:
-    """Of each argument the axes that cut it, where its sharding names them, if all arguments are kept."""
-    avals = jax.tree.leaves(compiled.in_avals)
-    if len(avals) != len(shardings) or mesh is None:
-        return []
-    return [_one_cut(len(aval.shape), sharding, mesh) for aval, sharding in zip(avals, shardings, strict=True)]
-
-
-def _one_cut(rank: int, sharding: Any, mesh: Mesh) -> ReadSharding | None:
+def _cut(aval: Any, sharding: Any, mesh: Mesh) -> ReadSharding | None:
+    """The axes that cut the array, where its sharding names them."""
     if not isinstance(sharding, NamedSharding):
         return None
-    entries = [*sharding.spec, *[None] * (rank - len(sharding.spec))]
+    entries = [*sharding.spec, *[None] * (len(aval.shape) - len(sharding.spec))]
     axes_of = [[] if entry is None else list(entry) if isinstance(entry, tuple) else [str(entry)] for entry in entries]
     return sharding_of_spec(axes_of, dict(sharding.mesh.shape), mesh)
 

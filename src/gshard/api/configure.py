@@ -23,7 +23,7 @@ from typing import Any
 
 from gshard.api.configuration import Configuration
 from gshard.api.configurations import Configurations
-from gshard.api.configure_run import ConfigureRun, ConfigureTask
+from gshard.api.configure_run import ConfigureRun
 from gshard.api.search_run import is_number_of_devices, meshes_to_try
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
@@ -120,12 +120,13 @@ def configure(
     any_shape = mesh is None or is_number_of_devices(mesh)
     on = Machine.read(machine_of(meshes[0]) if machine is None else machine, meshes[0].size)
     limit = float(on.memory if memory_limit is None else bytes_of(memory_limit))
-    task = ConfigureTask(
-        step_builder, found, fixed, {**own, "finite": finite}, tuple(meshes), any_shape, machine, on, limit,
+    run = ConfigureRun(
+        step_builder, found, fixed, {**own, "finite": finite}, meshes, any_shape, machine, on, limit,
         None if global_batch is None else int(global_batch), offload, budget_seconds is not None, on_better, configure,
+        budget,
     )  # fmt: skip
     with stoppable() as stop:
-        made = ConfigureRun(task, budget).found(stop)
+        made = run.found(stop)
         if made is not None:
             return made
     stop.deliver()

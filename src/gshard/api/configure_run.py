@@ -20,7 +20,7 @@ from gshard.api.configuration import Configuration
 from gshard.api.configurations import Configurations, NotSearched
 from gshard.api.estimated_step import EstimatedStep
 from gshard.api.jitted import Jitted
-from gshard.api.search_run import EFFORT, FINISHED, OfArrays, SearchRun, SearchTask, searched_of
+from gshard.api.search_run import EFFORT, FINISHED, OfArrays, SearchRun, searched_of
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
 from gshard.core.memory_kinds import PINNED_HOST
@@ -63,15 +63,18 @@ class _Quiet(Progress):
         self.whole.beat()
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class ConfigureTask:
-    """What is configured: a builder with the values of its keywords, on meshes of one machine."""
+@dataclasses.dataclass(eq=False)
+class ConfigureRun:
+    """The search over all configurations: a builder with the values of its keywords, on meshes of one machine.
+
+    What it has found is kept, whenever time or a signal ends it.
+    """
 
     builder: Callable[..., Any]
     choices: Mapping[str, Sequence[Any]]
     fixed: Mapping[str, Any]
     own: Mapping[str, Any]
-    meshes: tuple[Mesh, ...]
+    meshes: list[Mesh]
     any_shape: bool
     given_machine: str | Machine | None
     machine: Machine
@@ -81,20 +84,16 @@ class ConfigureTask:
     uses_all: bool
     on_better: Callable[[Configuration], None] | None
     caller: Callable[..., Any]
+    budget: TimeBudget
+    candidates: list[EstimatedStep] = dataclasses.field(default_factory=list)
+    others: list[NotSearched] = dataclasses.field(default_factory=list)
+    notes: dict[str, None] = dataclasses.field(default_factory=dict)
+    fastest: EstimatedStep | None = None
+    noted: float = 0.0  # seconds of the fastest when it was noted
+    covered: set[EstimatedStep] = dataclasses.field(default_factory=set)  # no faster than others that fit
 
-
-class ConfigureRun:
-    """The search over all configurations; what it has found is kept, whenever time or a signal ends it."""
-
-    def __init__(self, task: ConfigureTask, budget: TimeBudget):
-        self.task, self.budget = task, budget
-        self.candidates: list[EstimatedStep] = []
-        self.others: list[NotSearched] = []
-        self.notes: dict[str, None] = {}
-        self.meshes = sorted(task.meshes, key=lambda mesh: _distance(mesh, task.machine))
-        self.fastest: EstimatedStep | None = None
-        self.noted = 0.0  # seconds of the fastest when it was noted
-        self.covered: set[EstimatedStep] = set()  # no faster than others that fit
+    def __post_init__(self) -> None:
+        self.meshes = sorted(self.meshes, key=lambda mesh: _distance(mesh, self.machine))
 
     def found(self, stop: Stop) -> Configurations | None:
         """The result; None if a signal ended the search before it had a plan."""
@@ -103,9 +102,9 @@ class ConfigureRun:
                 self._estimate()
                 self._explore()
                 self._solve()
-                if self.task.any_shape:
+                if self.any_shape:
                     self._cut_axes()
-                if self.task.uses_all:
+                if self.uses_all:
                     self._prove()
         except KeyboardInterrupt:
             stop.number = stop.number or signal.SIGINT
@@ -113,8 +112,8 @@ class ConfigureRun:
 
     def _estimate(self) -> None:
         """Builds, traces and estimates all configurations."""
-        task, share, first = self.task, dataclasses.replace(self.budget.part(_SCREENING), left_out=[]), True
-        for keywords in combinations(task.choices):
+        share, first = dataclasses.replace(self.budget.part(_SCREENING), left_out=[]), True
+        for keywords in combinations(self.choices):
             text, done = text_of(keywords), False
             if first or not share.is_over:
                 with share.step(f"estimating {text}", always=first):
@@ -128,42 +127,41 @@ class ConfigureRun:
             raise ArgumentError(
                 "the builder has no step: it returns None for all keywords.",
                 user_line(),
-                f"{len(self.others)} combinations of {', '.join(task.choices)}",
+                f"{len(self.others)} combinations of {', '.join(self.choices)}",
                 "Return (step, *arguments) for some of them.",
             )
 
     def _estimated(self, keywords: Mapping[str, Any]) -> Iterator[EstimatedStep]:
         """The configurations with these keywords: the state on the devices and, if possible, on the host."""
-        task = self.task
-        built = built_by(task.builder, keywords, task.fixed, task.own)
+        built = built_by(self.builder, keywords, self.fixed, self.own)
         if built is None:
             text = text_of(keywords)
             self.others.append(NotSearched(text, "for which the builder returns None", False))
             return
         searched = self._searched(built)
-        with clear_call_errors(task.caller, built.step, built.arguments, {}):
+        with clear_call_errors(self.caller, built.step, built.arguments, {}):
             lowered = searched.lower(self.meshes[0])
         program, donated = lowered.program, lowered.donated
-        yield EstimatedStep(built, searched, estimated(program, self.meshes[0], task.machine, donated), task.limit)
-        if task.offload and donated and self._can_offload(built, searched):
+        yield EstimatedStep(built, searched, estimated(program, self.meshes[0], self.machine, donated), self.limit)
+        if self.offload and donated and self._can_offload(built, searched):
             pairs = state_to_offload(program, donated)
             if pairs:
                 on_host = built.with_host(pairs)
                 searched = self._searched(on_host)
                 lowered = searched.lower(self.meshes[0])
-                figures = estimated(lowered.program, self.meshes[0], task.machine, lowered.donated)
-                yield EstimatedStep(on_host, searched, figures, task.limit)
+                figures = estimated(lowered.program, self.meshes[0], self.machine, lowered.donated)
+                yield EstimatedStep(on_host, searched, figures, self.limit)
 
     def _searched(self, built: BuiltStep) -> Any:
-        own = {key: value for key, value in self.task.own.items() if key != "finite"}
-        return searched_of(built.step, built.arguments, {}, own, self.task.own["finite"], self.task.caller)
+        own = {key: value for key, value in self.own.items() if key != "finite"}
+        return searched_of(built.step, built.arguments, {}, own, self.own["finite"], self.caller)
 
     def _can_offload(self, built: BuiltStep, searched: Any) -> bool:
         """Whether the state may be on the host; a note tells why not."""
         kinds = {memory.kind for memory in jax.devices()[0].addressable_memories()}
         why = (
-            f"there is no figure of the link to the host of {self.task.machine.name}"
-            if not self.task.machine.host_link
+            f"there is no figure of the link to the host of {self.machine.name}"
+            if not self.machine.host_link
             else f"JAX's devices here have no memory {PINNED_HOST!r}"
             if PINNED_HOST not in kinds
             else "the builder returns a jitted step; return the plain function and give donate_argnums"
@@ -176,7 +174,7 @@ class ConfigureRun:
 
     def _explore(self) -> None:
         """Prices plans that people write by hand, on the first mesh, for the most promising configurations first."""
-        limit, share = self.task.limit, self.budget.part(_EXPLORING)
+        limit, share = self.limit, self.budget.part(_EXPLORING)
         better = {one: sum(other.is_better(one, limit) for other in self.candidates) for one in self.candidates}
         for candidate in sorted(self.candidates, key=lambda one: (better[one], one.promise(limit))):
             if candidate.estimate.least_bytes > limit:
@@ -194,7 +192,7 @@ class ConfigureRun:
     def _solve(self) -> None:
         """Solves the problems of the configurations with the best prices, and prices their solutions."""
         begun = [candidate for candidate in self.candidates if candidate.chosen is not None]
-        for candidate in sorted(begun, key=lambda one: one.expected(self.task.limit)):
+        for candidate in sorted(begun, key=lambda one: one.expected(self.limit)):
             if self._is_slower(candidate):
                 continue
             if self.budget.is_over:
@@ -224,8 +222,8 @@ class ConfigureRun:
 
     def _prove(self) -> None:
         """Solves the problems of the configurations that were left out, too, as long as there is time."""
-        left = [one for one in self.candidates if not one.solved and one.estimate.least_bytes <= self.task.limit]
-        for candidate in sorted(left, key=lambda one: one.promise(self.task.limit)):
+        left = [one for one in self.candidates if not one.solved and one.estimate.least_bytes <= self.limit]
+        for candidate in sorted(left, key=lambda one: one.promise(self.limit)):
             if not self.budget.is_over:
                 self._solve_on_all(candidate)
 
@@ -255,13 +253,12 @@ class ConfigureRun:
     @contextlib.contextmanager
     def _searching(self, candidate: EstimatedStep, budget: TimeBudget) -> Iterator[tuple[SearchRun, TimeBudget]]:
         """The search of one configuration, and its time; what it leaves out gets the configuration's name."""
-        task, text = self.task, candidate.built.text
+        text = candidate.built.text
         self.budget.progress.step(f"searching: {text}")
         quiet = _Quiet(None, since=budget.progress.since, name=text, whole=self.budget.progress)
         own = dataclasses.replace(budget, progress=quiet, left_out=[])
         if candidate.run is None:
-            meant = SearchTask(candidate.searched, task.meshes, False, task.machine, int(task.limit), None, None, False)
-            candidate.run = SearchRun(meant, own)
+            candidate.run = SearchRun(candidate.searched, self.meshes, False, self.machine, int(self.limit), own)
         try:
             yield candidate.run, own
         except KeyboardInterrupt:
@@ -275,7 +272,7 @@ class ConfigureRun:
 
     def _is_slower(self, candidate: EstimatedStep) -> bool:
         """Whether a configuration is estimated to be no faster than the fastest, or than a similar one that fits."""
-        limit = self.task.limit
+        limit = self.limit
         if self.fastest is None or self.fastest is candidate or self.fastest.chosen is None:
             return False
         if candidate.estimate.seconds >= self.fastest.chosen.cost.seconds:
@@ -297,7 +294,7 @@ class ConfigureRun:
 
     def _note(self, candidate: EstimatedStep) -> None:
         """Keeps a configuration that is the fastest so far and fits."""
-        chosen, limit = candidate.chosen, self.task.limit
+        chosen, limit = candidate.chosen, self.limit
         if chosen is None or chosen.cost.peak > limit:
             return
         known = None if self.fastest is None else self.fastest.chosen
@@ -307,16 +304,16 @@ class ConfigureRun:
                 return
             self.fastest, self.noted = candidate, seconds
             self.budget.progress.better(f"{candidate.built.text}: {chosen.cost}")
-            if self.task.on_better is not None and (made := self._configuration(candidate, Stop())) is not None:
-                self.task.on_better(made)
+            if self.on_better is not None and (made := self._configuration(candidate, Stop())) is not None:
+                self.on_better(made)
 
     def _configuration(self, candidate: EstimatedStep, stop: Stop) -> Configuration | None:
         found = None if candidate.run is None else candidate.run.result(stop)
         if found is None:
             return None
-        limit = int(self.task.limit) if found.best.chosen.recomputed else None
+        limit = int(self.limit) if found.best.chosen.recomputed else None
         return Configuration(
-            candidate.built, found.mesh, found.plan, self.task.given_machine, limit, self.task.global_batch, found
+            candidate.built, found.mesh, found.plan, self.given_machine, limit, self.global_batch, found
         )
 
     def _result(self, stop: Stop) -> Configurations | None:
@@ -325,7 +322,7 @@ class ConfigureRun:
         Raises:
             MemoryLimitError: no configuration fits.
         """
-        limit, meshes = self.task.limit, len(self.task.meshes)
+        limit, meshes = self.limit, len(self.meshes)
         made = [(candidate, self._configuration(candidate, stop)) for candidate in self.candidates]
         rows = [row for _, row in made if row is not None]
         if stop.number is not None and not rows:
@@ -339,12 +336,12 @@ class ConfigureRun:
         solved = [c.least_seconds(meshes) for c in possible if len(c.solved) == meshes]
         bound = 0.0 if unknown else min(c.least_seconds(meshes) for c in possible)
         return Configurations(
-            tuple(rows), tuple(others), self.task.machine, limit, bound, min(solved, default=0.0), len(solved),
+            tuple(rows), tuple(others), self.machine, limit, bound, min(solved, default=0.0), len(solved),
             tuple(self.budget.left_out), tuple(self.notes), self.budget.spent, stop.number,
         )  # fmt: skip
 
     def _fits_nowhere(self, rows: Sequence[Configuration]) -> MemoryLimitError:
-        limit, text = self.task.limit, ""
+        limit, text = self.limit, ""
         if rows:
             needed = rows[0].cost.peak
             mesh = " ".join(f"{name}={size}" for name, size in rows[0].mesh.axes)

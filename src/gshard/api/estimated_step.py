@@ -6,7 +6,7 @@ import dataclasses
 
 from gshard.api.built_step import BuiltStep
 from gshard.api.configurations import NotSearched
-from gshard.api.search_run import OfArrays, OfFramework, SearchRun
+from gshard.api.search_run import Searched, SearchRun
 from gshard.search.find import MeshSearch
 from gshard.search.priced import PricedPlan
 from gshard.search.screening import Estimate
@@ -19,7 +19,7 @@ class EstimatedStep:
     """A configuration that is estimated, and its search if that has begun."""
 
     built: BuiltStep
-    searched: OfArrays | OfFramework
+    searched: Searched
     estimate: Estimate
     limit: float
     run: SearchRun | None = None

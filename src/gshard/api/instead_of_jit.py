@@ -33,11 +33,9 @@ from gshard.core.mesh import Mesh, MeshLike
 from gshard.core.plan import Plan
 from gshard.core.program import Program
 from gshard.device.machine import Machine
-from gshard.explanation.budget import Budget
 from gshard.language.registry import rules_version
 from gshard.planning.collective_matmuls import CollectiveMatmul
 from gshard.planning.saved_plan import SavedPlan
-from gshard.remat.rematerialise import bytes_of
 
 _log = logging.getLogger("gshard")
 
@@ -259,22 +257,10 @@ def instead_of_jit(
     ...     double(jnp.arange(3)).tolist()
     [0, 2, 4]
     """
-    options = Options(
-        None if mesh is None else Mesh.of(mesh),
-        None,
-        None,
-        strict is not False,
-        Budget.of(strict),
-        collective_matmul,
-        False,
-        None if memory_limit is None else bytes_of(memory_limit),
-        machine,
-        keep_unused,
-        tuple((compiler_options or {}).items()),
-        SavedPlan.checked(plan),
-        search,
-        Layout.checked(layout),
-    )
+    options = Options.of(
+        mesh, strict, memory_limit, plan, layout, collective_matmul=collective_matmul, machine=machine, search=search,
+        keep_unused=keep_unused, compiler_options=tuple((compiler_options or {}).items()),
+    )  # fmt: skip
     if options.mesh is not None:
         options.target()  # errors of the mesh or the machine are raised at once
         if options.recorded is not None:

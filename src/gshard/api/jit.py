@@ -20,10 +20,8 @@ from gshard.core.layout import Layout
 from gshard.core.mesh import Mesh, MeshLike
 from gshard.core.plan import Plan
 from gshard.device.machine import Machine
-from gshard.explanation.budget import Budget
 from gshard.planning.collective_matmuls import CollectiveMatmul
 from gshard.planning.saved_plan import SavedPlan
-from gshard.remat.rematerialise import bytes_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -180,12 +178,10 @@ def jit(
     parameters = wrapped.parameters(static, donated, static_leaves)
     if mesh is None:
         mesh = wrapped.f.options.mesh if isinstance(wrapped.f, Jitted) else wrapped.mesh
-    options = Options(
-        None if mesh is None else Mesh.of(mesh), wrapped.in_shardings, wrapped.out_shardings, strict is not False,
-        Budget.of(strict), collective_matmul, uneven == "keep",
-        None if memory_limit is None else bytes_of(memory_limit), machine,
-        wrapped.keep_unused, wrapped.compiler_options, SavedPlan.checked(plan), search,
-        Layout.checked(layout), names,
+    options = Options.of(
+        mesh, strict, memory_limit, plan, layout, in_shardings=wrapped.in_shardings, names=names,
+        out_shardings=wrapped.out_shardings, collective_matmul=collective_matmul, keep_uneven=uneven == "keep",
+        machine=machine, keep_unused=wrapped.keep_unused, compiler_options=wrapped.compiler_options, search=search,
         finite=bool(finite),
     )  # fmt: skip
     return Jitted(wrapped.f, parameters, options)

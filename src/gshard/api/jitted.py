@@ -19,22 +19,26 @@ from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
 import jax
 
-from gshard.api.boundary import marks_of_arguments, marks_of_in_shardings, with_marked_arguments, with_marked_results
-from gshard.api.boundary_memories import memories
+from gshard.api.boundary import (
+    marks_of_arguments,
+    marks_of_in_shardings,
+    memories,
+    with_marked_arguments,
+    with_marked_results,
+)
 from gshard.api.inside_shard_map import target_inside
 from gshard.api.lowered import Lowered
 from gshard.api.names import names_of_arguments, with_named_arguments, with_names_of_arguments
 from gshard.api.new_kinds import log_new_kind
-from gshard.api.one_object import OneObject
 from gshard.api.placement import by_dispatch, captured_arrays, placed_arguments
 from gshard.api.signature import Parameters, Signature
 from gshard.api.static_leaves import freed, has_fixed
 from gshard.api.target import Options, Target
 from gshard.api.traced import Traced
 from gshard.api.transformations import call, refuse_references
-from gshard.core.bare_specs import with_mesh_for_specs
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
+from gshard.core.jax_adapter_context import with_mesh_for_specs
 from gshard.core.jax_adapter_dispatch import (
     FastFunction,
     SharedCaches,
@@ -73,7 +77,7 @@ Q = ParamSpec("Q")
 R = TypeVar("R")
 
 
-class Jitted(OneObject, Generic[P, R]):
+class Jitted(Generic[P, R]):
     """What ``gshard.jit`` returns: call it like the function itself. Its attributes are those of ``jax.jit``'s.
 
     ``Jitted[[Params, Batch], Params]`` is the type of a partitioned step in annotations, with the types of its
@@ -130,6 +134,23 @@ class Jitted(OneObject, Generic[P, R]):
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else types.MethodType(self, instance)
+
+    # As of functions of ``jax.jit``: a copy would not find the programs, and another process has other devices.
+    def __copy__(self) -> Any:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raises an ``ArgumentError`` (also a ``TypeError``): it holds devices and compiled programs."""
+        raise ArgumentError.like(
+            TypeError(),
+            f"{self!r} cannot be pickled: it holds devices and compiled programs of this process.",
+            user_line(),
+            hint="Pickle the function itself, and call gshard.jit where it is loaded. To save a compiled program, use "
+            "jax.experimental.serialize_executable; to save a program that other processes compile, use jax.export.",
+        )
 
     def __repr__(self) -> str:
         where = "the mesh that is set" if self._options.mesh is None else str(self._options.mesh)
@@ -287,7 +308,8 @@ class Jitted(OneObject, Generic[P, R]):
                 f = with_marked_results(f, self._options.out_shardings, even=not self._options.keep_uneven)
             args, kwargs = signature.arguments()
             with phase("tracing", name_of(self._f)):
-                made = with_mesh_for_specs(lambda: closed_of(f, *args, **kwargs), self._options.mesh)
+                mesh = None if self._options.mesh is None else self._options.mesh.user_jax_mesh
+                made = with_mesh_for_specs(lambda: closed_of(f, *args, **kwargs), mesh)
             return made if tokens or all(hasattr(a, "shape") for a in made[0].out_avals) else trace(True)
 
         key = signature.traced, marked

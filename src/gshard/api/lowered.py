@@ -153,10 +153,6 @@ class Lowered:
         count = len(self.program.block.inputs) - first
         return frozenset(range(count)) - {i - first for i in kept_arguments(self.executable.compiled)}
 
-    def results(self, arrays: Sequence[Any], leaves: Sequence[Any]) -> Any:
-        """The executable's flat results as the user gets them: a pytree, what left in padded parts as what it is."""
-        return freed(jax.tree.unflatten(self.out_tree, self.flat_results(arrays, leaves)))
-
     def flat_results(self, arrays: Sequence[Any], leaves: Sequence[Any] = ()) -> list[Any]:
         """The executable's results, those in padded parts as ``UnevenArray``.
 
@@ -279,7 +275,8 @@ class Compiled:
         leaves = [self._as_compiled_for(i, x) for i, x in enumerate(leaves)]
         names = self.lowered.program.names[len(self.lowered.program.captured) :][: len(leaves)]
         check_types(self._name, names, self.lowered.avals, leaves)
-        return self.lowered.results(self.lowered.executable(*placed_arguments(self.lowered, leaves).arrays), leaves)
+        results = self.lowered.executable(*placed_arguments(self.lowered, leaves).arrays)
+        return freed(jax.tree.unflatten(self.out_tree, self.lowered.flat_results(results, leaves)))
 
     def _as_compiled_for(self, i: int, x: Any) -> Any:
         """An argument in padded parts if it was compiled for such parts, and only then."""

@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec
 from gshard.api.mark_arguments import dimension_of, partitions_of
 from gshard.api.sending import marked
 from gshard.api.specs import as_array, describe, hidden_by_vmap, is_spec, mark_of_spec, spread
-from gshard.core.errors import ShardingError
+from gshard.core.errors import ShardingError, counted
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames
 from gshard.core.keywords import keywords
@@ -140,10 +140,6 @@ def _split_over_axes(x: Any, axes: Mapping[Any, Any], over: Any, send: Any) -> A
     return marked(x, leaves, marks, send)
 
 
-def _dimensions(n: int) -> str:
-    return f"{n} dimension{'' if n == 1 else 's'}"
-
-
 def _having(dims: Sequence[int], x: Any, leaves: Sequence[tuple[str, Any]], call: str) -> tuple[list[int], list[bool]]:
     """The ranks of the arrays, and which of them have these dimensions.
 
@@ -155,7 +151,7 @@ def _having(dims: Sequence[int], x: Any, leaves: Sequence[tuple[str, Any]], call
     if leaves and not any(has):
         most = max(*ndims, 0)
         wrong = next((dim for dim in dims if not -most <= dim < most), dims[0])
-        what = f"an array of {_dimensions(most)} has no dimension {wrong} to split."
+        what = f"an array of {counted(most, 'dimension')} has no dimension {wrong} to split."
         if not jax.tree_util.all_leaves([x]):
             what = f"no array of the pytree has a dimension {wrong} to split."
         hint = "A scalar cannot be split; use replicate(x)."
@@ -280,7 +276,7 @@ def names_of(said: Any, x: Any, leaf: str, at: str = "") -> Names:
         i = words.index("...")
         words = [*words[:i], *[None] * max(ndim - len(words) + 1, 0), *words[i + 1 :]]
     if len(words) != ndim or "..." in words:
-        what = f"an array of {_dimensions(ndim)} has {len(words)} name{'' if len(words) == 1 else 's'}."
+        what = f"an array of {counted(ndim, 'dimension')} has {counted(len(words), 'name')}."
         if "..." in words:
             what = "'...' stands twice among the names of one array."
         raise ShardingError(

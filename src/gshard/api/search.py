@@ -10,7 +10,6 @@ from gshard.api.jitted import Jitted
 from gshard.api.search_run import (
     OfFramework,
     SearchRun,
-    SearchTask,
     is_number_of_devices,
     meshes_to_try,
     searched_of,
@@ -164,14 +163,15 @@ def search(
         )
     mesh = searched.mesh if mesh is None else mesh
     limit = None if memory_limit is None else bytes_of(memory_limit)
-    task = SearchTask(
-        searched, list(meshes_to_try(mesh)), is_number_of_devices(mesh), machine, limit, on_better, budget_seconds,
-        progress,
+    run = SearchRun(
+        searched, list(meshes_to_try(mesh)), is_number_of_devices(mesh), machine, limit, budget, on_better,
+        budget_seconds, progress,
     )  # fmt: skip
     if compile_best is not None:  # before the search, which takes long
-        devices_on(task.meshes[0], task.machine_on(task.meshes[0]))
+        devices_on(run.meshes[0], run.machine_on(run.meshes[0]))
     with stoppable() as stop:
-        run = SearchRun(task, budget.part(_PLANS) if over == "layout" else budget)
+        if over == "layout":
+            run.budget = budget.part(_PLANS)
         with clear_call_errors(search, f, args, kwargs):
             found = run.found(stop)
         if found is not None and over == "plan":

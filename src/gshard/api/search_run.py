@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -46,20 +46,6 @@ _AGAIN = 3  # searches on the best mesh of three axes, each near the plan of the
 _SOLVING = 0.7  # of the time, what the problems of several meshes may take; pricing takes the rest
 
 
-class Searched(Protocol):
-    """A function with its arguments."""
-
-    @property
-    def mesh(self) -> MeshLike:
-        """The mesh that it was jitted for, or that its arguments are on."""
-
-    def lower(self, mesh: Mesh) -> Lowered:
-        """Traces it for a mesh."""
-
-    def namable(self, mesh: Mesh, lowered: Lowered) -> Namable | None:
-        """The function as its dimensions can be named; None if a table of names cannot be searched for it."""
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class OfArrays:
     """A function whose arguments are pytrees of arrays."""
@@ -70,13 +56,28 @@ class OfArrays:
 
     @property
     def mesh(self) -> MeshLike:
+        """The mesh that it was jitted for."""
         return self.made.options.mesh
 
     def lower(self, mesh: Mesh) -> Lowered:
+        """Traces it for a mesh."""
         return self.made.on(mesh).lower_for_search(self.args, self.kwargs)
 
     def namable(self, mesh: Mesh, lowered: Lowered) -> Namable:
-        return _namable(self.made.on(mesh), lowered, self.args, self.kwargs)
+        """The function as its dimensions can be named: what ``jit`` would trace with a layout and with names."""
+        made, program = self.made.on(mesh), lowered.program
+        retraced = any(named.line for named in program.named)  # names inside become marks there
+
+        def under(layout: Layout, said: Sequence[Names | None]) -> Program:
+            base = dataclasses.replace(program, layout=layout)
+            if retraced:
+                base = made.under(layout).lower_for_search(self.args, self.kwargs).program
+            return with_names_of_arguments(base, said, ())
+
+        def jaxpr() -> Any:
+            return made.trace(*self.args, **self.kwargs).jaxpr
+
+        return Namable(program, paths_of_arguments(program, lowered.in_tree), under, place_of_definition(made), jaxpr)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -91,13 +92,18 @@ class OfFramework:
 
     @property
     def mesh(self) -> MeshLike:
+        """The mesh that its arguments are on."""
         return mesh_of_arguments(self.args, self.kwargs)
 
     def lower(self, mesh: Mesh) -> Lowered:
+        """Traces it for a mesh."""
         return lowered_instead_of_jit(self.f, self.args, self.kwargs, mesh, {}, self.refused, self.caller)
 
     def namable(self, mesh: Mesh, lowered: Lowered) -> None:
-        return None
+        """None: a table of names cannot be searched for it."""
+
+
+Searched = OfArrays | OfFramework
 
 
 def searched_of(
@@ -107,7 +113,7 @@ def searched_of(
     own: Mapping[str, Any],
     finite: bool,
     caller: Callable[..., Any],
-) -> OfArrays | OfFramework:
+) -> Searched:
     """Prepares a function and its arguments for the search.
 
     Args:
@@ -128,17 +134,20 @@ def searched_of(
     return OfArrays(jit(f, finite=finite, **own), args, kwargs)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class SearchTask:
-    """What is searched: a function for its arguments, on meshes of one machine.
+@dataclasses.dataclass(eq=False)
+class SearchRun:
+    """The search on all meshes; what it has found is kept, whenever time or a signal ends it.
 
     Attributes:
-        searched: the function.
-        meshes: the meshes.
+        searched: a function with its arguments.
+        meshes: the meshes of one machine.
         any_shape: whether meshes of three axes are tried as well, near the best plans on these meshes.
         machine: the machine; None for the devices of the mesh.
         limit: bytes that a device may hold; the machine's memory if None.
+        budget: the time of the search.
         on_better, budget_seconds, progress: as of ``gshard.search``.
+        begun: the searches that have begun, each with the function as it was traced for its mesh.
+        finished: those whose plans are priced.
     """
 
     searched: Searched
@@ -146,22 +155,16 @@ class SearchTask:
     any_shape: bool
     machine: str | Machine | None
     limit: int | None
-    on_better: Callable[[PricedPlan], None] | None
-    budget_seconds: float | None
-    progress: bool | Callable[[str], object] | None
+    budget: TimeBudget
+    on_better: Callable[[PricedPlan], None] | None = None
+    budget_seconds: float | None = None
+    progress: bool | Callable[[str], object] | None = False
+    begun: dict[MeshSearch, Lowered] = dataclasses.field(default_factory=dict)
+    finished: list[MeshSearch] = dataclasses.field(default_factory=list)
 
     def machine_on(self, mesh: Mesh) -> Machine:
         """The machine whose devices the mesh has."""
         return Machine.read(machine_of(mesh) if self.machine is None else self.machine, mesh.size)
-
-
-class SearchRun:
-    """The search on all meshes; what it has found is kept, whenever time or a signal ends it."""
-
-    def __init__(self, task: SearchTask, budget: TimeBudget):
-        self.task, self.budget = task, budget
-        self.begun: dict[MeshSearch, Lowered] = {}
-        self.finished: list[MeshSearch] = []
 
     def found(self, stop: Stop) -> SearchResult | None:
         """The best of all meshes; None where a signal ended the search before there was any."""
@@ -187,15 +190,14 @@ class SearchRun:
         donated = tuple(sorted(lowered.donated))
         return SearchResult(
             best, tuple(best for _, best in bests), donated, lowered.in_tree, self.namable(one),
-            self.task.budget_seconds, progress=self.task.progress,
-            jitted_by_framework=isinstance(self.task.searched, OfFramework),
+            self.budget_seconds, progress=self.progress,
+            jitted_by_framework=isinstance(self.searched, OfFramework),
         )  # fmt: skip
 
     def _search(self) -> None:
-        task, budget = self.task, self.budget
-        meshes, several = len(task.meshes), len(task.meshes) > 1
-        problems = budget.part(_SOLVING) if several else budget
-        for i, mesh in enumerate(task.meshes):
+        budget, meshes = self.budget, len(self.meshes)
+        problems = budget.part(_SOLVING) if meshes > 1 else budget
+        for i, mesh in enumerate(self.meshes):
             if self.begun and problems.is_over:
                 budget.left_out.append(f"mesh ({axes_text(mesh)})")
                 continue
@@ -206,7 +208,7 @@ class SearchRun:
                 one.price_expected()
             one.solve(1.0 if meshes <= FINISHED else EFFORT, 1 / (meshes - i))
             one.budget = budget
-        if task.any_shape:
+        if self.any_shape:
             self.cut_axes(problems)
         for one in sorted(self.begun, key=lambda one: one.rank)[:FINISHED]:
             self.finished.append(one)
@@ -244,18 +246,17 @@ class SearchRun:
 
     def begin(self, mesh: Mesh, budget: TimeBudget) -> MeshSearch:
         """Traces the function for a mesh, and begins the search there."""
-        self.task.machine_on(mesh)  # refuses a machine of another size first
+        self.machine_on(mesh)  # refuses a machine of another size first
         budget.progress.step("tracing the function")
-        lowered = self.task.searched.lower(mesh)
+        lowered = self.searched.lower(mesh)
         one = self._search_on(mesh, lowered, budget)
         self.begun[one] = lowered
         return one
 
     def _search_on(self, mesh: Mesh, lowered: Lowered, budget: TimeBudget, near: Plan | None = None) -> MeshSearch:
-        task = self.task
         return MeshSearch(
-            lowered.program, mesh, task.machine_on(mesh), donated=lowered.donated, memory_limit=task.limit,
-            on_better=task.on_better, budget=budget, near=near,
+            lowered.program, mesh, self.machine_on(mesh), donated=lowered.donated, memory_limit=self.limit,
+            on_better=self.on_better, budget=budget, near=near,
         )  # fmt: skip
 
     def bests(self, stop: Stop) -> list[tuple[MeshSearch, Best]]:
@@ -269,24 +270,7 @@ class SearchRun:
 
     def namable(self, one: MeshSearch) -> Namable | None:
         """The function as its dimensions can be named."""
-        return self.task.searched.namable(one.mesh, self.begun[one])
-
-
-def _namable(made: Jitted, lowered: Lowered, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Namable:
-    """The function as its dimensions can be named: what ``jit`` would trace with a layout and with names."""
-    program = lowered.program
-    retraced = any(named.line for named in program.named)  # names inside become marks there
-
-    def under(layout: Layout, said: Sequence[Names | None]) -> Program:
-        base = dataclasses.replace(program, layout=layout)
-        if retraced:
-            base = made.under(layout).lower_for_search(args, kwargs).program
-        return with_names_of_arguments(base, said, ())
-
-    def jaxpr() -> Any:
-        return made.trace(*args, **kwargs).jaxpr
-
-    return Namable(program, paths_of_arguments(program, lowered.in_tree), under, place_of_definition(made), jaxpr)
+        return self.searched.namable(one.mesh, self.begun[one])
 
 
 def is_number_of_devices(mesh: Any) -> bool:

@@ -8,42 +8,13 @@ the program: arrays that the function closed over become constants, and all valu
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from gshard.api.static_leaves import has_fixed
-from gshard.api.target import Target
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_dispatch import names_devices
-from gshard.core.mesh import Mesh
-from gshard.core.program import Program
-from gshard.core.sharding import Sharding
-from gshard.core.spmd import SpmdProgram
-from gshard.emit.compile import Executable, compiled_with_constants
-
-
-class Lowered(Protocol):
-    """What is saved: ``api.lowered.Lowered``."""
-
-    @property
-    def program(self) -> Program: ...
-    @property
-    def target(self) -> Target: ...
-    @property
-    def mesh(self) -> Mesh: ...
-    @property
-    def spmd(self) -> SpmdProgram: ...
-    @property
-    def executable(self) -> Executable: ...
-    @property
-    def in_tree(self) -> Any: ...
-    @property
-    def out_tree(self) -> Any: ...
-    @property
-    def donated(self) -> frozenset[int]: ...
-    @property
-    def padded(self) -> Mapping[int, Sharding]: ...
+from gshard.emit.compile import compiled_with_constants
 
 
 def standalone(lowered: Any) -> Any:
@@ -53,15 +24,16 @@ def standalone(lowered: Any) -> Any:
         ArgumentError: arguments or results are in padded parts (``uneven="keep"``) or no arrays, or the program calls
             back to Python.
     """
+    name = lowered.program.name
     outputs = zip(lowered.spmd.out_shardings, lowered.program.block.outputs, strict=True)
     if lowered.padded or not all(s.is_even(lowered.mesh, v.shape) for s, v in outputs):
         padded = 'takes or returns arrays in padded parts (uneven="keep")'
-        raise _refused(lowered, padded, 'Leave out uneven="keep" for it.')
+        raise _refused(name, padded, 'Leave out uneven="keep" for it.')
     if has_fixed(lowered.in_tree) or has_fixed(lowered.out_tree):
         no_array = "has arguments or results that are no arrays"
-        raise _refused(lowered, no_array, "Give the arrays alone (equinox.partition), and combine them inside.")
+        raise _refused(name, no_array, "Give the arrays alone (equinox.partition), and combine them inside.")
     if names_devices(lowered.spmd.jaxpr):
-        raise _refused(lowered, "calls back to Python", "Leave out callbacks (jax.debug.print, pure_callback) in it.")
+        raise _refused(name, "calls back to Python", "Leave out callbacks (jax.debug.print, pure_callback) in it.")
     if lowered.spmd.in_orders or lowered.spmd.out_orders:
         return standalone(dataclasses.replace(lowered, target=dataclasses.replace(lowered.target, reorders=False)))
     executable, target = lowered.executable, lowered.target
@@ -73,9 +45,5 @@ def standalone(lowered: Any) -> Any:
     )
 
 
-def _refused(lowered: Lowered, what: str, hint: str) -> ArgumentError:
-    return ArgumentError(
-        f"{lowered.program.name} {what}, which cannot be saved with a compiled program.",
-        user_line(),
-        hint=hint,
-    )
+def _refused(name: str, what: str, hint: str) -> ArgumentError:
+    return ArgumentError(f"{name} {what}, which cannot be saved with a compiled program.", user_line(), hint=hint)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
 from gshard.core.dropped import MESH
 from gshard.core.layout import Layout
-from gshard.core.mesh import Mesh
+from gshard.core.mesh import Mesh, MeshLike
 from gshard.core.plan import Plan
 from gshard.core.processes import Group
 from gshard.core.program import Program, format_block
@@ -28,62 +28,65 @@ from gshard.planning.propagate import in_best_order
 from gshard.planning.rings import Policy
 from gshard.planning.saved_plan import SavedPlan
 from gshard.remat.fit import compiled_within
+from gshard.remat.rematerialise import bytes_of
 from gshard.search.find import best_plan
 from gshard.search.pipeline import FITTING, PARTITION, PLANNING, Draft, Settings, run
 from gshard.search.planned import Planned
 from gshard.search.seconds import on_machine
 
 
-class Limit(Protocol):
-    """Something that per-device programs must keep to."""
-
-    def check(self, plan: Plan, spmd: SpmdProgram) -> None:
-        """Raises an error if this one does not."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Target:
-    """What a function is partitioned for.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Kept:
+    """The options of ``jit`` that a target has as they are given.
 
     Attributes:
-        mesh: the devices.
         strict: refuse operations without a rule.
-        budget: checks what a per-device program costs, once it is made.
-        reorders: put devices in the order that marks ask for. False under a transformation: the program that JAX
-            compiles around this one has a single order of devices, the mesh's.
+        budget: what a per-device program may cost.
         leaves_by_axes: split results over whole axes of the mesh only, as JAX does for Explicit axes.
-        collective_matmul: which contractions are collective matmuls.
-        faster: use a collective matmul only if the cost model predicts a faster call.
         keep_uneven: return results in padded parts where parts are unequal.
         memory_limit: bytes that a device may hold; values are recomputed to keep to it.
-        machine: planning and recomputation are by seconds on it; by bytes if None.
         keep_unused: pass XLA the arguments that nothing reads.
         compiler_options: XLA's, as pairs.
         recorded: a plan that was found or saved before; None plans.
         search: search for a plan, or for how many seconds; False propagates the marks.
         layout: meanings of the names of dimensions.
         finite: parts of sums of floats are known to be finite.
-        around: the mesh of the ``jax.shard_map`` that calls the function, with its manual axes; None outside.
-        jax_mesh: the JAX mesh that was given. Results have the types of its axes; meshes that differ in nothing but
-            these are equal.
     """
 
-    mesh: Mesh
-    strict: bool
-    budget: Limit | None = None
-    reorders: bool = True
+    strict: bool = False
+    budget: Budget | None = None
     leaves_by_axes: bool = False
-    collective_matmul: Policy | None = None
-    faster: bool = False
     keep_uneven: bool = False
     memory_limit: int | None = None
-    machine: Machine | None = None
     keep_unused: bool = False
     compiler_options: tuple[tuple[str, Any], ...] = ()
     recorded: SavedPlan | None = None
     search: bool | float = False
     layout: Layout | None = None
     finite: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Target(_Kept):
+    """What a function is partitioned for.
+
+    Attributes:
+        mesh: the devices.
+        reorders: put devices in the order that marks ask for. False under a transformation: the program that JAX
+            compiles around this one has a single order of devices, the mesh's.
+        collective_matmul: which contractions are collective matmuls.
+        faster: use a collective matmul only if the cost model predicts a faster call.
+        machine: planning and recomputation are by seconds on it; by bytes if None.
+        around: the mesh of the ``jax.shard_map`` that calls the function, with its manual axes; None outside.
+        jax_mesh: the JAX mesh that was given. Results have the types of its axes; meshes that differ in nothing but
+            these are equal.
+    """
+
+    mesh: Mesh
+    reorders: bool = True
+    collective_matmul: Policy | None = None
+    faster: bool = False
+    machine: Machine | None = None
     around: jax.sharding.AbstractMesh | None = None
     jax_mesh: Any = dataclasses.field(init=False, repr=False)
 
@@ -201,52 +204,40 @@ class Target:
 
         if self.memory_limit is None:
             return make(spmd, donated)
-        return compiled_within(spmd, kept, self.memory_limit, self._machine, donated, make)
-
-    @property
-    def _machine(self) -> Machine:
-        return self.machine or machine_to_order(self.mesh)
+        return compiled_within(
+            spmd, kept, self.memory_limit, self.machine or machine_to_order(self.mesh), donated, make
+        )
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class Options(_Kept):
     """The options of ``jit``, except the function and its static and donated arguments.
 
     Attributes:
         mesh: the devices; None takes the mesh that is set when the function is called.
         in_shardings, out_shardings: marks on arguments and results.
-        strict: refuse operations without a rule.
-        budget: what a program may cost.
-        collective_matmul: which contractions are collective matmuls.
-        keep_uneven: whether results leave in padded parts where parts are unequal.
-        memory_limit: bytes that a device may hold.
+        collective_matmul: which contractions run part by part.
         machine: what computing and sending take; None takes that of the mesh's devices, if there is a model of them.
-        keep_unused: whether XLA is given arguments that nothing reads.
-        compiler_options: XLA's.
-        recorded: a plan that was found or saved before.
-        search: whether a plan is searched, or for how many seconds.
-        layout, names: what names of dimensions mean, and those of arguments.
-        leaves_by_axes: whether results inside of a program of JAX's are cut over whole axes of the mesh only.
-        finite: whether parts of sums of floats are known to be finite.
+        names: what the dimensions of arguments are called.
     """
 
     mesh: Mesh | None
-    in_shardings: Any
-    out_shardings: Any
-    strict: bool
-    budget: Budget | None
-    collective_matmul: Any
-    keep_uneven: bool
-    memory_limit: int | None
-    machine: str | Machine | None
-    keep_unused: bool
-    compiler_options: tuple[tuple[str, Any], ...]
-    recorded: SavedPlan | None = None
-    search: bool | float = False
-    layout: Layout | None = None
+    in_shardings: Any = None
+    out_shardings: Any = None
+    collective_matmul: Any = None
+    machine: str | Machine | None = None
     names: Any = None
-    leaves_by_axes: bool = False
-    finite: bool = False
+
+    @staticmethod
+    def of(
+        mesh: MeshLike, strict: bool | float, memory_limit: int | str | None, plan: Any, layout: Any, **others: Any
+    ) -> Options:
+        """Reads the options that ``jit`` and ``instead_of_jit`` take in several forms; others are as here."""
+        return Options(
+            None if mesh is None else Mesh.of(mesh), strict=strict is not False, budget=Budget.of(strict),
+            memory_limit=None if memory_limit is None else bytes_of(memory_limit),
+            recorded=SavedPlan.checked(plan), layout=Layout.checked(layout), **others,
+        )  # fmt: skip
 
     @property
     def key(self) -> Hashable:
@@ -271,20 +262,10 @@ class Options:
             mesh = on_machine(mesh, machine)
         return Target(
             mesh,
-            self.strict,
-            self.budget,
             collective_matmul=CollectiveMatmul.of(self.collective_matmul, mesh, machine),
             faster=self.collective_matmul is None,
-            keep_uneven=self.keep_uneven,
-            memory_limit=self.memory_limit,
             machine=machine,
-            keep_unused=self.keep_unused,
-            compiler_options=self.compiler_options,
-            recorded=self.recorded,
-            search=self.search,
-            layout=self.layout,
-            leaves_by_axes=self.leaves_by_axes,
-            finite=self.finite,
+            **{field.name: getattr(self, field.name) for field in dataclasses.fields(_Kept)},
         )
 
 

@@ -40,14 +40,12 @@ from gshard.core.jax_adapter_lowering import Unknown
 from gshard.core.jax_adapter_manual import types_alike, varying_alike
 from gshard.core.jax_adapter_nans import nan_found, without_jit
 from gshard.core.jax_adapter_references import discharged_by, effects_of_call, is_reference
-from gshard.core.mark import Mark
+from gshard.core.mark import Mark, mark_of_cut
 from gshard.core.memory_kinds import is_on_host, space
-from gshard.core.mesh import Mesh
 from gshard.core.phases import phase
 from gshard.core.plan import Plan
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import Program
-from gshard.core.sharding import Sharding
 from gshard.core.spmd import SpmdProgram
 from gshard.core.xla_workarounds import runnable
 from gshard.emit.compile import named_sharding
@@ -303,7 +301,9 @@ def _linearize_split(jaxpr: Any, target: Target, nonzero_tangents: tuple[int, ..
     residuals = _shapes(first.out_avals[len(jaxpr.out_avals) :])
     plan = _planned(first if target.around is None else as_region(first, target.around), target)
     shardings = map(plan.sharding, plan.program.block.outputs[len(jaxpr.out_avals) :])
-    marks = [_mark(s if target.around is None else in_region(s), target.mesh) for s in shardings]
+    residual_shardings = (s if target.around is None else in_region(s) for s in shardings)
+    # What is whole may be cut further.
+    marks = [mark_of_cut([atoms or None for atoms in s.dims], target.mesh) for s in residual_shardings]
 
     def tangents_of(*arguments: Any) -> list[Any]:
         sharded = [bind_mark(x, m) for x, m in zip(arguments[: len(residuals)], marks, strict=True)]
@@ -313,12 +313,6 @@ def _linearize_split(jaxpr: Any, target: Target, nonzero_tangents: tuple[int, ..
 
     second = jax.make_jaxpr(tangents_of)(*residuals, *_shapes([jaxpr.in_avals[i] for i in nonzero_tangents]))
     return first, second
-
-
-def _mark(sharding: Sharding, mesh: Mesh) -> Mark:
-    """A mark that says how a value is sharded; its whole dimensions may be cut further."""
-    spec = tuple(atoms or PartitionSpec.UNCONSTRAINED for atoms in sharding.dims)
-    return Mark("spec", spec=spec, axes=tuple(mesh.atom_sizes.items()))
 
 
 def _differentiable(avals: Sequence[Any]) -> list[bool]:

@@ -97,3 +97,12 @@ def known_names(name: str, known: Iterable[str], what: str = "The mesh has") -> 
     similar = difflib.get_close_matches(name, names, n=1) if len(names) > 1 else []
     question = f"Did you mean {similar[0]!r}? " if similar else ""
     return f"{question}{what} {', '.join(map(repr, names))}."
+
+
+def counted(n: int, one: str, several: str = "") -> str:
+    """A number of things as text.
+
+    >>> counted(1, "dimension"), counted(2, "dimension"), counted(2, "entry", "entries")
+    ('1 dimension', '2 dimensions', '2 entries')
+    """
+    return f"{n} {one if n == 1 else several or f'{one}s'}"

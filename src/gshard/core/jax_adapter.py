@@ -11,7 +11,7 @@ import contextlib
 import inspect
 import os
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -25,7 +25,6 @@ from jax._src import xla_bridge as _xla_bridge
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _partial_eval
-from jax._src.lax import lax as _lax
 from jax._src.lax.lax import _convert_element_type
 from jax._src.lax.lax import optimization_barrier_p as optimization_barrier_p
 from jax._src.lax.parallel import all_gather_p as all_gather_p
@@ -41,7 +40,8 @@ from gshard.core.memory_kinds import shape_of_type
 from gshard.core.planning_tables import tabulated
 
 # Source lines skip frames of the partitioner. Frames of ``gshard.moe`` count as the user's: it uses public names only.
-_PACKAGE = os.path.dirname(os.path.dirname(__file__))
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_LIBRARIES = (_PACKAGE, os.path.dirname(os.path.abspath(jax.__file__)))
 for _folder in sorted(entry.name for entry in os.scandir(_PACKAGE) if entry.is_dir() and entry.name != "moe"):
     _public_source_info.register_exclusion(os.path.join(_PACKAGE, _folder))
 
@@ -71,10 +71,9 @@ def user_line(source_info: Any = None) -> str:
 
 def _line_of_stack() -> str:
     """The innermost frame of the Python stack outside of JAX, gshard and the frameworks."""
-    excluded = (_PACKAGE, os.path.dirname(os.path.abspath(jax.__file__)))
     for frame, line in traceback.walk_stack(None):
         name = frame.f_code.co_filename
-        if os.path.isfile(name) and not name.startswith(excluded) and not is_of_library(name):
+        if os.path.isfile(name) and not name.startswith(_LIBRARIES) and not is_of_library(name):
             return f"{os.path.basename(name)}:{line} ({frame.f_code.co_qualname})"
     return ""
 
@@ -190,14 +189,9 @@ def is_mapped(x: Any) -> bool:
 
 def line_of_exception(error: BaseException) -> str | None:
     """The innermost ``file:line (function)`` of an exception's traceback outside of JAX and gshard, if there is one."""
-    gshard_folder = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    jax_folder = os.path.dirname(os.path.abspath(jax.__file__))
-    frames = traceback.extract_tb(error.__traceback__)
-    user_frames = [frame for frame in frames if not frame.filename.startswith((gshard_folder, jax_folder))]
-    if not user_frames:
-        return None
-    innermost = user_frames[-1]
-    return f"{os.path.basename(innermost.filename)}:{innermost.lineno} ({innermost.name})"
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    innermost = next((frame for frame in frames if not frame.filename.startswith(_LIBRARIES)), None)
+    return innermost and f"{os.path.basename(innermost.filename)}:{innermost.lineno} ({innermost.name})"
 
 
 def closed(jaxpr: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -325,7 +319,40 @@ def retyped(x: Any, aval: Any) -> Any:
     x = jax.numpy.asarray(x)
     if (x.shape, x.dtype) != (aval.shape, aval.dtype):
         raise TypeError(f"{x.dtype}{x.shape} is not {aval.dtype}{aval.shape}")
-    return x if x.aval.weak_type == aval.weak_type else _lax._convert_element_type(x, x.dtype, aval.weak_type)
+    return as_weak(x, aval.weak_type)
+
+
+def with_subclasses(cls: Any) -> Iterator[Any]:
+    """A class and all classes that derive from it."""
+    yield cls
+    for subclass in cls.__subclasses__():
+        yield from with_subclasses(subclass)
+
+
+def evaluate(
+    body: Any,
+    consts: Iterable[Any],
+    arguments: Iterable[Any],
+    run: Callable[[Any, list[Any]], Sequence[Any]],
+    literal: Callable[[Any], Any] = lambda v: v.val,
+) -> list[Any]:
+    """Evaluates a jaxpr over values of any kind.
+
+    Args:
+        body: the jaxpr.
+        consts, arguments: a value for each of its constants and arguments.
+        run: the values of an equation's results, from those of its operands.
+        literal: the value of a literal.
+    """
+    env: dict[Any, Any] = dict(zip(body.invars, arguments, strict=True))
+    env.update(zip(body.constvars, consts, strict=True))
+
+    def read(v: Any) -> Any:
+        return literal(v) if isinstance(v, _core.Literal) else env[v]
+
+    for eqn in body.eqns:
+        env.update(zip(eqn.outvars, run(eqn, list(map(read, eqn.invars))), strict=True))
+    return list(map(read, body.outvars))
 
 
 def sub_jaxprs(params: dict[str, Any]) -> tuple[Any, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from jax._src.compute_on import compute_on_p as compute_on_p
 from jax._src.core import AbstractToken as AbstractToken
 
 from gshard.core.context import NO_CONTEXT, Context
-from gshard.core.jax_adapter import no_mesh_set
+from gshard.core.jax_adapter import mesh_of_context, no_mesh_set
 from gshard.core.planning_tables import tabulated
 
 # The settings of JAX that form a context.
@@ -131,6 +131,40 @@ def mesh_set(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> Iterator[No
             yield
     finally:
         _MESH.set_local(previous)
+
+
+_NEEDS_A_MESH = (
+    "requires a non-empty mesh in context if you are passing",
+    "Please set a mesh via `jax.set_mesh` if a PartitionSpec",
+    "Using PartitionSpec when you are not under a mesh context",
+    "The context mesh cannot be empty",
+)
+
+
+def with_mesh_for_specs(trace: Callable[[], Any], mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None) -> Any:
+    """Traces a function, and traces it again with a mesh set if JAX refuses a ``PartitionSpec`` because none is set.
+
+        gshard.jit(lambda x: jax.lax.with_sharding_constraint(x, P("data")) * 2, mesh=8)
+
+    JAX resolves a bare ``PartitionSpec`` (in ``with_sharding_constraint``, ``jax.device_put``, the shardings of a
+    nested ``jax.jit``), and a ``jax.shard_map`` without ``mesh=``, against the mesh that is set, and raises if none is.
+    Functions that need no mesh are traced without one, because JAX refuses a ``shard_map`` over axes that the set mesh
+    does not have.
+
+    Args:
+        trace: traces the function; called once or twice.
+        mesh: the mesh to set for the second call. With None there is no second call.
+
+    Raises:
+        Exception: any exception of ``trace``.
+    """
+    try:
+        return trace()
+    except (RuntimeError, ValueError) as error:
+        if mesh is None or not any(text in str(error) for text in _NEEDS_A_MESH) or mesh_of_context() is not None:
+            raise
+    with mesh_set(mesh):
+        return trace()
 
 
 def is_unspecified(value: Any) -> bool:

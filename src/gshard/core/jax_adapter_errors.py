@@ -15,6 +15,7 @@ from typing import Any
 from jax._src import compiler as _compiler
 
 from gshard.core.errors import GShardError
+from gshard.core.jax_adapter import with_subclasses
 
 _BEGIN, _END = "<gshard error: ", " :end of gshard error>"
 
@@ -46,16 +47,10 @@ def carried_error(error: BaseException) -> GShardError | None:
     if not begin or not end:
         return None
     name, *fields = json.loads(text)
-    error_type: Any = next((t for t in _error_types(GShardError) if t.__name__ == name), GShardError)
+    error_type: Any = next((t for t in with_subclasses(GShardError) if t.__name__ == name), GShardError)
     original: GShardError = error_type.__new__(error_type)
     GShardError.__init__(original, *fields)
     return original
-
-
-def _error_types(error_type: type[GShardError]) -> Iterator[type[GShardError]]:
-    yield error_type
-    for subclass in error_type.__subclasses__():
-        yield from _error_types(subclass)
 
 
 _compiler.register_xla_runtime_error_handler(carried_error)

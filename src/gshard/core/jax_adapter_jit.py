@@ -163,28 +163,21 @@ class _Hooks:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        self._enter()
+        with self._lock:
+            self._entered += 1
+            if self._entered == 1:
+                run, lower = self._originals = _pjit._pjit_call_impl_python, _stages.Traced.lower
+                _pjit._pjit_call_impl_python = lambda *args, **parameters: _run(run, *args, **parameters)
+                _stages.Traced.lower = lambda traced, **options: _lower(lower, traced, **options)  # type: ignore[method-assign]
         try:
             yield
         finally:
-            self._leave()
-
-    def _enter(self) -> None:
-        with self._lock:
-            self._entered += 1
-            if self._entered > 1:
-                return
-            run, lower = self._originals = _pjit._pjit_call_impl_python, _stages.Traced.lower
-            _pjit._pjit_call_impl_python = lambda *args, **parameters: _run(run, *args, **parameters)
-            _stages.Traced.lower = lambda traced, **options: _lower(lower, traced, **options)  # type: ignore[method-assign]
-
-    def _leave(self) -> None:
-        with self._lock:
-            self._entered -= 1
-            if not self._entered:
-                assert self._originals is not None
-                _pjit._pjit_call_impl_python, _stages.Traced.lower = self._originals  # type: ignore[method-assign]
-                self._originals = None
+            with self._lock:
+                self._entered -= 1
+                if not self._entered:
+                    assert self._originals is not None
+                    _pjit._pjit_call_impl_python, _stages.Traced.lower = self._originals  # type: ignore[method-assign]
+                    self._originals = None
 
 
 _HOOKS = _Hooks()

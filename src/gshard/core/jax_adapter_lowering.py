@@ -197,9 +197,7 @@ class _Reader:
                 return self._of_attribute(_values(op.attributes["out_shardings"])[_number(value)])
             case "func.call" | "call":
                 return self._of_call(op, _number(value), operands)
-            case "stablehlo.while":
-                return self.read(op.operands[_number(value)], operands)
-            case "stablehlo.optimization_barrier":
+            case "stablehlo.while" | "stablehlo.optimization_barrier":
                 return self.read(op.operands[_number(value)], operands)
             case "stablehlo.case" | "stablehlo.if":
                 returned = list(op.regions[0].blocks[0].operations)[-1].operands[_number(value)]

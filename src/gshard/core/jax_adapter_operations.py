@@ -24,6 +24,7 @@ from jax._src import source_info_util as _source_info_util
 from jax._src.interpreters import ad as _ad
 from jax.sharding import NamedSharding, PartitionSpec
 
+from gshard.core.jax_adapter import with_subclasses
 from gshard.core.library_files import is_of_library
 
 _PATCHING = threading.RLock()  # one thread at a time replaces the method of JAX
@@ -128,7 +129,7 @@ def operations_handled(handler: Handler) -> Iterator[None]:
         return results if primitive.multiple_results else results[0]
 
     with _PATCHING:
-        methods = {cls: vars(cls)["bind"] for cls in _primitives(_core.Primitive) if "bind" in vars(cls)}
+        methods = {cls: vars(cls)["bind"] for cls in with_subclasses(_core.Primitive) if "bind" in vars(cls)}
         for cls, before in methods.items():
             cls.bind = _through(handled, before)
         try:
@@ -141,13 +142,6 @@ def operations_handled(handler: Handler) -> Iterator[None]:
 
 def _through(handled: Callable[..., Any], before: Callable[..., Any]) -> Callable[..., Any]:
     return lambda primitive, *operands, **params: handled(before, primitive, operands, params)
-
-
-def _primitives(cls: Any) -> Iterator[Any]:
-    """A class of primitives and the classes below it."""
-    yield cls
-    for below in cls.__subclasses__():
-        yield from _primitives(below)
 
 
 def _spec_of(primitive: Any, params: Mapping[str, Any]) -> PartitionSpec | None:

@@ -167,11 +167,7 @@ class Mesh:
         """A JAX mesh with the user's axis names: the given mesh, or a new mesh with all axes of type Auto."""
         if self.given is not None:
             return self.given
-        names, sizes = zip(*self.axes, strict=True)
-        kinds = (jax.sharding.AxisType.Auto,) * len(names)
-        if self.devices is None:
-            return jax.sharding.AbstractMesh(sizes, names, axis_types=kinds)
-        return jax.sharding.Mesh(np.array(self.devices, dtype=object).reshape(sizes), names, axis_types=kinds)
+        return automatic_mesh(dict(self.axes), self.devices)
 
     def spec_of(self, dims: Sequence[Atoms]) -> PartitionSpec | None:
         """The ``PartitionSpec`` of a sharding in the user's axis names; None if it splits over a part of an axis.
@@ -306,12 +302,7 @@ class Mesh:
     @functools.cached_property
     def jax_mesh(self) -> jax.sharding.Mesh | jax.sharding.AbstractMesh:
         """The JAX mesh over the atoms (all axes of type Auto), which is concrete if there are devices."""
-        names = self.atoms or ("one",)
-        sizes = tuple(self.atom_sizes.values()) or (1,)
-        kinds = (jax.sharding.AxisType.Auto,) * len(names)
-        if self.devices is None:
-            return jax.sharding.AbstractMesh(sizes, names, axis_types=kinds)
-        return jax.sharding.Mesh(np.array(self.devices, dtype=object).reshape(sizes), names, axis_types=kinds)
+        return automatic_mesh(self.atom_sizes or {"one": 1}, self.devices)
 
     @functools.cached_property
     def abstract_jax_mesh(self) -> jax.sharding.AbstractMesh:
@@ -340,6 +331,16 @@ class Mesh:
     def __str__(self) -> str:
         order = f", devices in the order {','.join(map(str, self.order))}" if self.order else ""
         return " ".join(f"{name}={size}" for name, size in self.axes) + order
+
+
+def automatic_mesh(
+    axes: Mapping[str, int], devices: Sequence[Any] | None
+) -> jax.sharding.Mesh | jax.sharding.AbstractMesh:
+    """A JAX mesh whose axes are all of type Auto; an abstract one without devices."""
+    names, sizes, kinds = tuple(axes), tuple(axes.values()), (jax.sharding.AxisType.Auto,) * len(axes)
+    if devices is None:
+        return jax.sharding.AbstractMesh(sizes, names, axis_types=kinds)
+    return jax.sharding.Mesh(np.array(devices, dtype=object).reshape(sizes), names, axis_types=kinds)
 
 
 def _first_devices(axes: tuple[tuple[str, int], ...]) -> tuple[Any, ...]:

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+from gshard.core.errors import counted
 from gshard.core.garbage import collected_seldom
 from gshard.core.jax_adapter_dispatch import logs_compilations
 
@@ -48,7 +49,7 @@ def phase(doing: str, name: str, devices: int | None = None) -> Iterator[None]:
         yield
     level = logging.WARNING if logs_compilations() else logging.DEBUG
     if _log.isEnabledFor(level):
-        for_devices = "" if devices is None else f" for {devices} device{'' if devices == 1 else 's'}"
+        for_devices = "" if devices is None else f" for {counted(devices, 'device')}"
         _log.log(level, "Finished %s %s%s in %.3g s", doing, name, for_devices, time.perf_counter() - start)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from gshard.core.device_order import Order
 from gshard.core.manual_axes import manual_axes
 from gshard.core.mesh import Mesh
-from gshard.core.program import Block, Constant, Equation, Program, Value, itemsize
+from gshard.core.program import Block, Constant, Equation, Program, Value, itemsize, type_text
 from gshard.core.ring import Ring
 from gshard.core.rule import REPLICATE
 from gshard.core.sharding import Sharding
@@ -178,7 +178,7 @@ class Plan:
         lines = []
         for e in self.gathered:
             operands = [v for v in e.inputs if isinstance(v, Value)]
-            text = ", ".join(f"{v.dtype_name}[{','.join(map(str, v.shape))}]" for v in operands)
+            text = ", ".join(map(type_text, operands))
             why = f"; {e.rule.why}" if e.rule is not None and e.rule.why else ""
             lines.append(f"{e.name} at {e.line}: {text} ({self._gathered_bytes(e)} B on every device){why}")
         return lines

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -354,6 +354,11 @@ def short_dtype(dtype: Any) -> str:
         if name.startswith(long):
             return short + name[len(long) :]
     return "pred" if name == "bool" else name
+
+
+def type_text(x: Any, shape: Sequence[int] | None = None) -> str:
+    """The short dtype and the shape of an array, or the dtype of an array with another shape: ``f32[8,4]``."""
+    return f"{short_dtype(x.dtype)}[{','.join(map(str, x.shape if shape is None else shape))}]"
 
 
 def format_bytes(n: int) -> str:

@@ -34,7 +34,7 @@ from gshard.core.memory_kinds import is_host_kind, is_on_host, shape_in_memory
 from gshard.core.mesh import Atoms
 from gshard.core.plan import Plan
 from gshard.core.planning_tables import with_tables
-from gshard.core.program import Block, Constant, Equation, Value, itemsize, short_dtype
+from gshard.core.program import Block, Constant, Equation, Value, itemsize, type_text
 from gshard.core.ring import Ring, entering, leaving
 from gshard.core.sharding import Sharding
 from gshard.core.split import operand_sharding, result_sharding
@@ -68,7 +68,7 @@ def partition(plan: Plan) -> SpmdProgram:
     emitter = _Emitter(plan, manual_axes(block, mesh), diverging(block, mesh))
 
     def program(*arrays: Any) -> list[Any]:
-        emitter.start()
+        emitter.collectives.clear()  # the records of an earlier trace of the same program
         inputs, results = [], []
         for i, (x, v, source) in enumerate(zip(arrays, block.inputs, entry, strict=True)):
             with emitter.in_place_of(users.get(v)):
@@ -142,9 +142,15 @@ class _Emitter:
     here: Equation | None = None
     gathers: bool = False  # instead of permuting (``language.apart``)
 
-    def start(self) -> None:
-        """Removes the records of an earlier trace of the same program."""
-        self.collectives.clear()
+    @contextmanager
+    def _having(self, **attributes: Any) -> Iterator[None]:
+        """Changes attributes of the emitter inside."""
+        before = {name: getattr(self, name) for name in attributes}
+        vars(self).update(attributes)
+        try:
+            yield
+        finally:
+            vars(self).update(before)
 
     @contextmanager
     def in_place_of(self, e: Equation | None) -> Iterator[None]:
@@ -152,12 +158,8 @@ class _Emitter:
         if e is None:
             yield
             return
-        before, self.here = self.here, e
-        try:
-            with as_if_at(e.source_info):
-                yield
-        finally:
-            self.here = before
+        with self._having(here=e), as_if_at(e.source_info):
+            yield
 
     def sharding(self, value: Value | Constant) -> Sharding:
         """The planned sharding of a value."""
@@ -165,7 +167,7 @@ class _Emitter:
 
     def run(self, block: Block, arrays: Sequence[Any], trip_count: int = 1) -> list[Any]:
         """Runs a block on local arrays in the shardings of its inputs."""
-        with self._repeated(trip_count), in_context(NO_CONTEXT):
+        with self._having(trip_count=self.trip_count * trip_count), in_context(NO_CONTEXT):
             env = {
                 v: _Local(self.sharding(v), {self.sharding(v): x}) for v, x in zip(block.inputs, arrays, strict=True)
             }
@@ -181,22 +183,6 @@ class _Emitter:
                     results.append(in_memory_of(v, self._read(env, v, self.sharding(v), None, "result")))
             return results
 
-    @contextmanager
-    def _repeated(self, trip_count: int) -> Iterator[None]:
-        before, self.trip_count = self.trip_count, self.trip_count * trip_count
-        try:
-            yield
-        finally:
-            self.trip_count = before
-
-    @contextmanager
-    def _gathering(self) -> Iterator[None]:
-        before, self.gathers = self.gathers, True
-        try:
-            yield
-        finally:
-            self.gathers = before
-
     def _equation(self, e: Equation, env: dict[Value, _Local], unread: frozenset[int], fetched: Fetched) -> None:
         if e.rule is None:
             region = REGIONS[e.name]
@@ -207,7 +193,7 @@ class _Emitter:
             ]
             with in_context(e.context):
                 if e in self.diverging:
-                    with self._gathering():
+                    with self._having(gathers=True):
                         results = apart(lambda *xs: region.emit(e, self, xs), arrays, self.manual.at(e))
                 else:
                     results = list(region.emit(e, self, arrays))
@@ -262,8 +248,7 @@ class _Emitter:
         """Records the messages of an equation that communicates in its own way."""
 
         def note(kind: str, atoms: tuple[str, ...], sent: int, x: Any, times: int = 1) -> None:
-            shape = f"{short_dtype(x.dtype)}[{','.join(map(str, x.shape))}]"
-            self._note(kind, atoms, sent, self.trip_count * times, shape, f"inside {e.name}", e)
+            self._note(kind, atoms, sent, self.trip_count * times, type_text(x), f"inside {e.name}", e)
 
         return note
 
@@ -273,7 +258,6 @@ class _Emitter:
         rule, split = e.rule, self.plan.splits[e]
 
         def note(atoms: tuple[str, ...], x: Any, times: int, i: int | None) -> None:
-            shape = f"{short_dtype(x.dtype)}[{','.join(map(str, x.shape))}]"
             value = e.outputs[0] if i is None else e.inputs[i]
             moved = (
                 (result_sharding(rule, 0, split), leaving(rule, split, ring, 0))
@@ -282,7 +266,7 @@ class _Emitter:
             )
             what: _Moved = (value if isinstance(value, Value) else None, *moved, moved[0])
             sent, rounds = x.size * x.dtype.itemsize, self.trip_count * times
-            self._note(PERMUTE, atoms, sent, rounds, shape, f"collective matmul of {e.name}", e, what)
+            self._note(PERMUTE, atoms, sent, rounds, type_text(x), f"collective matmul of {e.name}", e, what)
 
         return note
 
@@ -346,7 +330,7 @@ class _Emitter:
         self, value: Value | Constant, array: Any, target: Sharding, equation: Equation, trip_count: int = 1
     ) -> Any:
         """Moves an array in the sharding of ``value`` to another sharding."""
-        with self._repeated(trip_count):
+        with self._having(trip_count=self.trip_count * trip_count):
             why = f"value carried by {equation.name}"
             return self.step_to(array, value, self.sharding(value), target, why, equation)
 
@@ -363,7 +347,7 @@ class _Emitter:
         pairs = permutation(sharding.dims, order, mesh)
         if all(a == b for a, b in pairs) or not x.size:
             return x
-        local = f"{short_dtype(value.dtype)}[{','.join(map(str, x.shape))}]"
+        local = type_text(value, x.shape)
         why = f"{'result' if leaving else 'argument'} in the order of devices {','.join(map(str, order))}"
         sent = x.size * itemsize(value.dtype)
         self._note(PERMUTE, mesh.atoms, sent, self.trip_count, local, why, self.here)
@@ -387,7 +371,7 @@ class _Emitter:
         mesh, shape, size = self.manual.mesh_without(self.manual.of(value)), value.shape, itemsize(value.dtype)
         for step in plan_reshard(source, target, shape, size, mesh):
             if step.kind not in LOCAL and x.size:
-                local = f"{short_dtype(value.dtype)}[{','.join(map(str, x.shape))}]"
+                local = type_text(value, x.shape)
                 what: _Moved = (value if isinstance(value, Value) else None, step.before, step.after, source)
                 over = step.atoms
                 if self.gathers and step.kind == PERMUTE and not is_exchange(step, mesh):

@@ -1,16 +1,15 @@
-"""Jaxprs as one list of equations: calls are opened, and equations are evaluated over values of any kind."""
+"""Jaxprs as one list of equations: calls are opened."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import Literal
 
 from gshard.core.errors import ShardingError
-from gshard.core.jax_adapter import bind, called_jaxpr, closed, jaxpr_without_dead_code, shapes_of, user_line
+from gshard.core.jax_adapter import bind, called_jaxpr, closed, evaluate, jaxpr_without_dead_code, shapes_of, user_line
 from gshard.language.ledger import RESULT_SHARDINGS
 from gshard.language.mark_primitive import name_p
 from gshard.language.per_device import CONSTRAINTS
@@ -40,9 +39,9 @@ def flat(jaxpr: Any) -> Any:
                 params["jaxpr"] = flat(jaxpr_without_dead_code(params["jaxpr"]))
             return bind(eqn.primitive, params, operands)
         inner, own = closed(called)
-        return evaluate(inner, own, operands, run, lambda x: x)
+        return evaluate(inner, own, operands, run)
 
-    return jax.make_jaxpr(lambda *arrays: evaluate(body, consts, arrays, run, lambda x: x))(*shapes_of(jaxpr.in_avals))
+    return jax.make_jaxpr(lambda *arrays: evaluate(body, consts, arrays, run))(*shapes_of(jaxpr.in_avals))
 
 
 def _as_python(value: Any) -> Any:
@@ -61,30 +60,3 @@ def _refuse_shardings(eqn: Any) -> None:
             eqn.primitive.name,
             "Mark the arguments and results of the kernel instead.",
         )
-
-
-def evaluate(
-    body: Any,
-    consts: Sequence[Any],
-    arguments: Sequence[Any],
-    run: Callable[[Any, list[Any]], Sequence[Any]],
-    constant: Callable[[Any], Any],
-) -> list[Any]:
-    """Evaluates a jaxpr over values of any kind.
-
-    Args:
-        body: the jaxpr.
-        consts: the arrays of its constants.
-        arguments: a value for each argument.
-        run: the values of an equation's results, from those of its operands.
-        constant: the value of an array or number that is written in the jaxpr.
-    """
-    env: dict[Any, Any] = dict(zip(body.invars, arguments, strict=True))
-    env.update((v, constant(x)) for v, x in zip(body.constvars, consts, strict=True))
-
-    def read(v: Any) -> Any:
-        return constant(v.val) if isinstance(v, Literal) else env[v]
-
-    for eqn in body.eqns:
-        env.update(zip(eqn.outvars, run(eqn, list(map(read, eqn.invars))), strict=True))
-    return list(map(read, body.outvars))

@@ -18,11 +18,10 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Literal
 
-from gshard.core.jax_adapter import closed, scan_counts
+from gshard.core.jax_adapter import closed, evaluate, scan_counts
 from gshard.core.program import Constant
 from gshard.core.rule import COMMUNICATE, PARALLEL, REDUCE, REPLICATE, Rule
 from gshard.language.call import Call
-from gshard.language.flat_jaxpr import evaluate
 from gshard.language.region import REGIONS
 from gshard.language.registry import rule_of
 
@@ -211,7 +210,8 @@ class _Reader:
             steps.append(step)
             return results
 
-        return evaluate(body, consts, arguments, run, lambda x: self._whole(np.shape(x))), tuple(steps)
+        held = [self._whole(np.shape(x)) for x in consts]
+        return evaluate(body, held, arguments, run, lambda v: self._whole(np.shape(v.val))), tuple(steps)
 
     def _whole(self, shape: Sequence[int]) -> list[Loops]:
         loops = [self.table.new(n) for n in shape]

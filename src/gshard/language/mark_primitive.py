@@ -1,4 +1,4 @@
-"""Defines marks and names as primitives: identities that survive JAX's transformations, also on cotangents."""
+"""Defines marks, names and inspections as primitives: identities. Marks and names survive JAX's transformations."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from gshard.core.mark import Mark
 
 mark_p = Primitive("gshard_mark")
 name_p = Primitive("gshard_name")  # tracing.trace converts it to a mark by a layout
+# An inspection keeps its operand when a body is traced again, such as the body of a ``shard_map`` with automatic axes.
+# The builder of the program records the value, and creates no equation.
+look_at_p = Primitive("gshard_look_at")
 
 
 def bind_mark(x: Any, mark: Mark) -> Any:
@@ -28,7 +31,7 @@ def bind_names(x: Any, names: Names) -> Any:
 
 
 def _define_identity(primitive: Primitive) -> None:
-    """Defines a primitive as an identity with a parameter ``mark``: on one device, in derivatives and under vmap."""
+    """Defines an identity with a parameter ``mark``: on one device, in derivatives, also on cotangents, under vmap."""
 
     def impl(x: Any, *, mark: Mark | Names) -> Any:
         return x
@@ -58,3 +61,12 @@ def _define_identity(primitive: Primitive) -> None:
 
 _define_identity(mark_p)
 _define_identity(name_p)
+
+
+@look_at_p.def_impl
+@look_at_p.def_abstract_eval
+def _same(x: Any, *, number: int) -> Any:
+    return x
+
+
+mlir.register_lowering(look_at_p, lambda ctx, x, *, number: [x])

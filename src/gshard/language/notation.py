@@ -22,7 +22,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from gshard.core.errors import RuleError
+from gshard.core.errors import RuleError, counted
 from gshard.core.rule import COMMUNICATE, MONOIDS, PARALLEL, REDUCE, REPLICATE, Rule, RuleMaker
 from gshard.language.registry import Call
 
@@ -61,7 +61,7 @@ class Notation:
             ("result", self.results, call.out_shapes),
         ):
             if len(tensors_of_rule) != len(shapes_of_call):
-                counts = f"is for {_count(len(tensors_of_rule), what)}, and there are {len(shapes_of_call)}"
+                counts = f"is for {counted(len(tensors_of_rule), what)}, and there are {len(shapes_of_call)}"
                 raise self._misfit(call, counts)
         tensors = self._expand_ellipses(call, shapes)
         sizes = dict(self.sizes)
@@ -91,7 +91,7 @@ class Notation:
             if has_ellipsis:
                 further_dims[_name(i, call)] = further
             if further < 0 or (further and not has_ellipsis):
-                dimensions = _count(len(tensor) - has_ellipsis, "dimension")
+                dimensions = counted(len(tensor) - has_ellipsis, "dimension")
                 raise self._misfit(call, f"gives {_name(i, call)} {dimensions}, and it has {len(shape)}")
             expanded = tuple((f"...{d}",) for d in range(further))
             tensors.append([factors for dim in tensor for factors in (expanded if dim == ("...",) else (dim,))])
@@ -256,7 +256,3 @@ def _unreadable(text: str, why: str, hint: str | None = None) -> RuleError:
 def _name(i: int, call: Call) -> str:
     inputs = len(call.in_shapes)
     return f"operand {i}" if i < inputs else f"result {i - inputs}"
-
-
-def _count(n: int, what: str) -> str:
-    return f"{n} {what}{'' if n == 1 else 's'}"

@@ -16,12 +16,11 @@ import numpy as np
 from jax import lax
 
 from gshard.comm.shards import Shards
-from gshard.core.jax_adapter import bind, closed, scan_counts, shapes_of
+from gshard.core.jax_adapter import bind, closed, evaluate, scan_counts, shapes_of
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.program import Constant, Equation, Value
 from gshard.core.rule import Rule
 from gshard.core.split import Split, is_valid, result_sharding
-from gshard.language.flat_jaxpr import evaluate
 from gshard.language.kernel_loops import Step
 from gshard.language.mark_primitive import mark_p
 
@@ -97,7 +96,7 @@ def on_shards(jaxpr: Any, arguments: Sequence[Part], steps: Sequence[Step], shar
             return [Part(marked, operands[0].unreduced)]
         return _equation(eqn, step, operands, shard)
 
-    return evaluate(body, consts, arguments, run, lambda x: Part(x, {}))
+    return evaluate(body, [Part(x, {}) for x in consts], arguments, run, lambda v: Part(v.val, {}))
 
 
 def _scan(eqn: Any, steps: Sequence[Step], operands: Sequence[Part], shard: Shard) -> list[Part]:

@@ -17,13 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import PartitionSpec
 
 from gshard.comm.collectives import KINDS
 from gshard.comm.local import slice_part
 from gshard.core.errors import RuleError, ShardingError
-from gshard.core.jax_adapter import as_if_at, bind, called_jaxpr, closed, user_line
+from gshard.core.jax_adapter import as_if_at, bind, called_jaxpr, closed, evaluate, user_line
 from gshard.core.jax_adapter_context import context_of, in_context
 from gshard.core.jax_adapter_kernels import kernel_as_traced_here
 from gshard.core.memory_kinds import is_on_host, shape_in_memory
@@ -83,21 +83,14 @@ class Rewritten:
         """The function of a jaxpr of the body."""
         body, consts = closed(jaxpr)
 
-        def run(*arrays: Any) -> list[Any]:
-            env: dict[Any, Any] = dict(zip(body.constvars, consts, strict=True))
-            env.update(zip(body.invars, arrays, strict=True))
+        def run(eqn: Any, operands: list[Any]) -> Sequence[Any]:
+            with as_if_at(eqn.source_info), in_context(context_of(eqn)):
+                return self._equation(eqn, operands)
 
-            def read(v: Any) -> Any:
-                # The types of JAX's literals contain the user's mesh.
-                return np.asarray(v.val, jax.typeof(v.val).dtype) if isinstance(v, Literal) else env[v]
+        def literal(v: Any) -> Any:
+            return np.asarray(v.val, jax.typeof(v.val).dtype)  # the types of JAX's literals contain the user's mesh
 
-            for eqn in body.eqns:
-                with as_if_at(eqn.source_info), in_context(context_of(eqn)):
-                    results = self._equation(eqn, [read(v) for v in eqn.invars])
-                env.update(zip(eqn.outvars, results, strict=True))
-            return [read(v) for v in body.outvars]
-
-        return run
+        return lambda *arrays: evaluate(body, consts, arrays, run, literal)
 
     def _equation(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
         name = eqn.primitive.name

@@ -58,7 +58,7 @@ class Region:
 
     Attributes:
         bodies: returns the jaxprs of the bodies, from the parameters of the equation.
-        edges: returns the pairs of values that must agree, from parameters, operands, results and bodies.
+        edges: returns the pairs of values that must agree.
         entry: returns the sharding of each operand at the entry.
         leave: returns the sharding of each result at the exit.
         emit: runs the equation on local arrays.
@@ -69,7 +69,7 @@ class Region:
     """
 
     bodies: Callable[[dict[str, Any]], list[Any]]
-    edges: Callable[[dict[str, Any], Sequence[Any], Sequence[Value], Sequence[Block]], list[Edge]]
+    edges: Callable[[Equation], list[Edge]]
     entry: Callable[[Equation, ShardingOf], list[Sharding]]
     leave: Callable[[Equation, ShardingOf], list[Sharding]]
     emit: Callable[[Equation, Emitter, Sequence[Any]], Sequence[Any]]
@@ -112,16 +112,25 @@ def _stacked(sharding: Sharding) -> Sharding:
     return Sharding(((), *sharding.dims), sharding.unreduced)
 
 
-def _scan_edges(params: dict[str, Any], inputs: Any, outputs: Any, blocks: Any) -> list[Edge]:
-    (body,) = blocks
-    consts, carry = scan_counts(params)
+def moved_to(
+    equation: Equation, emitter: Emitter, values: Sequence[Any], arrays: Sequence[Any], like: Sequence[Any],
+    trip_count: int = 1,
+) -> list[Any]:  # fmt: skip
+    """The arrays of values, moved to the shardings of other values."""
+    found = zip(values, arrays, like, strict=True)
+    return [emitter.move(v, x, emitter.sharding(other), equation, trip_count) for v, x, other in found]
+
+
+def _scan_edges(equation: Equation) -> list[Edge]:
+    (body,) = equation.blocks
+    consts, carry = scan_counts(equation.params)
     edges: list[Edge] = []
-    for i, (outer, inner) in enumerate(zip(inputs, body.inputs, strict=True)):
+    for i, (outer, inner) in enumerate(zip(equation.inputs, body.inputs, strict=True)):
         edges += edge(outer, inner, int(i >= consts + carry))
-    for i, (outer, inner) in enumerate(zip(outputs, body.outputs, strict=True)):
-        edges += edge(outer, inner, int(i >= carry))
+    for i, (outer, result) in enumerate(zip(equation.outputs, body.outputs, strict=True)):
+        edges += edge(outer, result, int(i >= carry))
         if i < carry:
-            edges += edge(body.inputs[consts + i], inner)
+            edges += edge(body.inputs[consts + i], result)
     return edges
 
 
@@ -157,11 +166,8 @@ def _emit_scan(equation: Equation, emitter: Emitter, arrays: Sequence[Any]) -> S
 
     def step(carried: Sequence[Any], xs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         out = emitter.run(body, [*arrays[:consts], *carried, *xs], length)
-        next_carry = [
-            emitter.move(body.outputs[i], out[i], emitter.sharding(body.inputs[consts + i]), equation, length)
-            for i in range(carry)
-        ]
-        return next_carry, out[carry:]
+        carried_inputs = body.inputs[consts : consts + carry]
+        return moved_to(equation, emitter, body.outputs[:carry], out[:carry], carried_inputs, length), out[carry:]
 
     start = list(arrays[consts : consts + carry])
     stacks = list(arrays[consts + carry :])
@@ -177,17 +183,15 @@ def _emit_scan(equation: Equation, emitter: Emitter, arrays: Sequence[Any]) -> S
     return [*end, *stacked]
 
 
-def _while_edges(params: dict[str, Any], inputs: Any, outputs: Any, blocks: Any) -> list[Edge]:
-    condition, body = blocks
-    cond_consts, body_consts = params["cond_nconsts"], params["body_nconsts"]
+def _while_edges(equation: Equation) -> list[Edge]:
+    condition, body = equation.blocks
+    cond_consts, body_consts = equation.params["cond_nconsts"], equation.params["body_nconsts"]
     edges: list[Edge] = []
-    for outer, inner in zip(inputs[:cond_consts], condition.inputs[:cond_consts], strict=True):
+    for outer, inner in zip(equation.inputs, (*condition.inputs[:cond_consts], *body.inputs), strict=True):
         edges += edge(outer, inner)
-    for outer, inner in zip(inputs[cond_consts:], body.inputs, strict=True):
-        edges += edge(outer, inner)
-    carried = body.inputs[body_consts:]
-    for i, inner in enumerate(carried):
-        edges += edge(inner, condition.inputs[cond_consts + i]) + edge(inner, body.outputs[i]) + edge(outputs[i], inner)
+    for i, inner in enumerate(body.inputs[body_consts:]):
+        edges += edge(inner, condition.inputs[cond_consts + i]) + edge(inner, body.outputs[i])
+        edges += edge(equation.outputs[i], inner)
     return edges
 
 
@@ -220,32 +224,16 @@ def _emit_while(equation: Equation, emitter: Emitter, arrays: Sequence[Any]) -> 
     carried = body.inputs[body_consts:]
 
     def go_on(carry: Any) -> Any:
-        moved = [
-            emitter.move(inner, x, emitter.sharding(sharded_like), equation)
-            for inner, x, sharded_like in zip(carried, carry, condition.inputs[cond_consts:], strict=True)
-        ]
+        moved = moved_to(equation, emitter, carried, carry, condition.inputs[cond_consts:])
         (flag,) = emitter.run(condition, [*arrays[:cond_consts], *moved])
         return emitter.move(condition.outputs[0], flag, Sharding(()), equation)
 
     def step(carry: Any) -> Any:
         out = emitter.run(body, [*arrays[cond_consts : cond_consts + body_consts], *carry])
-        return [
-            emitter.move(v, x, emitter.sharding(inner), equation)
-            for v, x, inner in zip(body.outputs, out, carried, strict=True)
-        ]
+        return moved_to(equation, emitter, body.outputs, out, carried)
 
     start = list(arrays[cond_consts + body_consts :])
     return list(lax.while_loop(go_on, beforehand(step, start), start))
-
-
-def _cond_edges(params: dict[str, Any], inputs: Any, outputs: Any, blocks: Any) -> list[Edge]:
-    edges: list[Edge] = []
-    for branch in blocks:
-        for outer, inner in zip(inputs[1:], branch.inputs, strict=True):
-            edges += edge(outer, inner)
-        for outer, inner in zip(outputs, branch.outputs, strict=True):
-            edges += edge(outer, inner)
-    return edges
 
 
 def _cond_entry(equation: Equation, sharding: ShardingOf) -> list[Sharding]:
@@ -269,15 +257,8 @@ def _cond_crossings(equation: Equation) -> list[Crossing]:
 def _emit_cond(equation: Equation, emitter: Emitter, arrays: Sequence[Any]) -> Sequence[Any]:
     def branch(block: Block) -> Callable[..., list[Any]]:
         def run(*operands: Any) -> list[Any]:
-            moved = [
-                emitter.move(outer, x, emitter.sharding(inner), equation)
-                for outer, x, inner in zip(equation.inputs[1:], operands, block.inputs, strict=True)
-            ]
-            out = emitter.run(block, moved)
-            return [
-                emitter.move(v, x, emitter.sharding(result), equation)
-                for v, x, result in zip(block.outputs, out, equation.outputs, strict=True)
-            ]
+            moved = moved_to(equation, emitter, equation.inputs[1:], operands, block.inputs)
+            return moved_to(equation, emitter, block.outputs, emitter.run(block, moved), equation.outputs)
 
         return run
 
@@ -310,7 +291,7 @@ REGIONS: dict[str, Region] = {
     ),
     "cond": Region(
         lambda params: list(params["branches"]),
-        _cond_edges,
+        lambda equation: [c.edge for c in _cond_crossings(equation)],
         _cond_entry,
         _cond_leave,
         _emit_cond,
@@ -323,5 +304,4 @@ REGIONS: dict[str, Region] = {
 
 def with_edges(equation: Equation) -> Equation:
     """An equation with edges that are computed again, after its operands, results or bodies have changed."""
-    edges = REGIONS[equation.name].edges(equation.params, equation.inputs, equation.outputs, equation.blocks)
-    return dataclasses.replace(equation, edges=tuple(edges))
+    return dataclasses.replace(equation, edges=tuple(REGIONS[equation.name].edges(equation)))

@@ -19,7 +19,7 @@ import jax
 
 from gshard.core.jax_adapter import closed, sub_jaxprs, user_line
 from gshard.core.memory_kinds import is_on_host, space
-from gshard.core.program import Constant, Equation, Value, itemsize, short_dtype
+from gshard.core.program import Constant, Equation, Value, itemsize, type_text
 from gshard.core.rule import PARALLEL
 from gshard.core.split import Split
 from gshard.language.traits import traits_of
@@ -56,9 +56,8 @@ def transfers_of(jaxpr: Any, times: int = 1) -> Iterator[Transfer]:
             for before, after in zip(eqn.invars, eqn.outvars, strict=True):
                 aval = after.aval
                 if is_on_host(before.aval) != is_on_host(aval):
-                    shape = f"{short_dtype(aval.dtype)}[{','.join(map(str, aval.shape))}]"
                     size = aval.size * itemsize(aval.dtype)
-                    yield Transfer(is_on_host(aval), size, times, shape, user_line(eqn.source_info))
+                    yield Transfer(is_on_host(aval), size, times, type_text(aval), user_line(eqn.source_info))
         iterations = int(eqn.params["length"]) if eqn.primitive.name == "scan" else 1
         for body in sub_jaxprs(eqn.params):
             yield from transfers_of(body, times * iterations)

@@ -18,10 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.experimental.custom_partitioning import SdyShardingRule
 from jax.extend.core import ClosedJaxpr, Literal
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from gshard.comm.collectives import collectives_of
 from gshard.comm.steps import PERMUTE
@@ -29,7 +28,7 @@ from gshard.core.errors import GShardError, RuleError
 from gshard.core.jax_adapter import closed
 from gshard.core.jax_adapter_kernels import as_gspmd, ir_types, read_sharding_rule, spec_on
 from gshard.core.mark import Mark, resolve
-from gshard.core.mesh import Atoms, Mesh
+from gshard.core.mesh import Atoms, Mesh, automatic_mesh
 from gshard.core.partition_spec import axes_of_entry, entries_of
 from gshard.language.per_device import renamed
 from gshard.language.sharding_rule import Factors, factors_of, independent
@@ -264,12 +263,7 @@ class OnMesh:
                 axes.append((name, size, atoms_of_axis))
             else:
                 axes += [(a, self.mesh.atom_sizes[a], (a,)) for a in atoms_of_axis]
-        names, sizes, _ = zip(*axes, strict=True)
-        kinds = (AxisType.Auto,) * len(names)
-        mesh: Any = jax.sharding.AbstractMesh(sizes, names, axis_types=kinds)
-        if self.mesh.devices is not None:
-            devices = np.array(self.mesh.devices, dtype=object).reshape(sizes)
-            mesh = jax.sharding.Mesh(devices, names, axis_types=kinds)
+        mesh = automatic_mesh({name: size for name, size, _ in axes}, self.mesh.devices)
         axis_at_atom = {atoms[0]: (name, len(atoms)) for name, _, atoms in axes if atoms}
 
         def entry(atoms: Atoms) -> Any:

@@ -173,14 +173,9 @@ class _Timeline:
 
     def inline(self, jaxpr: core.Jaxpr, operands: tuple[Operand, ...]) -> tuple[Operand, ...]:
         """Adds the equations of ``jaxpr``, applied to ``operands`` (constvars first); returns its results."""
-        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), operands, strict=True))
-
-        def read(atom: Any) -> Operand:
-            return Scalar.of(atom) if isinstance(atom, core.Literal) else env[atom]
-
-        for eqn in jaxpr.eqns:
-            env.update(zip(eqn.outvars, self.add(eqn, tuple(map(read, eqn.invars))), strict=True))
-        return tuple(map(read, jaxpr.outvars))
+        first = len(jaxpr.constvars)
+        held, given = operands[:first], operands[first:]
+        return tuple(jax_adapter.evaluate(jaxpr, held, given, lambda e, xs: self.add(e, tuple(xs)), Scalar.of))
 
     def add(self, eqn: core.JaxprEqn, operands: tuple[Operand, ...]) -> tuple[Operand, ...]:
         """Adds one equation; returns its results."""

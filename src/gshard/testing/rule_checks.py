@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -21,10 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from gshard.comm.steps import identity
+from gshard.core.device_order import positions_of_parts
 from gshard.core.errors import RuleError
 from gshard.core.jax_adapter import bind
 from gshard.core.keywords import keywords
-from gshard.core.mesh import Atoms, Mesh
+from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Block, Equation, Program, Value
 from gshard.core.program_boundary import Boundary
@@ -301,7 +302,8 @@ def parts_of(x: Any, sharding: Sharding, mesh: Mesh) -> list[Any]:
         partial = tuple(a for a, _ in sharding.unreduced)
         cut = Sharding(sharding.dims)
         split = [parts_of(part, cut, mesh) for part in _divided(x, sharding.unreduced[0][1], mesh.count(partial))]
-        return [split[_ordinal(partial, at, mesh)][device] for device, at in enumerate(_positions(mesh))]
+        part_of = {int(d): part for part, devices in enumerate(positions_of_parts((partial,), mesh)) for d in devices}
+        return [split[part_of[device]][device] for device in range(mesh.size)]
     if _is_key(x):
         data = parts_of(jax.random.key_data(x), Sharding((*sharding.dims, ())), mesh)
         return [jax.random.wrap_key_data(jnp.asarray(part), impl=jax.random.key_impl(x)) for part in data]
@@ -310,10 +312,12 @@ def parts_of(x: Any, sharding: Sharding, mesh: Mesh) -> list[Any]:
     missing = [size * mesh.count(atoms) - n for n, size, atoms in zip(x.shape, local, sharding.dims, strict=True)]
     if any(missing):
         x = np.pad(x, [(0, n) for n in missing], constant_values=_poison(x.dtype))
-    parts = []
-    for at in _positions(mesh):
-        starts = [_ordinal(atoms, at, mesh) * size for size, atoms in zip(local, sharding.dims, strict=True)]
-        parts.append(x[tuple(slice(start, start + size) for start, size in zip(starts, local, strict=True))])
+    parts: list[Any] = [None] * mesh.size
+    devices = positions_of_parts(sharding.dims, mesh)
+    for at in np.ndindex(devices.shape[:-1]):
+        part = x[tuple(slice(i * size, (i + 1) * size) for i, size in zip(at, local, strict=True))]
+        for device in devices[at]:
+            parts[device] = part
     return parts
 
 
@@ -341,19 +345,6 @@ def _divides(x: Any, monoid: str) -> bool:
     return finite and kind in {"add": "iufc", "mul": "iufc", "max": "iuf", "min": "iuf", "pick": "biufc"}.get(
         monoid, "biu"
     )
-
-
-def _positions(mesh: Mesh) -> Iterator[dict[str, int]]:
-    """Where each device stands along every atom."""
-    for position in itertools.product(*(range(n) for n in mesh.atom_sizes.values())):
-        yield dict(zip(mesh.atoms, position, strict=True))
-
-
-def _ordinal(atoms: Atoms, at: Mapping[str, int], mesh: Mesh) -> int:
-    ordinal = 0
-    for a in atoms:
-        ordinal = ordinal * mesh.atom_sizes[a] + at[a]
-    return ordinal
 
 
 def _poison(dtype: Any) -> Any:

@@ -26,9 +26,8 @@ from gshard.core.memory_kinds import is_on_host
 from gshard.core.program import Block, Constant, Equation, Value
 from gshard.core.rule import Rule
 from gshard.language.ledger import check_arrays, dropped
-from gshard.language.look_primitive import look_at_p
-from gshard.language.mark_primitive import mark_p, name_p
-from gshard.language.region import REGIONS
+from gshard.language.mark_primitive import look_at_p, mark_p, name_p
+from gshard.language.region import REGIONS, with_edges
 from gshard.language.registry import Call, rule_of
 from gshard.rewrite.constant_indices import KnownValues, makes_indices
 from gshard.rewrite.cse import common_key
@@ -265,10 +264,11 @@ class Builder:
             bodies = zip(region.bodies(params), same, strict=False)
             traced = [self.block(*closed(body), same=[inputs[i] for i in positions]) for body, positions in bodies]
             blocks = added_in_rounds(primitive.name, traced)
-            edges = tuple(region.edges(params, inputs, outputs, blocks))
             count = region.trip_count(params)
-            return Equation(
-                primitive, params, inputs, outputs, None, source, blocks, edges, None, count, context=self.context
+            return with_edges(
+                Equation(
+                    primitive, params, inputs, outputs, None, source, blocks, trip_count=count, context=self.context
+                )
             )
         mark = mark_of_equation(primitive.name, params, inputs[0].shape if inputs else ())
         if mark is None:

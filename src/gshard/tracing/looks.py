@@ -1,6 +1,6 @@
 """Removes ``jax.debug.inspect_array_sharding`` and ``visualize_array_sharding`` from a function.
 
-Before planning, each inspection (*look*) becomes an identity (``language.look_primitive``), whose result later
+Before planning, each inspection (*look*) becomes an identity (``language.mark_primitive``), whose result later
 equations read. The builder of the program records the value and creates no equation. So looks do not change the
 program, and a value that only a look reads is not computed. The sharding of such a value comes from a second program,
 the *watched* program, in which each look is an equation that reads its operand.
@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 from gshard.core.jax_adapter import closed, user_line
 from gshard.core.look import Look
 from gshard.core.program import Constant, Value
-from gshard.language.look_primitive import look_at_p
+from gshard.language.mark_primitive import look_at_p
 from gshard.tracing.partly_manual import has_automatic_axes
 
 _LOOK = "inspect_sharding"

@@ -24,9 +24,9 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 
 from gshard.comm.shards import mask
 from gshard.core.jax_adapter import closed, named_axes, shapes_of, sub_jaxprs
-from gshard.core.program import Block, Edge, Equation, Value
+from gshard.core.program import Edge, Equation, Value
 from gshard.core.sharding import Sharding
-from gshard.language.region import REGIONS, Crossing, Emitter, Region, ShardingOf, crossing, edge
+from gshard.language.region import REGIONS, Crossing, Emitter, Region, ShardingOf, crossing, edge, moved_to
 
 mapped_while_p = Primitive("mapped_while")
 mapped_while_p.multiple_results = True
@@ -72,12 +72,12 @@ def _selected(flags: Any, new: Any, old: Any) -> Any:
     return lax.select(lax.broadcast_in_dim(flags, old.shape, range(flags.ndim)), new, old)
 
 
-def _edges(params: dict[str, Any], inputs: Any, outputs: Any, blocks: Sequence[Block]) -> list[Edge]:
-    (body,), consts = blocks, params["consts"]
+def _edges(equation: Equation) -> list[Edge]:
+    (body,), consts = equation.blocks, equation.params["consts"]
     edges: list[Edge] = []
-    for outer, inner in zip(inputs, body.inputs, strict=True):
+    for outer, inner in zip(equation.inputs, body.inputs, strict=True):
         edges += edge(outer, inner)
-    for inner, end, result in zip(body.inputs[consts:], body.outputs, outputs, strict=True):
+    for inner, end, result in zip(body.inputs[consts:], body.outputs, equation.outputs, strict=True):
         edges += edge(inner, end) + edge(result, inner)
     return edges
 
@@ -107,10 +107,7 @@ def _emit(equation: Equation, emitter: Emitter, arrays: Sequence[Any]) -> Sequen
 
     def step(*carry: Any) -> list[Any]:
         out = emitter.run(body, [*arrays[:consts], *carry])
-        return [
-            emitter.move(v, x, emitter.sharding(inner), equation)
-            for v, x, inner in zip(body.outputs, out, carried, strict=True)
-        ]
+        return moved_to(equation, emitter, body.outputs, out, carried)
 
     local_body = jax.make_jaxpr(step)(*arrays[consts:])
     all_iterate = bool(sharding.unreduced) or _communicates(local_body, frozenset(atoms))
