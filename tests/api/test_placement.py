@@ -1,6 +1,8 @@
 """Arguments are brought to where the executable expects them, in every call, whatever JAX's dispatch takes as it is."""
 
+import gc
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -239,3 +241,19 @@ def test_a_closed_over_array_is_not_given_to_be_overwritten() -> None:
         y = adding(y)
     with pytest.raises(gshard.ShardingError, match=r"given twice, as .* and y"):
         adding(x)
+
+
+def test_what_a_function_closes_over_is_freed_with_its_programs() -> None:
+    weights = jnp.arange(16.0).reshape(8, 2)
+    scaled = gshard.jit(lambda x: x @ gshard.split(weights, 0, "a"), mesh=MESH)
+    x = np.ones((3, 8), np.float32)
+    for _ in range(3):
+        np.testing.assert_array_equal(scaled(x), x @ weights)
+    placed = [weakref.ref(a) for a in scaled.lower(x).executable.captured]
+    gc.collect()
+    assert all(a() is not None for a in placed)
+    jax.clear_caches()
+    gc.collect()
+    assert placed
+    assert all(a() is None or a() is weights for a in placed)
+    np.testing.assert_array_equal(scaled(x), x @ weights)

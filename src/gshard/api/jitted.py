@@ -14,7 +14,7 @@ import functools
 import logging
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
 import jax
@@ -72,6 +72,19 @@ _PLANS = 4  # new kinds of calls for which a function keeps what planning comput
 _CACHES = SharedCaches(256)  # programs of each function, as many as combinations that JAX's dispatch keeps of it
 
 
+class _Captured:
+    """The captured arrays that programs in JAX's dispatch read, as long as JAX keeps these programs."""
+
+    arrays: tuple[Any, ...] = ()
+
+    def add(self, arrays: Iterable[Any]) -> None:
+        self.arrays = tuple({id(x): x for x in (*self.arrays, *arrays)}.values())
+
+    def cache_clear(self) -> None:
+        """Called by ``jax.clear_caches``."""
+        self.arrays = ()
+
+
 P = ParamSpec("P")
 Q = ParamSpec("Q")
 R = TypeVar("R")
@@ -99,7 +112,8 @@ class Jitted(Generic[P, R]):
         cleared_with_rules(self._fast)
         self._call = self._fast.call
         self._donates = bool(parameters.donated_numbers or parameters.donated_names)
-        self._captured: tuple[Any, ...] = ()  # that programs read, in the memory of arrays of the user's
+        self._captured = _Captured()
+        emptied_by_jax(self._captured)
         self._may_crash = options.mesh is None or options.mesh.size > 1  # on one device XLA itself refuses
         self._fixes = parameters.static_leaves
         if options.mesh is not None:
@@ -112,7 +126,7 @@ class Jitted(Generic[P, R]):
         return self._dispatched(args, kwargs)  # type: ignore[no-any-return]
 
     def _dispatched(self, args: Any, kwargs: Any) -> Any:
-        if self._may_crash and may_crash((args, kwargs, self._captured), self._donates):
+        if self._may_crash and may_crash((args, kwargs, self._captured.arrays), self._donates):
             return self._seen_first(*args, **kwargs)[0]
         try:
             return self._call(*args, **kwargs)
@@ -245,7 +259,7 @@ class Jitted(Generic[P, R]):
         flat = lowered.flat_results(results, leaves)
         path = by_dispatch(lowered, placed, leaves, flat)
         if path is not None and lowered.executable.captured:
-            self._captured = tuple({id(x): x for x in (*self._captured, *captured_arrays(lowered))}.values())
+            self._captured.add(captured_arrays(lowered))
         results = jax.tree.unflatten(lowered.out_tree, flat)
         if has_fixed(lowered.out_tree) and not self._fixes:
             return freed(results), None, False

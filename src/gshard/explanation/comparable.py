@@ -1,4 +1,4 @@
-"""Comparable: what explanations of gshard's programs and of XLA's have in common: the difference, and the page."""
+"""The common base of explanations of gshard's programs and of XLA's: their difference, and their page."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Comparable:
 
     @property
     def _sent_line(self) -> str:
-        """The line that tells what each device sends."""
+        """The line with the bytes that each device sends."""
         kinds = sorted(self.bytes_by_kind.items(), key=lambda pair: -pair[1])
         each = ", ".join(f"{kind} {format_bytes(n)}" for kind, n in kinds)
         return f"  each device sends {format_bytes(self.total_bytes)} in one call{f': {each}' if each else ''}"
@@ -64,7 +64,7 @@ class Comparable:
 
 
 def _data_of(side: Comparable | Mapping[str, Any], machine: Machine | str | None) -> Mapping[str, Any]:
-    """What is compared: the data of an explanation, unless it is that already."""
+    """The data of an explanation; data that is given stays."""
     return side.data(machine) if isinstance(side, Comparable) else side
 
 

@@ -1,4 +1,4 @@
-"""Explained plan: what a plan and its per-device program tell: the rows and lists of an explanation."""
+"""Computes the rows and lists of an explanation from a plan and its per-device program."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from gshard.naming.array_names import ArrayNames
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class ExplainedPlan(Comparable):
-    """What a plan and its per-device program tell.
+    """A plan and its per-device program, with the rows and lists that explain them.
 
     Attributes:
-        plan: the sharding of every value;
-        spmd: and the per-device program.
+        plan: the sharding of every value.
+        spmd: the per-device program.
         donated: arguments whose memory results may take.
     """
 
@@ -45,7 +45,7 @@ class ExplainedPlan(Comparable):
 
     @property
     def name(self) -> str:
-        """The function."""
+        """The name of the function."""
         return self.plan.program.name
 
     @property
@@ -168,7 +168,7 @@ class ExplainedPlan(Comparable):
 
     @property
     def dropped(self) -> tuple[str, ...]:
-        """What the program says and gshard does not keep: line, parameter, value, what is done instead."""
+        """Features of the program that gshard does not keep: line, parameter, value, what gshard does instead."""
         return tuple(map(str, self.plan.program.dropped))
 
     @property
