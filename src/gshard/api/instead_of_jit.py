@@ -20,7 +20,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from gshard.api.jitted import Jitted
 from gshard.api.lowered import Lowered
-from gshard.api.placement import by_dispatch, placed_arguments
+from gshard.api.placement import by_dispatch, is_on_cpu, placed_arguments
 from gshard.api.signature import Leaf, Parameters, Signature
 from gshard.api.target import Options
 from gshard.core import jax_adapter_jit as by_jax
@@ -82,7 +82,7 @@ class OfJaxpr(Jitted):
         executable = lowered.executable
         results = lowered.flat_results(executable(*placed.arrays))
         # What overwrites memory twice makes XLA:CPU crash, so there each call that donates is checked first.
-        checked = self._donates and self._may_crash and any(d.platform == "cpu" for d in lowered.mesh.devices or ())
+        checked = self._donates and lowered.mesh.size > 1 and is_on_cpu(lowered)
         fast = not checked and by_dispatch(lowered, placed, leaves, results) is not None
         return by_jax.Ran(results, executable.compiled if fast else None, executable.captured)
 

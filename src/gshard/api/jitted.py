@@ -4,7 +4,7 @@
 
 It runs the chain once for each ``Signature`` (structure, types and committed shardings of the arguments, static values,
 JAX's settings); ``.lower(*args)`` has every intermediate. Later calls of the same kind go through JAX's own dispatch in
-C++; Python only checks that no argument has been overwritten.
+C++. On several CPU devices, and if arguments are donated, Python first checks that no array has been overwritten.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from gshard.api.inside_shard_map import target_inside
 from gshard.api.lowered import Lowered
 from gshard.api.names import names_of_arguments, with_named_arguments, with_names_of_arguments
 from gshard.api.new_kinds import log_new_kind
-from gshard.api.placement import by_dispatch, captured_arrays, placed_arguments
+from gshard.api.placement import by_dispatch, captured_arrays, is_on_cpu, placed_arguments
 from gshard.api.signature import Parameters, Signature
 from gshard.api.static_leaves import freed, has_fixed
 from gshard.api.target import Options, Target
@@ -114,7 +114,7 @@ class Jitted(Generic[P, R]):
         self._donates = bool(parameters.donated_numbers or parameters.donated_names)
         self._captured = _Captured()
         emptied_by_jax(self._captured)
-        self._may_crash = options.mesh is None or options.mesh.size > 1  # on one device XLA itself refuses
+        self._may_crash = False  # no program is in JAX's dispatch yet
         self._fixes = parameters.static_leaves
         if options.mesh is not None:
             options.target()  # errors of the mesh or the machine are raised at once
@@ -258,8 +258,10 @@ class Jitted(Generic[P, R]):
             return without_jit(lambda: self._parameters.plain(*args, **kwargs), name_of(self._f)), None, False
         flat = lowered.flat_results(results, leaves)
         path = by_dispatch(lowered, placed, leaves, flat)
-        if path is not None and lowered.executable.captured:
-            self._captured.add(captured_arrays(lowered))
+        if path is not None:
+            # On one device XLA refuses such arrays; without donation only XLA:CPU crashes.
+            self._may_crash |= lowered.mesh.size > 1 and (self._donates or is_on_cpu(lowered))
+            self._captured.add(captured_arrays(lowered) if lowered.executable.captured else ())
         results = jax.tree.unflatten(lowered.out_tree, flat)
         if has_fixed(lowered.out_tree) and not self._fixes:
             return freed(results), None, False

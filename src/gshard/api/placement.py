@@ -139,6 +139,11 @@ def by_dispatch(callee: Callee, placed: Placed, leaves: Sequence[Any], results: 
     return fast_path(executable.compiled, callee.out_tree, results, executable.captured, len(leaves))
 
 
+def is_on_cpu(callee: Callee) -> bool:
+    """Whether a program runs on CPU devices, whose XLA may crash on arrays that were overwritten."""
+    return any(d.platform == "cpu" for d in callee.mesh.devices or ())
+
+
 def captured_arrays(callee: Callee) -> list[Any]:
     """The captured arrays as they were placed, and those of the user's that share their memory."""
     placed = callee.executable.captured

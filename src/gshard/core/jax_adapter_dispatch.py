@@ -82,7 +82,7 @@ def address_of(x: Any) -> int:
 def may_crash(arguments: Any, donates: bool) -> bool:
     """Whether an array is deleted, or occurs twice among arguments of which some are donated: XLA on CPU may crash.
 
-    gshard checks this before every call, so the check must be fast.
+    gshard checks this before calls on several devices, so the check must be fast.
     """
     leaves = _tree_util.dispatch_registry.flatten(arguments)[0]  # random keys become arrays of integers
     if len(leaves) == 1:
