@@ -85,7 +85,8 @@ def check_runs(configuration: Configuration, arguments: Any) -> Any:
 
 def test_the_best_is_optimal_and_runs(found: Configurations, rng: np.random.Generator) -> None:
     best = found.best
-    assert best.keywords == {"micro_batches": 1, "recompute": "none"}
+    # To compute a layer again takes less time than to write its residuals into stacks, and to copy them out of these.
+    assert best.keywords == {"micro_batches": 1, "recompute": "full"}
     assert not best.built.host
     assert best.examples_per_second == pytest.approx(BATCH / best.seconds)
     assert best.found is not None

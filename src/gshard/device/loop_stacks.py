@@ -43,7 +43,7 @@ def stack_slices(program: Kernels, compiler: Compiler) -> Iterator[StackSlice]:
     for kernel in program.kernels:
         for body in kernel.bodies:
             yield from stack_slices(body, compiler)
-        if kernel.equation.name == "scan":
+        if kernel.equation.name == "scan" and kernel.bodies:  # a loop whose iterations are split is an operator
             (body,) = kernel.bodies
             yield from _slices_of_loop(kernel, body, compiler)
 
