@@ -35,13 +35,12 @@ from jax._src.random import prng as _prng
 from jax.extend import core as _extend_core
 from jax.extend import source_info_util as _public_source_info
 
-from gshard.core.library_files import is_of_library
+from gshard.core.library_files import is_of_jax_or_gshard, is_of_library
 from gshard.core.memory_kinds import shape_of_type
 from gshard.core.planning_tables import tabulated
 
 # Source lines skip frames of the partitioner. Frames of ``gshard.moe`` count as the user's: it uses public names only.
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_LIBRARIES = (_PACKAGE, os.path.dirname(os.path.abspath(jax.__file__)))
 for _folder in sorted(entry.name for entry in os.scandir(_PACKAGE) if entry.is_dir() and entry.name != "moe"):
     _public_source_info.register_exclusion(os.path.join(_PACKAGE, _folder))
 
@@ -73,7 +72,7 @@ def _line_of_stack() -> str:
     """The innermost frame of the Python stack outside of JAX, gshard and the frameworks."""
     for frame, line in traceback.walk_stack(None):
         name = frame.f_code.co_filename
-        if os.path.isfile(name) and not name.startswith(_LIBRARIES) and not is_of_library(name):
+        if os.path.isfile(name) and not is_of_jax_or_gshard(name) and not is_of_library(name):
             return f"{os.path.basename(name)}:{line} ({frame.f_code.co_qualname})"
     return ""
 
@@ -190,7 +189,7 @@ def is_mapped(x: Any) -> bool:
 def line_of_exception(error: BaseException) -> str | None:
     """The innermost ``file:line (function)`` of an exception's traceback outside of JAX and gshard, if there is one."""
     frames = reversed(traceback.extract_tb(error.__traceback__))
-    innermost = next((frame for frame in frames if not frame.filename.startswith(_LIBRARIES)), None)
+    innermost = next((frame for frame in frames if not is_of_jax_or_gshard(frame.filename)), None)
     return innermost and f"{os.path.basename(innermost.filename)}:{innermost.lineno} ({innermost.name})"
 
 
