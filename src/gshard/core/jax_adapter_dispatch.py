@@ -80,7 +80,7 @@ def address_of(x: Any) -> int:
 
 
 def may_crash(arguments: Any, donates: bool) -> bool:
-    """Whether an array is deleted, or occurs twice among arguments of which some are donated: XLA on CPU may crash.
+    """Whether XLA on CPU may crash: an array is deleted, or a call that donates gets one array twice.
 
     gshard checks this before calls on several devices, so the check must be fast.
     """

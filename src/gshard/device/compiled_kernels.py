@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 
 from gshard.core.program import Constant, Value
 from gshard.core.rule import REDUCE
-from gshard.device.fusion_model import FUSED, REDUCTION, Kernel, Kernels, is_looked_up, readers_of, size
+from gshard.device.fusion_model import FUSED, REDUCTION, Kernel, Kernels, looks_up, readers_of, size
 from gshard.device.machine_kinds import Compiler
 
 # The number of kernels, or groups of them, in which a partner is searched: merged kernels are near each other.
@@ -168,18 +168,12 @@ def _is_recomputed(kernel: Kernel, buffers: _Buffers) -> bool:
         return False
     (result,) = kernel.writes
     readers = buffers.readers.get(result, ())
-    if readers and all(_looks_up(result, k, buffers) for k in readers):
+    if readers and all(looks_up(k, result, buffers.home) for k in readers):
         return True
     if len(readers) < 2 or not all(k.kind in (FUSED, REDUCTION) for k in readers):
         return False
     read = sum(map(size, kernel.reads))
     return len(readers) * read <= read + (1 + len(readers)) * size(result)
-
-
-def _looks_up(v: Value, kernel: Kernel, buffers: _Buffers) -> bool:
-    """Whether a kernel reads only some elements of a buffer, by indices."""
-    uses = [(e, i) for e in (kernel.equation, *kernel.fused) for i, x in enumerate(e.inputs) if buffers.buffer(x) is v]
-    return bool(uses) and all(e.rule is not None and is_looked_up(e.rule, i) for e, i in uses)
 
 
 def _recompute(kernel: Kernel, buffers: _Buffers, changed: dict[Kernel, Kernel]) -> None:
@@ -191,7 +185,9 @@ def _recompute(kernel: Kernel, buffers: _Buffers, changed: dict[Kernel, Kernel])
     for reader in buffers.readers[kernel.writes[0]]:
         other = changed.get(reader, reader)
         # A look-up computes only the elements that it finds.
-        new_reads = () if _looks_up(kernel.writes[0], reader, buffers) else (v for v in reads if v not in other.reads)
+        new_reads = (
+            () if looks_up(reader, kernel.writes[0], buffers.home) else (v for v in reads if v not in other.reads)
+        )
         carried = dict.fromkeys((*other.carried, *new_reads))
         changed[reader] = dataclasses.replace(other, spared=other.spared | {kernel.writes[0]}, carried=tuple(carried))
 

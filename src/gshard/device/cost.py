@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from gshard.comm.collectives import KINDS, sent_bytes, sent_sizes
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.planning_tables import with_tables
-from gshard.core.program import Equation, Value, format_bytes, format_flops
+from gshard.core.program import Equation, Value, format_bytes, format_flops, type_text
 from gshard.core.spmd import SpmdProgram
 from gshard.device.async_overlap import overlapped_of
 from gshard.device.combiner import combined
@@ -50,7 +50,7 @@ WORTH = 0.98
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PricedKernel:
-    """The cost of one kernel of a call, whoever partitioned the program.
+    """The cost of one kernel of a call, of gshard's program or of XLA's.
 
     Attributes:
         kind: collective, product, reduction, operator or fused.
@@ -315,7 +315,7 @@ def kernel_cost(
         filled: bytes of a loop's stacks that are filled with zeros for one run of the kernel (``loop_stacks``).
     """
     e = kernel.equation
-    result = ", ".join(f"{v.dtype_name}[{','.join(map(str, v.shape))}]" for v in e.outputs)
+    result = ", ".join(map(type_text, e.outputs))
     row = functools.partial(KernelCost, line=e.line, result=result, times=times, equation=e)
     parts: tuple[tuple[str, float], ...]
     starts = sum((launch_seconds(machine, 2 * array) for array in copied), 0.0)

@@ -145,6 +145,13 @@ def is_looked_up(rule: Rule, operand: int) -> bool:
     return any(rule.factors[f].monoid == "pick" for dim in rule.operands[operand] for f in dim)
 
 
+def looks_up(kernel: Kernel, v: Value, home: Mapping[Value, Value]) -> bool:
+    """Whether a kernel reads only some elements of a buffer, by indices. ``home`` is that of its block."""
+    operands = ((e, i, x) for e in (kernel.equation, *kernel.fused) for i, x in enumerate(e.inputs))
+    uses = [(e, i) for e, i, x in operands if isinstance(x, Value) and home.get(x, x) is v]
+    return bool(uses) and all(e.rule is not None and is_looked_up(e.rule, i) for e, i in uses)
+
+
 @tabulated(4096)
 def moves_elements(rule: Rule) -> bool:
     """Whether each result element is an element of an operand at another place: windows, paddings, reversals."""

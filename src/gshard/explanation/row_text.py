@@ -13,15 +13,15 @@ from gshard.explanation.rows import CollectiveRow, TensorRow
 
 
 class ArrayLine(NamedTuple):
-    """What is printed of an array.
+    """The parts of the line of an array.
 
     Attributes:
-        key: arrays with equal keys in the same sharding, and of which the same is told, have one line.
-        alike: the name of several;
-        name: and of one.
+        key: arrays with the same key, sharding and note have one line.
+        alike: the name of several of them.
+        name: the name of one of them.
         sharding: as text.
         bytes: of one device's part.
-        told: what else is told of it.
+        note: the end of the line.
     """
 
     key: str
@@ -29,19 +29,19 @@ class ArrayLine(NamedTuple):
     name: str
     sharding: str
     bytes: int
-    told: str
+    note: str
 
 
 def array_lines(title: str, arrays: Sequence[ArrayLine], most: int) -> list[str]:
     """At most so many lines, with a title; those of equal arrays as one."""
     together: dict[tuple[str, str, str], list[ArrayLine]] = {}
     for array in arrays:
-        together.setdefault((array.key, array.sharding, array.told), []).append(array)
+        together.setdefault((array.key, array.sharding, array.note), []).append(array)
     shown = [(same[0], len(same)) for same in together.values()][:most]
     names = [f"{first.alike}  x{n}" if n > 1 else first.name for first, n in shown]
     wide, across = (max(map(len, texts), default=0) for texts in (names, [first.sharding for first, _ in shown]))
     lines = [
-        f"  {name:<{wide}}  {first.sharding:<{across}}  {format_bytes(first.bytes):>10}  {first.told}"
+        f"  {name:<{wide}}  {first.sharding:<{across}}  {format_bytes(first.bytes):>10}  {first.note}"
         for name, (first, _) in zip(names, shown, strict=True)
     ]
     title = f"{title} (the largest {sum(n for _, n in shown)} of {len(arrays)}; bytes of one device's part)"

@@ -69,8 +69,8 @@ class Loop:
         start: seconds from the beginning of the run.
         rounds: how often it runs.
         body: one round.
-        name: what is shown, without the number of rounds;
-        line: and the user's source line.
+        name: the text of its event, without the number of rounds.
+        line: the user's source line.
     """
 
     start: float

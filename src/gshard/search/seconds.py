@@ -18,9 +18,10 @@ from gshard.core.rule import REDUCE, Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split
 from gshard.device.compiled_kernels import as_compiled
-from gshard.device.fusion_model import Kernel, is_looked_up, kernels_of
+from gshard.device.fusion_model import Kernel, Kernels, is_looked_up, kernels_of
 from gshard.device.loop_stacks import stack_slices
 from gshard.device.machine import Machine
+from gshard.device.machine_kinds import Compiler
 from gshard.device.network import interchangeable
 from gshard.device.roofline import dtype_of, host_seconds, launch_seconds, roofline
 from gshard.device.step_times import StepTimes
@@ -76,11 +77,11 @@ class Seconds(Moves):
 
     def kernels(self, block: Block) -> Iterator[tuple[Kernel, int]]:
         """The kernels after fusion."""
-        return as_compiled(kernels_of(block, windows=False), self.machine.compiler).walk()
+        return _compiled_kernels(block, self.machine.compiler).walk()
 
     def stack_costs(self, block: Block) -> Iterator[StackCost]:
         """The costs of slices of loops' stacks, in the kernels after fusion (``device.loop_stacks``)."""
-        program = as_compiled(kernels_of(block, windows=False), self.machine.compiler)
+        program = _compiled_kernels(block, self.machine.compiler)
         runs_of_kernel = dict(program.walk())
         for moved in stack_slices(program, self.machine.compiler):
             passes = 2 * moved.copied + moved.filled
@@ -234,6 +235,12 @@ def seconds_on(
 def on_machine(mesh: Mesh, machine: Machine, *, joined: bool = False) -> Mesh:
     """The mesh with the step times of a machine, so that reshards take the fastest steps."""
     return dataclasses.replace(mesh, times=StepTimes(machine, joined))
+
+
+@tabulated(4)
+def _compiled_kernels(block: Block, compiler: Compiler) -> Kernels:
+    """The kernels of a program that is not split yet. The objectives of one machine share them."""
+    return as_compiled(kernels_of(block, windows=False), compiler)
 
 
 @tabulated(16)
