@@ -29,13 +29,13 @@ FEW_PARTS = 2
 
 
 def parts_of(mesh: Mesh, axes: Sequence[Atoms]) -> list[tuple[Atoms, ...]]:
-    """For each axis of the mesh, the axes that are parts of it."""
-    return [tuple(part for part in axes if part[0] in whole) for whole in mesh.atoms_of.values()]
+    """For each axis of the mesh that has several devices, the axes that are parts of it."""
+    return [tuple(part for part in axes if part[0] in whole) for whole in mesh.atoms_of.values() if whole]
 
 
 def has_many(mesh: Mesh, axes: Sequence[Atoms]) -> bool:
     """Whether there are too many axes to compare all choices."""
-    return sum(map(bool, parts_of(mesh, axes))) > FEW
+    return len(parts_of(mesh, axes)) > FEW
 
 
 def is_considered(places: Sequence[object]) -> bool:

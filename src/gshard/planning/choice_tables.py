@@ -24,7 +24,7 @@ from gshard.language.region import REGIONS
 from gshard.planning.demands import demands
 from gshard.planning.interned import Interned
 from gshard.planning.io_shardings import as_returned
-from gshard.planning.nearby import NEAR_PLAN, changes
+from gshard.planning.nearby import nearby
 from gshard.planning.objective import Objective
 from gshard.planning.propagated import Propagated
 from gshard.planning.room import Room
@@ -98,8 +98,10 @@ class ChoiceTables:
         self.groups = sharding_groups_of(program, alone, finished, marked_unreduced, fused=objective.fuses)
         self._kinds = kinds_of(program, propagated)
         self._near = near
-        self._changes = changes(program, self.mesh, objective.axes) if near is None else NEAR_PLAN
-        self.is_limited = self._changes is not None
+        known = propagated if near is None else near
+        known_shardings = () if known is None else dict.fromkeys(known.shardings.values())
+        self._nearby = nearby(program, self.mesh, objective.axes, known_shardings, near_plan=near is not None)
+        self.is_limited = self._nearby is not None
         self._suggested: dict[Value, dict[Sharding, None]] = {}
         self._free_groups: set[int] = set()
         if propagated is not None:
@@ -139,8 +141,7 @@ class ChoiceTables:
     ) -> Sequence[Sharding]:
         v, propagated = values[0], self.propagated
         found = self._over_whole_axes(values, monoids, even=v in self.inputs)
-        if (near := self._near_shardings(values)) is not None:
-            found = tuple(dict.fromkeys((*near, *found)))
+        found = tuple(dict.fromkeys((*self._near_shardings(values), *found)))
         if propagated is not None and v in self.inputs:
             allowed = (s for s in found if propagated.allow(v, s))
             return tuple(dict.fromkeys((propagated.shardings[v], *allowed)))
@@ -160,13 +161,13 @@ class ChoiceTables:
         axes = axes_without(self.objective.axes, barred)
         near = self._near_shardings(values)
         return group_shardings(
-            values, self.propagated, self.mesh, axes, monoids, even=even, near=near, changes=self._changes
+            values, self.propagated, self.mesh, axes, monoids, even=even, near=near, nearby=self._nearby
         )
 
-    def _near_shardings(self, values: Sequence[Value]) -> tuple[Sharding, ...] | None:
-        """The shardings near which others are compared; None if no plan is known for these values."""
+    def _near_shardings(self, values: Sequence[Value]) -> tuple[Sharding, ...]:
+        """The shardings of these values in the known plan."""
         known = {} if self._near is None else self._near.shardings
-        return tuple(dict.fromkeys(known[v] for v in values if v in known)) or None
+        return tuple(dict.fromkeys(known[v] for v in values if v in known))
 
     def read_states(self, v: Value) -> tuple[tuple[Sharding, ...], object]:
         """The shardings of a shared reshard of a value, and a key that is equal for equal values."""
@@ -230,7 +231,7 @@ class ChoiceTables:
             axes = axes_without(self.objective.axes, barred)
             pinned = tuple(self._manual.pinned(e).items())
             self._splits[key] = component_splits(
-                rule, component, passing, arrays, self.mesh, axes, barred, pinned, near_split, self._changes
+                rule, component, passing, arrays, self.mesh, axes, barred, pinned, near_split, self._nearby
             )
         return self._splits[key]
 

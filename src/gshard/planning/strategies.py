@@ -21,7 +21,7 @@ from gshard.core.rule import REPLICATE, Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, is_valid
 from gshard.planning.axis_steps import is_considered, parts_of
-from gshard.planning.nearby import LARGE_PROGRAM, MANY_AXES
+from gshard.planning.nearby import LARGE_PROGRAM, Nearby
 from gshard.planning.reshard_costs import are_together
 
 # The planner considers unequal parts if padding makes the devices compute at most this much more.
@@ -39,8 +39,8 @@ def shardings(
     unreduced: str = "",
     even: bool = False,
     also: Cuts = frozenset(),
-    near: tuple[Sharding, ...] | None = None,
-    changes: int = MANY_AXES,
+    near: tuple[Sharding, ...] = (),
+    nearby: Nearby | None = None,
 ) -> tuple[Sharding, ...]:
     """The shardings of an array of this shape, the replicated one first.
 
@@ -51,13 +51,13 @@ def shardings(
         unreduced: the monoid with which the array may be unreduced; "" for none.
         even: whether all parts must be equal, as at the boundary of a program.
         also: dimensions and the atoms that may split them even into very unequal parts.
-        near: the propagated shardings; None to enumerate all.
-        changes: how many axes may differ from ``near``.
+        near: the known shardings.
+        nearby: which choices near the known shardings are compared; None for all.
     """
     found = []
-    bases = None if near is None else [places_of(dict(enumerate(s.dims)), given) for s in near]
+    bases = [places_of(dict(enumerate(s.dims)), given) for s in near]
     places = [None, *range(len(shape)), *([_SUM] if unreduced else [])]
-    for chosen in places_for(places, mesh, given, bases, changes):
+    for chosen in places_for(places, mesh, given, bases, nearby):
         dims: list[Atoms] = [()] * len(shape)
         partial: dict[str, str] = {}
         for place, atoms in zip(chosen, given, strict=True):
@@ -82,35 +82,41 @@ def places_for(
     places: Sequence[Place],
     mesh: Mesh,
     given: tuple[Atoms, ...],
-    near: Sequence[Places] | None = None,
-    changes: int = MANY_AXES,
+    near: Sequence[Places] = (),
+    nearby: Nearby | None = None,
 ) -> Iterable[Places]:
     """Assigns a place to each axis, for parts of one axis as ``axis_steps.is_considered`` allows.
 
-    With ``near``, at most ``changes`` axes differ from one of these assignments, or from the one without places
-    (``planning.nearby``); if there is only one axis more, all may differ. With ``changes`` of 1, the parts of an axis
+    With ``nearby``, few axes differ from one of the assignments ``near``, or from the one without places
+    (``planning.nearby``); if there is only one axis more, all may differ. Where one axis may differ, the parts of it
     that differ have one place.
     """
     parts = parts_of(mesh, given)
     options_of_axis = [
         [option for option in itertools.product(places, repeat=len(part)) if is_considered(option)] for part in parts
     ]
-    ends = list(itertools.accumulate(map(len, parts), initial=0))
-    bases = [[base[a:b] for a, b in itertools.pairwise(ends)] for base in ((None,) * len(given), *(near or ()))]
-    if near is not None and changes == LARGE_PROGRAM:
-        options_of_axis = [
-            [option for option in options if any(are_together(option, base[axis]) for base in bases)]
-            for axis, options in enumerate(options_of_axis)
-        ]
-    if near is None or sum(map(bool, parts)) <= changes + 1:
+    if nearby is None:
         return (tuple(itertools.chain(*chosen)) for chosen in itertools.product(*options_of_axis))
+    spans = [*itertools.pairwise(itertools.accumulate(map(len, parts), initial=0))]
+    bases = [(None,) * len(given), *near]
+    if nearby.changes == LARGE_PROGRAM:
+        options_of_axis = [
+            [option for option in options if any(are_together(option, base[a:b]) for base in bases)]
+            for (a, b), options in zip(spans, options_of_axis, strict=True)
+        ]
+    if len(parts) <= nearby.changes + 1:
+        return (tuple(itertools.chain(*chosen)) for chosen in itertools.product(*options_of_axis))
+    units = [[[*zip(range(a, b), some)] for some in own] for (a, b), own in zip(spans, options_of_axis, strict=True)]
+    for atoms in nearby.runs:
+        in_run = [i for i, axis in enumerate(given) if {*axis} <= {*atoms}]
+        units += [[[(i, place) for i in in_run] for place in places]] if len(in_run) > 1 else []
     assignments: dict[Places, None] = {}
     for base in bases:
-        unmoved = [[option] for option in base]
-        for moved_axes in itertools.combinations(range(len(options_of_axis)), changes):
-            choices = (options_of_axis[axis] if axis in moved_axes else unmoved[axis] for axis in range(len(unmoved)))
-            assignments.update((tuple(itertools.chain(*chosen)), None) for chosen in itertools.product(*choices))
-    return assignments
+        for moved in itertools.combinations(units, nearby.changes):
+            for chosen in itertools.product(*moved):
+                place_of = dict(enumerate(base)) | dict(itertools.chain(*chosen))
+                assignments[tuple(place_of.values())] = None
+    return [some for some in assignments if all(is_considered(some[a:b]) for a, b in spans)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -156,8 +162,8 @@ def splits(
     given: tuple[Atoms, ...],
     passing: frozenset[int] = frozenset(),
     also: Cuts = frozenset(),
-    near: tuple[Places, ...] | None = None,
-    changes: int = MANY_AXES,
+    near: tuple[Places, ...] = (),
+    nearby: Nearby | None = None,
     pinned: tuple[tuple[int, Atoms], ...] = (),
 ) -> tuple[Split, ...]:
     """The splits of a component, the one that splits nothing first. If the rule has only one split, that one.
@@ -169,8 +175,8 @@ def splits(
         given: the axes.
         passing: the keys of sums (below zero) over which unreduced operands may pass.
         also: factors and the atoms that may split them even into very unequal parts.
-        near: places of the axes in propagated splits; None to enumerate all.
-        changes: how many axes may differ from ``near``.
+        near: places of the axes in known splits.
+        nearby: which choices near the known splits are compared; None for all.
         pinned: factors with their atoms, which are part of every split.
     """
     if rule.fixed is not None:
@@ -183,7 +189,7 @@ def splits(
     ]
     passing_sums = [key for key in component.factors if key < 0 and key in passing]
     found = []
-    for chosen in places_for([None, *factors, *passing_sums], mesh, given, near, changes):
+    for chosen in places_for([None, *factors, *passing_sums], mesh, given, near, nearby):
         split: Split = dict(pinned_split)
         for f, atoms in zip(chosen, given, strict=True):
             if f is not None:
