@@ -16,7 +16,6 @@ parts of the others.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import re
 
 from gshard.core.errors import ShardingError, known_names
@@ -131,4 +130,9 @@ def common_prefix(a: Atoms, b: Atoms) -> Atoms:
     >>> common_prefix(("x.0", "x.1"), ("x.0", "y"))
     ('x.0',)
     """
-    return tuple(x for x, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+    k = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        k += 1
+    return a[:k]

@@ -1,7 +1,7 @@
 """Limits how many axes may differ from the propagated places, if there are too many choices to compare all.
 
 A choice gives each axis one dimension, or none. With up to three axes, all choices are compared. With many axes
-(``axis_steps.has_many``), at most two of them may differ from the propagated places, or from no place. If a program is
+(``axes.has_many``), at most two of them may differ from the propagated places, or from no place. If a program is
 large, even these are too many, with three or more axes or with an axis in several parts: nodes have hundreds of states
 and tables tens of thousands of entries, so that building the problem takes long and its solution ends far from the
 best. There, at most one axis may differ, and the parts of it that differ have one place. Axes that some known sharding
@@ -18,9 +18,9 @@ from gshard.core.planning_tables import tabulated
 from gshard.core.program import Program, Value
 from gshard.core.rule import REPLICATE
 from gshard.core.sharding import Sharding
-from gshard.planning.axis_steps import FEW, FEW_PARTS, has_many, parts_of
+from gshard.planning.axes import FEW, FEW_PARTS, has_many, parts_of
 
-MANY_AXES, LARGE_PROGRAM = 2, 1  # the numbers of axes that may differ
+MANY_AXES, LARGE_PROGRAM = 1, 1  # the numbers of axes that may differ
 NEAR_PLAN = 1  # the same, of choices near a plan that is known
 LARGE = 2e6  # entries of all tables: such a problem takes some seconds to build and solve
 

@@ -328,6 +328,8 @@ def _solved(
             if (best := best_of_rest(descent, _ENOUGH)) is not None:
                 return reduced.lift(best), 0.0
             tried_gap = gap_cost
+    if work < LARGE and descent.value - descent.prices.bound > _NEARLY * descent.value:
+        best_of_few(descent)
     assert descent.states is not None, "without a limit of memory, messages find states that are allowed"
     return reduced.lift(descent.states), max(0.0, 1 - descent.prices.bound / descent.value) if descent.value else 0.0
 

@@ -20,7 +20,7 @@ from gshard.core.planning_tables import tabulated
 from gshard.core.rule import REPLICATE, Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, is_valid
-from gshard.planning.axis_steps import is_considered, parts_of
+from gshard.planning.axes import is_considered, parts_of
 from gshard.planning.nearby import LARGE_PROGRAM, Nearby
 from gshard.planning.reshard_costs import are_together
 
@@ -85,7 +85,7 @@ def places_for(
     near: Sequence[Places] = (),
     nearby: Nearby | None = None,
 ) -> Iterable[Places]:
-    """Assigns a place to each axis, for parts of one axis as ``axis_steps.is_considered`` allows.
+    """Assigns a place to each axis, for parts of one axis as ``axes.is_considered`` allows.
 
     With ``nearby``, few axes differ from one of the assignments ``near``, or from the one without places
     (``planning.nearby``); if there is only one axis more, all may differ. Where one axis may differ, the parts of it

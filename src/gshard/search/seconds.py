@@ -51,29 +51,27 @@ class Seconds(Moves):
         joined: whether collectives that may share a message are priced as if they did (``StepTimes``).
     """
 
+    copies = True
+
     def __init__(self, mesh: Mesh, machine: Machine, axes: tuple[Atoms, ...], *, joined: bool = False):
         super().__init__(mesh, axes)
         self.machine, self.tie, self.fuses, self.counted = machine, _FOLLOWS, True, f"time on {machine.name}"
         self.held_byte_cost = self.stacked_byte_cost = _TIE / machine.memory_bandwidth
         self.extra_byte_cost = 0.0  # kernels count what they read and write
         self.times = StepTimes(machine, joined)
-        # For each axis, its number of atoms in each class of interchangeable atoms.
+        # For each atom, which class of interchangeable atoms it is in.
         classes = interchangeable(mesh, machine)
-        self._places = {
-            name: tuple(sum(a in axis_atoms for a in atoms_of_class) for atoms_of_class in classes)
-            for name, axis_atoms in self.atoms_of.items()
-        }
+        self._places = {a: tuple(int(a in atoms) for atoms in classes) for a in mesh.atoms}
         # What equations cost does not depend on shared messages.
         self._own_ways = own_ways(on_machine(mesh, machine), machine)
         self._costs_of_splits = _costs_of_splits(dataclasses.replace(mesh, times=None), machine)
         self._traces = True  # whether an equation with an own way to run on shards is traced when it needs a price
 
     def step(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> float:
-        atoms = tuple(a for name in step.atoms for a in self.atoms_of.get(name, (name,)))
-        return self.times.seconds(step, shape, itemsize, mesh, among=(self.mesh, atoms))
+        return self.times.seconds(step, shape, itemsize, mesh)
 
     def price_class(self, step: Step) -> Hashable:
-        return self.times.price_class(step, self._coarse, self._places)
+        return self.times.price_class(step, self.mesh, self._places)
 
     def kernels(self, block: Block) -> Iterator[tuple[Kernel, int]]:
         """The kernels after fusion."""
