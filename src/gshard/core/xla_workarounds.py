@@ -48,9 +48,9 @@ class NegativePads(EachJaxpr):
     """
 
     def equation(self, e: Any) -> Any:
-        if e.primitive.name != "pad" or all(low >= 0 and high >= 0 for low, high, _ in e.params["padding_config"]):
+        config = e.params.get("padding_config", ())
+        if all(low >= 0 and high >= 0 for low, high, _ in config):
             return super().equation(e)
-        config = e.params["padding_config"]
 
         def padded(x: Any, fill: Any) -> Any:
             whole = lax.pad(x, fill, [(max(low, 0), max(high, 0), interior) for low, high, interior in config])
