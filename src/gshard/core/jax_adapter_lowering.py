@@ -200,6 +200,7 @@ class _Reader:
         self._symbols = module_context.symbol_table
         caches = module_context.cached_primitive_lowerings
         self._found: dict[_Place, _Found] = caches.setdefault("gshard shardings", {})
+        self._results: dict[Any, list[Any]] = caches.setdefault("gshard results", {})
         self._calls: dict[Any, _Call] = caches.setdefault("gshard calls", {})
 
     def read(self, value: Any) -> _Found:
@@ -232,7 +233,10 @@ class _Reader:
                 found = self._of_attribute(op.attributes["sharding"])
                 return (yield op.operands[0], call) if found is None else found
             case "sdy.manual_computation":
-                return self._of_attribute(_values(op.attributes["out_shardings"])[_number(value)])
+                if op not in self._results:
+                    of_results = sdy.TensorShardingPerValueAttr(op.attributes["out_shardings"])
+                    self._results[op] = list(of_results.shardings)
+                return self._of_attribute(self._results[op][_number(value)])
             case "func.call" | "call":
                 return (yield from self._of_call(op, _number(value), call))
             case "stablehlo.while" | "stablehlo.optimization_barrier":
@@ -367,10 +371,6 @@ def _reshaped(sharding: LoweredSharding, before: Sequence[int], after: Sequence[
         return dataclasses.replace(sharding, dims=((),) * len(after))
     rest = iter(kept)
     return sharding.picked([None if n == 1 else next(rest) for n in after])
-
-
-def _values(attribute: Any) -> Sequence[Any]:
-    return sdy.TensorShardingPerValueAttr(attribute).shardings  # type: ignore[no-any-return]
 
 
 def _number(value: Any) -> int:
