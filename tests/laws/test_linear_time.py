@@ -39,8 +39,9 @@ W = np.random.default_rng(1).standard_normal((64, 64)).astype(np.float32) / 16
 Layer = Callable[[Any, Any], Any]
 
 
+# The marks leave little to decide, so that programs of all sizes have the same plan.
 def residual(x: Any, w: Any) -> Any:
-    return jnp.tanh(x @ w) / 4 + x
+    return jnp.tanh(x @ w) / 4 + gshard.shard(x, P("data", None))
 
 
 def marked(x: Any, w: Any) -> Any:
@@ -310,7 +311,7 @@ def test_functions_that_call_functions_are_read_once() -> None:
     assert "called_twice" not in lowered.as_text() or len(lowered.as_text()) < 100_000
 
 
-@pytest.mark.parametrize("layers", [18, pytest.param(LONG // 4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layers", [24, pytest.param(LONG // 4, marks=pytest.mark.slow)])
 def test_long_chains_are_recomputed(layers: int) -> None:
     """With a limit that needs it: what a reader after the peak reads is found once."""
 
@@ -323,5 +324,5 @@ def test_long_chains_are_recomputed(layers: int) -> None:
         return jnp.sum(y @ ws[1] * kept[:, :1]) + jnp.sum(kept @ ws[1])
 
     shapes = jax.ShapeDtypeStruct((1024, 256), jnp.float32), jax.ShapeDtypeStruct((2, 256, 256), jnp.float32)
-    found = gshard.explain(jax.grad(f, 1), *shapes, mesh=gshard.Mesh.abstract(d=8), memory_limit="4MB")
+    found = gshard.explain(jax.grad(f, 1), *shapes, mesh=gshard.Mesh.abstract(d=8), memory_limit="3MB")
     assert "optimization_barrier" in str(found.spmd.jaxpr)
