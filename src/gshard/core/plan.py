@@ -151,9 +151,8 @@ class Plan:
         roots: dict[SplitDim, Reason] = {}
         for at in self.sources:
             if path := self._path(at, roots):
-                before = self.sources[path[-1]]
-                root = self.reasons[path[-1]] if before is None else roots.get(before, self.reasons[path[-1]])
-                roots.update(dict.fromkeys(path, root))
+                before, own = self.sources[path[-1]], self.reasons[path[-1]]
+                roots.update(dict.fromkeys(path, own if before is None else roots.get(before, own)))
         return roots
 
     def _path(self, at: SplitDim | None, known: Container[SplitDim] = ()) -> list[SplitDim]:
