@@ -86,6 +86,41 @@ def test_the_same_bits_wherever_arguments_are(sizes: dict[str, int], x64: bool) 
             assert (np.asarray(found) == np.asarray(expected)).all()
 
 
+def residual(x: Any, w: Any) -> Any:
+    for _ in range(40):
+        x = jnp.tanh(x @ w) / 4 + x
+    return x
+
+
+def chain(x: Any, w: Any) -> Any:
+    for _ in range(1500):
+        x = jnp.sin(x)
+    return x
+
+
+def of_calls(x: Any, w: Any) -> Any:
+    layer = jax.jit(lambda x, w: (jnp.tanh(x @ w) + x, jnp.cos(x)))
+    for _ in range(40):
+        y, z = layer(x, w)
+        x = y / 4 + z
+    return x
+
+
+@pytest.mark.parametrize("before", [residual, chain, of_calls])
+def test_operands_of_many_operations(before: Callable[..., Any]) -> None:
+    """All operations before the call are read, each once, whatever the number of ways from an argument to the call."""
+    mesh = MESHES[AxisType.Auto]
+    partitioned = gshard.jit(loss, mesh=mesh)
+    run = jax.jit(lambda x, w: partitioned(before(x, w), w))
+    expected = jax.jit(lambda x, w: loss(before(x, w), w))(X, W)
+    for spec, others in ((P("d"), False), (P(), False), (P("d"), False), (P(None, "d"), True)):
+        x, w = jax.device_put(X, NamedSharding(mesh, spec)), jax.device_put(W, NamedSharding(mesh, P()))
+        np.testing.assert_allclose(run(x, w), expected, rtol=1e-5)
+        kinds = {c.kind for c in collectives(run.lower(x, w).compile().as_text())}
+        assert others or kinds <= {"all_reduce"}
+    np.testing.assert_allclose(run(X, W), expected, rtol=1e-5)
+
+
 def test_equal_calls_are_planned_for_their_own_operands() -> None:
     mesh = MESHES[AxisType.Auto]
     double = gshard.jit(lambda x: x * 2, mesh=mesh)

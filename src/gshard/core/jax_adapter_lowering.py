@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 from jax._src import config as _config
@@ -156,60 +156,106 @@ def sharding_of_lowered(ctx: Any, value: Any) -> LoweredSharding | None:
         Unknown: the operand is an argument of a function that JAX lowers before the call, such as a loop's body, or
             gshard cannot follow the operation that computed it.
     """
-    return _Reader(ctx.module_context.module).read(value, {})
+    found = _Reader(ctx.module_context).read(value)
+    if isinstance(found, type):
+        raise found
+    return found
 
 
 def meshes_of(ctx: Any) -> list[tuple[tuple[tuple[str, int], ...], tuple[int, ...]]]:
     """The meshes of a program's arguments: their axes, and the positions of their devices if these are reordered."""
-    module = ctx.module_context.module
-    main = next((op for op in module.body.operations if _symbol(op) == "main"), None)
-    if main is None or "arg_attrs" not in main.operation.attributes:
+    symbols = ctx.module_context.symbol_table
+    if "main" not in symbols or "arg_attrs" not in symbols["main"].operation.attributes:
         return []
-    given = [ir.DictAttr(a) for a in ir.ArrayAttr(main.operation.attributes["arg_attrs"])]
-    shardings = [sdy.TensorShardingAttr(a["sdy.sharding"]) for a in given if "sdy.sharding" in a]
-    meshes = [_Reader(module).mesh(s.mesh_or_ref) for s in shardings]
+    given = [ir.DictAttr(a) for a in ir.ArrayAttr(symbols["main"].operation.attributes["arg_attrs"])]
+    shardings = {a["sdy.sharding"] for a in given if "sdy.sharding" in a}
+    meshes = [_mesh(sdy.TensorShardingAttr(s).mesh_or_ref, symbols) for s in shardings]
     return [(tuple((a.name, int(a.size)) for a in map(sdy.MeshAxisAttr, m.axes)), tuple(m.device_ids)) for m in meshes]
 
 
-@dataclasses.dataclass(frozen=True)
+_Found = LoweredSharding | None | type[Unknown]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Call:
+    """The shardings of the operands of a call. Calls of one function with equal shardings have equal results."""
+
+    operands: tuple[_Found, ...]
+
+
+# A value, and the call of the function that contains it; None in main and in functions that JAX is lowering.
+_Place = tuple[Any, _Call | None]
+# Yields the places that it reads. It gets their shardings, and returns its own.
+_Reading = Generator[_Place, LoweredSharding | None, LoweredSharding | None]
+
+
 class _Reader:
-    module: Any
+    """Reads shardings from the operations of a module.
 
-    def read(self, value: Any, operands: Mapping[Any, Any]) -> LoweredSharding | None:
-        """The sharding of a value.
+    It reads each value once: what it has found lives with JAX's own caches of the module. It keeps its own stack,
+    because programs are longer than Python's recursion limit.
+    """
 
-        Args:
-            value: the value.
-            operands: for each argument of a called function the operand of the call, with its own ``operands``.
-        """
-        if value in operands:
-            return self.read(*operands[value])
+    def __init__(self, module_context: Any) -> None:
+        self._symbols = module_context.symbol_table
+        caches = module_context.cached_primitive_lowerings
+        self._found: dict[_Place, _Found] = caches.setdefault("gshard shardings", {})
+        self._results: dict[Any, list[Any]] = caches.setdefault("gshard results", {})
+        self._calls: dict[Any, _Call] = caches.setdefault("gshard calls", {})
+
+    def read(self, value: Any) -> _Found:
+        """The sharding of a value."""
+        place: _Place = (value, None)
+        found: _Found = self._found.get(place)
+        stack = [] if place in self._found else [(place, self._of(*place))]
+        while stack:
+            place, reading = stack[-1]
+            try:
+                place = reading.throw(found) if isinstance(found, type) else reading.send(found)
+            except (StopIteration, Unknown) as end:
+                found = end.value if isinstance(end, StopIteration) else Unknown
+                self._found[place] = found
+                stack.pop()
+                continue
+            found = self._found.get(place)
+            if place not in self._found:
+                stack.append((place, self._of(*place)))
+        return found
+
+    def _of(self, value: Any, call: _Call | None) -> _Reading:
         owner = value.owner
         if isinstance(owner, ir.Block):
-            return self._of_argument(value, owner, operands)
+            return (yield from self._of_argument(value, owner, call))
         op = owner.operation if hasattr(owner, "operation") else owner
         name = op.name
         match name:
             case "sdy.sharding_constraint":
                 found = self._of_attribute(op.attributes["sharding"])
-                return self.read(op.operands[0], operands) if found is None else found
+                return (yield op.operands[0], call) if found is None else found
             case "sdy.manual_computation":
-                return self._of_attribute(_values(op.attributes["out_shardings"])[_number(value)])
+                if op not in self._results:
+                    of_results = sdy.TensorShardingPerValueAttr(op.attributes["out_shardings"])
+                    self._results[op] = list(of_results.shardings)
+                return self._of_attribute(self._results[op][_number(value)])
             case "func.call" | "call":
-                return self._of_call(op, _number(value), operands)
+                return (yield from self._of_call(op, _number(value), call))
             case "stablehlo.while" | "stablehlo.optimization_barrier":
-                return self.read(op.operands[_number(value)], operands)
+                return (yield op.operands[_number(value)], call)
             case "stablehlo.case" | "stablehlo.if":
-                returned = list(op.regions[0].blocks[0].operations)[-1].operands[_number(value)]
-                return self.read(returned, operands)
+                return (yield op.regions[0].blocks[0].operations[-1].operands[_number(value)], call)
             case "stablehlo.constant" | "stablehlo.iota":
                 return None
-        return self._of_operation(name.removeprefix("stablehlo."), op, value, lambda x: self.read(x, operands))
+        return (yield from self._of_operation(name.removeprefix("stablehlo."), op, _shape(value), call))
 
-    def _of_argument(self, value: Any, block: Any, operands: Mapping[Any, Any]) -> LoweredSharding | None:
+    def _of_argument(self, value: Any, block: Any, call: _Call | None) -> _Reading:
         op = block.owner.operation if hasattr(block.owner, "operation") else block.owner
         if op.name == "stablehlo.while":
-            return self.read(op.operands[value.arg_number], operands)
+            return (yield op.operands[value.arg_number], call)
+        if op.name == "func.func" and call is not None:
+            found = call.operands[value.arg_number]
+            if isinstance(found, type):
+                raise found
+            return found
         if op.name != "func.func" or ir.StringAttr(op.attributes["sym_name"]).value != "main":
             raise Unknown
         attributes = ir.ArrayAttr(op.attributes["arg_attrs"]) if "arg_attrs" in op.attributes else ()
@@ -218,23 +264,29 @@ class _Reader:
         given = ir.DictAttr(attributes[value.arg_number])
         return self._of_attribute(given["sdy.sharding"]) if "sdy.sharding" in given else None
 
-    def _of_call(self, op: Any, number: int, operands: Mapping[Any, Any]) -> LoweredSharding | None:
-        callee = ir.FlatSymbolRefAttr(op.attributes["callee"]).value
-        function = next(f for f in self.module.body.operations if _symbol(f) == callee)
+    def _of_call(self, op: Any, number: int, call: _Call | None) -> _Reading:
+        inner = self._calls.get((op, call))
+        if inner is None:
+            operands: list[_Found] = []
+            for x in op.operands:
+                try:
+                    operands.append((yield x, call))
+                except Unknown:
+                    operands.append(Unknown)
+            inner = self._calls[op, call] = self._calls.setdefault(tuple(operands), _Call(tuple(operands)))
+        function = self._symbols[ir.FlatSymbolRefAttr(op.attributes["callee"]).value]
         (block,) = function.regions[0].blocks
-        arguments = {a: (x, operands) for a, x in zip(block.arguments, op.operands, strict=True)}
-        return self.read(list(block.operations)[-1].operands[number], {**operands, **arguments})
+        return (yield block.operations[-1].operands[number], inner)
 
-    def _of_operation(self, name: str, op: Any, value: Any, read: Callable[[Any], Any]) -> LoweredSharding | None:
-        result = _shape(value)
+    def _of_operation(self, name: str, op: Any, result: tuple[int, ...], call: _Call | None) -> _Reading:
         if name in _ELEMENTWISE:
-            return _first(read, [x for x in op.operands if _shape(x) == result])
+            return (yield from _first([x for x in op.operands if _shape(x) == result], result, call))
         if name == "dynamic_update_slice":
-            return _first(read, op.operands[:2])
+            return (yield from _first(list(op.operands)[:2], result, call))
         if name in ("concatenate", "pad"):
-            return _first(lambda x: _kept(read(x), _shape(x), result), op.operands)
+            return (yield from _first(op.operands, result, call))
         operand = op.operands[0] if len(op.operands) else None
-        sharding_of_operand = None if operand is None else read(operand)
+        sharding_of_operand = None if operand is None else (yield operand, call)
         if sharding_of_operand is None:
             return None
         shape = _shape(operand)
@@ -265,35 +317,34 @@ class _Reader:
             return None
         if any(a.sub_axis_info is not None for axes in references for a in axes):
             raise Unknown
-        mesh = self.mesh(sharding.mesh_or_ref)
+        mesh = _mesh(sharding.mesh_or_ref, self._symbols)
         axes = tuple((a.name, int(a.size)) for a in map(sdy.MeshAxisAttr, mesh.axes))
         return LoweredSharding(tuple(tuple(a.name for a in r) for r in references), axes, tuple(mesh.device_ids))
 
-    def mesh(self, reference: Any) -> Any:
-        """The mesh that an attribute contains or names."""
-        if isinstance(reference, ir.FlatSymbolRefAttr):
-            name = ir.FlatSymbolRefAttr(reference).value
-            op_of_mesh = next(op for op in self.module.body.operations if _symbol(op) == name)
-            reference = op_of_mesh.attributes["mesh"]
-        return sdy.MeshAttr(reference)
+
+def _mesh(reference: Any, symbols: Any) -> Any:
+    """The mesh that an attribute contains or names."""
+    if isinstance(reference, ir.FlatSymbolRefAttr):
+        reference = symbols[ir.FlatSymbolRefAttr(reference).value].attributes["mesh"]
+    return sdy.MeshAttr(reference)
 
 
-def _first(read: Callable[[Any], Any], values: Sequence[Any]) -> LoweredSharding | None:
-    """The sharding of the first value that is split; otherwise the first known sharding.
+def _first(values: Iterable[Any], result: Sequence[int], call: _Call | None) -> _Reading:
+    """The sharding that a result of this shape has from the first operand that is split, or from the first known one.
 
     Raises:
-        Unknown: no value is known to be split, and the sharding of some value is unknown.
+        Unknown: no operand is known to be split, and the sharding of some operand is unknown.
     """
     has_unknown = False
     first_known = None
     for x in values:
         try:
-            sharding = read(x)
+            sharding = _kept((yield x, call), _shape(x), result)
         except Unknown:
             has_unknown = True
             continue
         if sharding is not None and any(sharding.dims):
-            return sharding  # type: ignore[no-any-return]
+            return sharding
         first_known = first_known or sharding
     if has_unknown:
         raise Unknown
@@ -320,15 +371,6 @@ def _reshaped(sharding: LoweredSharding, before: Sequence[int], after: Sequence[
         return dataclasses.replace(sharding, dims=((),) * len(after))
     rest = iter(kept)
     return sharding.picked([None if n == 1 else next(rest) for n in after])
-
-
-def _symbol(op: Any) -> str | None:
-    attributes = op.operation.attributes
-    return ir.StringAttr(attributes["sym_name"]).value if "sym_name" in attributes else None
-
-
-def _values(attribute: Any) -> Sequence[Any]:
-    return sdy.TensorShardingPerValueAttr(attribute).shardings  # type: ignore[no-any-return]
 
 
 def _number(value: Any) -> int:

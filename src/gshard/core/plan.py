@@ -6,8 +6,9 @@ A plan is plain data. ``propagate`` or a search writes it, ``partition`` follows
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 from gshard.core.device_order import Order
 from gshard.core.manual_axes import manual_axes
@@ -17,6 +18,8 @@ from gshard.core.ring import Ring
 from gshard.core.rule import REPLICATE
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, operand_sharding, passing, place
+
+SplitDim = tuple[Value, int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -130,31 +133,39 @@ class Plan:
                 return True
         return False
 
-    def reasons_back(self, value: Value, dim: int) -> list[tuple[Value, Reason]]:
-        """The reasons for the atoms of a dimension, from the value back to a mark, each with its value."""
-        chain: list[tuple[Value, Reason]] = []
-        seen = set()
-        current: Value | None = value
-        atoms_of_dim = set(self.shardings[value].dims[dim])
-        while current is not None and current not in seen:
-            seen.add(current)
-            dims = [
-                d
-                for d, atoms in enumerate(self.shardings[current].dims)
-                if atoms_of_dim & set(atoms) and (current, d) in self.reasons
-            ]
-            if not dims:
-                break
-            dim = dim if dim in dims else dims[0]
-            reason = self.reasons[current, dim]
-            atoms_of_dim = set(self.shardings[current].dims[dim])
-            chain.append((current, reason))
-            current = reason.source
-        return chain
+    @functools.cached_property
+    def sources(self) -> dict[SplitDim, SplitDim | None]:
+        """For each split dimension the dimension from which its atoms came; None for marks and arguments."""
+        sources: dict[SplitDim, SplitDim | None] = {}
+        for (v, d), reason in self.reasons.items():
+            atoms, source = set(self.shardings[v].dims[d]), reason.source
+            dims = () if source is None else enumerate(self.shardings[source].dims)
+            shared = [i for i, own in dims if atoms & set(own) and (source, i) in self.reasons]
+            if atoms:
+                sources[v, d] = None if source is None or not shared else (source, d if d in shared else shared[0])
+        return sources
+
+    @functools.cached_property
+    def roots(self) -> dict[SplitDim, Reason]:
+        """For each split dimension the mark or argument at the end of its reasons."""
+        roots: dict[SplitDim, Reason] = {}
+        for at in self.sources:
+            if path := self._path(at, roots):
+                before, own = self.sources[path[-1]], self.reasons[path[-1]]
+                roots.update(dict.fromkeys(path, own if before is None else roots.get(before, own)))
+        return roots
+
+    def _path(self, at: SplitDim | None, known: Container[SplitDim] = ()) -> list[SplitDim]:
+        """The split dimensions from one back to a mark, or to a known one, which is left out."""
+        path: dict[SplitDim, None] = {}
+        while at is not None and at not in path and at not in known:
+            path[at] = None
+            at = self.sources[at]
+        return list(path)
 
     def chain(self, value: Value, dim: int) -> list[str]:
-        """The reasons for the atoms of a dimension as texts, from the value back to a mark."""
-        return [f"{self.format(v)}: {reason}" for v, reason in self.reasons_back(value, dim)]
+        """The reasons for the atoms of a split dimension as texts, from the value back to a mark."""
+        return [f"{self.format(v)}: {self.reasons[v, d]}" for v, d in self._path((value, dim))]
 
     def __str__(self) -> str:
         lines = [f"plan for {self.program.name} on {self.mesh}"]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
 
 from gshard.comm.collectives import KINDS
@@ -92,16 +92,21 @@ class Kernel:
             return 0
         if self.in_place:
             first, *others = self.equation.inputs
-            return sum(self._read(v) for v in self.reads if v is not first) + max(map(size, others))
-        read = [v for v in self.reads if v not in self.spared]
+            return self._bytes_read({*self.reads} - {first}) + max(map(size, others))
         written = [v for v in self.writes if v not in self.spared]
-        return sum(map(self._read, read)) + sum(map(size, (*written, *self.carried)))
+        return self._bytes_read({*self.reads} - self.spared) + sum(map(size, (*written, *self.carried)))
 
-    def _read(self, v: Value) -> int:
-        users = [(e, i) for e in (self.equation, *self.fused) for i, x in enumerate(e.inputs) if x is v]
-        if not users or not all(e.rule and (is_looked_up(e.rule, i) or moves_elements(e.rule)) for e, i in users):
-            return size(v)
-        return min(size(v), sum(size(x) for e in dict.fromkeys(e for e, _ in users) for x in e.outputs))
+    def _bytes_read(self, values: Set[Value | Constant]) -> int:
+        users: dict[Any, dict[Equation, None]] = {}
+        whole = set()
+        for e in (self.equation, *self.fused):
+            for i, x in enumerate(e.inputs):
+                if x in values:
+                    users.setdefault(x, {})[e] = None
+                    if e.rule is None or not (is_looked_up(e.rule, i) or moves_elements(e.rule)):
+                        whole.add(x)
+        found = {v: sum(size(x) for e in users[v] for x in e.outputs) for v in users.keys() - whole}
+        return sum(min(size(v), found.get(v, size(v))) for v in values)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -362,12 +367,15 @@ def _collect(
     reads: dict[Value, None],
 ) -> None:
     """Finds the equations that are fused into ``e``, and the buffers that they read."""
-    for x in e.inputs:
-        if isinstance(x, Constant):
-            continue
-        v = home.get(x, x)
-        if is_buffer(v):
-            reads[v] = None
-        elif v in producer and producer[v] not in fused:
-            fused[producer[v]] = None
-            _collect(producer[v], producer, is_buffer, home, fused, reads)
+    operands = [iter(e.inputs)]
+    while operands:
+        x = next(operands[-1], None)
+        if x is None:
+            operands.pop()
+        elif isinstance(x, Value):
+            v = home.get(x, x)
+            if is_buffer(v):
+                reads[v] = None
+            elif v in producer and producer[v] not in fused:
+                fused[producer[v]] = None
+                operands.append(iter(producer[v].inputs))

@@ -18,8 +18,8 @@ from gshard.core.spmd import Collective
 def root_of(value: Value, atoms: set[str], plan: Plan) -> Reason | None:
     """The mark or argument at the end of the chain of a dimension that is split over some of the atoms."""
     for d, dim in enumerate(plan.shardings[value].dims):
-        if atoms & set(dim) and (chain := plan.reasons_back(value, d)):
-            return chain[-1][1]
+        if atoms & set(dim) and (value, d) in plan.roots:
+            return plan.roots[value, d]
     return None
 
 
@@ -61,8 +61,7 @@ def roots(c: Collective, plan: Plan, producers: Mapping[Value, Equation]) -> fro
     values = [c.value, *(v for e in (c.cause, c.emitted) if e is not None for v in (*e.inputs, *e.outputs))]
     for v in dict.fromkeys(values):
         if isinstance(v, Value) and v in plan.shardings:
-            chains = (plan.reasons_back(v, d) for d, atoms in enumerate(plan.shardings[v].dims) if atoms)
-            found.update(chain[-1][1] for chain in chains if chain)
+            found.update(plan.roots[v, d] for d in range(len(v.shape)) if (v, d) in plan.roots)
     summed = set() if c.before is None else {a for a, _ in c.before.unreduced}
     if c.value is not None and summed and (root := root_of_sum(c.value, summed, plan, producers)) is not None:
         found.add(root)

@@ -29,7 +29,7 @@ class TensorRow:
         bytes: of the whole array.
         local_bytes: of one device's part.
         is_argument: whether the caller hands it in.
-        why: for each dimension that is split, the reasons from here back to a mark.
+        plan: the plan.
         value: the value in the plan.
         note: what to know of a value that no mark can split: one device's part, or what becomes of parts.
         short: what an argument is called where space is short: ``blocks[3].up.kernel``.
@@ -41,19 +41,29 @@ class TensorRow:
     bytes: int
     local_bytes: int
     is_argument: bool
-    why: tuple[tuple[str, ...], ...]
+    plan: Plan = dataclasses.field(repr=False)
     value: Value = dataclasses.field(repr=False)
     note: str = ""
     short: str = ""
     alike: str = ""
 
     @property
+    def why(self) -> tuple[tuple[str, ...], ...]:
+        """For each dimension that is split, the reasons from here back to a mark."""
+        return tuple((nearest, *self.plan.chain(self.value, d)[1:]) for d, nearest in self._nearest().items())
+
+    def _nearest(self) -> dict[int, str]:
+        """The nearest reason for each dimension that is split."""
+        split = [d for d in range(len(self.value.shape)) if (self.value, d) in self.plan.sources]
+        return {d: f"dimension {d}: {self.plan.reasons[self.value, d]}" for d in split}
+
+    @property
     def reason(self) -> str:
         """For each dimension the nearest reason and the mark where the chain ends, in one line."""
         texts = []
-        for nearest, *further in self.why:
-            root = further[-1].partition(": ")[2] if further else ""
-            texts.append(nearest if not root or root in nearest else f"{nearest} <- {root}")
+        for d, nearest in self._nearest().items():
+            root = str(self.plan.roots[self.value, d])
+            texts.append(nearest if root in nearest else f"{nearest} <- {root}")
         return "; ".join(texts) or self.note or "replicated: no mark splits it"
 
 
@@ -107,16 +117,11 @@ def rows_of_tensors(plan: Plan, names: ArrayNames, notes: Mapping[Value, str]) -
                 called.setdefault(v, f"%{v.index} in {e.name}")
     notes = {**notes, **notes_of_parts(program.block)}
 
-    def reason(v: Value, d: int) -> str:
-        return f"dimension {d}: {plan.reasons[v, d]}" if (v, d) in plan.reasons else f"dimension {d}"
-
     def row(v: Value) -> TensorRow:
-        chains = [(d, plan.chain(v, d)) for d, atoms in enumerate(plan.shardings[v].dims) if atoms]
-        why = tuple((reason(v, d), *chain[1:]) for d, chain in chains if chain)
         part, own = local_bytes(v, plan.shardings[v], plan.mesh), names.arguments.get(v)
         short, alike = ("", "") if own is None else (own.text, own.alike)
         sharding, note = plan.format(v), notes.get(v, "")
-        return TensorRow(called[v], sharding, v.bytes, part, own is not None, why, v, note, short, alike)
+        return TensorRow(called[v], sharding, v.bytes, part, own is not None, plan, v, note, short, alike)
 
     return tuple(map(row, sorted(plan.shardings, key=lambda v: (-v.bytes, v.index))))
 

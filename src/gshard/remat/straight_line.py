@@ -17,6 +17,7 @@ from gshard.device.fusion_model import PASSING, kind_of, size
 from gshard.language.registry import Call, rule_of
 from gshard.remat.liveness import Liveness, Seconds
 from gshard.rewrite.cse import is_pure
+from gshard.rewrite.equation_graph import operands_first
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -95,6 +96,8 @@ class _Recomputing:
             self.fresh: list[Equation] = []
             self.hidden: dict[Value, Value] = {}
             self.here: dict[tuple[Value, bool], Value] = {}
+            for x in operands_first(e.inputs, self._read_for):
+                self._read(x)  # finds what it reads among the values before
             inputs = tuple(map(self._read, e.inputs))
             if self.hidden:
                 late = self._late()
@@ -107,6 +110,21 @@ class _Recomputing:
             equations.append(dataclasses.replace(e, inputs=inputs) if changed else e)
         return without_dead_code(Block(block.inputs, tuple(equations), block.outputs))
 
+    def _read_for(self, x: Value | Constant) -> Sequence[Value | Constant]:
+        """The values that ``_read`` reads for a value."""
+        if isinstance(x, Constant) or self.liveness.is_buffer(x) or (x, False) in self.here:
+            return ()
+        return _passed(self.liveness.producer[x], x)
+
+    def _sources_of(self, x: Value | Constant) -> Sequence[Value | Constant]:
+        """The values that ``_source`` reads for a value."""
+        liveness = self.liveness
+        if isinstance(x, Constant) or (x, True) in self.here or x in self.recomputed:
+            return ()
+        if liveness.is_buffer(x) and x not in self.dropped and liveness.available(x, self.at, self.peak):
+            return ()
+        return _passed(liveness.producer[x], x)
+
     def _read(self, x: Value | Constant) -> Value | Constant:
         """The value that a reader after the peak reads instead of ``x``."""
         liveness = self.liveness
@@ -117,14 +135,15 @@ class _Recomputing:
         if (x, False) in self.here:
             return self.here[x, False]
         e = liveness.producer[x]
-        if kind_of(e) == PASSING:
-            operand = e.inputs[e.outputs.index(x)]
-            found = self._read(operand)
-            return x if found is operand else found
-        inputs = tuple(map(self._read, e.inputs))
-        if all(a is b for a, b in zip(inputs, e.inputs, strict=True)):
-            return x
-        return self._clone(e, inputs, x, False)
+        operands = _passed(e, x)
+        inputs = tuple(map(self._read, operands))
+        if all(a is b for a, b in zip(inputs, operands, strict=True)):
+            self.here[x, False] = x
+        elif kind_of(e) == PASSING:
+            (self.here[x, False],) = inputs  # type: ignore[assignment]
+        else:
+            self._clone(e, inputs, x, False)
+        return self.here[x, False]
 
     def _source(self, x: Value | Constant) -> Value | Constant:
         """The value that a recomputation reads instead of ``x``."""
@@ -141,13 +160,17 @@ class _Recomputing:
         if (x, True) in self.here:
             return self.here[x, True]
         e = liveness.producer[x]
-        if kind_of(e) == PASSING:
-            return self._source(e.inputs[e.outputs.index(x)])
-        return self._clone(e, tuple(map(self._source, e.inputs)), x, True)
+        inputs = tuple(map(self._source, _passed(e, x)))
+        if kind_of(e) != PASSING:
+            return self._clone(e, inputs, x, True)
+        (self.here[x, True],) = inputs  # type: ignore[assignment]
+        return self.here[x, True]
 
     def _recompute(self, x: Value) -> Value:
         if x not in self.recomputed:
             e = self.liveness.producer[x]
+            for y in operands_first(e.inputs, self._sources_of):
+                self._source(y)
             self.recomputed[x] = self._clone(e, tuple(map(self._source, e.inputs)), x, True)
         return self.recomputed[x]
 
@@ -178,6 +201,11 @@ class _Recomputing:
         return Equation(
             optimization_barrier_p, {}, given, outputs, rule_of(call, None), user.source_info, file=user.file
         )
+
+
+def _passed(e: Equation, x: Value) -> Sequence[Value | Constant]:
+    """The operands from which an equation computes a result: of an equation that passes its operands on, one."""
+    return (e.inputs[e.outputs.index(x)],) if kind_of(e) == PASSING else e.inputs
 
 
 def without_dead_code(block: Block) -> Block:

@@ -61,6 +61,7 @@ class _Movement:
             else:
                 self.needed.update(e.inputs)
         self.segments: dict[tuple[Any, int, bool], list[Segment]] = {}
+        self.sums: dict[tuple[Any, int], list[Segment] | None] = {}
         self.made: dict[Any, Array] = {}  # the new value of each array or window, from earlier equations
         self.made_now: dict[Any, Array] = {}  # the same, from the equation that is being replaced
 
@@ -202,13 +203,16 @@ class _Movement:
 
     def _addends(self, result: Value) -> tuple[int, list[Segment]] | None:
         """The dimension and the segments of a sum of zero-padded arrays whose nonzero parts do not overlap, if any."""
-        for axis in range(len(result.shape)):
-            segments = self._side_by_side(result, axis)
-            if segments is not None and any(not p.is_number for p in segments) and len(segments) <= _MOST:
-                return axis, segments
-        return None
+        found = [(axis, self._side_by_side(result, axis)) for axis in range(len(result.shape))]  # later sums read all
+        known = ((axis, segments) for axis, segments in found if segments is not None)
+        return next(((axis, segments) for axis, segments in known if any(not p.is_number for p in segments)), None)
 
     def _side_by_side(self, x: Array, axis: int) -> list[Segment] | None:
+        if (x, axis) not in self.sums:
+            self.sums[x, axis] = self._sum(x, axis)
+        return self.sums[x, axis]
+
+    def _sum(self, x: Array, axis: int) -> list[Segment] | None:
         e = self.producers.get(x)
         if e is None or not traits_of(e.name).adds:
             return self.along(x, axis)
@@ -222,7 +226,8 @@ class _Movement:
             if len(arrays) > 1 or any(p.is_number and not is_zero(p.source) for p in pair):
                 return None
             joined += arrays or pair[:1]
-        return tidy(joined)
+        segments = tidy(joined)
+        return segments if len(segments) <= _MOST else None
 
     # New equations.
 

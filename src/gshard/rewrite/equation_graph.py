@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -38,6 +38,19 @@ class Writer(Protocol):
 
     def made_of(self, jaxpr: Any, consts: Any, arrays: Any, line: Any = None) -> tuple[list[Equation], list[Array]]:
         """The equations of a jaxpr on some values, and its results."""
+
+
+def operands_first(values: Iterable[Any], operands: Callable[[Any], Iterable[Any]]) -> list[Any]:
+    """The values and all that they are computed from, each after its operands. Does not recur: programs are long."""
+    order: dict[Any, None] = {}
+    pending = [*values][::-1]
+    while pending:
+        missing = [y for y in operands(pending[-1]) if y not in order] if pending[-1] not in order else []
+        if missing:
+            pending += missing[::-1]
+        else:
+            order[pending.pop()] = None
+    return list(order)
 
 
 class Graph:

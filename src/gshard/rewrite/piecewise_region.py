@@ -75,13 +75,14 @@ def closed_regions(block: Block, split: Split) -> list[Region]:
     """The closed regions of a block that begin at equations for which arrays would be redistributed."""
     regions: list[Region] = []
     taken: set[Equation] = set()
+    graph = _Neighbours(block)
     for e in block.equations:
         if not may_begin(e) or e in taken:
             continue
         for dim in range(len(e.outputs[0].shape)):
             if not _moving(e, dim, split):
                 continue
-            region = _region(block, e, dim, split)
+            region = _region(graph, e, dim, split)
             if region is not None and taken.isdisjoint(region.equations):
                 regions.append(region)
                 taken.update(region.equations)
@@ -116,12 +117,12 @@ def _is_worth_it(region: Region, dim: int, split: Split) -> bool:
     return 2 * sum(_bytes(x) for x in region.brought | region.joined) < saved
 
 
-def _region(block: Block, first: Equation, dim: int, split: Split) -> Region | None:
+def _region(graph: _Neighbours, first: Equation, dim: int, split: Split) -> Region | None:
     """The region that begins at an equation; None if it is not closed or not useful."""
     choice = _Choice()
     while True:
         try:
-            region = _Search(block, choice).run(first, dim)
+            region = _Search(graph, choice).run(first, dim)
             if _is_worth_it(region, dim, split):
                 return region
             raise _OpenError
@@ -149,19 +150,26 @@ class _Choice:
     kept: set[Array] = dataclasses.field(default_factory=set)
 
 
-class _Search:
-    """Finds all arrays and equations that must be in pieces if one array is."""
+class _Neighbours:
+    """The results of a block, and the equations that compute and read each array."""
 
-    def __init__(self, block: Block, choice: _Choice):
-        self.block = block
-        self.choice = choice
-        self.brought = choice.brought
-        self.kept = choice.kept
+    def __init__(self, block: Block):
+        self.outputs = frozenset(block.outputs)
         self.producers: dict[Any, Equation] = {v: e for e in block.equations for v in e.outputs}
         self.readers: dict[Any, list[Equation]] = {}
         for e in block.equations:
             for x in dict.fromkeys(e.inputs):
                 self.readers.setdefault(x, []).append(e)
+
+
+class _Search:
+    """Finds all arrays and equations that must be in pieces if one array is."""
+
+    def __init__(self, graph: _Neighbours, choice: _Choice):
+        self.outputs, self.producers, self.readers = graph.outputs, graph.producers, graph.readers
+        self.choice = choice
+        self.brought = choice.brought
+        self.kept = choice.kept
         self.dims: dict[Array, int] = {}
         self.layouts: dict[Array, Layout] = {}
         self.forced: set[Array] = set()  # arrays whose readers must all be in the region
@@ -180,7 +188,7 @@ class _Search:
         while self.waiting:
             x = self.waiting.pop()
             if x in self.forced:
-                if x in self.block.outputs:
+                if x in self.outputs:
                     self.joined.add(x)
                 for e in self.readers.get(x, ()):
                     self.meet(e)
@@ -198,7 +206,7 @@ class _Search:
         return Region(self.dims, self.layouts, self.equations, self.brought & self.dims.keys(), self.kept, self.joined)
 
     def is_read_elsewhere(self, x: Array) -> bool:
-        return x in self.block.outputs or any(not self.reads_pieces(e, x) for e in self.readers.get(x, ()))
+        return x in self.outputs or any(not self.reads_pieces(e, x) for e in self.readers.get(x, ()))
 
     def reads_pieces(self, e: Equation, x: Array) -> bool:
         treatment = self.equations.get(e)

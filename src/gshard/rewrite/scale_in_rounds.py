@@ -41,17 +41,16 @@ def _changed(block: Block) -> Block:
             if isinstance(v, Value):
                 readers.setdefault(v, []).append(e)
 
-    def is_added(v: Value) -> bool:
-        """Whether a value is only scaled and added to a value from the previous iteration."""
-        users = readers.get(v, [])
-        if v in results or len(users) != 1 or not (traits_of(users[0].name).adds or _scaled(users[0]) is not None):
-            return False
-        (total,) = users[0].outputs
-        return is_added(total) or (total in results and not carried.isdisjoint(users[0].inputs))
+    added: set[Value] = set()  # values that are only scaled and added to a value from the previous iteration
+    for e in reversed(block.equations):
+        if (traits_of(e.name).adds or _scaled(e) is not None) and (
+            e.outputs[0] in added or (e.outputs[0] in results and not carried.isdisjoint(e.inputs))
+        ):
+            added.update(v for v in e.inputs if isinstance(v, Value) and v not in results and len(readers[v]) == 1)
 
     def changed(e: Equation) -> Equation:
         operand = _scaled(e)
-        if operand is None or e.rule is None or not is_added(e.outputs[0]):
+        if operand is None or e.rule is None or e.outputs[0] not in added:
             return e
         linear = (*e.rule.linear, ("add", frozenset((operand,))))
         return dataclasses.replace(e, rule=dataclasses.replace(e.rule, linear=linear))

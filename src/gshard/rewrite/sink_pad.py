@@ -188,18 +188,22 @@ class _Frames:
 
     def places(self, x: Array) -> dict[int, Any]:
         """For some dimensions the positions at which flags may be true: bool [n]."""
-        e = self.producer(x)
-        if len(x.shape) == 1:
-            line = self.known.of(x)
-            return {} if line is None or not line.whole else {0: line.values}
-        if e is not None and e.name == "broadcast_in_dim":
-            dims = e.params["broadcast_dimensions"]
-            places = self.places(e.inputs[0])
-            return {dims[d]: line for d, line in places.items() if len(line) == x.shape[dims[d]]}
-        if e is None or e.name != "and":
-            return {}
-        a, b = map(self.places, e.inputs)
-        return {d: a[d] & b[d] if d in a and d in b else a.get(d, b.get(d)) for d in {**a, **b}}
+        found: dict[int, Any] = {}
+        pending = [(x, tuple(range(len(x.shape))))]  # flags, and the dimensions of ``x`` that theirs are
+        seen = set[Any]()
+        while pending:
+            flags, dims = pending.pop()
+            e = None if (flags, dims) in seen else self.producer(flags)
+            seen.add((flags, dims))
+            if len(flags.shape) == 1:
+                line = self.known.of(flags)
+                if line is not None and line.whole and len(line.values) == x.shape[dims[0]]:
+                    found[dims[0]] = line.values & found.get(dims[0], True)
+            elif e is not None and e.name == "broadcast_in_dim":
+                pending.append((e.inputs[0], tuple(dims[d] for d in e.params["broadcast_dimensions"])))
+            elif e is not None and e.name == "and":
+                pending += [(y, dims) for y in e.inputs]
+        return found
 
 
 def _computed(node: _Node, arrays: Mapping[Array, Any], known: dict[Any, Any]) -> Any:

@@ -16,7 +16,7 @@ from jax import lax
 from gshard.core.jax_adapter import scan_counts
 from gshard.core.program import Constant, Equation, Value
 from gshard.language.traits import traits_of
-from gshard.rewrite.equation_graph import Array, Graph, again
+from gshard.rewrite.equation_graph import Array, Graph, again, operands_first
 
 _BROADCAST = "broadcast_in_dim"
 
@@ -30,8 +30,12 @@ def narrow_sources(graph: Graph, x: Value, length: int | None = None) -> tuple[V
         length: the size of dimension 0, which all arrays must have and whose positions must stay apart. None if any
             dimensions will do.
     """
-    sources = _sources(graph, x, length, {})
-    return None if x in sources or not sources else sources
+    best: dict[Value, tuple[Value, ...]] = {}
+    for v in operands_first([x], lambda v: _operands(graph, v, length) or ()):
+        operands = _operands(graph, v, length)
+        found = dict.fromkeys(s for operand in operands for s in best[operand]) if operands is not None else {v: None}
+        best[v] = tuple(found) if sum(s.bytes for s in found) < v.bytes else (v,)
+    return None if x in best[x] or not best[x] else best[x]
 
 
 def computed_from(graph: Graph, x: Value, sources: Sequence[Value], *, slices: bool) -> Callable[..., Any]:
@@ -47,17 +51,19 @@ def computed_from(graph: Graph, x: Value, sources: Sequence[Value], *, slices: b
     def function(*arrays: Any) -> Any:
         known: dict[Array, Any] = dict(zip(sources, arrays, strict=True))
 
-        def computed(v: Array) -> Any:
+        def operands(v: Array) -> Sequence[Array]:
+            e = None if v in known or isinstance(v, Constant) else graph.producer(v)
+            return () if e is None else e.inputs
+
+        for v in operands_first([x], operands):
             if isinstance(v, Constant):
-                return v.value
-            if v not in known:
+                known[v] = v.value
+            elif v not in known:
                 e = graph.producer(v)
                 assert e is not None, "what nothing produces is a source"
-                operands = [computed(operand) for operand in e.inputs]
-                known[v] = _broadcast(e, operands[0], slices) if e.name == _BROADCAST else again(e, operands)
-            return known[v]
-
-        return computed(x)
+                inputs = [known[operand] for operand in e.inputs]
+                known[v] = _broadcast(e, inputs[0], slices) if e.name == _BROADCAST else again(e, inputs)
+        return known[x]
 
     return function
 
@@ -86,17 +92,6 @@ def _broadcast(e: Equation, x: Any, slices: bool) -> Any:
     if slices:
         shape, dims = shape[1:], [d - 1 for d in dims[1:]]
     return lax.broadcast_in_dim(x, shape, dims)
-
-
-def _sources(graph: Graph, x: Value, length: int | None, known: dict[Value, tuple[Value, ...]]) -> tuple[Value, ...]:
-    """The sources of an array, of the fewest bytes."""
-    if x not in known:
-        found: dict[Value, None] = {}
-        operands = _operands(graph, x, length)
-        for operand in (x,) if operands is None else operands:
-            found.update(dict.fromkeys((x,) if operand is x else _sources(graph, operand, length, known)))
-        known[x] = tuple(found) if sum(v.bytes for v in found) < x.bytes else (x,)
-    return known[x]
 
 
 def _operands(graph: Graph, x: Value, length: int | None) -> Sequence[Value] | None:

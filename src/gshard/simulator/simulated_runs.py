@@ -27,7 +27,7 @@ from gshard.core import jax_adapter
 from gshard.core.errors import TraceError
 from gshard.core.jax_adapter_dispatch import Cache
 from gshard.core.planning_tables import tabulated
-from gshard.core.xla_workarounds import AS_WRITTEN
+from gshard.core.xla_workarounds import AS_WRITTEN, NegativePads
 from gshard.simulator.simulated_collectives import COLLECTIVES
 
 
@@ -144,7 +144,7 @@ def _names_axes(eqn: core.JaxprEqn) -> bool:
 def flat_program(jaxpr: Any) -> FlatProgram:
     """The flattened form of a ClosedJaxpr or Jaxpr."""
     timeline = _Timeline()
-    opened, consts = jax_adapter.closed(jaxpr)
+    opened, consts = jax_adapter.closed(NegativePads().jaxpr(jaxpr))
     operands = tuple(timeline.slot(0) for _ in (*opened.constvars[len(consts) :], *opened.invars))
     constants = timeline.constants_for(consts)
     results = timeline.inline(opened, (*constants, *operands))

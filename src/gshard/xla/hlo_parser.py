@@ -267,17 +267,22 @@ def _element(module: Module, computation: Computation, of: str | None, i: int) -
     return _value(module, computation, made.operands[i], ())
 
 
-def _value(module: Module, computation: Computation, name: str | None, arguments: tuple[Value, ...]) -> Value:
-    """What a scalar is in terms of constants and of the state's elements; ``arguments`` inside a fusion."""
+def _value(
+    module: Module, computation: Computation, name: str | None, arguments: tuple[Value, ...], depth: int = 8
+) -> Value:
+    """What a scalar is in terms of constants and of the state's elements; ``arguments`` inside a fusion.
+
+    A scalar that takes more operations is not a count: it is None.
+    """
     made = computation.instructions.get(name or computation.root)
-    if made is None:
+    while made is not None and made.opcode in ("copy", "bitcast", "convert", "reshape"):
+        made = computation.instructions.get(made.operands[0])
+    if made is None or not depth:
         return None
-    value = functools.partial(_value, module, computation, arguments=arguments)
+    value = functools.partial(_value, module, computation, arguments=arguments, depth=depth - 1)
     match made.opcode:
         case "constant":
             return ("constant", int(made.literal)) if re.fullmatch(r"-?\d+", made.literal.strip()) else None
-        case "copy" | "bitcast" | "convert" | "reshape":
-            return value(made.operands[0])
         case "parameter":
             return arguments[int(made.literal)] if arguments else None
         case "get-tuple-element":
@@ -291,5 +296,6 @@ def _value(module: Module, computation: Computation, name: str | None, arguments
             return ("compare", direction[1] if direction else "", value(made.operands[0]), value(made.operands[1]))
         case "fusion" | "call":
             (inner,) = made.called("calls") or made.called("to_apply")
-            return _value(module, module.computations[inner], None, tuple(value(o) for o in made.operands))
+            operands = tuple(map(value, made.operands))
+            return _value(module, module.computations[inner], None, operands, depth - 1)
     return None

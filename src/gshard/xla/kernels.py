@@ -126,7 +126,7 @@ def _of_fusion(module: Module, computation: Computation, made: Instruction, inne
         if part.opcode == "parameter" and part.number < len(made.operands):
             given = computation.instructions.get(made.operands[part.number])
             whole = bytes_in_memory(part.type if given is None else given.type)
-            cut = _cut(inner, users, part)
+            cut = _cut(users, part)
             read += whole if cut is None else min(whole, cut)
     root = inner.instructions[inner.root]
     roots = [inner.instructions[name] for name in root.operands] if root.opcode == "tuple" else [root]
@@ -141,22 +141,21 @@ def _inside(module: Module, computation: Computation) -> Iterator[Instruction]:
             yield from _inside(module, module.computations[name])
 
 
-def _cut(inner: Computation, users: dict[str, list[Instruction]], part: Instruction) -> int | None:
+def _cut(users: dict[str, list[Instruction]], part: Instruction) -> int | None:
     """Bytes that a fusion reads of an operand that it only cuts slices from, or updates; None if it reads all."""
-    total = 0
-    for user in users.get(part.name, ()):
-        if user.opcode in _CUTS and user.operands[0] == part.name:
-            total += bytes_in_memory(user.type)
-        elif user.opcode == "dynamic-update-slice" and user.operands[0] == part.name:
-            continue
-        elif user.opcode in ("bitcast", "copy", "reshape"):
-            further = _cut(inner, users, user)
-            if further is None:
+    total, forms = 0, [part]
+    while forms:
+        form = forms.pop()
+        for user in users.get(form.name, ()):
+            if user.opcode in _CUTS and user.operands[0] == form.name:
+                total += bytes_in_memory(user.type)
+            elif user.opcode in ("bitcast", "copy", "reshape"):
+                forms.append(user)
+            elif user.opcode != "dynamic-update-slice" or user.operands[0] != form.name:
                 return None
-            total += further
-        else:
+        if not users.get(form.name):
             return None
-    return total if users.get(part.name) else None
+    return total
 
 
 def _written(inner: Computation, root: Instruction) -> int:

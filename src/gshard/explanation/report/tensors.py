@@ -28,9 +28,8 @@ def tensor_rows(
         reasons = []
         for d, atoms in enumerate(plan.shardings[v].dims):
             if atoms and (reason := plan.reasons.get((v, d))):
-                source = reason.source
-                there = -1 if source is None else _dimension(plan, source, d, set(atoms))
-                reasons.append([d, str(reason), row_of[source] if source is not None and there >= 0 else -1, there])
+                source = plan.sources[v, d]
+                reasons.append([d, str(reason), *((-1, -1) if source is None else (row_of[source[0]], source[1]))])
         rows.append(
             {
                 "name": row.name,
@@ -46,7 +45,7 @@ def tensor_rows(
                 "place": places.of(producers.get(v)),
                 "read": list(read.get(v, ())),  # of an argument: the lines that read it
                 "note": row.note,
-                "reason": row.reason if row.why else "",
+                "reason": row.reason if reasons else "",
                 "reasons": reasons,
             }
         )
@@ -57,9 +56,3 @@ def _spec(plan: Plan, v: Value) -> str:
     """How an argument is split as JAX writes it, where that can say it."""
     spec = plan.mesh.spec_of(plan.shardings[v].dims)
     return "" if spec is None else text_of_spec(spec)
-
-
-def _dimension(plan: Plan, source: Value, dim: int, atoms: set[str]) -> int:
-    """The dimension of ``source`` that the same atoms came from, as ``Plan.chain`` follows them."""
-    dims = [d for d, own in enumerate(plan.shardings[source].dims) if atoms & set(own) and (source, d) in plan.reasons]
-    return -1 if not dims else dim if dim in dims else dims[0]

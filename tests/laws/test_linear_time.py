@@ -1,0 +1,328 @@
+"""The law: the time of tracing, planning, lowering and explaining grows linearly with the number of layers.
+
+Calls of Python functions are counted, since seconds depend on the machine. A walk without a memo takes exponentially
+many on residual layers, and a walk from each equation back to the start quadratically many. A second law: nothing
+recurs over the length of a program, so that programs may be longer than Python's recursion limit.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gshard
+from gshard.core.spmd import SpmdProgram
+from gshard.emit.partition import partition
+from gshard.planning.propagate import propagate
+from gshard.simulator.simulate import simulate
+from gshard.tracing.trace import trace
+from laws.test_propagate_laws import MESH as SIX
+from laws.test_propagate_laws import parts_of
+from placed import cut
+
+LAYERS = (8, 16, 32, 64)
+LONG = 2000  # operations of a chain, twice the recursion limit
+MESH = gshard.Mesh.abstract(data=2, model=4)
+X = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)
+W = np.random.default_rng(1).standard_normal((64, 64)).astype(np.float32) / 16
+Layer = Callable[[Any, Any], Any]
+
+
+# The marks leave little to decide, so that programs of all sizes have the same plan.
+def residual(x: Any, w: Any) -> Any:
+    return jnp.tanh(x @ w) / 4 + gshard.shard(x, P("data", None))
+
+
+def marked(x: Any, w: Any) -> Any:
+    return gshard.shard(jnp.tanh(x @ w), P("data", "model")) @ w.T / 4 + x
+
+
+def attention(x: Any, w: Any) -> Any:
+    q, k = (y.reshape(64, 4, 16) for y in (x @ w, x @ w.T))
+    weights = jax.nn.softmax(jnp.einsum("ihd,jhd->hij", q, k))
+    return jnp.einsum("hij,jhd->ihd", weights, gshard.split(k, 1, "model")).reshape(64, 64) @ w / 4 + x
+
+
+def inner_jit(x: Any, w: Any) -> Any:
+    return jax.jit(residual)(x, w) + jnp.sin(x)
+
+
+def moved(x: Any, w: Any) -> Any:
+    return jnp.roll(x, 1, 0) / 2 + jnp.pad(x[1:], ((0, 1), (0, 0))) + jnp.where(jnp.arange(64) > 3, x, 0)
+
+
+def updated(x: Any, w: Any) -> Any:
+    return x.at[2].add(w[0]) / 2 + jnp.cumsum(x, 1) / 32
+
+
+def unrolled(layer: Layer) -> Callable[[int], Layer]:
+    def of(layers: int) -> Layer:
+        def f(x: Any, w: Any) -> Any:
+            x = gshard.split(x, 0, "data")
+            for _ in range(layers):
+                x = layer(x, w)
+            return x
+
+        return f
+
+    return of
+
+
+def in_a_scan(layers: int) -> Layer:
+    """A loop whose body is half of the layers, and the other half behind it."""
+    half = unrolled(residual)(layers // 2)
+
+    def f(x: Any, w: Any) -> Any:
+        x, sums = lax.scan(lambda x, w: (half(x, w), jnp.sum(x)), x, jnp.stack([w, -w]))
+        return half(x, w) + sums[0]
+
+    return f
+
+
+def gradient(of: Callable[[int], Layer]) -> Callable[[int], Layer]:
+    return lambda layers: jax.grad(lambda x, w: jnp.sum(of(layers)(x, w) ** 2), 1)
+
+
+def sum_of_slices(layers: int) -> Layer:
+    """Its gradient adds an array with zeros for each slice."""
+    return jax.grad(lambda x, w: sum(jnp.sum(jnp.sin(x[i % 8 : i % 8 + 1] @ w)) for i in range(layers)))
+
+
+PROGRAMS: dict[str, Callable[[int], Layer]] = {
+    "residual": unrolled(residual),
+    "attention": unrolled(attention),
+    "in a scan": in_a_scan,
+    "gradient": gradient(unrolled(marked)),
+    "marked": unrolled(marked),
+    "inner jit": unrolled(inner_jit),
+    "moved": unrolled(moved),
+    "updated": unrolled(updated),
+    "gradient of attention": gradient(unrolled(attention)),
+    "gradient of a scan": gradient(in_a_scan),
+    "sum of slices": sum_of_slices,
+}
+FAST = ("residual", "attention", "in a scan")
+# Each equation that moves split elements may begin a piecewise region, of at most 512 arrays. So the time of planning
+# many of them is linear only in programs with more arrays.
+SIZES = {"moved": (128, 256)}
+
+
+def jax_mesh() -> jax.sharding.Mesh:
+    return jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+def placed() -> tuple[Any, Any]:
+    mesh = jax_mesh()
+    return cut(X, mesh, 0), jax.device_put(W, NamedSharding(mesh, P()))
+
+
+def stages(f: Layer) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """What is done to a program, each stage by itself; what a stage needs is done before."""
+    x, w = placed()
+    yield "trace", lambda: trace(f, X, W)
+    program = trace(f, X, W)
+    yield "plan", lambda: propagate(program, MESH)
+    plan = propagate(program, MESH)
+    yield "partition", lambda: partition(plan)
+    partitioned = gshard.jit(f, mesh=jax_mesh())
+    yield "lower inside jax.jit", lambda: jax.jit(lambda x, w: partitioned(x, w)).lower(x, w)
+    total = gshard.jit(lambda x: jnp.sum(x * x), mesh=jax_mesh())
+    yield "lower behind it", lambda: jax.jit(lambda x, w: total(f(x, w))).lower(x, w)
+    found = gshard.explain(f, X, W, mesh=MESH)
+    yield "explain", lambda: [str(found), [row.reason for row in found.tensors], found.why("x")]
+    yield "price", lambda: found.cost("h100")
+
+
+def calls_of(run: Callable[[], Any]) -> int:
+    """The number of calls of Python functions; the collector may call finalizers of others."""
+    count = 0
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event == "call"
+
+    gc.disable()
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return count
+
+
+@pytest.mark.parametrize("name", [p if p in FAST else pytest.param(p, marks=pytest.mark.slow) for p in PROGRAMS])
+def test_calls_grow_with_the_number_of_layers(name: str) -> None:
+    for _, run in stages(PROGRAMS[name](4)):  # fills caches that do not depend on the number of layers
+        run()
+    counts: dict[str, list[int]] = {}
+    for layers in SIZES.get(name, LAYERS):
+        for stage, run in stages(PROGRAMS[name](layers)):
+            counts.setdefault(stage, []).append(calls_of(run))
+    more = {stage: [b / a for a, b in itertools.pairwise(n)] for stage, n in counts.items()}
+    assert all(ratio <= 2.2 for ratios in more.values() for ratio in ratios), (counts, more)
+
+
+def sines(x: Any, w: Any) -> Any:
+    for _ in range(LONG):
+        x = jnp.sin(x)
+    return x
+
+
+def from_marks(x: Any, w: Any) -> Any:
+    x = gshard.split(x, 0, "data")
+    for i in range(LONG // 3):
+        x = jnp.maximum(x, -w[0]) * (0.5 if i % 2 else -2)
+    return x
+
+
+def diamonds(x: Any, w: Any) -> Any:
+    for _ in range(LONG // 3):
+        x = x / 2 + jnp.sin(x)
+    return x
+
+
+def sums(x: Any, w: Any) -> Any:
+    y = jnp.pad(x[:32], ((0, 32), (0, 0)))
+    for _ in range(LONG // 2):
+        y = y / 2 + x
+        y = y + y
+    return y
+
+
+def rolls(x: Any, w: Any) -> Any:
+    for _ in range(LONG // 4):
+        x = jnp.roll(x, 1, 0)
+    return x + w[0]
+
+
+def forms(x: Any, w: Any) -> Any:
+    for i in range(LONG // 4):
+        x = x.reshape(32, 128).T.reshape(64, 64).astype(jnp.bfloat16 if i % 2 else jnp.float32)
+    return x.astype(jnp.float32)
+
+
+def products(x: Any, w: Any) -> Any:
+    for _ in range(LONG // 4):
+        x = gshard.split(x, 0, "data") @ w
+    return x
+
+
+def of_masks(x: Any, w: Any) -> Any:
+    mask = jnp.arange(64) > 0
+    for i in range(LONG // 2):
+        mask = mask & (jnp.arange(64) != i + 3)
+    return jnp.where(mask, x, 0)
+
+
+def of_indices(x: Any, w: Any) -> Any:
+    at = jnp.arange(64)
+    for _ in range(LONG // 2):
+        at = (at + 1) % 64
+    return jnp.take(x, at, axis=0)
+
+
+def scaled_in_a_loop(x: Any, w: Any) -> Any:
+    def body(total: Any, row: Any) -> Any:
+        y = row[:, None] * w
+        for _ in range(LONG // 2):
+            y = y * 0.999
+        return total + y, None
+
+    return lax.scan(body, w, x)[0]
+
+
+def calls(x: Any, w: Any) -> Any:
+    layer = jax.jit(lambda x, w: jnp.tanh(x) / 2 + jnp.sin(w[0]))
+    for _ in range(LONG // 8):
+        x = layer(x, w)
+    return x
+
+
+def called_twice(x: Any, w: Any) -> Any:
+    """Of 2^20 calls in the end; written as 20 functions."""
+    function = jnp.sin
+    for _ in range(20):
+        function = jax.jit(lambda x, f=function: f(f(x)))
+    return function(x)
+
+
+CHAINS: dict[str, Layer] = {f.__name__: f for f in (
+    sines, from_marks, diamonds, sums, rolls, forms, products, of_masks, of_indices, scaled_in_a_loop, calls,
+)}  # fmt: skip
+FAST_CHAINS = ("sines",)
+
+
+def at_every_device(spmd: SpmdProgram, *arrays: np.ndarray) -> list[Any]:
+    """The results on all devices, simulated."""
+    (mapped,) = (e for e in spmd.jaxpr.jaxpr.eqns if e.primitive.name == "shard_map")
+    inputs = spmd.jaxpr.jaxpr.invars
+    given = dict(zip(inputs, [*spmd.program.captured, *arrays], strict=True))
+    dims = dict(zip(inputs, spmd.in_shardings, strict=True))
+    stacked = [parts_of(np.asarray(given[v]), dims[v].dims) for v in mapped.invars]
+    return simulate(mapped.params["jaxpr"], (), spmd.mesh.atom_sizes, stacked)
+
+
+@pytest.mark.parametrize("name", [c if c in FAST_CHAINS else pytest.param(c, marks=pytest.mark.slow) for c in CHAINS])
+def test_programs_may_be_longer_than_the_recursion_limit(name: str) -> None:
+    f = CHAINS[name]
+    for _, run in stages(f):
+        run()
+    partition(propagate(trace(jax.grad(lambda x, w: jnp.sum(f(x, w)), 1), X, W), MESH))
+    jax.jit(jax.grad(lambda x, w: jnp.sum(gshard.jit(f, mesh=jax_mesh())(x, w)), 1)).lower(*placed())
+
+
+def test_a_long_chain_runs() -> None:
+    """Simulated, compiled, inside ``jax.jit`` and in front of a partitioned function there."""
+    want = np.asarray(jax.jit(sines)(X, W))
+    partitioned, total = gshard.jit(sines, mesh=jax_mesh()), gshard.jit(lambda x: x * 2, mesh=jax_mesh())
+    inside = jax.jit(lambda x, w: total(partitioned(x, w)))
+    behind = jax.jit(lambda x, w: total(sines(x, w)))
+    for x in (X, cut(X, jax_mesh(), 0, 1), cut(X, jax_mesh(), 1, 0)):
+        np.testing.assert_allclose(partitioned(x, W), want, rtol=1e-5)
+        np.testing.assert_allclose(inside(x, W), 2 * want, rtol=1e-5)
+        np.testing.assert_allclose(behind(x, W), 2 * want, rtol=1e-5)
+    spmd = partition(propagate(trace(lambda x, w: sines(gshard.split(x, 0, "data"), w), X, W), SIX))
+    (simulated,) = at_every_device(spmd, X, W)
+    for got, part in zip(simulated, parts_of(want, spmd.out_shardings[0].dims), strict=True):
+        np.testing.assert_allclose(got, part, rtol=1e-5)
+
+
+def test_what_jax_makes_of_a_long_chain_is_explained() -> None:
+    x, w = placed()
+    assert "sines" in str(gshard.explain(jax.jit(sines), x, w))
+
+
+def test_functions_that_call_functions_are_read_once() -> None:
+    x, _ = placed()
+    total = gshard.jit(lambda x: jnp.sum(x * x), mesh=jax_mesh())
+    lowered = jax.jit(lambda x: total(called_twice(x, None))).lower(x)
+    assert "called_twice" not in lowered.as_text() or len(lowered.as_text()) < 100_000
+
+
+@pytest.mark.parametrize("layers", [24, pytest.param(LONG // 4, marks=pytest.mark.slow)])
+def test_long_chains_are_recomputed(layers: int) -> None:
+    """With a limit that needs it: what a reader after the peak reads is found once."""
+
+    def f(x: Any, ws: Any) -> Any:
+        x = gshard.split(x, 0, 8)
+        kept = jnp.tanh(x @ ws[0])
+        y = jnp.sort(kept, 0).sum(1, keepdims=True) * x @ ws[1] @ ws[0]
+        for _ in range(layers):
+            kept = kept * 2 + jnp.sin(kept)
+        return jnp.sum(y @ ws[1] * kept[:, :1]) + jnp.sum(kept @ ws[1])
+
+    shapes = jax.ShapeDtypeStruct((1024, 256), jnp.float32), jax.ShapeDtypeStruct((2, 256, 256), jnp.float32)
+    found = gshard.explain(jax.grad(f, 1), *shapes, mesh=gshard.Mesh.abstract(d=8), memory_limit="3MB")
+    assert "optimization_barrier" in str(found.spmd.jaxpr)
