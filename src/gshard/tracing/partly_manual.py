@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from gshard.core.errors import ShardingError
 from gshard.core.jax_adapter import closed, shapes_of, user_line
@@ -27,18 +28,33 @@ from gshard.language.mark_primitive import bind_mark
 from gshard.language.per_device import Rewritten, check_known, names_of
 from gshard.rules.manual import axes_of_mesh
 from gshard.tracing.expand import mark_of_equation
+from gshard.tracing.region_sums import without_sums
 
 
 def opened_region(name: str, params: dict[str, Any], in_avals: Sequence[Any]) -> tuple[Any, tuple[Any, ...]] | None:
-    """The jaxpr that replaces a ``shard_map`` with automatic axes, and its constants; None for other equations.
+    """The jaxpr that replaces a ``shard_map`` with automatic axes, or one that ends with sums, and its constants.
 
-    Axes of size 1 do not count as automatic axes.
+    Axes of size 1 do not count as automatic axes. None for other equations.
     """
-    if name != "shard_map" or not has_automatic_axes(params):
+    if name != "shard_map":
         return None
-    axes, devices = axes_of_mesh(params["mesh"])
-    region = _Region(axes, devices, ())
-    return closed(jax.make_jaxpr(lambda *arrays: region.run(params, arrays, user_line()))(*shapes_of(in_avals)))
+    if has_automatic_axes(params):
+        region = _Region(*axes_of_mesh(params["mesh"]), ())
+        return closed(jax.make_jaxpr(lambda *arrays: region.run(params, arrays, user_line()))(*shapes_of(in_avals)))
+    manual = _manual_axes(params)
+    rest = without_sums(params, manual)
+    if rest is None:
+        return None
+    part = jaxpr_as_fun(ClosedJaxpr(rest.body, ()))
+    mapped = jax.shard_map(
+        lambda *parts: rest.addends(part(*parts)),
+        mesh=params["mesh"],
+        in_specs=params["in_specs"],
+        out_specs=list(rest.out_specs),
+        axis_names=set(manual),
+        check_vma=params["check_vma"],
+    )
+    return closed(jax.make_jaxpr(lambda *arrays: rest.finished(mapped(*arrays)))(*shapes_of(in_avals)))
 
 
 def has_automatic_axes(params: Mapping[str, Any]) -> bool:
@@ -82,11 +98,14 @@ class _Region(Rewritten):
             enter_manual_p.bind(x, boundary=boundary(spec, jax.numpy.ndim(x)))
             for x, spec in zip(arrays, params["in_specs"], strict=True)
         ]
-        results = inside.function(params["jaxpr"])(*parts)
-        return [
+        rest = without_sums(params, new_manual)
+        body, specs = (params["jaxpr"], params["out_specs"]) if rest is None else (rest.body, rest.out_specs)
+        results = inside.function(body)(*parts)
+        whole = [
             leave_manual_p.bind(jax.numpy.asarray(x), boundary=boundary(spec, jax.numpy.ndim(x)))
-            for x, spec in zip(results, params["out_specs"], strict=True)
+            for x, spec in zip(results if rest is None else rest.addends(results), specs, strict=True)
         ]
+        return whole if rest is None else rest.finished(whole)
 
     def shard_map(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
         """Opens a ``shard_map`` in the body. Its axes become manual in addition.
