@@ -1,7 +1,8 @@
 """Manual regions: parts of a program that the user has already partitioned.
 
     shard_map(body, mesh, in_specs, out_specs)      JAX's regions: ``in_specs`` determine the parts of the operands;
-                                                    the body runs unchanged on the parts, with its collectives
+                                                    the body runs unchanged on the parts, with its collectives;
+                                                    sums at its end are finished outside (``combine_over_axes``)
     auto_to_manual(x, dim, n) ... manual_to_auto    the regions of the GShard paper (section 3.2): between the two
                                                     calls, a value is one device's part
 
@@ -25,6 +26,7 @@ from gshard.core.mesh import Atoms, Mesh
 from gshard.core.planning_tables import tabulated
 from gshard.core.rule import REDUCE, Rule, RuleMaker
 from gshard.core.split import Split
+from gshard.language.function_primitive import function_primitive
 from gshard.language.per_device import renamed
 from gshard.language.registry import Call, rule
 
@@ -108,6 +110,35 @@ def shard_map(call: Call) -> Rule:
         return shards.run_program(renamed(body, atoms_of_axes(axes, shards.mesh)), arrays)
 
     return make.rule(operands, results, local=local, fixed=fixed)
+
+
+def _combined(x: Any, *, monoid: str, mesh: Any, spec: Any) -> Any:
+    return {"add": lax.reduce_sum, "max": lax.reduce_max, "min": lax.reduce_min}[monoid](x, (0,))
+
+
+def _type_of_combined(x: Any, **_: Any) -> Any:
+    return jax.core.ShapedArray(x.shape[1:], x.dtype, weak_type=x.weak_type)
+
+
+combine_over_axes_p = function_primitive("combine_over_axes", _combined, _type_of_combined)
+
+
+@rule("combine_over_axes")
+def combine_over_axes(call: Call) -> Rule:
+    """Combines the addends that each device of a region returned (``tracing.region_sums``); dimension 0 has one each.
+
+    The result is unreduced over the axes of the region's last sum, and split otherwise as the region returned it.
+    """
+    axes, _ = axes_of_mesh(call.params["mesh"])
+    ((count, *shape),) = call.in_shapes
+    make = RuleMaker()
+    operand = [make.factor(count, REDUCE, call.params["monoid"]), *make.parallel(shape)]
+
+    def fixed(mesh: Mesh) -> Split:
+        cuts = _cuts(tuple(call.params["spec"]), axes, mesh, (count, *shape))
+        return {dim[0]: atoms for dim, atoms in zip(operand, cuts, strict=True) if atoms}
+
+    return make.rule([operand], [operand[1:]], local=lambda shards, x: [x[0]], fixed=fixed, flops=0)
 
 
 def axes_of_mesh(mesh: Any) -> tuple[tuple[tuple[str, int], ...], tuple[Any, ...]]:

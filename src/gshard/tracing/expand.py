@@ -56,8 +56,8 @@ def expansion(name: str, params: dict[str, Any], in_avals: list[Any]) -> tuple[A
         return _solve(params, in_avals)
     if name == "compute_on" and any(space != _DEVICE for space in params["out_memory_spaces"]):
         return _computed_on(params, in_avals)
-    if name in REDUCERS and not any(isinstance(axis, str) for axis in params["axes"]):
-        return _reduced(REDUCERS[name], params["axes"], in_avals)
+    if name in _REDUCERS and not any(isinstance(axis, str) for axis in params["axes"]):
+        return _reduced(_REDUCERS[name], params["axes"], in_avals)
     search = sorted_search(params, in_avals)
     if search is not None:
         return closed(search)
@@ -81,7 +81,7 @@ def _adds_no_mark(destination: Any, aval: Any) -> bool:
     return not (aval.shape or mark.unreduced or mark.reduced or _unreduced_axes(aval))
 
 
-REDUCERS = {"psum": lax.reduce_sum, "pmax": lax.reduce_max, "pmin": lax.reduce_min}
+_REDUCERS = {"psum": lax.reduce_sum, "pmax": lax.reduce_max, "pmin": lax.reduce_min}
 
 
 def _reduced(reducer: Callable[..., Any], axes: tuple[int, ...], in_avals: list[Any]) -> tuple[Any, tuple[Any, ...]]:

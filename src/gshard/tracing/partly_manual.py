@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.sharding import PartitionSpec
 
 from gshard.core.errors import ShardingError
 from gshard.core.jax_adapter import closed, shapes_of, user_line
@@ -26,9 +27,9 @@ from gshard.language.manual_primitives import (
 )
 from gshard.language.mark_primitive import bind_mark
 from gshard.language.per_device import Rewritten, check_known, names_of
-from gshard.rules.manual import axes_of_mesh
+from gshard.rules.manual import axes_of_mesh, combine_over_axes_p
 from gshard.tracing.expand import mark_of_equation
-from gshard.tracing.region_sums import without_sums
+from gshard.tracing.region_sums import Ending, without_sums
 
 
 def opened_region(name: str, params: dict[str, Any], in_avals: Sequence[Any]) -> tuple[Any, tuple[Any, ...]] | None:
@@ -45,16 +46,23 @@ def opened_region(name: str, params: dict[str, Any], in_avals: Sequence[Any]) ->
     rest = without_sums(params, manual)
     if rest is None:
         return None
+    ends = rest.endings
     part = jaxpr_as_fun(ClosedJaxpr(rest.body, ()))
+    mesh, specs = params["mesh"], params["out_specs"]
+    stacked = tuple(s if end is None else PartitionSpec(end.axes, *s) for s, end in zip(specs, ends, strict=True))
     mapped = jax.shard_map(
-        lambda *parts: rest.addends(part(*parts)),
-        mesh=params["mesh"],
+        lambda *parts: tuple(x if end is None else x[None] for x, end in zip(part(*parts), ends, strict=True)),
+        mesh=mesh,
         in_specs=params["in_specs"],
-        out_specs=list(rest.out_specs),
+        out_specs=stacked,
         axis_names=set(manual),
         check_vma=params["check_vma"],
     )
-    return closed(jax.make_jaxpr(lambda *arrays: rest.finished(mapped(*arrays)))(*shapes_of(in_avals)))
+
+    def combine(i: int, addends: Any, end: Ending) -> Any:
+        return combine_over_axes_p.bind(addends, monoid=end.monoid, mesh=mesh, spec=stacked[i])
+
+    return closed(jax.make_jaxpr(lambda *arrays: rest.results(mapped(*arrays), combine))(*shapes_of(in_avals)))
 
 
 def has_automatic_axes(params: Mapping[str, Any]) -> bool:
@@ -86,26 +94,30 @@ class _Region(Rewritten):
         new_manual = _manual_axes(params)
         inside = _Region(self._axes, self._devices, (*self._manual, *new_manual))
 
-        def boundary(spec: Any, ndim: int) -> RegionBoundary:
+        def boundary(spec: Any, ndim: int, end: Ending | None = None) -> RegionBoundary:
             for kind in ("unreduced", "reduced"):
                 if getattr(spec, kind, None):
                     raise ShardingError(f"a spec of a shard_map asks for {kind} values.", line, str(spec))
             entries = [() if entry is None else names_of(entry) for entry in spec]
             axes_of_dims = tuple(tuple(map(str, entry)) for entry in (*entries, *((),) * (ndim - len(entries))))
-            return RegionBoundary(self._axes, new_manual, axes_of_dims, self._devices)
+            combined = () if end is None else (end.monoid, end.axes)
+            return RegionBoundary(self._axes, new_manual, axes_of_dims, self._devices, *combined)
 
         parts = [
             enter_manual_p.bind(x, boundary=boundary(spec, jax.numpy.ndim(x)))
             for x, spec in zip(arrays, params["in_specs"], strict=True)
         ]
+
+        def leave(i: int, x: Any, end: Ending | None = None) -> Any:
+            return leave_manual_p.bind(x, boundary=boundary(params["out_specs"][i], x.ndim, end))
+
         rest = without_sums(params, new_manual)
-        body, specs = (params["jaxpr"], params["out_specs"]) if rest is None else (rest.body, rest.out_specs)
-        results = inside.function(body)(*parts)
-        whole = [
-            leave_manual_p.bind(jax.numpy.asarray(x), boundary=boundary(spec, jax.numpy.ndim(x)))
-            for x, spec in zip(results if rest is None else rest.addends(results), specs, strict=True)
-        ]
-        return whole if rest is None else rest.finished(whole)
+        results = inside.function(params["jaxpr"] if rest is None else rest.body)(*parts)
+        results = list(map(jax.numpy.asarray, results))
+        if rest is None:
+            return [leave(i, x) for i, x in enumerate(results)]
+        whole = [x if end else leave(i, x) for i, (x, end) in enumerate(zip(results, rest.endings, strict=True))]
+        return rest.results(whole, leave)
 
     def shard_map(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
         """Opens a ``shard_map`` in the body. Its axes become manual in addition.

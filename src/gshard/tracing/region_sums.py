@@ -1,34 +1,32 @@
-"""Moves the last sum over devices out of a ``shard_map``.
+"""Finds the sums over devices with which a ``shard_map`` ends, so that they can leave it.
 
-    shard_map(x -> psum(f(x), "a"), out_specs=P())    becomes
-    reduce_sum(shard_map(x -> f(x)[None], out_specs=P("a")), 0)
+JAX ends a region with such a sum for the gradient of an operand that every device of the region reads whole. Without
+the sum, the region returns the addends: parts of an unreduced value, which gshard finishes as the program needs it. If
+a mark splits the result at once, a reduce-scatter does. Maxima and minima over devices leave in the same way.
+Elementwise equations between a sum and the end of the body, such as the division of a mean, leave with it.
 
-The region returns the addends of all devices along ``a``. They are the parts of an array, so gshard plans the sum like
-any other: a result that is split at once needs a reduce-scatter only. JAX ends a region with such a sum for the gradient
-of an operand that every device of the region reads whole. A maximum or minimum leaves in the same way, and with each the
-elementwise equations between it and the end of the body, such as the division of a mean.
-
-A sum stays if another equation of the body reads it, or if the spec of the result names one of its axes.
+A sum stays if another equation of the body reads it, or if the spec of its result names one of its axes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
-from jax.sharding import PartitionSpec
 
 from gshard.core.jax_adapter import as_if_at, as_weak, bind, jaxpr_without_dead_code
 from gshard.core.jax_adapter_context import context_of, in_context
 from gshard.core.partition_spec import words_of
 from gshard.language.per_device import IGNORED, axes_of, name_of, names_of
 from gshard.language.traits import traits_of
-from gshard.tracing.expand import REDUCERS, without_shardings
+from gshard.tracing.expand import without_shardings
+
+_MONOIDS = {"psum": "add", "pmax": "max", "pmin": "min"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,12 +36,22 @@ class Ending:
     Attributes:
         total: the equation of the sum.
         after: the elementwise equations behind it.
-        source: the position of the first result with the same addends.
+        source: the position of the first result that is computed from the sum.
     """
 
     total: Any
     after: tuple[Any, ...]
     source: int
+
+    @property
+    def monoid(self) -> str:
+        """The monoid that combines the addends."""
+        return _MONOIDS[name_of(self.total)]
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes over which addends are combined."""
+        return axes_of(self.total)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,34 +60,46 @@ class WithoutSums:
 
     Attributes:
         body: the jaxpr of the body. Where a sum has left, it returns the addends.
-        out_specs: the specs of its results. Addends have a new first dimension.
         endings: for each result what has left; None for a result that the body still returns.
     """
 
     body: Any
-    out_specs: tuple[Any, ...]
     endings: tuple[Ending | None, ...]
 
-    def addends(self, results: Sequence[Any]) -> list[Any]:
-        """The results of the body, addends with their new dimension."""
-        return [x if end is None else jnp.expand_dims(x, 0) for x, end in zip(results, self.endings, strict=True)]
+    def results(self, arrays: Sequence[Any], combine: Callable[[int, Any, Ending], Any]) -> list[Any]:
+        """The results of the whole region.
 
-    def finished(self, arrays: Sequence[Any]) -> list[Any]:
-        """The results of the whole region, from the results of the region without sums."""
-        return [
-            x if end is None else _finished(arrays[end.source], end)
-            for x, end in zip(arrays, self.endings, strict=True)
-        ]
+        Args:
+            arrays: the results of the region without sums.
+            combine: combines addends: ``combine(i, addends, ending)`` for result ``i`` of the region.
+        """
+        combined: dict[int, Any] = {}
+        results = []
+        for x, end in zip(arrays, self.endings, strict=True):
+            if end is not None:
+                with _like(end.total):
+                    if end.source not in combined:
+                        combined[end.source] = combine(end.source, arrays[end.source], end)
+                x = combined[end.source]
+                for eqn in end.after:
+                    with _like(eqn):
+                        x = _applied(eqn, x)
+            results.append(x)
+        return results
 
 
-def _finished(x: Any, end: Ending) -> Any:
-    for eqn in (end.total, *end.after):
-        with as_if_at(eqn.source_info), in_context(context_of(eqn)):
-            if eqn is end.total:
-                x = REDUCERS[name_of(eqn)](x, (0,))
-            elif eqn.primitive.name not in IGNORED:
-                operands = [np.asarray(v.val, v.aval.dtype) if isinstance(v, Literal) else x for v in eqn.invars]
-                (x,) = bind(eqn.primitive, without_shardings(eqn.primitive.name, eqn.params), operands)
+@contextlib.contextmanager
+def _like(eqn: Any) -> Iterator[None]:
+    with as_if_at(eqn.source_info), in_context(context_of(eqn)):
+        yield
+
+
+def _applied(eqn: Any, x: Any) -> Any:
+    """The result of an elementwise equation of one array."""
+    if eqn.primitive.name in IGNORED:
+        return x
+    operands = [np.asarray(v.val, v.aval.dtype) if isinstance(v, Literal) else x for v in eqn.invars]
+    (x,) = bind(eqn.primitive, without_shardings(eqn.primitive.name, eqn.params), operands)
     return as_weak(x, eqn.outvars[0].aval.weak_type)
 
 
@@ -118,20 +138,13 @@ def without_sums(params: Mapping[str, Any], manual: Collection[str]) -> WithoutS
     if not any(endings):
         return None
     returned = [v if end is None else end.total.invars[0] for v, end in zip(body.outvars, endings, strict=True)]
-    return WithoutSums(
-        jaxpr_without_dead_code(body.replace(outvars=returned)),
-        tuple(
-            spec if end is None else PartitionSpec(axes_of(end.total), *spec)
-            for spec, end in zip(specs, endings, strict=True)
-        ),
-        tuple(endings),
-    )
+    return WithoutSums(jaxpr_without_dead_code(body.replace(outvars=returned)), tuple(endings))
 
 
 def _may_leave(total: Any, specs: Sequence[Any], manual: Collection[str], params: Mapping[str, Any]) -> bool:
     """Whether an equation is a sum over devices that may leave a region, whose results at the end have these specs."""
     axes = axes_of(total)
-    if name_of(total) not in REDUCERS or len(total.invars) != 1 or total.params.get("axis_index_groups") is not None:
+    if name_of(total) not in _MONOIDS or len(total.invars) != 1 or total.params.get("axis_index_groups") is not None:
         return False
     if not set(axes) <= set(manual) or math.prod(params["mesh"].shape[a] for a in axes) == 1:
         return False
