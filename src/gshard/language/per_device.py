@@ -111,9 +111,9 @@ class Rewritten:
             return self.function(called_jaxpr(eqn))(*operands)
         if name == "custom_partitioning":  # inside a shard_map JAX also runs the function itself
             return self.function(eqn.params["call"])(*operands)
-        axes = axes_of(eqn)
+        axes = _axes_of(eqn)
         if any(isinstance(a, str) for a in axes):
-            return self.collective(eqn, name_of(eqn), axes, operands)
+            return self.collective(eqn, _name_of(eqn), axes, operands)
         # A sharding in the parameters names the user's axes. It has no meaning for one device's part.
         params = {
             key: None if key in ("sharding", "out_sharding") else self._renamed_body(value)
@@ -142,13 +142,18 @@ class Rewritten:
         return retraced if isinstance(value, ClosedJaxpr) else closed(retraced)[0]
 
 
-def name_of(eqn: Any) -> str:
+def summed_axes(eqn: Any) -> tuple[str, ...]:
+    """The axes over which an equation adds the arrays of all devices; () for other equations."""
+    is_sum = _name_of(eqn) == "psum" and len(eqn.invars) == 1 and eqn.params.get("axis_index_groups") is None
+    return _axes_of(eqn) if is_sum and eqn.outvars[0].aval.dtype != bool else ()
+
+
+def _name_of(eqn: Any) -> str:
     """The name of an equation's primitive, without the suffixes for tracking varying values."""
     return _INVARIANT.get(eqn.primitive.name, eqn.primitive.name)
 
 
-def axes_of(eqn: Any) -> tuple[Any, ...]:
-    """The axes that an equation names."""
+def _axes_of(eqn: Any) -> tuple[Any, ...]:
     key = next((k for k in ("axes", "axis_name") if k in eqn.params), None)
     return () if key is None else names_of(eqn.params[key])
 

@@ -50,9 +50,9 @@ def boundary(call: Call) -> Rule:
         axes_of.update(dict.fromkeys(between, axes))
         whole.append((*between, *within))
         part.append(within)
-    if at.combined:
-        over = make.factor(math.prod(dict(at.axes)[name] for name in at.combined), REDUCE, at.monoid)
-        axes_of.update(dict.fromkeys(over, at.combined))
+    if at.summed:
+        addends = make.factor(math.prod(dict(at.axes)[name] for name in at.summed), REDUCE, "add")
+        axes_of.update(dict.fromkeys(addends, at.summed))
 
     def manual_atoms(mesh: Mesh) -> frozenset[str]:
         check_devices(at.axes, at.devices, mesh)

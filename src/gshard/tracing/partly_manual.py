@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 from gshard.core.errors import ShardingError
 from gshard.core.jax_adapter import closed, shapes_of, user_line
 from gshard.core.mark import Mark
+from gshard.core.mesh import automatic_mesh
 from gshard.language.manual_primitives import (
     MANUAL_COLLECTIVES,
     Collective,
@@ -26,42 +27,44 @@ from gshard.language.manual_primitives import (
 )
 from gshard.language.mark_primitive import bind_mark
 from gshard.language.per_device import Rewritten, check_known, names_of, renamed
-from gshard.rules.manual import axes_of_mesh, combine_over_axes_p
+from gshard.rules.manual import axes_of_mesh, sum_of_devices_p
 from gshard.tracing.expand import mark_of_equation
 from gshard.tracing.region_sums import Ending, without_sums
 
 
 def opened_region(name: str, params: dict[str, Any], in_avals: Sequence[Any]) -> tuple[Any, tuple[Any, ...]] | None:
-    """The jaxpr that replaces a ``shard_map`` with automatic axes, or one that ends with sums, and its constants.
+    """The jaxpr that replaces a ``shard_map``, and its constants; None for an equation that stays.
 
-    Axes of size 1 do not count as automatic axes. None for other equations.
+    A ``shard_map`` without automatic axes stays, unless it ends with sums. Axes of size 1 do not count as automatic.
     """
     if name != "shard_map":
         return None
-    if has_automatic_axes(params):
-        region = _Region(*axes_of_mesh(params["mesh"]), ())
-        return closed(jax.make_jaxpr(lambda *arrays: region.run(params, arrays, user_line()))(*shapes_of(in_avals)))
+    axes, devices = axes_of_mesh(params["mesh"])
     manual = _manual_axes(params)
+    if has_automatic_axes(params):
+        region = _Region(axes, devices, ())
+        return closed(jax.make_jaxpr(lambda *arrays: region.run(params, arrays, user_line()))(*shapes_of(in_avals)))
     rest = without_sums(params, manual)
     if rest is None:
         return None
-    ends = rest.endings
-    part = renamed(rest.body, {name: (name,) for name in params["mesh"].axis_names})
-    mesh, specs = params["mesh"], params["out_specs"]
-    stacked = tuple(s if end is None else PartitionSpec(end.axes, *s) for s, end in zip(specs, ends, strict=True))
+    mesh, ends = automatic_mesh(dict(axes), devices or None), rest.endings
+    body = renamed(rest.body, {axis: (axis,) for axis, _ in axes})
+    specs = [
+        s if end is None else PartitionSpec(end.axes, *s) for s, end in zip(params["out_specs"], ends, strict=True)
+    ]
     mapped = jax.shard_map(
-        lambda *parts: tuple(x if end is None else x[None] for x, end in zip(part(*parts), ends, strict=True)),
+        lambda *parts: [x if end is None else x[None] for x, end in zip(body(*parts), ends, strict=True)],
         mesh=mesh,
         in_specs=params["in_specs"],
-        out_specs=stacked,
+        out_specs=specs,
         axis_names=set(manual),
-        check_vma=False,  # JAX has checked the region; the types of the new one do not matter
+        check_vma=False,
     )
 
-    def combine(i: int, addends: Any, end: Ending) -> Any:
-        return combine_over_axes_p.bind(addends, monoid=end.monoid, mesh=mesh, spec=stacked[i])
+    def add(i: int, addends: Any, end: Ending) -> Any:
+        return sum_of_devices_p.bind(addends, mesh=mesh, spec=specs[i])
 
-    return closed(jax.make_jaxpr(lambda *arrays: rest.results(mapped(*arrays), combine))(*shapes_of(in_avals)))
+    return closed(jax.make_jaxpr(lambda *arrays: rest.results(mapped(*arrays), add))(*shapes_of(in_avals)))
 
 
 def has_automatic_axes(params: Mapping[str, Any]) -> bool:
@@ -99,8 +102,8 @@ class _Region(Rewritten):
                     raise ShardingError(f"a spec of a shard_map asks for {kind} values.", line, str(spec))
             entries = [() if entry is None else names_of(entry) for entry in spec]
             axes_of_dims = tuple(tuple(map(str, entry)) for entry in (*entries, *((),) * (ndim - len(entries))))
-            combined = () if end is None else (end.monoid, end.axes)
-            return RegionBoundary(self._axes, new_manual, axes_of_dims, self._devices, *combined)
+            summed = () if end is None else end.axes
+            return RegionBoundary(self._axes, new_manual, axes_of_dims, self._devices, summed)
 
         parts = [
             enter_manual_p.bind(x, boundary=boundary(spec, jax.numpy.ndim(x)))

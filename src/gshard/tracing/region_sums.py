@@ -2,10 +2,11 @@
 
 JAX ends a region with such a sum for the gradient of an operand that every device of the region reads whole. Without
 the sum, the region returns the addends: parts of an unreduced value, which gshard finishes as the program needs it. If
-a mark splits the result at once, a reduce-scatter does. Maxima and minima over devices leave in the same way.
-Elementwise equations between a sum and the end of the body, such as the division of a mean, leave with it.
+a mark splits the result at once, a reduce-scatter does. Elementwise equations between a sum and the end of the body,
+such as the division of a mean, leave with it.
 
-A sum stays if another equation of the body reads it, or if the spec of its result names one of its axes.
+A sum stays if another equation of the body reads it, or if the spec of its result names one of its axes. Maxima stay,
+because no collective scatters them.
 """
 
 from __future__ import annotations
@@ -21,12 +22,10 @@ from jax.extend.core import Literal
 
 from gshard.core.jax_adapter import as_if_at, as_weak, bind, jaxpr_without_dead_code
 from gshard.core.jax_adapter_context import context_of, in_context
-from gshard.core.partition_spec import words_of
-from gshard.language.per_device import IGNORED, axes_of, name_of, names_of
+from gshard.core.partition_spec import axes_of_entry, words_of
+from gshard.language.per_device import IGNORED, summed_axes
 from gshard.language.traits import traits_of
 from gshard.tracing.expand import without_shardings
-
-_MONOIDS = {"psum": "add", "pmax": "max", "pmin": "min"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,14 +43,9 @@ class Ending:
     source: int
 
     @property
-    def monoid(self) -> str:
-        """The monoid that combines the addends."""
-        return _MONOIDS[name_of(self.total)]
-
-    @property
     def axes(self) -> tuple[str, ...]:
-        """The axes over which addends are combined."""
-        return axes_of(self.total)
+        """The axes over which addends are added."""
+        return summed_axes(self.total)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,21 +60,21 @@ class WithoutSums:
     body: Any
     endings: tuple[Ending | None, ...]
 
-    def results(self, arrays: Sequence[Any], combine: Callable[[int, Any, Ending], Any]) -> list[Any]:
+    def results(self, arrays: Sequence[Any], add: Callable[[int, Any, Ending], Any]) -> list[Any]:
         """The results of the whole region.
 
         Args:
             arrays: the results of the region without sums.
-            combine: combines addends: ``combine(i, addends, ending)`` for result ``i`` of the region.
+            add: ``add(i, addends, ending)`` returns the sum for result ``i`` of the region.
         """
-        combined: dict[int, Any] = {}
+        sums: dict[int, Any] = {}
         results = []
         for x, end in zip(arrays, self.endings, strict=True):
             if end is not None:
-                with _like(end.total):
-                    if end.source not in combined:
-                        combined[end.source] = combine(end.source, arrays[end.source], end)
-                x = combined[end.source]
+                if end.source not in sums:
+                    with _like(end.total):
+                        sums[end.source] = add(end.source, arrays[end.source], end)
+                x = sums[end.source]
                 for eqn in end.after:
                     with _like(eqn):
                         x = _applied(eqn, x)
@@ -90,6 +84,7 @@ class WithoutSums:
 
 @contextlib.contextmanager
 def _like(eqn: Any) -> Iterator[None]:
+    """Equations traced inside get the source line, the scopes and the context of another equation."""
     with as_if_at(eqn.source_info), in_context(context_of(eqn)):
         yield
 
@@ -132,7 +127,8 @@ def without_sums(params: Mapping[str, Any], manual: Collection[str]) -> WithoutS
     endings: list[Ending | None] = [None] * len(specs)
     for v, positions in results.items():
         total = made.get(v)
-        if total is not None and _may_leave(total, [specs[i] for i in positions], manual, params) and leaves(total):
+        axes = () if total is None else summed_axes(total)
+        if _may_leave(axes, [specs[i] for i in positions], manual, params["mesh"].shape) and leaves(total):
             for i in positions:
                 endings[i] = Ending(total, after[i], positions[0])
     if not any(endings):
@@ -141,16 +137,12 @@ def without_sums(params: Mapping[str, Any], manual: Collection[str]) -> WithoutS
     return WithoutSums(jaxpr_without_dead_code(body.replace(outvars=returned)), tuple(endings))
 
 
-def _may_leave(total: Any, specs: Sequence[Any], manual: Collection[str], params: Mapping[str, Any]) -> bool:
-    """Whether an equation is a sum over devices that may leave a region, whose results at the end have these specs."""
-    axes = axes_of(total)
-    if name_of(total) not in _MONOIDS or len(total.invars) != 1 or total.params.get("axis_index_groups") is not None:
-        return False
-    if not set(axes) <= set(manual) or math.prod(params["mesh"].shape[a] for a in axes) == 1:
+def _may_leave(axes: Sequence[str], specs: Sequence[Any], manual: Collection[str], sizes: Mapping[str, int]) -> bool:
+    """Whether a sum over some axes may leave a region, if the results that are computed from it have these specs."""
+    if not set(axes) <= set(manual) or math.prod(sizes[a] for a in axes) == 1 or set(specs) != {specs[0]}:
         return False
     entries, others = words_of(specs[0])
-    is_named = any(a in names_of(entry) for entry in entries for a in axes)
-    return total.outvars[0].aval.dtype != bool and not (is_named or any(others.values()) or set(specs) - {specs[0]})
+    return not others and set(axes).isdisjoint(a for entry in entries for a in axes_of_entry(entry))
 
 
 def _arrays(operands: Sequence[Any]) -> list[Any]:
@@ -158,6 +150,7 @@ def _arrays(operands: Sequence[Any]) -> list[Any]:
 
 
 def _is_elementwise(eqn: Any) -> bool:
-    """Whether an equation changes each element of one array by itself."""
-    name = eqn.primitive.name
-    return (name in IGNORED or traits_of(name).elementwise) and len(_arrays(eqn.invars)) == 1 and len(eqn.outvars) == 1
+    """Whether an equation changes each element of one array by itself. Its other operands are numbers."""
+    name, shapes = eqn.primitive.name, [v.aval.shape for v in eqn.invars if isinstance(v, Literal)]
+    is_of_one = len(_arrays(eqn.invars)) == len(eqn.outvars) == 1 and not any(shapes)
+    return is_of_one and (name in IGNORED or traits_of(name).elementwise)
