@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax.extend.core import Literal
 
@@ -93,7 +94,7 @@ def _applied(eqn: Any, x: Any) -> Any:
     """The result of an elementwise equation of one array."""
     if eqn.primitive.name in IGNORED:
         return x
-    operands = [np.asarray(v.val, v.aval.dtype) if isinstance(v, Literal) else x for v in eqn.invars]
+    operands = [np.asarray(v.val, jax.typeof(v.val).dtype) if isinstance(v, Literal) else x for v in eqn.invars]
     (x,) = bind(eqn.primitive, without_shardings(eqn.primitive.name, eqn.params), operands)
     return as_weak(x, eqn.outvars[0].aval.weak_type)
 
@@ -151,6 +152,6 @@ def _arrays(operands: Sequence[Any]) -> list[Any]:
 
 def _is_elementwise(eqn: Any) -> bool:
     """Whether an equation changes each element of one array by itself. Its other operands are numbers."""
-    name, shapes = eqn.primitive.name, [v.aval.shape for v in eqn.invars if isinstance(v, Literal)]
+    name, shapes = eqn.primitive.name, [np.shape(v.val) for v in eqn.invars if isinstance(v, Literal)]
     is_of_one = len(_arrays(eqn.invars)) == len(eqn.outvars) == 1 and not any(shapes)
     return is_of_one and (name in IGNORED or traits_of(name).elementwise)
