@@ -78,6 +78,10 @@ def _searchsorted_of_mine(a: Any, v: Any) -> Any:
     return jnp.sum(a) - v
 
 
+def derivative(search: Callable[..., Any]) -> Callable[..., Any]:
+    return jax.grad(lambda a, v: jnp.sum(v * search(a, v).astype(v.dtype)), 1)
+
+
 ROWS = np.sort(np.round(RNG.standard_normal((16, 45)) * 4) / 2, 1).astype(np.float32)
 FEW = RNG.standard_normal(16).astype(np.float32)
 
@@ -91,6 +95,15 @@ FORMS: dict[str, tuple[Callable[..., Any], Any, Any, int]] = {
     "one number each": (lambda search: jax.vmap(search, (None, 0)), SORTED, FEW, 0),
     "rows of numbers": (lambda search: jax.vmap(search, (None, 0)), SORTED, FEW.reshape(4, 4), 0),
     "columns of numbers": (lambda search: jax.vmap(search, (None, 1)), SORTED, FEW.reshape(4, 4), 0),
+    "matrices of numbers": (
+        lambda search: jax.vmap(jax.vmap(search, (None, 0)), (None, 0)), SORTED, FEW.reshape(2, 8), 0
+    ),
+    "rows of rows": (
+        lambda search: jax.vmap(jax.vmap(search)), ROWS.reshape(2, 8, 45), FEW.reshape(2, 8, 1), 2
+    ),
+    "a derivative": (derivative, SORTED, FEW, 0),
+    "a derivative of rows": (lambda search: derivative(jax.vmap(search, (None, 0))), SORTED, FEW.reshape(4, 4), 0),
+    "rows of a derivative": (lambda search: jax.vmap(derivative(search), (None, 0)), SORTED, FEW.reshape(4, 4), 0),
     "rows": (jax.vmap, ROWS, RNG.standard_normal((16, 16)).astype(np.float32), 0),
     "rows, along the order": (jax.vmap, ROWS, FEW[:, None], 1),
     "rows in columns": (lambda search: jax.vmap(search, (1, 0)), ROWS.T, FEW.reshape(16, 1), 0),

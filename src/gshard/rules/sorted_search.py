@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,18 +24,22 @@ import numpy as np
 from jax import lax
 
 from gshard.comm.shards import Shards, identity
-from gshard.core.jax_adapter import closed, shapes_of
+from gshard.core.jax_adapter import closed
+from gshard.core.planning_tables import tabulated
 from gshard.core.rule import REDUCE, Rule, RuleMaker
 from gshard.language.function_primitive import function_primitive
 from gshard.language.registry import Call, rule
 
+_Axes = tuple[tuple[int | None, int | None], ...]
 _SIDES, _METHODS = ("left", "right"), ("scan", "scan_unrolled", "sort", "compare_all")
 
 
 def _run(array: Any, numbers: Any, *, side: str, method: str, dtype: Any, falling: bool) -> Any:
     array = lax.rev(array, (array.ndim - 1,)) if falling else array
     search = functools.partial(jnp.searchsorted, side=side, method=method)
-    return (jax.vmap(search) if array.ndim > 1 else search)(array, numbers).astype(dtype)
+    for _ in range(array.ndim - 1):
+        search = jax.vmap(search)
+    return search(array, numbers).astype(dtype)
 
 
 def _shape(array: Any, numbers: Any, *, side: str, method: str, dtype: Any, falling: bool) -> Any:
@@ -47,7 +51,7 @@ search_p = function_primitive("searchsorted", _run, _shape)
 
 @rule("searchsorted")
 def searchsorted(call: Call) -> Rule:
-    """The last dimension of the array is reduced by ``add``, the numbers are parallel. A dimension before it is mapped.
+    """The last dimension of the array is reduced by ``add``, the numbers are parallel. Dimensions before it are mapped.
 
     >>> params = {"side": "left", "method": "scan", "dtype": np.dtype("int32"), "falling": False}
     >>> print(searchsorted(Call("searchsorted", params, ((8,), (3, 2)), ((3, 2),), ("f4", "f4"))))
@@ -87,30 +91,59 @@ def sorted_search(params: Mapping[str, Any], in_avals: Sequence[Any]) -> Any:
         params: the parameters of the equation.
         in_avals: the types of its operands.
     """
-    is_search = "searchsorted_" in str(params.get("name")) or "SearchSorted" in str(params.get("_prim"))
-    if not is_search or len(in_avals) != 2:
+    name = str(params.get("name") or params.get("_prim"))
+    if ("searchsorted_" not in name and "SearchSorted" not in name) or len(in_avals) != 2:
         return None
     array, numbers = in_avals
-    if not 1 <= len(array.shape) <= 2 or 0 in array.shape or not _is_ordered(array.dtype):
+    if not 1 <= len(array.shape) <= 3 or 0 in array.shape or not _is_ordered(array.dtype):
         return None
-    arguments = shapes_of(in_avals)
-    for axes, side, method in itertools.product(_mapped_axes(array.shape, numbers.shape), _SIDES, _METHODS):
-        search = functools.partial(jnp.searchsorted, side=side, method=method)
-        found = _search_in(jax.make_jaxpr(search if axes == (None, None) else jax.vmap(search, axes))(*arguments))
-        if found is not None and _text(found.params) == _text(params):
-            bind = functools.partial(
-                search_p.bind, side=side, method=method, dtype=found.outvars[0].aval.dtype, falling=False
-            )
-            return jax.make_jaxpr(lambda a, v, axes=axes, bind=bind: bind(*_mapped_first(a, v, *axes)))(*arguments)
+    return _replacement(_text(params), (array.shape, numbers.shape), array.dtype)
+
+
+@tabulated(256)
+def _replacement(text: str, shapes: tuple[tuple[int, ...], ...], dtype: Any) -> Any:
+    """The closed jaxpr that replaces an equation of this text; None if it is not a search as JAX writes it."""
+    arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+    for axes, side, method in itertools.product(_mapped_axes(*shapes), _SIDES, _METHODS):
+        if f"_{method.removesuffix('_unrolled')}_impl" not in text and f"method={method}" not in text:
+            continue
+        for search in _written(functools.partial(jnp.searchsorted, side=side, method=method), axes, dtype):
+            found = _search_in(jax.make_jaxpr(search)(*arguments))
+            if found is not None and _text(found.params) == text:
+                out = found.outvars[0].aval.dtype
+                bind = functools.partial(search_p.bind, side=side, method=method, dtype=out, falling=False)
+                return jax.make_jaxpr(lambda a, v, axes=axes, bind=bind: bind(*_mapped_first(a, v, axes)))(*arguments)
     return None
 
 
-def _mapped_axes(array: tuple[int, ...], numbers: tuple[int, ...]) -> list[tuple[int | None, int | None]]:
-    """The dimensions of both operands over which ``jax.vmap`` may have mapped a search."""
-    every = [None, *range(len(numbers))]
+def _mapped_axes(array: tuple[int, ...], numbers: tuple[int, ...]) -> list[_Axes]:
+    """The dimensions of both operands over which nested ``jax.vmap``s may have mapped a search, the outermost first.
+
+    All but the outermost map the first dimensions.
+    """
+    axes: list[_Axes] = []
     if len(array) == 1:
-        return [(None, j) for j in every]
-    return [(i, j) for i in (0, 1) for j in every if j is None or numbers[j] == array[i]]
+        axes = [(), *(((None, j),) for j in range(len(numbers)))]
+        return axes if len(numbers) < 2 else [*axes, ((None, 0),) * 2]
+    inner = ((0, 0),) * (len(array) - 2)
+    outer = [(i, j) for i in ((0,) if inner else (0, 1)) for j in (*range(len(numbers)), None)]
+    return [((i, j), *inner) for i, j in outer if j is None or numbers[j] == array[i]]
+
+
+def _written(search: Callable[..., Any], axes: _Axes, dtype: Any) -> Iterator[Callable[..., Any]]:
+    """The functions in which JAX writes a search in another way: mapped, and what a derivative leaves of it."""
+
+    def mapped(f: Callable[..., Any]) -> Callable[..., Any]:
+        return functools.reduce(jax.vmap, reversed(axes), f)
+
+    yield mapped(search)
+    if jnp.issubdtype(dtype, jnp.floating):
+        yield _primal(mapped(search))
+        yield mapped(_primal(search))
+
+
+def _primal(f: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *arrays: jax.linearize(f, *arrays)[0]
 
 
 def _is_ordered(dtype: Any) -> bool:
@@ -133,11 +166,9 @@ def _text(params: Mapping[str, Any]) -> str:
     return str([params.get(key) for key in ("name", "jaxpr", "_prim")])
 
 
-def _mapped_first(array: Any, numbers: Any, i: int | None, j: int | None) -> tuple[Any, Any]:
+def _mapped_first(array: Any, numbers: Any, axes: _Axes) -> tuple[Any, Any]:
     """The operands with their mapped dimensions first. If only the array has one, the numbers are repeated."""
-    if j is not None:
-        numbers = jnp.moveaxis(numbers, j, 0)
-    if i is not None:
-        array = jnp.moveaxis(array, i, 0)
-        numbers = numbers if j is not None else jnp.broadcast_to(numbers, (len(array), *numbers.shape))
+    for i, j in axes[:1]:
+        array = array if i is None else jnp.moveaxis(array, i, 0)
+        numbers = jnp.broadcast_to(numbers, (len(array), *numbers.shape)) if j is None else jnp.moveaxis(numbers, j, 0)
     return array, numbers
