@@ -46,6 +46,50 @@ def searches() -> Iterator[Program]:
 
     yield Program("parts below", quantiles, quantiles_by_hand, (places, numbers), specs, P())
 
+    def narrow(a: Any, v: Any) -> Any:
+        return jnp.searchsorted(a.astype(jnp.bfloat16), v.astype(jnp.bfloat16))
+
+    def narrow_by_hand(a: Any, v: Any) -> Any:
+        return lax.psum(narrow(a, v), "x")
+
+    yield Program("places of numbers in bfloat16", narrow, narrow_by_hand, (places, numbers), specs, P())
+
+    yield Program("places of numbers among integers", place, place_by_hand, (steps, numbers * 1e6), specs, P())
+
+    each = jax.vmap(place, (None, 0))
+
+    def each_by_hand(a: Any, v: Any) -> Any:
+        return lax.psum(place(a, v), "x")
+
+    yield Program("places of one number each", each, each_by_hand, (places, numbers), specs, P())
+
+    def slope(a: Any, v: Any) -> Any:
+        return jax.grad(lambda v: jnp.sum(v * jnp.sin(place(a, v).astype(v.dtype))))(v)
+
+    def slope_by_hand(a: Any, v: Any) -> Any:
+        return jnp.sin(place_by_hand(a, v).astype(v.dtype))
+
+    yield Program("gradient through places", slope, slope_by_hand, (places, numbers), specs, P())
+
+    in_rows = jax.vmap(place)
+
+    def in_rows_by_hand(a: Any, v: Any) -> Any:
+        return lax.psum(in_rows(a, v), "x")
+
+    rows = np.sort(normal(8, 1 << 13), 1), normal(8, 64)
+    yield Program("places in rows", in_rows, in_rows_by_hand, rows, (P(None, "x"), P()), P())
+
+    ranks = np.argsort(numbers := normal(1 << 13)).astype(np.int32)
+
+    def by_rank(a: Any, v: Any, ranks: Any) -> Any:
+        return jnp.searchsorted(a, v, sorter=ranks)
+
+    def by_rank_by_hand(a: Any, v: Any, ranks: Any) -> Any:
+        return lax.psum(place(lax.all_gather(a, "x", tiled=True)[ranks], v), "x")
+
+    by_rank_specs = P("x"), P(), P("x")
+    yield Program("places by ranks", by_rank, by_rank_by_hand, (numbers, normal(512), ranks), by_rank_specs, P())
+
 
 def sorted_whole(x: Any) -> Any:
     return lax.all_gather(x, "x", tiled=True)

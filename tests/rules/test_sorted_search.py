@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 
 import gshard
+from placed import in_every_way, mesh_of
 
 RNG = np.random.default_rng(0)
 SORTED = np.sort(np.round(RNG.standard_normal(45) * 4) / 2).astype(np.float32)
@@ -66,11 +69,70 @@ def test_only_what_jax_writes_is_taken_for_it() -> None:
         return jnp.sum(a) + v
 
     assert "searchsorted" not in names(searchsorted, SORTED, NUMBERS)
-    mapped = jax.vmap(jnp.searchsorted, (None, 0))  # JAX writes it as it writes one of a matrix, or otherwise
-    found = gshard.jit(lambda a, v: mapped(gshard.split(a, 0, 8), v), mesh=8)(SORTED, NUMBERS.reshape(4, 4))
-    np.testing.assert_array_equal(found, jax.jit(mapped)(SORTED, NUMBERS.reshape(4, 4)))
+    assert "searchsorted" not in names(jax.jit(_searchsorted_of_mine), SORTED, NUMBERS)
     nothing = np.zeros(0, np.float32)
     np.testing.assert_array_equal(gshard.jit(jnp.searchsorted, mesh=8)(nothing, NUMBERS), np.zeros(16))
+
+
+def _searchsorted_of_mine(a: Any, v: Any) -> Any:
+    return jnp.sum(a) - v
+
+
+def derivative(search: Callable[..., Any]) -> Callable[..., Any]:
+    return jax.grad(lambda a, v: jnp.sum(v * search(a, v).astype(v.dtype)), 1)
+
+
+ROWS = np.sort(np.round(RNG.standard_normal((16, 45)) * 4) / 2, 1).astype(np.float32)
+FEW = RNG.standard_normal(16).astype(np.float32)
+
+# A search of arrays in rising order, a sorted array, numbers, and the dimension of the array that is split.
+FORMS: dict[str, tuple[Callable[..., Any], Any, Any, int]] = {
+    "bfloat16": (lambda search: search, SORTED.astype(jnp.bfloat16), FEW.astype(jnp.bfloat16), 0),
+    "float16": (lambda search: search, SORTED.astype(np.float16), FEW.astype(np.float16), 0),
+    "integers in floats": (lambda search: search, SORTED, np.arange(-8, 8, dtype=np.int32), 0),
+    "floats in integers": (lambda search: search, np.arange(-20, 25, dtype=np.int32), FEW, 0),
+    "weak": (lambda search: lambda a, v: search(a.astype(jnp.bfloat16), v[0, 0] * 0 + 0.5), SORTED, FEW[None], 0),
+    "one number each": (lambda search: jax.vmap(search, (None, 0)), SORTED, FEW, 0),
+    "rows of numbers": (lambda search: jax.vmap(search, (None, 0)), SORTED, FEW.reshape(4, 4), 0),
+    "columns of numbers": (lambda search: jax.vmap(search, (None, 1)), SORTED, FEW.reshape(4, 4), 0),
+    "matrices of numbers": (
+        lambda search: jax.vmap(jax.vmap(search, (None, 0)), (None, 0)), SORTED, FEW.reshape(2, 8), 0
+    ),
+    "rows of rows": (
+        lambda search: jax.vmap(jax.vmap(search)), ROWS.reshape(2, 8, 45), FEW.reshape(2, 8, 1), 2
+    ),
+    "a derivative": (derivative, SORTED, FEW, 0),
+    "a derivative of rows": (lambda search: derivative(jax.vmap(search, (None, 0))), SORTED, FEW.reshape(4, 4), 0),
+    "rows of a derivative": (lambda search: jax.vmap(derivative(search), (None, 0)), SORTED, FEW.reshape(4, 4), 0),
+    "rows": (jax.vmap, ROWS, RNG.standard_normal((16, 16)).astype(np.float32), 0),
+    "rows, along the order": (jax.vmap, ROWS, FEW[:, None], 1),
+    "rows in columns": (lambda search: jax.vmap(search, (1, 0)), ROWS.T, FEW.reshape(16, 1), 0),
+    "rows, the same numbers": (lambda search: jax.vmap(search, (0, None)), ROWS, FEW, 0),
+    "rows that fall": (
+        lambda search: jax.vmap(lambda a, v: search(a[::-1], v)), ROWS[:, ::-1].copy(), FEW[:, None], 1
+    ),
+    "a sorter": (
+        lambda search: lambda a, v: search(a, v, sorter=jnp.argsort(gshard.replicate(a))), SORTED[::-1].copy(), FEW, 0
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["scan", "scan_unrolled", "sort", "compare_all"])
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.one_in(2)
+def test_every_form_is_a_search(name: str, method: str) -> None:
+    """A loop of bisections has six rounds for 45 elements, each with a look-up."""
+    form, array, numbers, dim = FORMS[name]
+    for side in ("left", "right"):
+        search = form(functools.partial(jnp.searchsorted, side=side, method=method))
+        run = gshard.jit(lambda a, v, search=search: search(gshard.split(a, dim, 8), v), mesh=8)
+        want = jax.jit(search)(array, numbers)
+        for got in in_every_way(run, (array, numbers), mesh_of(x=8)):
+            assert (got.shape, got.dtype) == (want.shape, want.dtype)
+            np.testing.assert_array_equal(got, want)
+        assert "searchsorted" in names(search, array, numbers)
+        sent = run.lower(array, numbers).spmd.collectives
+        assert sum(c.times for c in sent) <= (3 if name == "a sorter" else 1), sent
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -4,7 +4,7 @@ Tracing converts such a region to equations of the program (``tracing.partly_man
 
     enter_manual      takes the part of a whole array at one position along the manual axes
     manual_psum, ...  a collective of JAX over manual axes, between such parts
-    leave_manual      joins the parts to a whole array
+    leave_manual      joins the parts to a whole array, or adds them
 
 These primitives cannot run outside of gshard, because they name axes of the user's mesh.
 """
@@ -32,12 +32,14 @@ class RegionBoundary:
         manual: the axes that become manual in the region.
         spec: for each dimension the manual axes that split it in the region.
         devices: the devices of the user's mesh in row-major order, if it has devices.
+        summed: the manual axes over which parts that leave the region are added.
     """
 
     axes: Axes
     manual: tuple[str, ...]
     spec: tuple[tuple[str, ...], ...]
     devices: tuple[Any, ...] = dataclasses.field(default=(), repr=False)
+    summed: tuple[str, ...] = ()
 
     def parts(self) -> tuple[int, ...]:
         """The number of parts of each dimension."""

@@ -35,7 +35,7 @@ _WITH_MESH = (Jaxpr, ClosedJaxpr, jax.core.ShapedArray)
 
 # JAX uses these primitives to track over which axes values vary. gshard replaces or ignores them.
 _INVARIANT = {"psum_invariant": "psum", "all_gather_invariant": "all_gather", "all_gather_reduced": "all_gather"}
-_NOTHING = (
+IGNORED = (
     "pvary", "pcast", "preduced", "vary_unreduced_cast", "vary_unreduced_cast_p", "reduced_vary_cast", "mesh_cast"
 )  # fmt: skip
 CONSTRAINTS = ("sharding_constraint", "reshard", "gshard_mark")
@@ -94,7 +94,7 @@ class Rewritten:
 
     def _equation(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
         name = eqn.primitive.name
-        if name in _NOTHING:
+        if name in IGNORED:
             return operands
         if name == "shard_map":
             return self.shard_map(eqn, operands)
@@ -113,7 +113,7 @@ class Rewritten:
             return self.function(eqn.params["call"])(*operands)
         axes = _axes_of(eqn)
         if any(isinstance(a, str) for a in axes):
-            return self.collective(eqn, _INVARIANT.get(name, name), axes, operands)
+            return self.collective(eqn, _name_of(eqn), axes, operands)
         # A sharding in the parameters names the user's axes. It has no meaning for one device's part.
         params = {
             key: None if key in ("sharding", "out_sharding") else self._renamed_body(value)
@@ -140,6 +140,17 @@ class Rewritten:
             *(shape_in_memory(v.aval.shape, v.aval.dtype, on_host=is_on_host(v.aval)) for v in inner.invars)
         )
         return retraced if isinstance(value, ClosedJaxpr) else closed(retraced)[0]
+
+
+def summed_axes(eqn: Any) -> tuple[str, ...]:
+    """The axes over which an equation adds the arrays of all devices; () for other equations."""
+    is_sum = _name_of(eqn) == "psum" and len(eqn.invars) == 1 and eqn.params.get("axis_index_groups") is None
+    return _axes_of(eqn) if is_sum and eqn.outvars[0].aval.dtype != bool else ()
+
+
+def _name_of(eqn: Any) -> str:
+    """The name of an equation's primitive, without the suffixes for tracking varying values."""
+    return _INVARIANT.get(eqn.primitive.name, eqn.primitive.name)
 
 
 def _axes_of(eqn: Any) -> tuple[Any, ...]:

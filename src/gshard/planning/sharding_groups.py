@@ -213,7 +213,7 @@ def _possible_monoids(
     while changed:
         changed = False
         for e in program.block.walk():
-            if e.rule is not None and e.rule.fixed is None:
+            if e.rule is not None:
                 for monoid in _result_monoids(e, e.rule, monoids):
                     changed |= any([add(v, monoid) for v in e.outputs])
         for edge in loop_edges:  # values that leave a loop or that an iteration passes on

@@ -16,6 +16,6 @@ from gshard.rewrite.equation_graph import Graph
 def search_of_rev(graph: Graph, e: Equation) -> Sequence[Equation] | None:
     """Replaces ``searchsorted(rev(bins), x)`` by a search in ``bins`` in the other order."""
     rev = graph.producer(e.inputs[0], "rev")
-    if rev is None:
+    if rev is None or rev.params["dimensions"] != (len(rev.inputs[0].shape) - 1,):
         return None
     return [graph.changed(e, (*rev.inputs, *e.inputs[1:]), falling=not e.params["falling"])]

@@ -2,6 +2,7 @@
 
     shard_map(body, mesh, in_specs, out_specs)      JAX's regions: ``in_specs`` determine the parts of the operands;
                                                     the body runs unchanged on the parts, with its collectives
+    sum_of_devices                                  the last sum of such a region (``tracing.region_sums``)
     auto_to_manual(x, dim, n) ... manual_to_auto    the regions of the GShard paper (section 3.2): between the two
                                                     calls, a value is one device's part
 
@@ -25,6 +26,7 @@ from gshard.core.mesh import Atoms, Mesh
 from gshard.core.planning_tables import tabulated
 from gshard.core.rule import REDUCE, Rule, RuleMaker
 from gshard.core.split import Split
+from gshard.language.function_primitive import function_primitive
 from gshard.language.per_device import renamed
 from gshard.language.registry import Call, rule
 
@@ -100,14 +102,41 @@ def shard_map(call: Call) -> Rule:
         check_devices(axes, devices, mesh)
         split: Split = {}
         for dims, spec, shape in zip((*operands, *results), specs, (*call.in_shapes, *call.out_shapes), strict=True):
-            cuts = _cuts(tuple(spec), axes, mesh, shape)
-            split |= {dim[0]: atoms for dim, atoms in zip(dims, cuts, strict=True) if atoms}
+            split |= _split(dims, spec, axes, mesh, shape)
         return split
 
     def local(shards: Shards, *arrays: Any) -> list[Any]:
         return shards.run_program(renamed(body, atoms_of_axes(axes, shards.mesh)), arrays)
 
     return make.rule(operands, results, local=local, fixed=fixed)
+
+
+def _sum_of_addends(x: Any, *, mesh: Any, spec: Any) -> Any:
+    return lax.reduce_sum(x, (0,))
+
+
+def _type_of_sum(x: Any, *, mesh: Any, spec: Any) -> Any:
+    return jax.core.ShapedArray(x.shape[1:], x.dtype, weak_type=x.weak_type)
+
+
+sum_of_devices_p = function_primitive("sum_of_devices", _sum_of_addends, _type_of_sum)
+
+
+@rule("sum_of_devices")
+def sum_of_devices(call: Call) -> Rule:
+    """The last sum of a ``shard_map``: dimension 0 of the operand has an addend of each device along the summed axes.
+
+    The result is unreduced over these axes. It is split otherwise as the spec of the region's result says.
+    """
+    axes, _ = axes_of_mesh(call.params["mesh"])
+    ((count, *shape),) = call.in_shapes
+    make = RuleMaker()
+    operand = [make.factor(count, REDUCE, "add"), *make.parallel(shape)]
+
+    def fixed(mesh: Mesh) -> Split:
+        return _split(operand, call.params["spec"], axes, mesh, (count, *shape))
+
+    return make.rule([operand], [operand[1:]], local=lambda shards, x: [x[0]], fixed=fixed, flops=0)
 
 
 def axes_of_mesh(mesh: Any) -> tuple[tuple[tuple[str, int], ...], tuple[Any, ...]]:
@@ -135,6 +164,12 @@ def check_devices(axes: tuple[tuple[str, int], ...], devices: tuple[Any, ...], m
 def atoms_of_axes(axes: tuple[tuple[str, int], ...], mesh: Mesh) -> Mapping[str, Atoms]:
     """The atoms of each axis of the user's mesh."""
     return {name: _cuts((name,), axes, mesh, (mesh.size,))[0] for name, _ in axes}
+
+
+def _split(dims: Any, spec: Any, axes: tuple[tuple[str, int], ...], mesh: Mesh, shape: tuple[int, ...]) -> Split:
+    """The split of the factors of an array that a spec over the user's axes states."""
+    cuts = _cuts(tuple(spec), axes, mesh, shape)
+    return {dim[0]: atoms for dim, atoms in zip(dims, cuts, strict=True) if atoms}
 
 
 def _cuts(

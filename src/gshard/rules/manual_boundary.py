@@ -15,7 +15,7 @@ from gshard.comm.collectives import KINDS, sent_bytes, sent_sizes
 from gshard.comm.shards import Shards
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.program import itemsize
-from gshard.core.rule import Manual, Rule, RuleMaker
+from gshard.core.rule import REDUCE, Manual, Rule, RuleMaker
 from gshard.core.split import Split, place
 from gshard.language.manual_primitives import MANUAL_COLLECTIVES, Collective, RegionBoundary
 from gshard.language.per_device import collective as run_collective
@@ -29,7 +29,7 @@ _EQUAL = ("psum", "pmax", "pmin", "all_gather")  # collectives whose result is t
 
 @rule("enter_manual", "leave_manual")
 def boundary(call: Call) -> Rule:
-    """A whole array, and its part at one position along the manual axes.
+    """A whole array, and its part at one position along the manual axes. Addends leave as parts of an unreduced array.
 
     >>> from gshard.core.mesh import Mesh
     >>> at = RegionBoundary((("a", 2), ("b", 4)), ("a",), (("a",), ()))
@@ -50,6 +50,9 @@ def boundary(call: Call) -> Rule:
         axes_of.update(dict.fromkeys(between, axes))
         whole.append((*between, *within))
         part.append(within)
+    if at.summed:
+        addends = make.factor(math.prod(dict(at.axes)[name] for name in at.summed), REDUCE, "add")
+        axes_of.update(dict.fromkeys(addends, at.summed))
 
     def manual_atoms(mesh: Mesh) -> frozenset[str]:
         check_devices(at.axes, at.devices, mesh)

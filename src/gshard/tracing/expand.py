@@ -42,6 +42,9 @@ def expansion(name: str, params: dict[str, Any], in_avals: list[Any]) -> tuple[A
     """The jaxpr that replaces an equation, and its constants; None for an equation that stays."""
     if name == "random_bits":
         return closed(expand_random_bits(in_avals[0], params["bit_width"], params["shape"]))
+    search = sorted_search(params, in_avals)
+    if search is not None:
+        return closed(search)
     if name == "call_hi_primitive":
         return closed(expand_high_primitive(params, in_avals))
     if name == "reshard" and _adds_no_mark(params["dst_sharding"], in_avals[0]):
@@ -58,9 +61,6 @@ def expansion(name: str, params: dict[str, Any], in_avals: list[Any]) -> tuple[A
         return _computed_on(params, in_avals)
     if name in _REDUCERS and not any(isinstance(axis, str) for axis in params["axes"]):
         return _reduced(_REDUCERS[name], params["axes"], in_avals)
-    search = sorted_search(params, in_avals)
-    if search is not None:
-        return closed(search)
     body = body_of_call(name, params)
     return None if body is None else closed(body)
 

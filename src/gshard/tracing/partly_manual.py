@@ -12,10 +12,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import PartitionSpec
 
 from gshard.core.errors import ShardingError
 from gshard.core.jax_adapter import closed, shapes_of, user_line
 from gshard.core.mark import Mark
+from gshard.core.mesh import automatic_mesh
 from gshard.language.manual_primitives import (
     MANUAL_COLLECTIVES,
     Collective,
@@ -24,21 +26,45 @@ from gshard.language.manual_primitives import (
     leave_manual_p,
 )
 from gshard.language.mark_primitive import bind_mark
-from gshard.language.per_device import Rewritten, check_known, names_of
-from gshard.rules.manual import axes_of_mesh
+from gshard.language.per_device import Rewritten, check_known, names_of, renamed
+from gshard.rules.manual import axes_of_mesh, sum_of_devices_p
 from gshard.tracing.expand import mark_of_equation
+from gshard.tracing.region_sums import Ending, without_sums
 
 
 def opened_region(name: str, params: dict[str, Any], in_avals: Sequence[Any]) -> tuple[Any, tuple[Any, ...]] | None:
-    """The jaxpr that replaces a ``shard_map`` with automatic axes, and its constants; None for other equations.
+    """The jaxpr that replaces a ``shard_map``, and its constants; None for an equation that stays.
 
-    Axes of size 1 do not count as automatic axes.
+    A ``shard_map`` without automatic axes stays, unless it ends with sums. Axes of size 1 do not count as automatic.
     """
-    if name != "shard_map" or not has_automatic_axes(params):
+    if name != "shard_map":
         return None
     axes, devices = axes_of_mesh(params["mesh"])
-    region = _Region(axes, devices, ())
-    return closed(jax.make_jaxpr(lambda *arrays: region.run(params, arrays, user_line()))(*shapes_of(in_avals)))
+    manual = _manual_axes(params)
+    if has_automatic_axes(params):
+        region = _Region(axes, devices, ())
+        return closed(jax.make_jaxpr(lambda *arrays: region.run(params, arrays, user_line()))(*shapes_of(in_avals)))
+    rest = without_sums(params, manual)
+    if rest is None:
+        return None
+    mesh, ends = automatic_mesh(dict(axes), devices or None), rest.endings
+    body = renamed(rest.body, {axis: (axis,) for axis, _ in axes})
+    specs = [
+        s if end is None else PartitionSpec(end.axes, *s) for s, end in zip(params["out_specs"], ends, strict=True)
+    ]
+    mapped = jax.shard_map(
+        lambda *parts: [x if end is None else x[None] for x, end in zip(body(*parts), ends, strict=True)],
+        mesh=mesh,
+        in_specs=params["in_specs"],
+        out_specs=specs,
+        axis_names=set(manual),
+        check_vma=False,
+    )
+
+    def add(i: int, addends: Any, end: Ending) -> Any:
+        return sum_of_devices_p.bind(addends, mesh=mesh, spec=specs[i])
+
+    return closed(jax.make_jaxpr(lambda *arrays: rest.results(mapped(*arrays), add))(*shapes_of(in_avals)))
 
 
 def has_automatic_axes(params: Mapping[str, Any]) -> bool:
@@ -70,23 +96,30 @@ class _Region(Rewritten):
         new_manual = _manual_axes(params)
         inside = _Region(self._axes, self._devices, (*self._manual, *new_manual))
 
-        def boundary(spec: Any, ndim: int) -> RegionBoundary:
+        def boundary(spec: Any, ndim: int, end: Ending | None = None) -> RegionBoundary:
             for kind in ("unreduced", "reduced"):
                 if getattr(spec, kind, None):
                     raise ShardingError(f"a spec of a shard_map asks for {kind} values.", line, str(spec))
             entries = [() if entry is None else names_of(entry) for entry in spec]
             axes_of_dims = tuple(tuple(map(str, entry)) for entry in (*entries, *((),) * (ndim - len(entries))))
-            return RegionBoundary(self._axes, new_manual, axes_of_dims, self._devices)
+            summed = () if end is None else end.axes
+            return RegionBoundary(self._axes, new_manual, axes_of_dims, self._devices, summed)
 
         parts = [
             enter_manual_p.bind(x, boundary=boundary(spec, jax.numpy.ndim(x)))
             for x, spec in zip(arrays, params["in_specs"], strict=True)
         ]
-        results = inside.function(params["jaxpr"])(*parts)
-        return [
-            leave_manual_p.bind(jax.numpy.asarray(x), boundary=boundary(spec, jax.numpy.ndim(x)))
-            for x, spec in zip(results, params["out_specs"], strict=True)
-        ]
+
+        def leave(i: int, x: Any, end: Ending | None = None) -> Any:
+            return leave_manual_p.bind(x, boundary=boundary(params["out_specs"][i], x.ndim, end))
+
+        rest = without_sums(params, new_manual)
+        results = inside.function(params["jaxpr"] if rest is None else rest.body)(*parts)
+        results = list(map(jax.numpy.asarray, results))
+        if rest is None:
+            return [leave(i, x) for i, x in enumerate(results)]
+        whole = [x if end else leave(i, x) for i, (x, end) in enumerate(zip(results, rest.endings, strict=True))]
+        return rest.results(whole, leave)
 
     def shard_map(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
         """Opens a ``shard_map`` in the body. Its axes become manual in addition.
