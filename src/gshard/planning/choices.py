@@ -106,6 +106,7 @@ class _Builder:
             held=self.held,
             loop_bytes=self.loop_bytes,
             donated_results=donated_results,
+            is_limited=self.tables.is_limited,
         )
 
     def _shardings(self) -> Iterator[Sharding]:
