@@ -103,20 +103,20 @@ def priced_again(
     return [pricing.marked(preset.name, preset.program, mesh) for preset in presets]
 
 
-def test_presets_over_all_devices_are_on_the_mesh_of_fewest_axes() -> None:
-    """However many axes the mesh of the result has."""
+@pytest.mark.parametrize("first", [0, 1])
+def test_presets_over_all_devices_are_priced_on_the_mesh_of_fewest_axes(first: int) -> None:
+    """However many axes the mesh of the result has, and whichever mesh is given first."""
     function, arguments = UNMARKED["wide"]
-    meshes = [
-        gshard.Mesh.abstract(data=8),
-        gshard.Mesh.abstract(data=2, model=4),
-        gshard.Mesh.abstract(data=4, model=2),
-    ]
+    sizes = [{"data": 8}, {"data": 2, "model": 4}, {"data": 4, "model": 2}]
+    meshes = [gshard.Mesh.abstract(**axes) for axes in (*sizes[first:], *sizes[:first])]
     found = gshard.search(function, *arguments, mesh=meshes, machine=machine_of(8), donate_argnums=0, progress=False)
-    axes = {preset.name: preset.plan.mesh.axes for preset in found.presets}
-    assert len(axes) == len(found.presets), "one row for each"
-    for name, own in axes.items():
-        assert (len(own) == 1) == ("batch over the rest" not in name)
-    assert any("batch over the rest" in name for name in axes)
+    presets = {preset.name: preset for preset in found.presets}
+    assert len(presets) == len(found.presets), "one row for each"
+    assert any("batch over the rest" in name for name in presets)
+    one_axis = gshard.Mesh.abstract(data=8)
+    for planned in priced_again(found, one_axis, function, arguments, {*presets}):
+        assert presets[planned.name].cost.seconds <= planned.cost.seconds * NEARLY
+        assert first or presets[planned.name].plan.mesh.axes == one_axis.axes
 
 
 MARKED = sampled(CASES, lambda name: name.split("/")[0], lambda name: 16, "search of marked programs")

@@ -231,24 +231,24 @@ class SearchRun:
         """Prices the plans of the most promising meshes, then presets and pipelines.
 
         Once a plan is within ``ENOUGH`` of the bound, it leaves out presets that few people expect, which take longest.
-        A preset over all devices is the same on every mesh, so it is priced on the first, which has the fewest axes;
-        one over the last axis is priced on the most promising mesh of several axes.
+        A preset over all devices is the same on every mesh, so it is priced on one with the fewest axes; one over the
+        last axis is priced on the most promising mesh of several axes.
         """
         ranked = sorted(self.begun, key=_promise)
         first = next(iter(self.begun))
-        several = next((one for one in ranked if len(one.mesh.axes) > 1 and one.near is None), first)
-        presets = [first] if first is several else [first, several]
+        given = sorted((one for one in self.begun if one.near is None), key=_axes)
+        several = next((one for one in ranked if _axes(one) > 1 and one.near is None), given[0])
         for i, one in enumerate(ranked[:FINISHED]):
             others = [f"the plan for mesh ({axes_text(other.mesh)})" for other in ranked[i:FINISHED]]
             self._left(*others, "presets", "pipelines")
             one.price_solutions()
             self.finished.append(one)
         is_enough = self.is_enough
-        for one in presets:
+        for one in dict.fromkeys((given[0], several)):
             self._left(f"presets on mesh ({axes_text(one.mesh)})", "pipelines")
             if one is not first and not first.is_unsplit:
                 one.price_marked()
-            known = () if one is first else [preset.name for preset in first.presets]
+            known = () if one is given[0] else [preset.name for preset in given[0].presets]
             one.price_presets(only_expected=is_enough, known=known)
         self._left("pipelines")
         for one in self.finished:
@@ -336,6 +336,10 @@ class SearchRun:
     def namable(self, one: MeshSearch) -> Namable | None:
         """The function as its dimensions can be named."""
         return self.searched.namable(one.mesh, self.begun[one])
+
+
+def _axes(one: MeshSearch) -> int:
+    return sum(size > 1 for _, size in one.mesh.axes)
 
 
 def _promise(one: MeshSearch) -> tuple[bool, bool, float]:

@@ -127,7 +127,8 @@ class MeshSearch:
     def price_marked(self) -> None:
         """Prices the program under its own marks, however long that takes, so that there is a plan to return."""
         boundary = self.pricing.boundary(self._as_given)
-        with self.budget.step(f"the program as it is marked, on mesh ({self._mesh_text})", always=True):
+        step = self.budget.candidate if self.pricing.known else self.budget.step  # on other meshes there are plans
+        with step(f"the program as it is marked, on mesh ({self._mesh_text})", always=True):
             plans = plans_of(self._as_given, self.timed, self.machine, boundary=boundary)
             self.presets.append(self.pricing.add(AS_IT_IS, *plans))
 
@@ -300,8 +301,7 @@ class MeshSearch:
 
     def price_solutions(self) -> None:
         """Prices the plans of solutions: without a limit, with it, then with lower ones (solved now) until one fits."""
-        limit = self.limit
-        too_high, too_low = np.inf, 0.0
+        limit, too_high, too_low = self.limit, np.inf, 0.0
         for _ in range(_ROUNDS):
             if (priced := self.price_solution()) is None:
                 return
