@@ -269,6 +269,12 @@ def test_builders_that_make_no_step() -> None:
     def fails(micro_batches: int) -> Any:
         raise ValueError("no such size")
 
+    def fails_once(micro_batches: int) -> Any:
+        return fails(micro_batches) if micro_batches == 2 else build(BATCH, micro_batches, "none")
+
+    some = configured(fails_once, choices={"micro_batches": [2, 1]}, offload=False)
+    assert some.best.keywords == {"micro_batches": 1}
+    assert "1 not tried, because of an error: ValueError: no such size: micro_batches=2" in str(some)
     with pytest.raises(ValueError, match="no such size") as error:
         configured(fails, choices={"micro_batches": [2]})
     assert error.value.__notes__[:1] == ["gshard called fails(micro_batches=2)"]

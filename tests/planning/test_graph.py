@@ -415,9 +415,9 @@ def test_presets_split_one_dimension_of_all_that_have_it() -> None:
     program = gshard.trace(lambda w, v, x: jnp.tanh(x @ w) @ v, shape(64, 256), shape(256, 16), shape(32, 64))
     found = {preset.name: preset.planned(FOUR, None, AS_MARKED)[0].plan for preset in marked_presets(program, FOUR)}
     w, v, x = program.block.inputs
-    hidden = found["dimension 1 of w, 0 of v (256) over all devices"]
+    hidden = found["dimension 1 of w (256) over all devices"]
     assert hidden.shardings[w].dims[1] == FOUR.atoms == hidden.shardings[v].dims[0]
-    beside = found["dimension 1 of w, 0 of v (256) over y, batch over the rest"]
+    beside = found["dimension 1 of w (256) over y, batch over the rest"]
     assert beside.shardings[w].dims[1] == FOUR.atoms_of["y"] == beside.shardings[v].dims[0]
     assert beside.shardings[x].dims[0] == FOUR.atoms_of["x"]
 

@@ -54,6 +54,7 @@ class Configurations:
         searched_bound: the same for the configurations whose problems were solved on all meshes only; 0 if none was.
         solved: the number of these.
         left_out: steps that were cut, or not begun, because the time was over.
+        failed: steps that ended with an error, each with its first line.
         notes: what else limits the result.
         seconds: the time that it took.
         stopped: the signal that ended it; None if none did.
@@ -67,6 +68,7 @@ class Configurations:
     searched_bound: float
     solved: int
     left_out: tuple[str, ...]
+    failed: tuple[str, ...]
     notes: tuple[str, ...]
     seconds: float
     stopped: int | None = None
@@ -143,7 +145,8 @@ class Configurations:
             "machine": self.machine.name, "memory_limit": int(self.limit), "configurations": rows,
             "bound": self.bound, "searched_bound": self.searched_bound, "gap": self.gap,
             "not_searched": [dataclasses.asdict(other) for other in self.not_searched],
-            "left_out": list(self.left_out), "notes": list(self.notes), "seconds": self.seconds,
+            "left_out": list(self.left_out), "failed": list(self.failed), "notes": list(self.notes),
+            "seconds": self.seconds,
         }  # fmt: skip
 
     def html(self, path: str | Path) -> Path:
@@ -166,7 +169,7 @@ class Configurations:
         lines += self._bounds()
         lines += _folded(self.not_searched)
         lines += [f"note: {note}" for note in self.notes]
-        return "\n".join(lines + ended(self.seconds, self.left_out, self.stopped))
+        return "\n".join(lines + ended(self.seconds, self.left_out, self.stopped, self.failed))
 
     __repr__ = __str__
 

@@ -21,6 +21,7 @@ from gshard.api.configurations import Configurations, NotSearched
 from gshard.api.estimated_step import EstimatedStep
 from gshard.api.jitted import Jitted
 from gshard.api.search_run import EFFORT, FINISHED, OfArrays, SearchRun, searched_of
+from gshard.core.deadline import OutOfTime
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
 from gshard.core.memory_kinds import PINNED_HOST
@@ -36,7 +37,7 @@ from gshard.search.progress import Progress
 from gshard.search.screening import estimated
 from gshard.search.state_on_host import state_to_offload
 from gshard.search.stopping import Stop
-from gshard.search.time_budget import TimeBudget
+from gshard.search.time_budget import TimeBudget, in_a_line
 
 _SCREENING = 1 / 3  # of the time, what estimates may take
 _EXPLORING = 1 / 3  # of the time that is left then, what plans by hand may take
@@ -90,6 +91,7 @@ class ConfigureRun:
     notes: dict[str, None] = dataclasses.field(default_factory=dict)
     fastest: EstimatedStep | None = None
     noted: float = 0.0  # seconds of the fastest when it was noted
+    error: Exception | None = None  # the first one of a configuration
     covered: set[EstimatedStep] = dataclasses.field(default_factory=set)  # no faster than others that fit
 
     def __post_init__(self) -> None:
@@ -117,12 +119,19 @@ class ConfigureRun:
             text, done = text_of(keywords), False
             if first or not share.is_over:
                 with share.step(f"estimating {text}", always=first):
-                    self.candidates += self._estimated(keywords)
+                    try:
+                        self.candidates += self._estimated(keywords)
+                    except OutOfTime:
+                        raise
+                    except Exception as error:  # of any kind: other keywords have steps
+                        self.others.append(NotSearched(text, self._failed(error), False))
                     done = True
             if not done:
                 why = "not estimated, because the time was over"
                 self.others.append(NotSearched(text, why, True, is_estimated=False))
             first = first and not self.candidates
+        if self.error is not None and not self.candidates:
+            raise self.error
         if not self.candidates and all(not other.fits for other in self.others):
             raise ArgumentError(
                 "the builder has no step: it returns None for all keywords.",
@@ -130,6 +139,11 @@ class ConfigureRun:
                 f"{len(self.others)} combinations of {', '.join(self.choices)}",
                 "Return (step, *arguments) for some of them.",
             )
+
+    def _failed(self, error: Exception) -> str:
+        """Keeps the first error, and returns why a configuration has no plan."""
+        self.error = self.error or error
+        return f"not tried, because of an error: {in_a_line(error)}"
 
     def _estimated(self, keywords: Mapping[str, Any]) -> Iterator[EstimatedStep]:
         """The configurations with these keywords: the state on the devices and, if possible, on the host."""
@@ -216,7 +230,8 @@ class ConfigureRun:
             run.budget = budget
             run.cut_axes(budget)
             for one in [one for one in run.begun if one.near is not None and not self._is_beaten(one)]:
-                one.finish(())
+                one.price_solutions()
+                one.price_pipelines()
                 run.finished.append(one)
         self._note(candidate)
 
@@ -236,17 +251,25 @@ class ConfigureRun:
                     budget.left_out.append(f"mesh ({axes_text(mesh)})")
                     continue
                 problem = budget.part(1 / 2) if i + 1 < count else budget
-                one = next((one for one in run.begun if one.mesh == mesh), None) or run.begin(mesh, problem)
+                one = next((one for one in run.begun if one.mesh == mesh), None)
+                if one is None:
+                    with budget.candidate(f"mesh ({axes_text(mesh)})"):
+                        one = run.begin(mesh, problem)
+                if one is None:
+                    continue
                 one.budget = problem
                 one.solve(1.0 if count <= FINISHED else EFFORT, 1 / (count - i))
                 one.budget = budget
-            ranked = sorted(run.begun, key=lambda one: one.rank)
-            for one in [one for one in ranked if not self._is_beaten(one)][:FINISHED]:
+            promising = sorted(run.begun, key=lambda one: one.rank)
+            for one in [one for one in promising if not self._is_beaten(one)][:FINISHED]:
                 one.always_prices = self.fastest is None
-                one.finish(())
+                one.price_solutions()
+                one.price_pipelines()
                 run.finished.append(one)
         self._note(candidate)
         # On the meshes that are best for one configuration the others are solved first.
+        assert candidate.run is not None
+        ranked = sorted(candidate.run.begun, key=lambda one: one.rank)
         places = {one.mesh: i for i, one in enumerate(ranked)}
         self.meshes.sort(key=lambda mesh: places.get(mesh, count))
 
@@ -256,7 +279,7 @@ class ConfigureRun:
         text = candidate.built.text
         self.budget.progress.step(f"searching: {text}")
         quiet = _Quiet(None, since=budget.progress.since, name=text, whole=self.budget.progress)
-        own = dataclasses.replace(budget, progress=quiet, left_out=[])
+        own = dataclasses.replace(budget, progress=quiet, left_out=[], failed={})
         if candidate.run is None:
             candidate.run = SearchRun(candidate.searched, self.meshes, False, self.machine, int(self.limit), own)
         try:
@@ -267,8 +290,13 @@ class ConfigureRun:
                     while one.price_solution() is not None:
                         pass
             raise
+        except Exception as error:  # of any kind: other configurations have plans
+            candidate.why = self._failed(error)
+            if candidate.chosen is not None:
+                self.budget.failed[text] = in_a_line(error)
         finally:
             self.budget.left_out += [f"{text}: {name}" for name in own.left_out]
+            self.budget.failed |= {f"{text}: {name}": error for name, error in own.failed.items()}
 
     def _is_slower(self, candidate: EstimatedStep) -> bool:
         """Whether a configuration is estimated to be no faster than the fastest, or than a similar one that fits."""
@@ -328,6 +356,8 @@ class ConfigureRun:
         if stop.number is not None and not rows:
             return None
         rows.sort(key=lambda row: row.chosen.rank(limit))
+        if not rows and self.error is not None:
+            raise self.error
         if not rows or rows[0].cost.peak > limit:
             raise self._fits_nowhere(rows)
         others = [*self.others, *(c.left_out(limit) for c, row in made if row is None)]
@@ -337,7 +367,7 @@ class ConfigureRun:
         bound = 0.0 if unknown else min(c.least_seconds(meshes) for c in possible)
         return Configurations(
             tuple(rows), tuple(others), self.machine, limit, bound, min(solved, default=0.0), len(solved),
-            tuple(self.budget.left_out), tuple(self.notes), self.budget.spent, stop.number,
+            tuple(self.budget.left_out), self.budget.failed_lines, tuple(self.notes), self.budget.spent, stop.number,
         )  # fmt: skip
 
     def _fits_nowhere(self, rows: Sequence[Configuration]) -> MemoryLimitError:

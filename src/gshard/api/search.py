@@ -178,7 +178,8 @@ def search(
             return found if compile_best is None else ranked(found, compile_best)
         if found is not None:
             budget.left_out = run.budget.left_out
-            named = [(best, run.namable(one)) for one, best in run.bests(stop)]
+            bests = [(one, best) for one, best in run.bests(stop) if best.searched or best.chosen is found.best.chosen]
+            named = [(best, run.namable(one)) for one, best in bests]
             tables = [layout_of(best, n, found.donated, budget, stop) for best, n in named if n is not None]
             return min(tables, key=lambda table: table.priced.rank(table.limit))
     stop.deliver()

@@ -20,7 +20,7 @@ from gshard.api.jit import jit
 from gshard.api.jitted import Jitted
 from gshard.api.lowered import Lowered
 from gshard.api.names import paths_of_arguments, with_names_of_arguments
-from gshard.core.errors import MeshError
+from gshard.core.errors import MeshError, ShardingError
 from gshard.core.layout import Layout, Names
 from gshard.core.mesh import Mesh, MeshLike
 from gshard.core.paths import place_of_definition
@@ -31,17 +31,19 @@ from gshard.device.hardware import machine_of
 from gshard.device.machine import Machine
 from gshard.explanation.found import SearchResult
 from gshard.search.best import Best
-from gshard.search.find import MeshSearch
+from gshard.search.find import ENOUGH, MeshSearch
+from gshard.search.how_near import to_gain
 from gshard.search.layouts import Namable
 from gshard.search.meshes import NAMES, axes_text, cut_in_two, meshes
 from gshard.search.priced import PricedPlan
 from gshard.search.stopping import Stop
-from gshard.search.time_budget import TimeBudget
+from gshard.search.time_budget import TimeBudget, in_a_line
 
 FINISHED = 3  # of the meshes that are tried, the most promising ones, whose plans are priced
 EFFORT = 0.1  # of the solver, for each of many meshes
 _CUT = 2  # meshes of two axes that are cut in three, the most promising ones
 _NEARLY = 1.02  # ratio of their times in the model beyond which the second one is not cut
+_WORTH = 1.001  # ratio of times in the model that a plan must save for which nothing is proven
 _AGAIN = 3  # searches on the best mesh of three axes, each near the plan of the one before, while plans become faster
 _SOLVING = 0.7  # of the time, what the problems of several meshes may take; pricing takes the rest
 
@@ -147,7 +149,8 @@ class SearchRun:
         budget: the time of the search.
         on_better, budget_seconds, progress: as of ``gshard.search``.
         begun: the searches that have begun, each with the function as it was traced for its mesh.
-        finished: those whose plans are priced.
+        finished: those whose plans are priced, the most promising ones first.
+        known: all plans that were priced.
     """
 
     searched: Searched
@@ -161,6 +164,7 @@ class SearchRun:
     progress: bool | Callable[[str], object] | None = False
     begun: dict[MeshSearch, Lowered] = dataclasses.field(default_factory=dict)
     finished: list[MeshSearch] = dataclasses.field(default_factory=list)
+    known: list[PricedPlan] = dataclasses.field(default_factory=list)
 
     def machine_on(self, mesh: Mesh) -> Machine:
         """The machine whose devices the mesh has."""
@@ -196,23 +200,85 @@ class SearchRun:
 
     def _search(self) -> None:
         budget, meshes = self.budget, len(self.meshes)
+        refused: Exception | None = None
         problems = budget.part(_SOLVING) if meshes > 1 else budget
         for i, mesh in enumerate(self.meshes):
             if self.begun and problems.is_over:
                 budget.left_out.append(f"mesh ({axes_text(mesh)})")
                 continue
-            # A problem that is cut is lost: better some of them whole than a part of each.
-            one = self.begin(mesh, problems.part(1 / 2) if i + 1 < meshes else problems)
-            if not i:
-                one.price_marked()  # so that there is something to return
-                one.price_expected()
+            try:
+                # A problem that is cut is lost: better some of them whole than a part of each.
+                one = self.begin(mesh, problems.part(1 / 2) if i + 1 < meshes else problems)
+                if len(self.begun) == 1:
+                    one.price_marked()  # so that there is something to return
+                    one.price_expected()
+            except Exception as error:  # of any kind, where other meshes have results
+                self.begun = {one: lowered for one, lowered in self.begun.items() if one.mesh is not mesh}
+                if not self.begun and not isinstance(error, ShardingError):  # marks may fit other meshes
+                    raise
+                budget.failed[f"mesh ({axes_text(mesh)})"] = in_a_line(error)
+                refused = refused or error
+                continue
             one.solve(1.0 if meshes <= FINISHED else EFFORT, 1 / (meshes - i))
             one.budget = budget
+        if refused is not None and not self.begun:
+            raise refused
         if self.any_shape:
             self.cut_axes(problems)
-        for one in sorted(self.begun, key=lambda one: one.rank)[:FINISHED]:
+        self._price()
+
+    def _price(self) -> None:
+        """Prices the plans of the most promising meshes, then presets and pipelines.
+
+        Once a plan is within ``ENOUGH`` of the bound, it leaves out presets that few people expect, which take longest.
+        A preset over all devices is the same on every mesh, so it is priced on one with the fewest axes; one over the
+        last axis is priced on the most promising mesh of several axes.
+        """
+        ranked = sorted(self.begun, key=_promise)
+        first = next(iter(self.begun))
+        given = sorted((one for one in self.begun if one.near is None), key=_axes)
+        several = next((one for one in ranked if _axes(one) > 1 and one.near is None), given[0])
+        for i, one in enumerate(ranked[:FINISHED]):
+            others = [f"the plan for mesh ({axes_text(other.mesh)})" for other in ranked[i:FINISHED]]
+            self._left(*others, "presets", "pipelines")
+            one.price_solutions()
             self.finished.append(one)
-            one.finish(tuple(self.finished[0].presets) if len(self.finished) > 1 else None)
+        is_enough = self.is_enough
+        for one in dict.fromkeys((given[0], several)):
+            self._left(f"presets on mesh ({axes_text(one.mesh)})", "pipelines")
+            if one is not first and not first.is_unsplit:
+                one.price_marked()
+            known = () if one is given[0] else [preset.name for preset in given[0].presets]
+            one.price_presets(only_expected=is_enough, known=known)
+        self._left("pipelines")
+        for one in self.finished:
+            one.price_pipelines()
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether no plan that was compared saves more than ``ENOUGH`` of the best plan's time in the model."""
+        gap = self.gap
+        return gap is not None and gap <= ENOUGH
+
+    @property
+    def gap(self) -> float | None:
+        """The share of the best plan's time in the model that another plan could save, on the meshes that were given.
+
+        None if nothing is proven: not all of these problems were solved, or the model has no plan like the best.
+        """
+        given = [one for one in self.begun if one.near is None]
+        found = [one.best() for one in self.begun if one.has_found]
+        if not found or len(given) < len(self.meshes) or not all(one.is_solved for one in given):
+            return None
+        best = min(found, key=lambda best: best.chosen.rank(best.limit))
+        return dataclasses.replace(best, bound=min(one.bound for one in given)).gap
+
+    def _left(self, *steps: str) -> None:
+        """Reports how near the best plan is, and what is left to do."""
+        limited = any(one.is_limited for one in self.begun if one.near is None)
+        count = len(self.meshes)
+        meshes = f"the {count} meshes with up to two axes" if self.any_shape else f"{count} mesh{'es' * (count > 1)}"
+        self.budget.progress.step(f"{to_gain(self.gap, limited, meshes)}; left to do: {', '.join(steps)}")
 
     def cut_axes(self, budget: TimeBudget) -> None:
         """Searches on meshes of three axes, near the best plans on meshes of two."""
@@ -225,10 +291,13 @@ class SearchRun:
         for _ in range(_AGAIN if finer else 0):
             best = min(finer, key=lambda one: one.rank)
             again = self._near(best, best.mesh, budget.part(1 / 2))
-            if again is None or again.rank >= best.rank:
+            if again is None:
+                break
+            better, worse = sorted((best, again), key=lambda one: one.rank)
+            del self.begun[worse]
+            if better is best:
                 break
             finer = [again]
-            del self.begun[best]
 
     def _near(self, one: MeshSearch, mesh: Mesh, budget: TimeBudget) -> MeshSearch | None:
         """Searches on a mesh near the plan of another search; None if there is no result."""
@@ -256,21 +325,27 @@ class SearchRun:
     def _search_on(self, mesh: Mesh, lowered: Lowered, budget: TimeBudget, near: Plan | None = None) -> MeshSearch:
         return MeshSearch(
             lowered.program, mesh, self.machine_on(mesh), donated=lowered.donated, memory_limit=self.limit,
-            on_better=self.on_better, budget=budget, near=near,
+            on_better=self.on_better, budget=budget, near=near, known=self.known,
         )  # fmt: skip
 
     def bests(self, stop: Stop) -> list[tuple[MeshSearch, Best]]:
-        """What was found on each mesh that was finished, and on another one if that is better."""
-        found = {one: one.best(stop.number) for one in self.begun if one.has_found}
-        some = [one for one in self.finished if one in found]
-        if found:
-            first = min(found, key=lambda one: found[one].chosen.rank(one.limit))
-            some += [first] * (first not in some)
-        return [(one, found[one]) for one in some]
+        """What was found on each mesh with a plan: first those that were finished."""
+        ordered = dict.fromkeys((*self.finished, *self.begun))
+        return [(one, one.best(stop.number)) for one in ordered if one.has_found]
 
     def namable(self, one: MeshSearch) -> Namable | None:
         """The function as its dimensions can be named."""
         return self.searched.namable(one.mesh, self.begun[one])
+
+
+def _axes(one: MeshSearch) -> int:
+    return sum(size > 1 for _, size in one.mesh.axes)
+
+
+def _promise(one: MeshSearch) -> tuple[bool, bool, float]:
+    """Orders searches; of those that are nearly equal in the model, one of whose plans something is proven is first."""
+    *early, value = one.rank
+    return *early, value * (1.0 if one.near is None else _WORTH)  # type: ignore[return-value]
 
 
 def is_number_of_devices(mesh: Any) -> bool:

@@ -82,6 +82,7 @@ class Plan:
         gap: the fraction of the plan's cost that the best of the compared plans (``planning.nearby``) could save at
             most. None if there was no choice, or if the fraction is unknown.
         counted: the unit of the cost: ``bytes sent``, or ``time on h100:1x8``; empty if ``gap`` is None.
+        is_limited: whether there are plans over whole axes that were not compared: ``gap`` says nothing of them.
     """
 
     program: Program
@@ -98,6 +99,7 @@ class Plan:
     spared: tuple[float, float, str] | None = None
     gap: float | None = None
     counted: str = ""
+    is_limited: bool = False
 
     def runs_as(self, other: Plan) -> bool:
         """Whether another plan of the same program results in the same per-device program."""

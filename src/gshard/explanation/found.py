@@ -22,7 +22,7 @@ from gshard.core.spmd import SpmdProgram
 from gshard.device.cost import Cost
 from gshard.emit.partition import partition
 from gshard.explanation.explain import Explanation
-from gshard.explanation.found_text import text_of_search
+from gshard.explanation.found_text import best_presets, text_of_search
 from gshard.explanation.one_more_mark import with_one_more_mark
 from gshard.explanation.report.page import page
 from gshard.naming.array_names import ArrayNames
@@ -53,7 +53,7 @@ class SearchResult:
 
     Attributes:
         best: the search on the mesh that was chosen.
-        tried: the searches on all meshes that were tried, where a number of devices was given.
+        tried: the searches on all meshes for which plans were priced, the most promising ones first.
         donated: the arguments whose memory results may take.
         in_tree: the structure of the arguments, positional and named.
         function: the function as its dimensions can be named.
@@ -105,6 +105,7 @@ class SearchResult:
     def bound(self) -> float:
         """Seconds that no plan without pipelines takes less than on this mesh, in the simplified model.
 
+        If ``best.is_limited``, not all plans over whole axes were compared, and the bound is of those that were.
         That model is the problem that was solved. It counts each collective and each kernel by itself, so the full
         price of a plan (``cost``) may be below this bound (collectives that share a message) or above the plan's own
         time in the model (copies, kernels that are not fused).
@@ -113,7 +114,7 @@ class SearchResult:
 
     @property
     def gap(self) -> float | None:
-        """How much of this plan's time could at most be saved, as a part of it, in the simplified model.
+        """How much of this plan's time could at most be saved on this mesh, as a part of it, in the simplified model.
 
         0 is a plan that is optimal there; a preset is priced in the model, too. None where nothing is proven about this
         plan: it does not fit, values of it are recomputed, it has collective matmuls, the model has no plan like it, or
@@ -130,6 +131,16 @@ class SearchResult:
     def left_out(self) -> tuple[str, ...]:
         """What was not tried, or cut, since the time was over."""
         return self.best.left_out
+
+    @property
+    def failed(self) -> tuple[str, ...]:
+        """What was not tried, since it ended with an error, each with the first line of the error."""
+        return self.best.failed
+
+    @property
+    def presets(self) -> list[PricedPlan]:
+        """The plans that people write by hand, each on the best mesh of those it was priced for; the best first."""
+        return best_presets(self.tried or (self.best,))
 
     @functools.cached_property
     def names(self) -> ArrayNames:

@@ -13,6 +13,7 @@ from gshard.naming.array_names import ArrayNames
 from gshard.search.best import Best
 from gshard.search.how_near import ended, how_near
 from gshard.search.meshes import axes_text
+from gshard.search.priced import PricedPlan
 
 _SHOWN = 24  # rows of arguments
 _PRESETS = 5  # that are shown beside, the best
@@ -41,22 +42,31 @@ def text_of_search(best: Best, tried: Sequence[Best], names: ArrayNames) -> str:
             *_held(best, names),
         ]
     else:
-        lines.append(f"{how_near(best)}; {best.seconds:.1f} s")
+        lines.append(f"{how_near(best, is_one_of_several=len(tried) > 1)}; {best.seconds:.1f} s")
     if best.chosen is not best.searched:
         known = best.searched
         beside = "" if known is None else f"; the searched plan takes {known.cost.seconds * 1e3:.4g} ms"
         lines.append(f"this is the plan of '{best.chosen.name}'{beside}")
     lines += filter(None, (headline(cost), does_not_pay(plan, cost)))
     lines += _idle(best, names)
-    lines += ended(best.seconds, best.left_out, best.stopped)
-    shown = sorted(best.others, key=lambda o: o.rank(best.limit))[:_PRESETS]
+    lines += ended(best.seconds, best.left_out, best.stopped, best.failed)
+    shown = best_presets(tried or (best,))[:_PRESETS]
     lines += ["presets"] if shown else []
-    lines += [f"  {o.name} {o.cost.seconds * 1e3:.4g}{_note(o.cost, best)}" for o in shown]
+    for o in shown:
+        on = f" on mesh ({axes_text(o.plan.mesh)})" if len(tried) > 1 else ""
+        lines.append(f"  {o.name} {o.cost.seconds * 1e3:.4g}{_note(o.cost, best, on)}")
     for other in tried:
-        if other is not best:
-            axes = axes_text(other.mesh)
-            lines.append(f"mesh ({axes}): {other.chosen.cost.seconds * 1e3:.4g}{_note(other.chosen.cost, best)}")
+        if other is not best and (known := other.searched) is not None:
+            lines.append(f"mesh ({axes_text(other.mesh)}): {known.cost.seconds * 1e3:.4g}{_note(known.cost, best)}")
     return "\n".join([*lines, "arguments", *_arguments(best, names)])
+
+
+def best_presets(tried: Sequence[Best]) -> list[PricedPlan]:
+    """Each preset on the mesh where it is best, of those for which it was priced; the best preset first."""
+    best_of: dict[str, PricedPlan] = {}
+    for plan in sorted((plan for best in tried for plan in best.others), key=lambda plan: plan.rank(tried[0].limit)):
+        best_of.setdefault(plan.name, plan)
+    return [*best_of.values()]
 
 
 def _idle(best: Best, names: ArrayNames) -> list[str]:
@@ -75,8 +85,8 @@ def _held(best: Best, names: ArrayNames) -> list[str]:
     return [f"  {format_bytes(n):>10} {what}" for n, what in rows]
 
 
-def _note(cost: Cost, best: Best) -> str:
-    return " ms" if cost.peak <= best.limit else " ms, does not fit"
+def _note(cost: Cost, best: Best, on: str = "") -> str:
+    return f" ms{on}" if cost.peak <= best.limit else f" ms{on}, does not fit"
 
 
 def _arguments(best: Best, names: ArrayNames) -> list[str]:

@@ -51,7 +51,7 @@ class Verdict(CallVerdict):
         largest: the collectives of a kind at a line that send most and, if they are others, those that take longest.
         trials: the changes of marks that were tried;
         proposals: those that lower the bytes sent, for each kind of collective, with what a call then takes.
-        gap, counted: of the plan (``core.plan``).
+        gap, counted, is_limited: of the plan (``core.plan``).
         by_bytes: whether the plan was made by bytes;
         planned_for: or for which machine; None if that is not known.
         alone: that a call is no faster than on one device, if so.
@@ -69,6 +69,7 @@ class Verdict(CallVerdict):
     proposals: tuple[Proposal | None, ...]
     gap: float | None = None
     counted: str = ""
+    is_limited: bool = False
     by_bytes: bool = False
     planned_for: Machine | None = None
     alone: str = ""
@@ -146,8 +147,13 @@ class Verdict(CallVerdict):
         if self.gap is not None:
             by = "" if self.gap < PROVEN else f" by more than {100 * self.gap:.2g} %"
             model, p = f"By the planner's cost model ({self.counted})", self.proposal
-            if p is None or p.instead:
-                sentences.append(f"{model}, no plan that keeps the marks is cheaper{by}.")
+            if self.is_limited:
+                none = "none" if p is not None and not p.instead else "none that keeps the marks"
+                sentences.append(f"{model}, of the plans that were compared (not all were) {none} is cheaper{by}.")
+            elif p is None or p.instead:
+                has_parts = any(len(atoms) > 1 for atoms in self.mesh.atoms_of.values())
+                over = " over whole axes" if has_parts else ""
+                sentences.append(f"{model}, no plan{over} that keeps the marks is cheaper{by}.")
             else:  # the program with one more mark has a plan that keeps the others
                 why = _BYTES if self.counted.startswith(BY_BYTES) else _TIME
                 sentences.append(f"{model}, a plan with this change is not cheaper{by}: {why}.")
@@ -198,7 +204,7 @@ def verdict(
     largest = rows[:1] if longest is None or longest is rows[0] else (rows[0], longest)
     return Verdict(
         found, plan.mesh, ideal, work, repeated, sent, tuple(largest), tried, tuple(proposals), plan.gap, plan.counted,
-        by_bytes, planned_for, does_not_pay(plan, found), unsplit,
+        plan.is_limited, by_bytes, planned_for, does_not_pay(plan, found), unsplit,
     )  # fmt: skip
 
 

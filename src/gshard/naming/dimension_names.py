@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from gshard.core.program import Program
 from gshard.naming.array_names import ArrayNames
 from gshard.naming.dimension_classes import DimensionClass, Dimensions, dimensions_of, of_equal_layers
 from gshard.naming.short_names import path_of_name
-
-_SHOWN = 2  # arrays
 
 
 class DimensionNames:
@@ -23,15 +23,17 @@ class DimensionNames:
         paths = [path_of_name(name) for name in program.names[first:]]
         self.dimensions: Dimensions = of_equal_layers(dimensions_of(program, paths))
         pairs = list(zip(paths, inputs, strict=True))
-        self._called = {path: names.arguments[v].alike for path, v in pairs}
+        self._called = {path: names.arguments[v] for path, v in pairs}
+        self._alike = Counter(called.alike for called in self._called.values())
+        self._bytes = {path: v.bytes for path, v in pairs}
         self._weights = {path for path, v in pairs if v in names.read and len(v.shape) > 1}
 
     def of(self, c: DimensionClass) -> str:
-        """The user's name with the size, such as ``embed (1024)``; without a name, arrays that have the dimension."""
+        """The user's name with the size, such as ``embed (1024)``; without a name, the largest array that has it."""
         if c.names:
             return f"{c.names[0]} ({c.size})"
         weights = [(path, d) for path, d in c.arguments if path in self._weights]
-        arrays = dict.fromkeys((self._called[path], d) for path, d in weights or c.arguments)
-        shown = [f"{d} of {name}" for name, d in list(arrays)[:_SHOWN]]
-        more = f" and {len(arrays) - _SHOWN} more" if len(arrays) > _SHOWN else ""
-        return f"dimension {', '.join(shown)}{more} ({c.size})"
+        path, d = max(weights or c.arguments, key=lambda place: self._bytes[place[0]])
+        called = self._called[path]
+        alike = sum(self._called[other].alike == called.alike and e == d for other, e in c.arguments)
+        return f"dimension {d} of {called.alike if alike == self._alike[called.alike] else called.text} ({c.size})"

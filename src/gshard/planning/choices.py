@@ -102,6 +102,7 @@ class _Builder:
             held=self.held,
             loop_bytes=self.loop_bytes,
             donated_results=donated_results,
+            is_limited=self.tables.is_limited,
         )
 
     def _add_node(self, states: int, name: str) -> int:

@@ -67,6 +67,8 @@ class Graph:
         held: nodes that hold bytes while a region runs, the region, and the bytes for each state.
         loop_bytes: values that may take more bytes in a loop than the marks say.
         donated_results: the results that take the memory of donated arguments.
+        is_limited: whether not all choices are compared (``planning.nearby``), or states are forbidden because together
+            they make a loop hold too many bytes.
     """
 
     program: Program
@@ -80,6 +82,7 @@ class Graph:
     held: Sequence[tuple[int, Equation, Sequence[int]]]
     loop_bytes: Sequence[LoopBytes]
     donated_results: Collection[Value]
+    is_limited: bool
 
     def shardings(self, chosen: Sequence[int] | Ints) -> dict[Value, Sharding]:
         """The sharding of every value, with these states chosen."""
@@ -146,7 +149,8 @@ def without_excess_in_loops(graph: Graph, chosen: Sequence[int] | Ints, classes:
     for value in graph.loop_bytes:
         if value.node in too_much:
             costs[value.node] = np.where(value.extra_bytes > 0, np.inf, costs[value.node])
-    return dataclasses.replace(graph, problem=dataclasses.replace(graph.problem, costs=tuple(costs)))
+    problem = dataclasses.replace(graph.problem, costs=tuple(costs))
+    return dataclasses.replace(graph, problem=problem, is_limited=True)
 
 
 def largest_of_iteration(loop: Equation, shardings: Mapping[Value, Sharding], mesh: Mesh) -> int:

@@ -211,5 +211,6 @@ def permitted_atoms(rule: Rule, split: Split) -> Atoms:
 
 
 def _takes_long(rule: Rule) -> bool:
-    """Whether an equation is a product, or mixes elements along a dimension: a sort, a transform."""
-    return is_product(rule) or any(f.kind in (COMMUNICATE, REPLICATE) for f in rule.factors)
+    """Whether an equation is a product, or mixes elements along a dimension: a sort, a transform; no slice."""
+    mixes = rule.index is None and any(f.kind in (COMMUNICATE, REPLICATE) for f in rule.factors)
+    return is_product(rule) or mixes

@@ -97,7 +97,8 @@ def propagate(
     if choice is None:
         return at_boundary(_replicated_plan(propagated), boundary)
     chosen = decided(choice.graph, choice.states, propagated)
-    plan = at_boundary(dataclasses.replace(chosen, gap=choice.gap, counted=choice.objective.counted), boundary)
+    chosen = dataclasses.replace(chosen, gap=choice.gap, counted=choice.counted, is_limited=choice.is_limited)
+    plan = at_boundary(chosen, boundary)
     if strict and plan.gathered:
         e = plan.gathered[0]
         because = "cannot be split" if e.rule is not None and e.rule.why else "has no rule"
@@ -132,6 +133,12 @@ class Choice:
     def counted(self) -> str:
         """The unit of costs, in words: ``bytes sent``, or ``time on h100:1x8``."""
         return self.objective.counted
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether there are plans over whole axes that were not compared: ``gap`` says nothing of these."""
+        known = {*self.propagated.shardings.values(), *self.propagated.moved.values()}
+        return self.graph.is_limited or self.objective.axes != axes_of(self.propagated.mesh, known)
 
     @functools.cached_property
     def cost(self) -> float:
@@ -240,7 +247,8 @@ def _chosen(graph: Graph, propagated: Propagated) -> tuple[Graph, Ints, float]:
         best_cost = graph.problem.value(best)
     if equal is None or equal_cost > best_cost * _SAME:
         return graph, best, gap
-    return *equal, max(0.0, 1 - best_cost * (1 - gap) / equal_cost) if equal_cost else 0.0
+    of_equal = dataclasses.replace(equal[0], is_limited=equal[0].is_limited or graph.is_limited)
+    return of_equal, equal[1], max(0.0, 1 - best_cost * (1 - gap) / equal_cost) if equal_cost else 0.0
 
 
 def _with_less_held(

@@ -26,8 +26,10 @@ class Best:
         limit: bytes that a device may hold.
         seconds: the time that the search took.
         left_out: steps that were cut or not begun because the time was over.
+        failed: candidates that ended with an error, each with its first line.
         stopped: the signal that ended the search; None if none did.
-        near: the mesh on which the plan was found near which the others were compared; None if all were compared.
+        near: the mesh on which the plan was found near which the others were compared; None if there is no such plan.
+        is_limited: whether there are plans over whole axes that were not compared: ``bound`` says nothing of them.
     """
 
     mesh: Mesh
@@ -41,8 +43,10 @@ class Best:
     limit: float
     seconds: float
     left_out: tuple[str, ...] = ()
+    failed: tuple[str, ...] = ()
     stopped: int | None = None
     near: Mesh | None = None
+    is_limited: bool = False
 
     @property
     def fits(self) -> bool:
@@ -51,7 +55,7 @@ class Best:
 
     @property
     def gap(self) -> float | None:
-        """The largest share of ``predicted`` that another plan could save; None if nothing is proven of the plan.
+        """The largest share of ``predicted`` that a plan that was compared could save; None if nothing is proven.
 
         Both numbers belong to the simplified model. Nothing is proven if the plan does not fit, if the model has no
         such plan, or if the solver found no bound.

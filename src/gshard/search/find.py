@@ -9,21 +9,20 @@ returns the best plan that fits.
 A time budget limits all of this. The steps with the most benefit for their time come first: the marked program, so that
 there is a plan to return; the presets that people expect, planned by bytes, which is quick; then the problem; then all
 presets by time, in the order of their planning time; and pipelines over stacked layers. Data parallelism and a split
-state are planned by bytes however short the time is, if no mark splits the program.
+state are planned by bytes however short the time is, if no mark splits the program. Once a plan is within ``ENOUGH``
+of the bound, of all presets only those that people expect are planned by time.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 
-from gshard.core.errors import GShardError
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.plan import Plan
 from gshard.core.planning_tables import with_tables
@@ -51,6 +50,7 @@ from gshard.solver.problem import Problem
 from gshard.solver.solve import Solution, solve
 
 _ROUNDS = 7  # solutions, each after the second with another limit of memory
+ENOUGH = 0.01  # of a plan's time in the model: where no plan saves more, the solver ends, and few presets are priced
 _USUAL = 4  # the first presets, which are priced for every program
 _ALWAYS = 2  # expected presets that are priced however short the time is: data parallelism and a split state
 _SOLVING = 0.6  # the largest share of the time that is left for one solution: its plan and the presets are priced later
@@ -71,6 +71,7 @@ class MeshSearch:
         budget: the time that is left for this mesh and others.
         near: a plan on this mesh, or on a coarser one. Only plans that differ from it in one axis of each choice are
             compared, so nothing is proven of other plans.
+        known: all plans that were priced, also on other meshes; grows.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class MeshSearch:
         on_better: Callable[[PricedPlan], None] | None = None,
         budget: TimeBudget,
         near: Plan | None = None,
+        known: list[PricedPlan] | None = None,
     ):
         self.mesh, self.machine, self.budget = mesh, machine, budget
         self.near = None if near is None else on_finer(near, mesh)
@@ -91,23 +93,23 @@ class MeshSearch:
         self.limit = float(machine.memory if memory_limit is None else memory_limit)
 
         def better(plan: PricedPlan) -> None:
-            budget.progress.better(str(plan))
+            budget.progress.better(f"{plan}, on mesh ({axes_text(mesh)})")
             if on_better is not None:
                 on_better(plan)
 
-        self.pricing = Pricing(machine, list(donated), self.limit, better)
+        self.pricing = Pricing(machine, list(donated), self.limit, better, [] if known is None else known)
         self.timed = on_machine(mesh, machine)
         self._demands = [demand.sharding for _, demand, _ in demands(program, mesh)]
         self._traced, self._as_given = program, settled(program, self.timed).program
         self.program = settled(batched(self._as_given, self.timed), self.timed).program
         self.graph: Graph | None = None
         self.presets: list[PricedPlan] = []
-        self.shown: tuple[PricedPlan, ...] = ()  # the presets of another mesh
         self._solved: list[Solution] = []  # solutions of ``graph``, in order
         self._priced: dict[PricedPlan, Solution] = {}
         self.always_prices = True  # the plans of solutions, even if the time is over
         self.name = "searched"  # of these plans
         self._others_bound = math.inf if near is None else 0.0  # the bound of plans that the problem does not have
+        self.is_limited = near is not None  # whether plans over whole axes exist that were not compared
         self._mesh_text = axes_text(mesh)
 
     @property
@@ -125,33 +127,41 @@ class MeshSearch:
     def price_marked(self) -> None:
         """Prices the program under its own marks, however long that takes, so that there is a plan to return."""
         boundary = self.pricing.boundary(self._as_given)
-        with self.budget.step(f"the program as it is marked, on mesh ({self._mesh_text})", always=True):
+        step = self.budget.candidate if self.pricing.known else self.budget.step  # on other meshes there are plans
+        with step(f"the program as it is marked, on mesh ({self._mesh_text})", always=True):
             plans = plans_of(self._as_given, self.timed, self.machine, boundary=boundary)
             self.presets.append(self.pricing.add(AS_IT_IS, *plans))
 
     def price_expected(self) -> None:
         """Prices the presets that people expect, by bytes: data parallelism, a split state, tensor parallelism."""
-        unsplit = not any(sharding.atoms for sharding in self.presets[0].plan.shardings.values())
         expected = expected_presets(self.program, self.timed, self.pricing.boundary(self.program))
         for i, preset in enumerate(expected):
-            always = unsplit and i < _ALWAYS
+            always = self.is_unsplit and i < _ALWAYS
             if always or not self.budget.is_over:
                 self._price_preset(preset, None, always=always)
+
+    @property
+    def is_unsplit(self) -> bool:
+        """Whether no mark splits the program, which is priced."""
+        return not any(sharding.atoms for sharding in self.presets[0].plan.shardings.values())
 
     def _price_preset(self, preset: Preset, machine: Machine | None, *, always: bool = False) -> PricedPlan | None:
         """Prices a preset that is planned for a machine, or by bytes; of two plans of one preset the better is kept.
 
         Returns:
-            the better one; None if a mark of the preset contradicts one of the user's, or the time is over.
+            the better one; None if the time is over, or if it failed (as if a mark contradicts one of the user's).
         """
-        name = f"the preset '{preset.name}'{'' if machine is not None else ', planned by bytes'}"
+        name = f"the preset '{preset.name}'"
+        by_bytes = f"{name}, planned by bytes"
+        name = by_bytes if machine is None else name
         if self.budget.is_over and not always:
             self.budget.left_out.append(name)
             return None
-        with self.budget.step(name, always=always), contextlib.suppress(GShardError):
+        if by_bytes in self.budget.failed:
+            return None
+        with self.budget.candidate(name, always=always):
             plans = preset.planned(self.timed, machine, self.pricing.boundary(self.program))
-            priced = self.pricing.add(preset.name, *plans)
-            return self._kept(priced)
+            return self._kept(self.pricing.add(preset.name, *plans))
         return None
 
     def _kept(self, *plans: PricedPlan) -> PricedPlan:
@@ -161,8 +171,12 @@ class MeshSearch:
         self.presets = [*(known for known in self.presets if known not in alike), best]
         return best
 
-    def _price_pipelines(self) -> None:
+    def price_pipelines(self) -> None:
         """Prices pipelines over the layers of the program by bytes, then searches for the best plan with one."""
+        with self.budget.candidate(f"pipelines on mesh ({self._mesh_text})"):
+            self._search_pipelines()
+
+    def _search_pipelines(self) -> None:
         boundary, known = self.pricing.boundary(self._traced), [*self._priced, *self.presets]
         by_bytes = functools.partial(self._price_preset, machine=None)
         best = best_pipeline(self._traced, self.timed, boundary, known, self.limit, by_bytes)
@@ -182,17 +196,16 @@ class MeshSearch:
     def solve(self, effort: float = 1.0, share: float = 1.0) -> None:
         """Builds the problem and solves it: without a limit of memory, and with it if the solution exceeds it.
 
-        Args:
-            effort: as in ``solver.solve``.
-            share: the largest share of the time that is left, once the problem is built, for its solution.
+        ``effort`` is as in ``solver.solve``; ``share`` is the largest share of the time that is left for a solution.
         """
         share = min(share, _SOLVING)
-        axis_groups = in_two(self.timed, axes_of(self.timed, self._demands), self._demands)
+        axes = axes_of(self.timed, self._demands)
+        axis_groups = in_two(self.timed, axes, self._demands)
         problems: list[tuple[Graph, list[Solution]]] = []
-        for i, axes in enumerate(axis_groups):
+        for i, group in enumerate(axis_groups):
             budget = self.budget.part(1 / (len(axis_groups) - i))
-            with budget.step(f"the problem of mesh ({self._mesh_text})"):
-                graph, solved = self._posed(axes), list[Solution]()
+            with budget.candidate(f"the problem of mesh ({self._mesh_text})"):
+                graph, solved = self._posed(group), list[Solution]()
                 problems.append((graph, solved))
                 budget.progress.step(f"solving for mesh ({self._mesh_text}): {len(graph.problem.costs):,} choices")
                 solved.append(self._solution(graph.problem, budget.part(share), effort))
@@ -206,6 +219,7 @@ class MeshSearch:
         if not problems:
             self.graph = None
             return
+        self.is_limited = axis_groups != [axes] or any(graph.is_limited for graph, _ in problems)
         self.graph, self._solved = min(problems, key=lambda pair: self._rank_of(pair[1]))
         other_bounds = [self._bound(solved) for graph, solved in problems if graph is not self.graph]
         if len(problems) < len(axis_groups):
@@ -218,25 +232,31 @@ class MeshSearch:
         return with_loads(graph_of(self.program, objective, boundary=boundary, near=self.near))
 
     def _solution(self, problem: Problem, budget: TimeBudget, effort: float) -> Solution:
-        if budget.uses_all:
-            return solve(problem, budget.left, effort=effort)
         found = solve(problem, effort=effort, most_seconds=budget.left)
-        if found.cut and not found.interrupted:
+        if budget.uses_all and found.gap > ENOUGH and not found.cut:
+            start = [found.states] if found.fits else []
+            longer = solve(problem, budget.left, start, tolerance=ENOUGH)
+            found = dataclasses.replace(longer, bound=max(longer.bound, found.bound)) if longer.fits else longer
+        if found.cut and not found.interrupted and not budget.uses_all:
             self.budget.left_out.append(f"further steps of solving for mesh ({self._mesh_text})")
         return found
 
     def _bound(self, solved: Iterable[Solution]) -> float:
-        """Seconds that every plan that was compared takes at least within the limit of memory, in the model."""
         applicable = (
             solution for solution in solved if solution.problem.limit is None or solution.problem.limit >= self.limit
         )
         return max((solution.bound for solution in applicable), default=0.0)
 
     @property
+    def bound(self) -> float:
+        """Seconds that every plan that was compared takes at least within the limit of memory, in the model."""
+        return min(self._bound(self._solved), self._others_bound)
+
+    @property
     def least_seconds(self) -> float:
         """Seconds that every plan on this mesh takes at least in the model, in any memory; 0 if unknown."""
         free = [solution.bound for solution in self._solved if solution.problem.limit is None]
-        return max(free, default=0.0) if math.isinf(self._others_bound) else 0.0
+        return 0.0 if self.is_limited else max(free, default=0.0)
 
     @property
     def solved_plan(self) -> Plan:
@@ -254,26 +274,15 @@ class MeshSearch:
         """Whether the problem has a solution."""
         return bool(self._solved)
 
-    def finish(self, shown: tuple[PricedPlan, ...] | None = None) -> None:
-        """Prices the plans of the solutions, solves again if they take too much memory, and prices the presets.
+    def price_presets(self, *, only_expected: bool, known: Collection[str] = ()) -> None:
+        """Prices presets by time: those that people expect, or as many as the size of the program allows.
 
-        Args:
-            shown: presets for another mesh of these devices, to list beside; None prices the presets of this mesh.
+        Those whose names are ``known`` are priced on another mesh.
         """
-        self.price_solutions()
-        if shown is not None:
-            self.shown = shown
-        else:
-            self._price_presets()
-        self._price_pipelines()
-
-    def _price_presets(self) -> None:
-        if not self.presets:
-            self.price_marked()
-            self.price_expected()
         boundary = self.pricing.boundary(self.program)
+        presets = (expected_presets if only_expected else marked_presets)(self.program, self.timed, boundary)
         preset_count = max(_USUAL, EQUATIONS // (1 + sum(1 for _ in self.program.block.walk()))) - 1
-        candidates = list(itertools.islice(marked_presets(self.program, self.timed, boundary), preset_count))
+        candidates = [preset for preset in itertools.islice(presets, preset_count) if preset.name not in known]
         work = {preset: preset.work(self.timed) for preset in candidates if not self.budget.is_over}
         for preset in sorted(candidates, key=lambda preset: work.get(preset, (0, 0))):
             self._price_preset(preset, self.machine)
@@ -284,15 +293,15 @@ class MeshSearch:
         if self.graph is None or len(self._priced) == len(self._solved):
             return None
         solution = self._solved[len(self._priced)]
-        with self.budget.step(f"the plan that was searched for mesh ({self._mesh_text})", always=self.always_prices):
+        name = f"the plan that was searched for mesh ({self._mesh_text})"
+        with self.budget.candidate(name, always=self.always_prices):
             found = self.pricing.add(self.name, Planned(_plan(self.graph, solution, self.pricing)))
             self._priced[found] = solution
         return found
 
     def price_solutions(self) -> None:
-        """Prices the plans of the solutions: without a limit, with it, then with lower ones until a plan fits."""
-        limit = self.limit
-        too_high, too_low = np.inf, 0.0
+        """Prices the plans of solutions: without a limit, with it, then with lower ones (solved now) until one fits."""
+        limit, too_high, too_low = self.limit, np.inf, 0.0
         for _ in range(_ROUNDS):
             if (priced := self.price_solution()) is None:
                 return
@@ -312,7 +321,7 @@ class MeshSearch:
                 next_limit = math.sqrt(too_low * too_high)
             if next_limit <= too_low * _NEAR or next_limit >= too_high:
                 return
-            with self.budget.step(f"solving with less memory for mesh ({self._mesh_text})"):
+            with self.budget.candidate(f"solving with less memory for mesh ({self._mesh_text})"):
                 limited = dataclasses.replace(solution.problem, limit=float(int(next_limit)))
                 self._solved.append(self._solution(limited, self.budget.part(_SOLVING), EFFORT))
                 if self._solved[-1].interrupted:
@@ -336,8 +345,7 @@ class MeshSearch:
         searched = chosen if chosen in self._priced else None
         if self._priced and searched is None:
             searched = min(self._priced, key=lambda option: option.rank(limit))
-        bound = min(self._bound(self._solved), self._others_bound)
-        predicted = None
+        bound, predicted = self.bound, None
         if chosen in self._priced:
             predicted = None if chosen.recomputed or chosen.plan.rings else float(self._priced[chosen].value)
         elif self.graph is not None and not chosen.recomputed and stopped is None:
@@ -345,9 +353,9 @@ class MeshSearch:
         if predicted is not None and predicted < bound * (1 - _ROUNDED):
             predicted = None  # the bound is for plans that take less memory in the model
         return Best(
-            self.mesh, chosen, searched, (*self.presets, *self.shown), self.graph,
+            self.mesh, chosen, searched, tuple(self.presets), self.graph,
             None if searched is None else self._priced[searched], bound, predicted, limit, self.budget.spent,
-            tuple(self.budget.left_out), stopped, self.near_mesh,
+            tuple(self.budget.left_out), self.budget.failed_lines, stopped, self.near_mesh, self.is_limited,
         )  # fmt: skip
 
 
@@ -379,7 +387,10 @@ def best_plan(
     search.price_marked()
     search.price_expected()
     search.solve()
-    search.finish()
+    search.price_solutions()
+    gap = search.best().gap
+    search.price_presets(only_expected=gap is not None and gap <= ENOUGH)
+    search.price_pipelines()
     return search.best()
 
 

@@ -12,12 +12,22 @@ _NONE = 1e-5  # a gap that counts as none, to the printed digits
 _SHOWN = 4  # printed names of steps that were left out
 
 
-def how_near(best: Best) -> str:
-    """One sentence on the returned plan, with its price in the simplified model and its full price."""
+def how_near(best: Best, *, is_one_of_several: bool = False) -> str:
+    """One sentence on the returned plan, with its price in the simplified model and its full price.
+
+    Args:
+        best: the search on its mesh.
+        is_one_of_several: whether other meshes were tried, of which the bound says nothing.
+    """
     full = f"priced in full: {_ms(best.chosen.cost.seconds)}"
     gap = best.gap
     if gap is not None and best.predicted is not None:
-        near = "optimal" if gap < _NONE else f"at most {100 * gap:.2g} % slower than the optimum"
+        if best.is_limited:
+            optimum = "the best of the choices compared"
+            near = optimum if gap < _NONE else f"at most {_slower(gap)} slower than {optimum}"
+        else:
+            near = "optimal" if gap < _NONE else f"at most {_slower(gap)} slower than the optimum"
+        near += " on this mesh" if is_one_of_several else ""
         return f"{near} for the simplified model ({_ms(best.predicted)} there); {full}"
     if best.graph is None:
         return f"nothing is proven: the search did not get as far; {full}"
@@ -32,16 +42,40 @@ def how_near(best: Best) -> str:
     return f"nothing is proven of this plan: {why}; {full}"
 
 
-def ended(seconds: float, left_out: Sequence[str], stopped: int | None) -> list[str]:
-    """Lines on a search that a signal ended, or whose time was over before it had tried everything."""
+def to_gain(gap: float | None, is_limited: bool, meshes: str) -> str:
+    """What the best plan so far could gain at most, for a line of progress.
+
+    Args:
+        gap: of the best plan; None if nothing is proven.
+        is_limited: whether not all choices were compared.
+        meshes: the meshes that the gap is of, as text.
+    """
+    if gap is None:
+        return "nothing is proven yet of the best plan"
+    compared = ", of the choices compared" if is_limited else ""
+    share = "0" if gap < _NONE else f"{100 * gap:.2g}"
+    return f"at most {share} % of its time to save in the simplified model on {meshes}{compared}"
+
+
+def ended(seconds: float, left_out: Sequence[str], stopped: int | None, failed: Sequence[str] = ()) -> list[str]:
+    """Lines on a search that a signal ended, whose time was over before it had tried everything, or parts failed."""
     lines = []
     if stopped is not None:
         by = "Ctrl-C" if stopped == signal.SIGINT else signal.Signals(stopped).name
         lines.append(f"{by} ended the search after {seconds:.1f} s: this is the best plan so far")
     if left_out:
-        shown = [*left_out[:_SHOWN], *([f"{len(left_out) - _SHOWN} more"] if len(left_out) > _SHOWN else [])]
-        lines.append(f"the time was over after {seconds:.1f} s; not tried, or cut: {'; '.join(shown)}")
+        lines.append(f"the time was over after {seconds:.1f} s; not tried, or cut: {_some(left_out)}")
+    if failed:
+        lines.append(f"not tried, because of an error: {_some(failed)}")
     return lines
+
+
+def _some(steps: Sequence[str]) -> str:
+    return "; ".join([*steps[:_SHOWN], *([f"{len(steps) - _SHOWN} more"] if len(steps) > _SHOWN else [])])
+
+
+def _slower(gap: float) -> str:
+    return f"{100 * gap / (1 - gap):.2g} %"
 
 
 def _ms(seconds: float) -> str:

@@ -1,13 +1,15 @@
 """Tracks the remaining time of a search, and the steps that it skipped.
 
 Each step runs inside ``TimeBudget.step`` until a deadline of its own. A step is cut at its deadline (``core.deadline``)
-or not begun if the time is over. Its name is kept for the result.
+or not begun if the time is over. A step that the search can do without (``TimeBudget.candidate``) may also fail. Its
+name is kept for the result.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -31,6 +33,7 @@ class TimeBudget:
             steps, and the time only cuts them.
         progress: prints the lines.
         left_out: steps that were cut or not begun.
+        failed: candidates that ended with an error, each with its first line.
         end: the end of the time (``time.monotonic``).
     """
 
@@ -38,6 +41,7 @@ class TimeBudget:
     uses_all: bool = False
     progress: Progress = dataclasses.field(default_factory=lambda: Progress.of(None))
     left_out: list[str] = dataclasses.field(default_factory=list)
+    failed: dict[str, str] = dataclasses.field(default_factory=dict)
     end: float = math.inf
 
     def __post_init__(self) -> None:
@@ -64,8 +68,13 @@ class TimeBudget:
         """Whether no time is left."""
         return self.left <= 0
 
+    @property
+    def failed_lines(self) -> tuple[str, ...]:
+        """``failed`` as text."""
+        return tuple(f"{name}: {error}" for name, error in self.failed.items())
+
     def part(self, share: float) -> TimeBudget:
-        """A budget with a share of the time that is left. Both share the list ``left_out``."""
+        """A budget with a share of the time that is left. Both share ``left_out`` and ``failed``."""
         now = time.monotonic()
         return dataclasses.replace(self, end=min(self.end, now + share * self.left))
 
@@ -83,6 +92,25 @@ class TimeBudget:
                 yield
         except OutOfTime:
             self.left_out.append(name)
+
+    @contextlib.contextmanager
+    def candidate(self, name: str, *, always: bool = False) -> Iterator[None]:
+        """As ``step``, for one of several candidates: an error of any kind ends this candidate, not the search."""
+        try:
+            with self.step(name, always=always):
+                yield
+        except Exception as error:  # of any kind: other candidates have results
+            logging.getLogger("gshard.search").debug(name, exc_info=True)
+            self.failed[name] = in_a_line(error)
+
+
+def in_a_line(error: Exception) -> str:
+    """The type and the first line of an error.
+
+    >>> in_a_line(ValueError("no such size"))
+    'ValueError: no such size'
+    """
+    return f"{type(error).__name__}: {[*str(error).splitlines(), ''][0]}"
 
 
 class Watch:
