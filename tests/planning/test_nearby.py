@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gshard.planning.axis_steps import axis_steps
 
 import gshard
 from families import SMALL
@@ -15,7 +16,6 @@ from gshard.core.mesh import Mesh
 from gshard.core.program import Program
 from gshard.device.machine import Machine
 from gshard.planning import nearby
-from gshard.planning.axis_steps import axis_steps
 from gshard.planning.choices import graph_of
 from gshard.planning.graph import Graph
 from gshard.planning.nearby import LARGE_PROGRAM, MANY_AXES, changes, estimated_entries

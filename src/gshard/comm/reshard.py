@@ -118,26 +118,29 @@ class _Place(NamedTuple):
 
     Attributes:
         atoms_of: the atoms of each block.
+        monoids: the monoid of each block over which the array is unreduced before.
         dims: the dimension of the array for each dimension of the problem, and the atoms that stay there.
         outside: the sharding of the array without the blocks of the problem.
         mesh: the mesh.
     """
 
     atoms_of: dict[str, Atoms]
+    monoids: dict[str, str]
     dims: tuple[tuple[int, Atoms], ...]
     outside: Sharding
     mesh: Mesh
 
     def steps(self, path: Sequence[Step]) -> list[Step]:
         """The steps of a path of the problem as steps of the array."""
-        found = []
+        found: list[Step] = []
         for step in path:
             dim, to = (self.dims[d][0] if d >= 0 else -1 for d in (step.dim, step.to))
             atoms = self.mesh.atoms if step.kind == PERMUTE else self._atoms(step.atoms)
             if step.kind == ALL_REDUCE:
                 atoms = tuple(a for a in self.mesh.atoms if a in atoms)
             before = found[-1].after if found else self._sharding(step.before)
-            found.append(Step(step.kind, atoms, before, self._sharding(step.after), dim, to, step.monoid))
+            monoid = self.monoids.get(step.atoms[0], step.monoid)
+            found.append(Step(step.kind, atoms, before, self._sharding(step.after), dim, to, monoid))
         return found
 
     def _atoms(self, blocks: Atoms) -> Atoms:
@@ -147,7 +150,7 @@ class _Place(NamedTuple):
         dims = list(self.outside.dims)
         for (d, staying), blocks in zip(self.dims, sharding.dims, strict=True):
             dims[d] = (*staying, *self._atoms(blocks))
-        unreduced = {a: monoid for block, monoid in sharding.unreduced for a in self.atoms_of[block]}
+        unreduced = {a: self.monoids[block] for block, _ in sharding.unreduced for a in self.atoms_of[block]}
         return Sharding(tuple(dims)).with_unreduced({**dict(self.outside.unreduced), **unreduced})
 
 
@@ -201,7 +204,7 @@ def _problem(
             room = math.gcd(n // count(staying), parts)
             n = room if spare is None else math.lcm(count(have), count(wanted))
         rows.append(_Changed(blocks(have), blocks(wanted), n, even, d, staying))
-    partial = dict(source.unreduced)
+    partial = {a: monoid for a, monoid in source.unreduced if (a, monoid) not in target.unreduced}
     places: dict[Atoms, list[Any]] = {block: [count(block), partial.get(block[0], "")] for block in moving}
     for row in rows:
         looks = [*map(count, row.before)], [*map(count, row.after)], row.size, row.even
@@ -221,14 +224,19 @@ def _problem(
         problem_dims.append(Dim((), (), parts, True))
         dims.append((spare, source.dims[spare]))
     outside = tuple([() if d in inside else have for d, have in enumerate(source.dims)])
+    unreduced = {names[block]: partial[block[0]] for block in moving if block[0] in partial}
+    monoids = {*unreduced.values()}
+    # Sums of floats and of bits take the same steps.
+    alike = {monoid: "add" if monoids == {"pick"} else monoid for monoid in monoids}
     problem = Problem(
         tuple((name, count(block)) for block, name in names.items()),
         tuple(sorted(names[block] for block in moving)),
         tuple(problem_dims),
-        tuple(sorted((names[block], partial[block[0]]) for block in moving if block[0] in partial)),
+        tuple(sorted((name, alike[monoid]) for name, monoid in unreduced.items())),
+        spare is not None,
     )
     atoms_of = {name: block for block, name in names.items()}
-    return problem, _Place(atoms_of, tuple(dims), Sharding(outside, target.unreduced), mesh)
+    return problem, _Place(atoms_of, unreduced, tuple(dims), Sharding(outside, target.unreduced), mesh)
 
 
 def _outer_first(steps: Sequence[Step], mesh: Mesh) -> list[Step]:

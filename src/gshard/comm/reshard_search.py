@@ -50,9 +50,8 @@ class Prices(NamedTuple):
 _LITTLE = 1e-7
 # For few bytes, and for few messages.
 BYTES = Prices(_LITTLE, 0.0, 0.0), Prices(16.0, 0.0, 0.0)
-# For little time on a machine: of a large array, which takes a quarter of its time on the network to copy, and of a
-# small one, where all messages and kernels take about the same time.
-TIMES = *BYTES, Prices(_LITTLE, _LITTLE, 0.25), Prices(16.0, 16.0, 0.25)
+# For little time on a machine, also of small arrays, for which all messages and kernels take about the same time.
+TIMES = *BYTES, Prices(16.0, 16.0, 0.25)
 # Of the array, added to each step, to prefer short chains among chains of equal cost.
 _TIE = 1e-12
 # Bytes of an element for which bytes of steps are whole numbers.
@@ -81,14 +80,16 @@ class Problem(NamedTuple):
     Attributes:
         blocks: the names of atoms that move together and their numbers of devices.
         movable: the names of those that may move.
-        dims: the dimensions that change, and one to which blocks may move in between.
+        dims: the dimensions that change; then one that does not, if there is one.
         unreduced: the blocks over which the array is unreduced before, and their monoids.
+        has_spare: whether the last dimension does not change, so that blocks may move there in between.
     """
 
     blocks: tuple[tuple[str, int], ...]
     movable: Atoms
     dims: tuple[Dim, ...]
     unreduced: tuple[tuple[str, str], ...]
+    has_spare: bool
 
 
 @tabulated(65536)
@@ -102,6 +103,17 @@ def shortest_paths(problem: Problem, every: tuple[Prices, ...]) -> tuple[tuple[S
             return ()
         found[path] = None
     return tuple(found)
+
+
+class _Counts(dict[Atoms, int]):
+    """The devices of some blocks, which are looked up very often."""
+
+    def __init__(self, mesh: Mesh):
+        self._mesh = mesh
+
+    def __missing__(self, blocks: Atoms) -> int:
+        self[blocks] = devices = self._mesh.count(blocks)
+        return devices
 
 
 class _Edge(NamedTuple):
@@ -135,20 +147,22 @@ class _Search:
         self.source = Sharding(tuple(dim.before for dim in problem.dims)).with_unreduced(dict(problem.unreduced))
         self.target = Sharding(tuple(dim.after for dim in problem.dims))
         self._size = max(1, math.prod(self.shape))
-        self._share = 1 / math.prod(map(self.mesh.count, self.target.dims))
+        self._count = _Counts(self.mesh)
+        self._share = 1 / math.prod([self._count[blocks] for blocks in self.target.dims])
+        self._spare = len(problem.dims) - 1 if problem.has_spare else -1
         self._known: dict[tuple[Sharding, bool], list[_Edge]] = {}
         self._missing: dict[Sharding, float] = {}
 
     def path(self, prices: Prices) -> tuple[Step, ...] | None:
         """The shortest path; None if no steps lead to the target.
 
-        Blocks move anywhere only if a path whose steps lead directly to the target is longer than the least.
+        Blocks move anywhere only if a path whose steps lead directly to the target sends more than the least.
         """
         direct, cost = self._path(prices, anywhere=False)
         if len(self.blocks) > FEW:
             return direct
         least = self._least(self.source)
-        if direct is not None and cost <= (least + (prices.message if least else 0.0)) * (1 + _LITTLE):
+        if direct is not None and (prices.message > 1 or cost <= (least + prices.message) * (1 + _LITTLE)):
             return direct
         return self._path(prices, anywhere=True)[0]
 
@@ -196,15 +210,15 @@ class _Search:
         """
         if (known := self._missing.get(here)) is not None:
             return known
-        held, parts, share, count = 1, 1, self._share, self.mesh.count
+        held, parts, share, count = 1, 1, self._share, self._count
         for have, wanted in zip(here.dims, self.target.dims, strict=True):
             if have != wanted:
-                held *= count(have[len(common_prefix(have, wanted)) :])
-            parts *= count(have)
+                held *= count[have[len(common_prefix(have, wanted)) :]]
+            parts *= count[have]
         missing = share - share / held
         if here.unreduced:
             # Each element has one sum for all devices with equal parts, with one message fewer than it has addends.
-            addends = count(tuple([a for a, _ in here.unreduced]))
+            addends = count[tuple([a for a, _ in here.unreduced])]
             missing = max(share, (1 - 1 / addends) * addends / self.mesh.size)
         self._missing[here] = missing
         return missing
@@ -245,10 +259,11 @@ class _Search:
 
     def _single(self, here: Sharding, anywhere: bool) -> Iterator[_Edge]:
         """The steps that move whole blocks, except permutes: all, or those that lead directly to the target."""
-        count, blocks, dims, wanted_dims = self.mesh.count, self.blocks, here.dims, self.target.dims
+        count, blocks, dims, wanted_dims = self._count, self.blocks, here.dims, self.target.dims
+        anywhere_to = anywhere and self._spare < 0
         part = 1.0  # the largest part of a device, of the array
         for n, have in zip(self.shape, dims, strict=True):
-            part *= -(-n // count(have)) / n if n else 1.0
+            part *= -(-n // count[have]) / n if n else 1.0
         for d, have in enumerate(dims):
             for block in blocks:
                 if anywhere or (*have, block) == wanted_dims[d][: len(have) + 1]:
@@ -257,14 +272,14 @@ class _Search:
             # Innermost atoms leave this dimension: they move to another dimension, or the dimension is gathered.
             for k in [k for k, a in enumerate(have) if a in blocks]:
                 rest, atoms = have[:k], have[k:]
-                devices, fits, after = count(atoms), self._fits(d, rest, atoms), _with(here, d, rest)
+                devices, fits, after = count[atoms], self._fits(d, rest, atoms), _with(here, d, rest)
                 if fits:
                     yield _Edge(after, part * (devices - 1), 1, 0, 0.0, (ALL_GATHER, atoms, {"dim": d}))
                 else:
                     yield self._priced(Step(ALL_GATHER, atoms, here, after, d))
                     continue
                 for e, other in enumerate(dims):
-                    if e == d or not (anywhere or any(a in wanted_dims[e] for a in atoms)):
+                    if e == d or not (e == self._spare or anywhere_to or any(a in wanted_dims[e] for a in atoms)):
                         continue
                     if self._fits(e, other, atoms):
                         sent = part * self._padding(e, other, devices) * (devices - 1) / devices
@@ -279,12 +294,12 @@ class _Search:
 
     def _fits(self, d: int, have: Atoms, more: Atoms) -> bool:
         """Whether parts of a dimension can be split over more blocks."""
-        parts, group = self.mesh.count(have), self.mesh.count(more)
+        parts, group = self._count[have], self._count[more]
         return self.shape[d] % (parts * group) == 0 if self.even[d] else aligned(self.shape[d], parts, group)
 
     def _padding(self, d: int, have: Atoms, devices: int) -> float:
         """How many times as large parts are that are cut for so many devices, padding included."""
-        n, parts = self.shape[d], self.mesh.count(have)
+        n, parts = self.shape[d], self._count[have]
         return devices * -(-n // (parts * devices)) / -(-n // parts) if n else 1.0
 
     def _cut_further(self, here: Sharding, d: int, atoms: Atoms, part: float) -> _Edge | None:
@@ -296,10 +311,10 @@ class _Search:
         partial = dict(here.unreduced)
         monoids = {partial.get(a, "") for a in atoms}
         if monoids == {""}:
-            return _Edge(cut, 0.0, 0, 1, part / self.mesh.count(atoms), (ALL_SLICE, atoms, {"dim": d}))
+            return _Edge(cut, 0.0, 0, 1, part / self._count[atoms], (ALL_SLICE, atoms, {"dim": d}))
         if len(monoids) > 1 or not monoids <= _WITH_REDUCE_SCATTER:
             return None
-        devices = self.mesh.count(atoms)
+        devices = self._count[atoms]
         sent = part * self._padding(d, have, devices) * (devices - 1) / devices
         others = {"dim": d, "monoid": partial[atoms[0]]}
         return _Edge(_without(cut, atoms), sent, 1, 0, 0.0, (REDUCE_SCATTER, atoms, others))
@@ -316,18 +331,19 @@ class _Search:
 
     def _arranged(self, here: Sharding) -> Sharding | None:
         """The same numbers of parts over the blocks of the target where possible, else over others; or None."""
-        mesh, partial = self.mesh, set(dict(here.unreduced))
-        spare = [a for a in dict.fromkeys((*here.atoms, *mesh.atoms)) if not any(a in dim for dim in self.target.dims)]
+        count, partial = self._count, {a for a, _ in here.unreduced}
+        atoms_of_both = dict.fromkeys((*here.atoms, *self.mesh.atoms))
+        spare = [a for a in atoms_of_both if not any(a in dim for dim in self.target.dims)]
         dims = []
         for have, wanted in zip(here.dims, self.target.dims, strict=True):
-            atoms: list[str] = []
-            for a in (*wanted, *spare):
-                if mesh.count(have) % mesh.count((*atoms, a)) == 0:
-                    atoms.append(a)
-            if mesh.count(atoms) != mesh.count(have) or not partial.isdisjoint(atoms):
+            atoms: Atoms = ()
+            for a in (*wanted, *spare) if have else ():
+                if count[have] % count[(*atoms, a)] == 0:
+                    atoms = (*atoms, a)
+            if count[atoms] != count[have] or not partial.isdisjoint(atoms):
                 return None
             spare = [a for a in spare if a not in atoms]
-            dims.append(tuple(atoms))
+            dims.append(atoms)
         return Sharding(tuple(dims), here.unreduced)
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from gshard.comm.steps import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, Step, is_of_tiles
-from gshard.comm.tiles import turns
+from gshard.comm.steps import ALL_GATHER, REDUCE_SCATTER, Step
 from gshard.core.mesh import Mesh
 
 
@@ -30,14 +29,3 @@ def laid_out(step: Step, shape: tuple[int, ...], mesh: Mesh) -> tuple[int, ...]:
         return ()
     before, after = (s.local_shape(mesh, shape) for s in (step.before, step.after))
     return (math.prod(before), math.prod(after)) if is_strided(tuple(map(min, before, after)), step.dim) else ()
-
-
-def layout(step: Step, shape: tuple[int, ...], mesh: Mesh) -> tuple[bool, ...]:
-    """Whether the parts of a step must be copied into place: before it, after it, or at all."""
-    before, after = (s.local_shape(mesh, shape) for s in (step.before, step.after))
-    if is_of_tiles(step):
-        return turns(before, step.before.dims, step.after.dims, mesh)
-    part = tuple(map(min, before, after))
-    if step.kind == ALL_TO_ALL:
-        return (is_turned(part, step.to, step.dim),)
-    return (step.kind in (ALL_GATHER, REDUCE_SCATTER) and is_strided(part, step.dim),)

@@ -33,9 +33,6 @@ from gshard.device.roofline import copy_seconds, roofline
 
 # The share of a launch for a collective, which may split a kernel in two: it favours fewer collectives.
 _SPLITS = 0.1
-# The share of a copy for a gather or cut along a dimension that is not the first, on machines that are not known to
-# copy: it favours steps without a copy.
-_COPIES = 0.1
 # Operations for each float to convert it to an integer of the same order and back (``comm.steps``).
 _ORDERED = 14
 
@@ -123,9 +120,10 @@ class StepTimes:
     def _laid_out(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> list[float]:
         if step.kind != ALL_TO_ALL:
             compiler, arrays = self.machine.compiler, list(laid_out(step, shape, mesh))
-            share = 1.0 if compiler.copies_for_collectives else _COPIES
+            if not compiler.copies_for_collectives:
+                return []
             copied = [min(arrays)] if arrays and compiler.products_take_layouts else arrays
-            return [share * elements * itemsize for elements in copied]
+            return [elements * itemsize for elements in copied]
         before, after = (s.local_shape(mesh, shape) for s in (step.before, step.after))
         if is_of_tiles(step):
             turned = turns(before, step.before.dims, step.after.dims, mesh)

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from gshard.comm.reshard import ways
-from gshard.comm.runs import layout
-from gshard.comm.steps import Step
+from gshard.comm.steps import ALL_GATHER, REDUCE_SCATTER, Step
 from gshard.core.deadline import check_deadline
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.planning_tables import tabulated
@@ -132,7 +131,7 @@ class Moves:
         axes: the axes that move as wholes (``axes_of``).
 
     Attributes:
-        copies: whether the cost of a step depends on whether parts must be copied into place.
+        copies: whether a gather or a cut along an inner dimension costs more, since its parts are copied into place.
     """
 
     copies = False
@@ -142,6 +141,7 @@ class Moves:
         self._classes = _classes(dataclasses.replace(mesh, times=None))
         self._costs: dict[int, dict[int, float]] = {}  # by the bytes of an element: of a class and a size
         self._kinds: dict[int, tuple[tuple[_Kind, ...], ...]] = {}  # the ways of each class
+        self._laid_out: dict[int, list[list[tuple[Hashable, int, int, int]]]] = {}  # the same for each layout
         self._prices: dict[Hashable, float] = {}  # of a step, by everything that it depends on
 
     def step(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> float:
@@ -161,10 +161,10 @@ class Moves:
     ) -> Floats:
         """float64 [sources, targets]: the costs to reshard an array of this global shape from each to each."""
         check_deadline()
-        classes, parts = self._classes.of(sources, targets, shape, self.copies)
+        classes, layouts, parts = self._classes.of(sources, targets, shape, self.copies)
         known, size, columns = self._costs.setdefault(itemsize, {}), math.prod(shape), len(targets)
         elements = size // parts  # of a part before, for each source
-        keys = _mixed(classes, elements.astype(np.uint64)[:, None]).ravel().tolist()
+        keys = _mixed(layouts, elements[:, None]).ravel().tolist()
         costs = list(map(known.get, keys))
         if None in costs:
             for k, (key, cost) in enumerate(zip(keys, costs, strict=True)):
@@ -172,20 +172,38 @@ class Moves:
                     continue
                 if (cost := known.get(key)) is None:
                     i, j = divmod(k, columns)
-                    cost = known[key] = self._cost(int(classes[i, j]), sources[i], targets[j], shape, itemsize)
+                    number, layout = int(classes[i, j]), int(layouts[i, j])
+                    reshard = sources[i], targets[j], shape, itemsize
+                    cost = known[key] = self._cost(number, layout, int(elements[i]), reshard)
                 costs[k] = cost
         return np.array(costs, dtype=float).reshape(len(sources), columns)
 
-    def _cost(self, number: int, source: Sharding, target: Sharding, shape: tuple[int, ...], itemsize: int) -> float:
-        """The cost of a reshard of the class with this number: the least of its ways."""
-        if not (source.is_even(self.mesh, shape) and target.is_even(self.mesh, shape)):
+    def _cost(
+        self, number: int, layout: int, elements: int, reshard: tuple[Sharding, Sharding, tuple[int, ...], int]
+    ) -> float:
+        """The cost of a reshard: the least of its ways.
+
+        Args:
+            number: the number of its class.
+            layout: the number of its class and of the dimensions that are inner ones.
+            elements: of a part before.
+            reshard: the source, the target, the shape and the bytes of an element.
+        """
+        source, target, shape, itemsize = reshard
+        if number & 1:  # parts are unequal
             found = ways(source, target, shape, self.mesh)
             return min(sum(self.step(step, shape, itemsize, self.mesh) for step in way) for way in found)
         if number not in self._kinds:
             found = ways(source, target, shape, self.mesh)
-            self._kinds[number] = tuple(tuple(self._kind(step, source, shape) for step in way) for way in found)
-        least, elements = math.inf, math.prod(source.local_shape(self.mesh, shape))
-        for w, way in enumerate(self._kinds[number]):
+            self._kinds[number] = tuple(tuple(self._kind(step, source, target) for step in way) for way in found)
+        if layout not in self._laid_out:
+            inner = self._inner(source, target, shape) if self.copies else {}
+            self._laid_out[layout] = [
+                [((kind, inner.get(dims, dims is None)), a, b, c) for kind, dims, a, b, c in way]
+                for way in self._kinds[number]
+            ]
+        least = math.inf
+        for w, way in enumerate(self._laid_out[layout]):
             total = 0.0
             for s, (kind, parts, before, after) in enumerate(way):
                 key = kind, elements * parts // before, elements * parts // after, itemsize
@@ -196,18 +214,30 @@ class Moves:
             least = min(least, total)
         return least
 
-    def _kind(self, step: Step, source: Sharding, shape: tuple[int, ...]) -> _Kind:
-        parts = (math.prod(map(self.mesh.count, s.dims)) for s in (source, step.before, step.after))
-        return (self.price_class(step), layout(step, shape, self.mesh) if self.copies else ()), *parts
+    def _kind(self, step: Step, source: Sharding, target: Sharding) -> _Kind:
+        before, start, end = (math.prod(map(self.mesh.count, s.dims)) for s in (source, step.before, step.after))
+        dims = (source.dims[step.dim], target.dims[step.dim]) if step.kind in (ALL_GATHER, REDUCE_SCATTER) else None
+        return self.price_class(step), dims, before, start, end
+
+    def _inner(self, source: Sharding, target: Sharding, shape: tuple[int, ...]) -> dict[object, bool]:
+        """For the atoms of each dimension before and after, whether elements of a part lie before the dimension."""
+        found, is_inner = dict[object, bool](), False
+        for pair, n in zip(
+            zip(source.dims, target.dims, strict=True), source.local_shape(self.mesh, shape), strict=True
+        ):
+            found[pair] = is_inner
+            is_inner |= n > 1
+        return found
 
 
-# A step: a key of what its cost depends on besides sizes, and the numbers of parts of the source, before and after it.
-_Kind = tuple[Hashable, int, int, int]
+# A step: a key of what its cost depends on besides sizes; of a gather or a cut, the atoms of the dimension before and
+# after the reshard; and the numbers of parts of the source, before the step and after it.
+_Kind = tuple[Hashable, tuple[Atoms, Atoms] | None, int, int, int]
 _FACTOR, _HALF = np.uint64(0x9E3779B97F4A7C15), np.uint64(32)
 
 
 class _Classes:
-    """Classes of reshards. Those of a class have the same steps and costs for equal parts of equal numbers of elements.
+    """Classes of reshards. Those of a class have the same steps and costs for parts of equal numbers of elements.
 
     Args:
         mesh: the devices.
@@ -218,15 +248,20 @@ class _Classes:
         self._codes: dict[Hashable, int] = {}  # of the atoms of a dimension, of what is unreduced, and of sizes
         self._devices: list[int] = []  # for each code, the devices of its atoms
         self._coded: dict[int, tuple[Sequence[Sharding], Ints]] = {}
-        self._found: dict[Hashable, tuple[object, tuple[Any, Ints]]] = {}
+        self._found: dict[Hashable, tuple[object, tuple[Any, Any, Ints]]] = {}
 
     def of(
         self, sources: Sequence[Sharding], targets: Sequence[Sharding], shape: tuple[int, ...], copies: bool
-    ) -> tuple[Any, Ints]:
-        """The classes of all reshards, uint64 [sources, targets]; and int64 [sources], the numbers of parts."""
+    ) -> tuple[Any, Any, Ints]:
+        """The classes of all reshards, uint64 [sources, targets].
+
+        Returns:
+            the classes; hashes of them and of the dimensions that are inner ones, if ``copies``; and int64 [sources],
+            the numbers of parts.
+        """
         size = self.mesh.size
         # With as many elements as devices or fewer, a part may have one element.
-        sizes = tuple(n if n <= size else -size - math.gcd(n, size) for n in shape)
+        sizes: tuple[Hashable, ...] = tuple(n if n <= size else -size - math.gcd(n, size) for n in shape)
         before, after = self._codes_of(sources), self._codes_of(targets)
         devices = np.array(self._devices, dtype=np.int64)
         every = np.concatenate([before, after])[:, :-1]
@@ -254,18 +289,18 @@ class _Classes:
     def _code(self, of: Hashable) -> int:
         if of not in self._codes:
             self._codes[of] = len(self._codes)
-            is_atoms = isinstance(of, tuple) and all(isinstance(a, str) for a in of)
-            self._devices.append(self.mesh.count(of) if is_atoms else 1)
+            atoms = [a for a in of if isinstance(a, str)] if isinstance(of, tuple) else []
+            self._devices.append(self.mesh.count(atoms))
         return self._codes[of]
 
     def _classified(
         self, before: Ints, after: Ints, devices: Ints, shape: tuple[int, ...], sizes: Sequence[Hashable], copies: bool
-    ) -> tuple[Any, Ints]:
+    ) -> tuple[Any, Any, Ints]:
         """The result of ``of``. A class is a sum of hashes, one for each dimension that changes."""
         pairs = len(before), len(after)
-        hashes, sized, placed = (np.zeros(pairs, np.uint64) for _ in range(3))
+        hashes, sized, placed, layouts = (np.zeros(pairs, np.uint64) for _ in range(4))
         has_spare, unequal, nothing = np.zeros(pairs, bool), np.zeros(pairs, bool), np.uint64(0)
-        parts, is_inner = np.ones(len(before), np.int64), np.zeros(len(before), np.int64)
+        parts, is_inner = np.ones(len(before), np.int64), np.zeros(len(before), bool)
         sums = before[:, -1, None], after[None, :, -1]
         combines = sums[0] != sums[1]
         for d, (n, size) in enumerate(zip(shape, sizes, strict=True)):
@@ -273,20 +308,22 @@ class _Classes:
             local, uneven = -(-n // devices[have]), n % devices[have] > 0
             changes = (have[:, None] != wanted) | uneven[:, None]
             unequal |= uneven[:, None] | (n % devices[wanted] > 0)
-            # Where elements lie before a dimension, its parts are copied into place.
-            own = _mixed(2 * have + is_inner, 0)
-            change = _mixed(own[:, None], wanted)
+            change = _mixed(_mixed(have, 0)[:, None], wanted)
             hashes += np.where(changes, change, nothing)
             sized += np.where(changes, _mixed(change, self._code(size)), nothing)
             has_spare |= ~changes & (local % self.mesh.size == 0)[:, None]
             if combines.any():
                 placed += np.where(changes, nothing, _mixed(have, 0)[:, None])
-            is_inner |= copies & (local > 1)
+            if copies:
+                layouts += np.where(changes & is_inner[:, None], change, nothing)
+                is_inner |= local > 1
             parts *= devices[have]
         hashes = np.where(has_spare & ~unequal, hashes, sized)
         # Atoms that split nothing may help to reduce.
         hashes = np.where(combines, hashes + _mixed(placed, 0), hashes)
-        return _mixed(hashes, 2 * ((sums[0] << 20) + sums[1]) + has_spare), parts
+        hashes = _mixed(hashes, 2 * ((sums[0] << 20) + sums[1]) + has_spare)
+        hashes = hashes & ~np.uint64(1) | unequal
+        return hashes, _mixed(hashes, layouts), parts
 
 
 def _mixed(hashes: Any, more: Any) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from gshard.comm.steps import Step
+from gshard.comm.steps import PERMUTE, Step, is_of_tiles
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.plan import local_bytes
 from gshard.core.planning_tables import tabulated
@@ -51,17 +51,17 @@ class Seconds(Moves):
         joined: whether collectives that may share a message are priced as if they did (``StepTimes``).
     """
 
-    copies = True
-
     def __init__(self, mesh: Mesh, machine: Machine, axes: tuple[Atoms, ...], *, joined: bool = False):
         super().__init__(mesh, axes)
         self.machine, self.tie, self.fuses, self.counted = machine, _FOLLOWS, True, f"time on {machine.name}"
         self.held_byte_cost = self.stacked_byte_cost = _TIE / machine.memory_bandwidth
+        self.copies = machine.compiler.copies_for_collectives
         self.extra_byte_cost = 0.0  # kernels count what they read and write
         self.times = StepTimes(machine, joined)
         # For each atom, which class of interchangeable atoms it is in.
         classes = interchangeable(mesh, machine)
         self._places = {a: tuple(int(a in atoms) for atoms in classes) for a in mesh.atoms}
+        self._price_classes: dict[Hashable, Hashable] = {}  # of steps that are no permutations
         # What equations cost does not depend on shared messages.
         self._own_ways = own_ways(on_machine(mesh, machine), machine)
         self._costs_of_splits = _costs_of_splits(dataclasses.replace(mesh, times=None), machine)
@@ -71,7 +71,12 @@ class Seconds(Moves):
         return self.times.seconds(step, shape, itemsize, mesh)
 
     def price_class(self, step: Step) -> Hashable:
-        return self.times.price_class(step, self.mesh, self._places)
+        if step.kind == PERMUTE:
+            return self.times.price_class(step, self.mesh, self._places)
+        key = step.kind, step.atoms, step.monoid, is_of_tiles(step)
+        if key not in self._price_classes:
+            self._price_classes[key] = self.times.price_class(step, self.mesh, self._places)
+        return self._price_classes[key]
 
     def kernels(self, block: Block) -> Iterator[tuple[Kernel, int]]:
         """The kernels after fusion."""
