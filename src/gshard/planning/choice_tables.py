@@ -24,7 +24,7 @@ from gshard.language.region import REGIONS
 from gshard.planning.demands import demands
 from gshard.planning.interned import Interned
 from gshard.planning.io_shardings import as_returned
-from gshard.planning.nearby import nearby
+from gshard.planning.nearby import is_limited, runs_of
 from gshard.planning.objective import Objective
 from gshard.planning.propagated import Propagated
 from gshard.planning.room import Room
@@ -98,10 +98,10 @@ class ChoiceTables:
         self.groups = sharding_groups_of(program, alone, finished, marked_unreduced, fused=objective.fuses)
         self._kinds = kinds_of(program, propagated)
         self._near = near
+        self.is_limited = near is not None or is_limited(program, self.mesh, objective.axes)
         known = propagated if near is None else near
         known_shardings = () if known is None else dict.fromkeys(known.shardings.values())
-        self._nearby = nearby(program, self.mesh, objective.axes, known_shardings, near_plan=near is not None)
-        self.is_limited = self._nearby is not None
+        self._runs = runs_of(objective.axes, known_shardings) if self.is_limited else None
         self._suggested: dict[Value, dict[Sharding, None]] = {}
         self._free_groups: set[int] = set()
         if propagated is not None:
@@ -160,9 +160,7 @@ class ChoiceTables:
         barred = self._manual.of_any(self.groups.members[self.groups.of[values[0]]])
         axes = axes_without(self.objective.axes, barred)
         near = self._near_shardings(values)
-        return group_shardings(
-            values, self.propagated, self.mesh, axes, monoids, even=even, near=near, nearby=self._nearby
-        )
+        return group_shardings(values, self.propagated, self.mesh, axes, monoids, even=even, near=near, runs=self._runs)
 
     def _near_shardings(self, values: Sequence[Value]) -> tuple[Sharding, ...]:
         """The shardings of these values in the known plan."""
@@ -231,7 +229,7 @@ class ChoiceTables:
             axes = axes_without(self.objective.axes, barred)
             pinned = tuple(self._manual.pinned(e).items())
             self._splits[key] = component_splits(
-                rule, component, passing, arrays, self.mesh, axes, barred, pinned, near_split, self._nearby
+                rule, component, passing, arrays, self.mesh, axes, barred, pinned, near_split, self._runs
             )
         return self._splits[key]
 

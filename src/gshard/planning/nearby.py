@@ -1,17 +1,16 @@
 """Limits how many axes may differ from the propagated places, if there are too many choices to compare all.
 
 A choice gives each axis one dimension, or none. With up to three axes, all choices are compared. With many axes
-(``axes.has_many``), at most two of them may differ from the propagated places, or from no place. If a program is
-large, even these are too many, with three or more axes or with an axis in several parts: nodes have hundreds of states
-and tables tens of thousands of entries, so that building the problem takes long and its solution ends far from the
-best. There, at most one axis may differ, and the parts of it that differ have one place. Axes that some known sharding
-has in a row may go to one place as if they were one axis, so that a plan does not depend on how an axis is divided.
+(``axes.has_many``), or with three axes or an axis in several parts if the program is large, these are too many: nodes
+have hundreds of states and tables tens of thousands of entries, so that building the problem takes long and its
+solution ends far from the best. There, one axis may differ from the propagated places, or from no place, and the parts
+of it that differ have one place. Axes that some known sharding has in a row may go to one place as if they were one
+axis, so that a plan does not depend on how an axis is divided.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.planning_tables import tabulated
@@ -20,58 +19,37 @@ from gshard.core.rule import REPLICATE
 from gshard.core.sharding import Sharding
 from gshard.planning.axes import FEW, FEW_PARTS, has_many, parts_of
 
-MANY_AXES, LARGE_PROGRAM = 1, 1  # the numbers of axes that may differ
-NEAR_PLAN = 1  # the same, of choices near a plan that is known
 LARGE = 2e6  # entries of all tables: such a problem takes some seconds to build and solve
+Runs = tuple[Atoms, ...]
 
 
-class Nearby(NamedTuple):
-    """Which choices near known shardings are compared.
-
-    Attributes:
-        changes: how many axes may differ from a known sharding, or from no place.
-        runs: axes that differ together, in one place, count as one.
-    """
-
-    changes: int
-    runs: tuple[Atoms, ...]
-
-
-def nearby(
-    program: Program, mesh: Mesh, axes: tuple[Atoms, ...], known: Iterable[Sharding], *, near_plan: bool = False
-) -> Nearby | None:
-    """Which choices are compared for a program; None for all.
+def is_limited(program: Program, mesh: Mesh, axes: tuple[Atoms, ...]) -> bool:
+    """Whether a program has too many choices to compare all.
 
     Args:
         program: the program to plan.
         mesh: the devices.
         axes: the axes that move as wholes.
-        known: the propagated shardings, or those of a known plan.
-        near_plan: whether the choices near a known plan are compared.
     """
     parts = parts_of(mesh, axes)
     has_several = len(parts) >= FEW or any(len(part) > FEW_PARTS for part in parts)
-    if near_plan:
-        changes = NEAR_PLAN
-    elif has_several and estimated_entries(program, mesh, axes) > LARGE:
-        changes = LARGE_PROGRAM
-    elif has_many(mesh, axes):
-        changes = MANY_AXES
-    else:
-        return None
+    return has_many(mesh, axes) or (has_several and estimated_entries(program, mesh, axes) > LARGE)
+
+
+def runs_of(axes: tuple[Atoms, ...], known: Iterable[Sharding]) -> Runs:
+    """The atoms that split a dimension of some known sharding, if they are several axes."""
     rows = dict.fromkeys(atoms for sharding in known for atoms in sharding.dims)
-    runs = [atoms for atoms in rows if sum(set(axis) <= set(atoms) for axis in axes) > 1]
-    return Nearby(changes, tuple(runs))
+    return tuple(atoms for atoms in rows if sum(set(axis) <= set(atoms) for axis in axes) > 1)
 
 
 def estimated_entries(program: Program, mesh: Mesh, axes: tuple[Atoms, ...]) -> float:
     """An estimate of the entries of all tables between values and equations, without the limit for large programs.
 
-    Each axis has one dimension of a value, or none, and one factor of an equation, or none. With many axes, two of them
-    have any place, and the others have the propagated one.
+    Each axis has one dimension of a value, or none, and one factor of an equation, or none. With many axes, one of them
+    has any place, and the others have the propagated one.
     """
     parts = tuple(len(part) for part in parts_of(mesh, axes))
-    return _entries(program, parts, MANY_AXES if has_many(mesh, axes) else len(parts))
+    return _entries(program, parts, 1 if has_many(mesh, axes) else len(parts))
 
 
 @tabulated(16)

@@ -14,7 +14,7 @@ from gshard.core.rule import Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, operand_sharding, result_sharding
 from gshard.planning.candidates import Arrays, arrays_of, candidates, key_of, led
-from gshard.planning.nearby import Nearby
+from gshard.planning.nearby import Runs
 from gshard.planning.propagated import Propagated
 from gshard.planning.reshard_costs import is_made_of
 from gshard.planning.strategies import Component, Places, places_of, shardings, share, splits
@@ -80,20 +80,20 @@ def group_shardings(
     *,
     even: bool = False,
     near: tuple[Sharding, ...] = (),
-    nearby: Nearby | None = None,
+    runs: Runs | None = None,
 ) -> tuple[Sharding, ...]:
     """The shardings over whole axes to compare for values that have one sharding.
 
-    With ``nearby``, these are near the shardings ``near``, by default the propagated ones.
+    With ``runs``, these are near the shardings ``near``, by default the propagated ones (``strategies.places_for``).
     """
     v = group[0]
     uneven_cuts: frozenset[tuple[int, Atoms]] = frozenset()
     if propagated is not None and not even:
         dims = enumerate(zip(v.shape, propagated.shardings[v].dims, strict=True))
         uneven_cuts = frozenset((d, atoms) for d, (n, atoms) in dims if n % mesh.count(atoms))
-    if not near and propagated is not None and nearby is not None:
+    if not near and propagated is not None and runs is not None:
         near = tuple(dict.fromkeys(propagated.shardings[u] for u in group))
-    find = functools.partial(shardings, v.shape, mesh, axes, even=even, also=uneven_cuts, near=near, nearby=nearby)
+    find = functools.partial(shardings, v.shape, mesh, axes, even=even, also=uneven_cuts, near=near, runs=runs)
     by_monoid = [find(unreduced=monoid) for monoid in monoids or ("",)]
     if len(by_monoid) == 1:
         return by_monoid[0]
@@ -153,7 +153,7 @@ def component_splits(
     barred: frozenset[str] = frozenset(),
     pinned: tuple[tuple[int, Atoms], ...] = (),
     near_split: tuple[tuple[int, Atoms], ...] | None = None,
-    nearby: Nearby | None = None,
+    runs: Runs | None = None,
 ) -> tuple[tuple[Split, ...], float]:
     """The splits of a component of an equation: over whole axes, and those that its arrays suggest.
 
@@ -167,7 +167,7 @@ def component_splits(
         barred: atoms that are manual at the equation, so that no split may use them.
         pinned: factors with their manual atoms, which every split contains.
         near_split: a split to compare, near which the others are; by default those that the arrays suggest.
-        nearby: which choices near it are compared; None for all.
+        runs: axes that may differ together from it, besides each axis alone; None to compare all splits.
 
     Returns:
         the splits, and the largest share of the work of the equation on one device under the marks (``inf`` without
@@ -186,10 +186,10 @@ def component_splits(
     expected: tuple[Places, ...] = ()
     if near_split is not None:
         expected = (places_of(dict(near_split), axes),)
-    elif arrays and nearby is not None:
+    elif arrays and runs is not None:
         first = (_of_component(candidates(rule, known, mesh)[0], component) for known in arrays)
         expected = tuple(dict.fromkeys(places_of(split, axes) for split in first))
-    over_axes = splits(rule, component, mesh, axes, passing, uneven, expected, nearby)
+    over_axes = splits(rule, component, mesh, axes, passing, uneven, expected, runs)
     known_keys = {key_of(split) for split in over_axes}
     possible = (split for split in suggested if all(f >= 0 or f in passing for f, atoms in split.items() if atoms))
     more = {key_of(split): split for split in possible}

@@ -21,7 +21,7 @@ from gshard.core.rule import REPLICATE, Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, is_valid
 from gshard.planning.axes import is_considered, parts_of
-from gshard.planning.nearby import LARGE_PROGRAM, Nearby
+from gshard.planning.nearby import Runs
 from gshard.planning.reshard_costs import are_together
 
 # The planner considers unequal parts if padding makes the devices compute at most this much more.
@@ -40,7 +40,7 @@ def shardings(
     even: bool = False,
     also: Cuts = frozenset(),
     near: tuple[Sharding, ...] = (),
-    nearby: Nearby | None = None,
+    runs: Runs | None = None,
 ) -> tuple[Sharding, ...]:
     """The shardings of an array of this shape, the replicated one first.
 
@@ -52,12 +52,12 @@ def shardings(
         even: whether all parts must be equal, as at the boundary of a program.
         also: dimensions and the atoms that may split them even into very unequal parts.
         near: the known shardings.
-        nearby: which choices near the known shardings are compared; None for all.
+        runs: axes that may differ together from ``near``, besides each axis alone; None to enumerate all shardings.
     """
     found = []
     bases = [places_of(dict(enumerate(s.dims)), given) for s in near]
     places = [None, *range(len(shape)), *([_SUM] if unreduced else [])]
-    for chosen in places_for(places, mesh, given, bases, nearby):
+    for chosen in places_for(places, mesh, given, bases, runs):
         dims: list[Atoms] = [()] * len(shape)
         partial: dict[str, str] = {}
         for place, atoms in zip(chosen, given, strict=True):
@@ -83,39 +83,35 @@ def places_for(
     mesh: Mesh,
     given: tuple[Atoms, ...],
     near: Sequence[Places] = (),
-    nearby: Nearby | None = None,
+    runs: Runs | None = None,
 ) -> Iterable[Places]:
     """Assigns a place to each axis, for parts of one axis as ``axes.is_considered`` allows.
 
-    With ``nearby``, few axes differ from one of the assignments ``near``, or from the one without places
-    (``planning.nearby``); if there is only one axis more, all may differ. Where one axis may differ, the parts of it
-    that differ have one place.
+    With ``runs``, one axis differs from one of the assignments ``near``, or from the one without places, and the parts
+    of it that differ have one place; or the axes of a run differ and have one place (``planning.nearby``). If there are
+    two axes, both may differ.
     """
     parts = parts_of(mesh, given)
     options_of_axis = [
         [option for option in itertools.product(places, repeat=len(part)) if is_considered(option)] for part in parts
     ]
-    if nearby is None:
+    if runs is None:
         return (tuple(itertools.chain(*chosen)) for chosen in itertools.product(*options_of_axis))
     spans = [*itertools.pairwise(itertools.accumulate(map(len, parts), initial=0))]
     bases = [(None,) * len(given), *near]
-    if nearby.changes == LARGE_PROGRAM:
-        options_of_axis = [
-            [option for option in options if any(are_together(option, base[a:b]) for base in bases)]
-            for (a, b), options in zip(spans, options_of_axis, strict=True)
-        ]
-    if len(parts) <= nearby.changes + 1:
+    options_of_axis = [
+        [option for option in options if any(are_together(option, base[a:b]) for base in bases)]
+        for (a, b), options in zip(spans, options_of_axis, strict=True)
+    ]
+    if len(parts) <= 2:
         return (tuple(itertools.chain(*chosen)) for chosen in itertools.product(*options_of_axis))
-    units = [[[*zip(range(a, b), some)] for some in own] for (a, b), own in zip(spans, options_of_axis, strict=True)]
-    for atoms in nearby.runs:
+    changes = [[*zip(range(a, b), some)] for (a, b), own in zip(spans, options_of_axis, strict=True) for some in own]
+    for atoms in runs:
         in_run = [i for i, axis in enumerate(given) if {*axis} <= {*atoms}]
-        units += [[[(i, place) for i in in_run] for place in places]] if len(in_run) > 1 else []
-    assignments: dict[Places, None] = {}
-    for base in bases:
-        for moved in itertools.combinations(units, nearby.changes):
-            for chosen in itertools.product(*moved):
-                place_of = dict(enumerate(base)) | dict(itertools.chain(*chosen))
-                assignments[tuple(place_of.values())] = None
+        changes += [[(i, place) for i in in_run] for place in places] if len(in_run) > 1 else []
+    assignments = dict.fromkeys(
+        tuple((dict(enumerate(base)) | dict(change)).values()) for base in bases for change in changes
+    )
     return [some for some in assignments if all(is_considered(some[a:b]) for a, b in spans)]
 
 
@@ -163,7 +159,7 @@ def splits(
     passing: frozenset[int] = frozenset(),
     also: Cuts = frozenset(),
     near: tuple[Places, ...] = (),
-    nearby: Nearby | None = None,
+    runs: Runs | None = None,
     pinned: tuple[tuple[int, Atoms], ...] = (),
 ) -> tuple[Split, ...]:
     """The splits of a component, the one that splits nothing first. If the rule has only one split, that one.
@@ -176,7 +172,7 @@ def splits(
         passing: the keys of sums (below zero) over which unreduced operands may pass.
         also: factors and the atoms that may split them even into very unequal parts.
         near: places of the axes in known splits.
-        nearby: which choices near the known splits are compared; None for all.
+        runs: axes that may differ together from ``near``, besides each axis alone; None to enumerate all splits.
         pinned: factors with their atoms, which are part of every split.
     """
     if rule.fixed is not None:
@@ -189,7 +185,7 @@ def splits(
     ]
     passing_sums = [key for key in component.factors if key < 0 and key in passing]
     found = []
-    for chosen in places_for([None, *factors, *passing_sums], mesh, given, near, nearby):
+    for chosen in places_for([None, *factors, *passing_sums], mesh, given, near, runs):
         split: Split = dict(pinned_split)
         for f, atoms in zip(chosen, given, strict=True):
             if f is not None:
