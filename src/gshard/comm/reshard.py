@@ -270,29 +270,38 @@ def _moving(source: Sharding, target: Sharding, mesh: Mesh, stays: bool) -> tupl
         mesh: the mesh.
         stays: whether atoms at their final place stay there.
     """
-    before, after = dict(source.unreduced), dict(target.unreduced)
-
-    def follow(a: str, b: str, sharding: Sharding, unreduced: dict[str, str]) -> bool:
-        if any((a, b) in itertools.pairwise(dim) for dim in sharding.dims):
-            return True
-        return not any(x in dim for x in (a, b) for dim in sharding.dims) and unreduced.get(a) == unreduced.get(b)
-
-    placed = set(after)
+    placed = {a for a, _ in target.unreduced}
     if stays:
         placed |= {
             a for have, wanted in zip(source.dims, target.dims, strict=True) for a in common_prefix(have, wanted)
         }
     # Atoms in neither sharding may help to reduce parts: each copy can reduce a part of the array. For other purposes
     # they are useless, because the array would have to be gathered again.
-    combines = source.unreduced != target.unreduced
-    atoms = tuple(a for a in mesh.atoms if a not in placed and (combines or a in source.atoms or a in target.atoms))
+    named = {*source.atoms, *target.atoms}
+    every = source.unreduced != target.unreduced
+    atoms = tuple(a for a in mesh.atoms if a not in placed and (every or a in named))
+    # For each sharding, what an atom follows: the atom before it in its dimension; or else the monoid.
+    before: list[dict[str, tuple[str, str]]] = []
+    for sharding in (source, target):
+        monoids = dict(sharding.unreduced)
+        follows = {a: ("", monoids.get(a, "")) for a in atoms}
+        for dim in sharding.dims:
+            follows |= {a: ("atom", last) for last, a in zip(("", *dim), dim, strict=False)}
+        before.append(follows)
+
+    def is_next(a: str, last: str) -> bool:
+        return all(
+            own[a] == ("atom", last) or (own[a][0] == "" == own[last][0] and own[a] == own[last]) for own in before
+        )
+
     blocks: list[Atoms] = []
+    known: set[str] = set()
     for dim in (*source.dims, *target.dims, atoms):
         for a in dim:
-            if a not in atoms or any(a in block for block in blocks):
+            if a in known or a not in before[0] or a in placed:
                 continue
-            last = blocks[-1][-1] if blocks else ""
-            if last and follow(last, a, source, before) and follow(last, a, target, after):
+            known.add(a)
+            if blocks and is_next(a, blocks[-1][-1]):
                 blocks[-1] += (a,)
             else:
                 blocks.append((a,))
