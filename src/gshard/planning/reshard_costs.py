@@ -63,7 +63,7 @@ def is_made_of(atoms: Atoms, axes: Sequence[Atoms]) -> bool:
 
 
 def joined(mesh: Mesh, axes: tuple[Atoms, ...], shardings: Iterable[Sharding]) -> tuple[Atoms, ...]:
-    """Joins the axes that no sharding uses, and those that all shardings use in a row.
+    """If there are many axes, joins those that no sharding uses, and those that all shardings use in a row.
 
     >>> mesh = Mesh.abstract(data=4, model=2, pods=2, hosts=2)
     >>> joined(mesh, axes_of(mesh), [Sharding((("data.0", "data.1"), ("model",)))])
@@ -71,6 +71,8 @@ def joined(mesh: Mesh, axes: tuple[Atoms, ...], shardings: Iterable[Sharding]) -
     >>> joined(mesh, axes_of(mesh), [Sharding((("data.0", "data.1", "model"), ()))])
     (('data.0', 'data.1', 'model'), ('pods', 'hosts'))
     """
+    if not has_many(mesh, axes):
+        return axes
     runs = {atoms for s in shardings for atoms in (*s.dims, tuple(a for a in mesh.atoms if a in dict(s.unreduced)))}
     used = {a for atoms in runs for a in atoms}
     found: list[Atoms] = []
