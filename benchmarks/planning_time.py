@@ -3,7 +3,7 @@
 Programs that once took minutes: a window-attention vision Transformer with its weights split over one axis of 8 while
 it has 2 and 4 heads, a spectral atmosphere model on three axes, a padding whose every way to be split has to be priced,
 a Transformer on four axes. Each is traced, planned and priced for devices that need not exist. Counts do not depend on
-this computer: equations that are traced alone to be priced, and steps of reshards that are found.
+this computer: equations that are traced alone to be priced, and shardings from which steps are found.
 
     python benchmarks/planning_time.py [--programs windows padding] [--machines h100]
     python benchmarks/planning_time.py --programs --slowest 10     the slowest of tests/families: some minutes
@@ -29,9 +29,9 @@ from jax.sharding import PartitionSpec as P
 
 import families
 import gshard
-from gshard.comm import reshard_search
 from gshard.device.machine import Machine
 from gshard.emit.partition import partition
+from gshard.planning import axis_steps
 from gshard.search import emitted
 from gshard.search.pipeline import plans_of
 from gshard.search.seconds import on_machine
@@ -190,7 +190,7 @@ def measured(name: str, program: tuple[Callable[..., Any], tuple[Any, ...], gsha
     """Traces and plans a program, by bytes (``none``) or by seconds on a kind of device."""
     (f, args, mesh), counts = program, dict[str, int]()
     machine = None if called == "none" else Machine.of(called, mesh.size)
-    with counting(reshard_search, "bytes_sent", counts), counting(emitted, "emitted_alone", counts):
+    with counting(axis_steps, "steps_from", counts), counting(emitted, "emitted_alone", counts):
         start = time.process_time()
         traced = trace(f, *args)
         middle = time.process_time()
@@ -199,7 +199,7 @@ def measured(name: str, program: tuple[Callable[..., Any], tuple[Any, ...], gsha
     spmd = found.spmd or partition(found.plan)
     return Row(
         name, called, sum(1 for _ in traced.block.walk()), middle - start, end - middle,
-        counts.get("emitted_alone", 0), counts.get("bytes_sent", 0), sum(c.total_bytes for c in spmd.collectives),
+        counts.get("emitted_alone", 0), counts.get("steps_from", 0), sum(c.total_bytes for c in spmd.collectives),
     )  # fmt: skip
 
 

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gshard.planning.axis_steps import is_considered
 
 import gshard
 from gshard.core.mesh import Mesh
+from gshard.planning.axis_steps import is_considered
 from gshard.planning.propagate import propagate
 from gshard.planning.reshard_costs import axes_of
 from gshard.planning.strategies import shardings

@@ -1,13 +1,9 @@
 """Plans the cheapest sequence of collectives that moves an array from one sharding to another.
 
-Few things of a reshard matter: atoms that leave dimensions, the dimensions that they go to, and what divides evenly.
-So a reshard becomes a small ``Problem``, which many reshards share: dimensions that do not change and atoms that stay
-are left out, atoms that move together are one block, and dimensions stand in a fixed order. A* finds the shortest path
-over the shardings of the problem. Its edges are the steps of ``comm.steps``. Their lengths are bytes sent and messages:
-``ways`` are the sequences that are cheapest for some price of a message, and ``plan_reshard`` takes the cheapest of
-them for an array, by ``step_bytes`` or by the seconds of the steps on a machine (``Mesh.times``). The planner prices
-reshards by the same function, so the price of a reshard is the price of what is emitted. No step gathers several
-dimensions at once.
+The plan is a shortest path over shardings, found by A*. Its edges are the steps of ``comm.steps``. The length of an
+edge is the number of bytes that each device sends plus ``MESSAGE`` bytes for each message, or the seconds of the step
+on a machine (``Mesh.times``). Atoms that move together form one block, so the number of possible moves is small for any
+number of devices. No step gathers several dimensions at once.
 
     >>> mesh = Mesh.abstract(x=2, y=4)
     >>> a, b = Sharding((("y.0", "y.1"), (), ("x",))), Sharding(((), ("x", "y.0", "y.1"), ()))
@@ -17,24 +13,26 @@ dimensions at once.
 
 from __future__ import annotations
 
-import dataclasses
+import heapq
 import itertools
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
 
-from gshard.comm.reshard_search import BYTES, FEW, TIMES, Dim, Problem, shortest_paths
+from gshard.comm.exchange import can_change
 from gshard.comm.steps import (
     ALL_GATHER,
     ALL_REDUCE,
-    LOCAL,
+    ALL_SLICE,
+    ALL_TO_ALL,
     PERMUTE,
     REDUCE_SCATTER,
     TO_PARTIAL,
     Step,
+    aligned,
     bytes_sent,
     rounds,
 )
+from gshard.comm.tiles import can_be_exchanged, moved
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.planning_tables import tabulated
 from gshard.core.sharding import Sharding, common_prefix
@@ -45,35 +43,133 @@ from gshard.core.sharding import Sharding, common_prefix
 # ``benchmarks/against_xla_programs.py`` send more, and 4 take longer on ``h100:1x8``; with 4 KiB a pipeline holds 12 %
 # more. The plans at full size are equal for all these values.
 MESSAGE = 256
-# A step that sends nothing. It breaks ties in favour of fewer steps.
-_SILENT = 1e-2
+# Among chains that send equally many bytes, the search prefers the one that sends fewer over the outer axes of the
+# mesh, along which devices are farther apart (nodes, slices). Such a chain gathers along these axes first, while parts
+# are small.
+_OUTER = 1e-9
+# Seconds added to each step, to prefer short chains among chains of equal time.
+_TIE = 1e-12
+# Two or three blocks of atoms may move anywhere. More blocks, a single one, and parts of blocks, into which a permute
+# may divide them, move only directly towards the target.
+_FEW = 3
+_WITH_REDUCE_SCATTER = frozenset({"add", "pick"})
 
 
 def plan_reshard(
     source: Sharding, target: Sharding, shape: tuple[int, ...], itemsize: int, mesh: Mesh
 ) -> tuple[Step, ...]:
-    """The cheapest steps from ``source`` to ``target``.
+    """The steps from ``source`` to ``target``.
+
+    If the target is unreduced and the source is not, the last steps convert the value locally: one device keeps it, and
+    the others hold the identity of the monoid.
 
     Args:
-        source: the sharding before. It may be unreduced over atoms that split the target, or that the target lacks.
-        target: the sharding after.
+        source, target: the shardings.
         shape: the global shape of the array.
-        itemsize: the bytes of one element.
-        mesh: the mesh; with ``times``, steps cost seconds.
+        itemsize: bytes of one element.
+        mesh: the mesh.
     """
-    found = ways(source, target, shape, mesh)
-    if len(found) == 1:
-        return found[0]
-    if mesh.times is None:
-        return min(found, key=lambda way: sum(step_bytes(step, shape, itemsize, mesh) for step in way))
-    return min(found, key=lambda way: sum(mesh.times.seconds(step, shape, itemsize, mesh) for step in way))
+    if source == target:
+        return ()
+    size = math.prod(shape)
+    if mesh.times is None and size and all(n % mesh.size == 0 for n in shape):
+        # All splits are even, so the plan depends only on the order of magnitude of the size. Equal plans are shared.
+        shape, size = (mesh.size,) * len(shape), size * itemsize // mesh.size ** len(shape)
+        itemsize = 1 << (size - 1).bit_length()
+    return _planned(source, target, shape, itemsize, mesh)
 
 
-def step_bytes(step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> float:
-    """The cost of a step without a machine: bytes that each device sends, with messages as bytes."""
-    if step.kind in LOCAL:
-        return _SILENT
-    return bytes_sent(step, shape, itemsize, mesh) + MESSAGE * rounds(step, mesh)
+@tabulated(65536)
+def _planned(source: Sharding, target: Sharding, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> tuple[Step, ...]:
+    if new := dict(set(target.unreduced) - set(source.unreduced)):
+        reduced = target.with_unreduced({a: m for a, m in target.unreduced if a not in new})
+        chain = list(plan_reshard(source, reduced, shape, itemsize, mesh))
+        here = reduced
+        for monoid in sorted(set(new.values())):
+            atoms = tuple(a for a in mesh.atoms if new.get(a) == monoid)
+            after = here.with_unreduced({**dict(here.unreduced), **dict.fromkeys(atoms, monoid)})
+            chain.append(Step(TO_PARTIAL, atoms, here, after, monoid=monoid))
+            here = after
+        return tuple(chain)
+    # Atoms at their final place need not move, unless a part is too small to be split there.
+    last_step = _search(source, target, _blocks(source, target, mesh, True), shape, itemsize, mesh)
+    if target not in last_step:
+        last_step = _search(source, target, _blocks(source, target, mesh, False), shape, itemsize, mesh)
+    steps: list[Step] = []
+    current = target
+    while current != source:
+        steps.append(last_step[current])
+        current = last_step[current].before
+    return tuple(reversed(steps))
+
+
+def _search(
+    source: Sharding, target: Sharding, blocks: tuple[Atoms, ...], shape: tuple[int, ...], itemsize: int, mesh: Mesh
+) -> dict[Sharding, Step]:
+    """The last step of the cheapest chain to each sharding that the search visits; includes the target if reached.
+
+    Args:
+        source, target: the shardings.
+        blocks: atoms that move together.
+        shape, itemsize: of the array.
+        mesh: the mesh.
+    """
+    whole = itemsize * math.prod(shape)
+    share = whole // _parts(target, mesh)
+    queue: list[tuple[float, int, float, Sharding]] = [(0, 0, 0, source)]
+    best: dict[Sharding, float] = {source: 0}
+    last_step: dict[Sharding, Step] = {}
+    least_of: dict[int, float] = {}
+    order = itertools.count(1)
+
+    def least(after: Sharding) -> float:
+        """A lower bound of the remaining cost: a device must receive what it holds in the end and not here."""
+        held = -(-whole // _parts(after, mesh))
+        if mesh.times is None:
+            return share - held + MESSAGE + 1 if share > held else int(after != target)
+        if after == target:
+            return 0.0
+        if held not in least_of:
+            least_of[held] = mesh.times.least(held, share)
+        return least_of[held]
+
+    while queue:
+        _, _, cost, here = heapq.heappop(queue)
+        if here == target:
+            break
+        if cost > best[here]:
+            continue
+        for step, sent in _moves(here, target, blocks, shape, itemsize, mesh):
+            if best.get(step.after, cost + 1) <= cost:
+                continue  # no step has a negative cost
+            remaining = least(step.after)
+            if cost + remaining > best.get(target, math.inf):
+                continue  # so it is not necessary to price the step
+            if mesh.times is None:
+                total = cost + sent * (1 + _OUTER * _outermost(step, mesh)) + MESSAGE * rounds(step, mesh) + 1
+            else:
+                total = cost + _seconds(step, shape, itemsize, mesh) + _TIE
+            if total < best.get(step.after, total + 1) and total < best.get(target, total + 1):
+                best[step.after] = total
+                last_step[step.after] = step
+                heapq.heappush(queue, (total + remaining, next(order), total, step.after))
+    return last_step
+
+
+@tabulated(65536)
+def _seconds(step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> float:
+    """The seconds of a step on a machine. Memoised, because many searches use the same step."""
+    assert mesh.times is not None
+    return mesh.times.seconds(step, shape, itemsize, mesh)
+
+
+def _outermost(step: Step, mesh: Mesh) -> float:
+    """1 for a step over the outermost atom of the mesh, less for a step over inner atoms only."""
+    return 1 - min(map(mesh.atoms.index, step.atoms), default=0) / len(mesh.atoms)
+
+
+def _parts(sharding: Sharding, mesh: Mesh) -> int:
+    return math.prod(mesh.count(atoms) for atoms in sharding.dims)
 
 
 def reshard_bytes(source: Sharding, target: Sharding, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> int:
@@ -81,239 +177,209 @@ def reshard_bytes(source: Sharding, target: Sharding, shape: tuple[int, ...], it
     return sum(bytes_sent(s, shape, itemsize, mesh) for s in plan_reshard(source, target, shape, itemsize, mesh))
 
 
+def _moves(
+    here: Sharding, target: Sharding, blocks: tuple[Atoms, ...], shape: tuple[int, ...], itemsize: int, mesh: Mesh
+) -> Iterator[tuple[Step, int]]:
+    """The steps from a sharding that may lead to the target, each with the bytes that each device sends."""
+    keep = frozenset(a for a, _ in target.unreduced)
+    steps = single_steps(here, keep, blocks, shape, itemsize, mesh)
+    anywhere = 1 < len(blocks) <= _FEW and not _divides(here, blocks)
+    yield from steps if anywhere else (s for s in steps if _is_straight(s[0], target))
+    others = list(_at_once(here, target, keep, shape, mesh))
+    arranged = _arranged(here, target, mesh)
+    if arranged is not None and arranged != here:
+        others.append(Step(PERMUTE, mesh.atoms, here, arranged))
+    others += _exchanges(here, target, shape, mesh)
+    for step in others:
+        yield step, bytes_sent(step, shape, itemsize, mesh)
+
+
+def _exchanges(here: Sharding, target: Sharding, shape: tuple[int, ...], mesh: Mesh) -> Iterator[Step]:
+    """All-to-alls of tiles and exchanges, to the target or to a sharding that a gather converts to the target."""
+    more = tuple(a for dim in here.dims for a in dim if not any(a in wanted for wanted in target.dims))
+    after = Sharding(target.dims, here.unreduced)
+    for cut in (_with(after, {d: (*dim, *more)}) for d, dim in enumerate(after.dims)) if more else (after,):
+        if can_be_exchanged(here, cut, shape, mesh):
+            yield Step(ALL_TO_ALL, moved(here.dims, cut.dims), here, cut)
+        elif can_change(here, cut, shape, mesh):
+            yield Step(PERMUTE, mesh.atoms, here, cut)
+
+
+def _at_once(
+    here: Sharding, target: Sharding, keep: frozenset[str], shape: tuple[int, ...], mesh: Mesh
+) -> Iterator[Step]:
+    """Splits of a dimension over several atoms of the target at once, which may be aligned if single ones are not."""
+    for d, (have, wanted) in enumerate(zip(here.dims, target.dims, strict=True)):
+        for end in range(len(have) + 1, len(wanted) + 1) if wanted[: len(have)] == have else ():
+            step = _cut_further(here, d, wanted[len(have) : end], keep, shape, mesh)
+            if step is not None:
+                yield step
+
+
+def _cut_further(
+    here: Sharding, d: int, atoms: Atoms, keep: frozenset[str], shape: tuple[int, ...], mesh: Mesh
+) -> Step | None:
+    """Splits a dimension over more atoms: a slice over free atoms, a reduce-scatter over unreduced ones, else None."""
+    have, partial = here.dims[d], dict(here.unreduced)
+    free = partial.keys().isdisjoint(atoms) and not any(a in dim for dim in here.dims for a in atoms)
+    if not free:
+        monoids = {partial.get(a, "") for a in atoms}
+        if not (keep.isdisjoint(atoms) and len(monoids) == 1 and monoids <= _WITH_REDUCE_SCATTER):
+            return None
+    if not aligned(shape[d], mesh.count(have), mesh.count(atoms)):
+        return None
+    cut = _with(here, {d: (*have, *atoms)})
+    if free:
+        return Step(ALL_SLICE, atoms, here, cut, d)
+    return Step(REDUCE_SCATTER, atoms, here, _without(cut, atoms), d, monoid=partial[atoms[0]])
+
+
+def _divides(sharding: Sharding, blocks: tuple[Atoms, ...]) -> bool:
+    """Whether a dimension of a sharding is split over some atoms of a block, but not over all of them in a row."""
+    for block in blocks:
+        for dim in sharding.dims if len(block) > 1 else ():
+            if not set(block).isdisjoint(dim):
+                start = dim.index(block[0]) if block[0] in dim else 0
+                if dim[start : start + len(block)] != block:
+                    return True
+    return False
+
+
+def _is_straight(step: Step, target: Sharding) -> bool:
+    """Whether a step leads directly towards the target."""
+    if step.kind in (ALL_SLICE, REDUCE_SCATTER):
+        return target.dims[step.dim][: len(step.after.dims[step.dim])] == step.after.dims[step.dim]
+    return step.kind != ALL_TO_ALL or not set(step.atoms).isdisjoint(target.dims[step.to])
+
+
 @tabulated(65536)
-def ways(source: Sharding, target: Sharding, shape: tuple[int, ...], mesh: Mesh) -> tuple[tuple[Step, ...], ...]:
-    """The sequences of steps from ``source`` to ``target`` that are cheapest for some prices of messages and copies."""
-    if source == target:
-        return ((),)
-    before, after = dict(source.unreduced), dict(target.unreduced)
-    made = {a: monoid for a, monoid in after.items() if before.get(a) != monoid}
-    reduced = target.with_unreduced({a: m for a, m in after.items() if a not in made})
-    last: list[Step] = []
-    here = reduced
-    for monoid in sorted(set(made.values())):
-        atoms = tuple(a for a in mesh.atoms if made.get(a) == monoid)
-        unreduced = here.with_unreduced({**dict(here.unreduced), **dict.fromkeys(atoms, monoid)})
-        last.append(Step(TO_PARTIAL, atoms, here, unreduced, monoid=monoid))
-        here = unreduced
-    if source == reduced:
-        return (tuple(last),)
-    found: list[tuple[Step, ...]] = []
-    prices = BYTES if mesh.times is None else TIMES
-    for stays in (True, False):
-        problem, place = _problem(source, reduced, shape, mesh, stays)
-        found += [(*_outer_first(place.steps(path), mesh), *last) for path in shortest_paths(problem, prices)]
-        # Atoms at their final place need not move, unless a part is too small, or uneven parts do not line up there, so
-        # that atoms of the target are gathered and cut again.
-        gathered = {a for way in found for step in way if step.kind == ALL_GATHER for a in step.atoms}
-        if found and (all(dim.even for dim in problem.dims) or gathered.isdisjoint(reduced.atoms)):
-            break
-    if found:
-        return tuple(found)
-    raise AssertionError(f"no steps lead from {source} to {target}")
-
-
-class _Place(NamedTuple):
-    """Where a problem is in a reshard: translates its steps.
-
-    Attributes:
-        atoms_of: the atoms of each block.
-        monoids: the monoid of each block over which the array is unreduced before.
-        dims: the dimension of the array for each dimension of the problem, and the atoms that stay there.
-        outside: the sharding of the array without the blocks of the problem.
-        mesh: the mesh.
-    """
-
-    atoms_of: dict[str, Atoms]
-    monoids: dict[str, str]
-    dims: tuple[tuple[int, Atoms], ...]
-    outside: Sharding
-    mesh: Mesh
-
-    def steps(self, path: Sequence[Step]) -> list[Step]:
-        """The steps of a path of the problem as steps of the array."""
-        found: list[Step] = []
-        for step in path:
-            dim, to = (self.dims[d][0] if d >= 0 else -1 for d in (step.dim, step.to))
-            atoms = self.mesh.atoms if step.kind == PERMUTE else self._atoms(step.atoms)
-            if step.kind == ALL_REDUCE:
-                atoms = tuple(a for a in self.mesh.atoms if a in atoms)
-            before = found[-1].after if found else self._sharding(step.before)
-            monoid = self.monoids.get(step.atoms[0], step.monoid)
-            found.append(Step(step.kind, atoms, before, self._sharding(step.after), dim, to, monoid))
-        return found
-
-    def _atoms(self, blocks: Atoms) -> Atoms:
-        return tuple([a for block in blocks for a in self.atoms_of[block]])
-
-    def _sharding(self, sharding: Sharding) -> Sharding:
-        dims = list(self.outside.dims)
-        for (d, staying), blocks in zip(self.dims, sharding.dims, strict=True):
-            dims[d] = (*staying, *self._atoms(blocks))
-        unreduced = {a: self.monoids[block] for block, _ in sharding.unreduced for a in self.atoms_of[block]}
-        return Sharding(tuple(dims)).with_unreduced({**dict(self.outside.unreduced), **unreduced})
-
-
-class _Changed(NamedTuple):
-    """A dimension of a reshard: as ``Dim``, but with blocks of atoms, its index and the atoms that stay."""
-
-    before: tuple[Atoms, ...]
-    after: tuple[Atoms, ...]
-    size: int
-    even: bool
-    dim: int
-    staying: Atoms
-
-
-def _problem(
-    source: Sharding, target: Sharding, shape: tuple[int, ...], mesh: Mesh, stays: bool
-) -> tuple[Problem, _Place]:
-    """The problem of a reshard, and its place. Reshards that differ in names and orders only have one problem.
+def single_steps(
+    here: Sharding,
+    keep: frozenset[str],
+    blocks: tuple[Atoms, ...],
+    shape: tuple[int, ...],
+    itemsize: int,
+    mesh: Mesh,
+) -> tuple[tuple[Step, int], ...]:
+    """All steps from a sharding that move whole blocks, except permutes, each with the bytes that each device sends.
 
     Args:
-        source, target: the shardings. The target is unreduced only over atoms over which the source is.
-        shape: the global shape.
+        here: the sharding.
+        keep: atoms that stay unreduced.
+        blocks: atoms that move together.
+        shape, itemsize: of the array.
         mesh: the mesh.
-        stays: whether atoms at their final place stay there.
     """
-    count = mesh.count
-    moving = _moving(source, target, mesh, stays)
-    parts = math.prod(map(count, moving))
-    both = [*enumerate(zip(shape, source.dims, target.dims, strict=True))]
-    changing = [(d, pair) for d, pair in both if pair[1] != pair[2] or not stays]
-    spare = next((
-        d for d, (n, have, wanted) in both
-        if stays and have == wanted and n and n % count(have) == 0 == n // count(have) % mesh.size
-    ), None)  # fmt: skip
-    block_of = {block[0]: block for block in moving}
-
-    def blocks(atoms: Atoms) -> tuple[Atoms, ...]:
-        found, i = list[Atoms](), 0
-        while i < len(atoms):
-            found.append(block_of.get(atoms[i], atoms[i : i + 1]))
-            i += len(found[-1])
-        return tuple(found)
-
-    rows = []
-    for d, (n, have, wanted) in changing:
-        even = n > 0 and (n % count(have) == 0 == n % count(wanted) if stays else n % parts == 0)
-        staying = common_prefix(have, wanted) if even and stays else ()
-        have, wanted = have[len(staying) :], wanted[len(staying) :]
-        if even:
-            # If another dimension has room for blocks in between, this one has only room for its own.
-            room = math.gcd(n // count(staying), parts)
-            n = room if spare is None else math.lcm(count(have), count(wanted))
-        rows.append(_Changed(blocks(have), blocks(wanted), n, even, d, staying))
-    partial = {a: monoid for a, monoid in source.unreduced if (a, monoid) not in target.unreduced}
-    places: dict[Atoms, list[Any]] = {block: [count(block), partial.get(block[0], "")] for block in moving}
-    for row in rows:
-        looks = [*map(count, row.before)], [*map(count, row.after)], row.size, row.even
-        for side in (row.before, row.after):
-            for i, block in enumerate(side):
-                places.setdefault(block, [count(block), ""]).append((*looks, side is row.after, i))
-    names = {block: chr(ord("a") + i) for i, block in enumerate(sorted(places, key=places.__getitem__))}
-    named = [
-        (Dim(tuple([names[b] for b in row.before]), tuple([names[b] for b in row.after]), row.size, row.even), row)
-        for row in rows
-    ]
-    named.sort(key=lambda pair: pair[0])
-    dims = [(row.dim, row.staying) for _, row in named]
-    inside = {d for d, _ in dims}
-    problem_dims = [dim for dim, _ in named]
-    if spare is not None:
-        problem_dims.append(Dim((), (), parts, True))
-        dims.append((spare, source.dims[spare]))
-    outside = tuple([() if d in inside else have for d, have in enumerate(source.dims)])
-    unreduced = {names[block]: partial[block[0]] for block in moving if block[0] in partial}
-    monoids = {*unreduced.values()}
-    # Sums of floats and of bits take the same steps.
-    alike = {monoid: "add" if monoids == {"pick"} else monoid for monoid in monoids}
-    problem = Problem(
-        tuple((name, count(block)) for block, name in names.items()),
-        tuple(sorted(names[block] for block in moving)),
-        tuple(problem_dims),
-        tuple(sorted((name, alike[monoid]) for name, monoid in unreduced.items())),
-        spare is not None,
-    )
-    atoms_of = {name: block for block, name in names.items()}
-    return problem, _Place(atoms_of, unreduced, tuple(dims), Sharding(outside, target.unreduced), mesh)
+    return tuple((s, bytes_sent(s, shape, itemsize, mesh)) for s in steps_from(here, keep, blocks, shape, mesh))
 
 
-def _outer_first(steps: Sequence[Step], mesh: Mesh) -> list[Step]:
-    """The steps with gathers in a row over the outer axes first, and reduce-scatters over these last.
+def steps_from(
+    here: Sharding, keep: frozenset[str], blocks: tuple[Atoms, ...], shape: tuple[int, ...], mesh: Mesh
+) -> list[Step]:
+    """The steps of ``single_steps``, without bytes."""
+    steps: list[Step] = []
+    partial = dict(here.unreduced)
+    for d, have in enumerate(here.dims):
+        for atoms in blocks:
+            if (step := _cut_further(here, d, atoms, keep, shape, mesh)) is not None:
+                steps.append(step)
+        # Innermost atoms leave this dimension: they move to another dimension, or the dimension is gathered.
+        for atoms in _suffixes(have, blocks):
+            rest = have[: len(have) - len(atoms)]
+            steps.append(Step(ALL_GATHER, atoms, here, _with(here, {d: rest}), d))
+            if not aligned(shape[d], mesh.count(rest), mesh.count(atoms)):
+                continue
+            for e, other in enumerate(here.dims):
+                if e != d and aligned(shape[e], mesh.count(other), mesh.count(atoms)):
+                    after = _with(here, {d: rest, e: (*other, *atoms)})
+                    steps.append(Step(ALL_TO_ALL, atoms, here, after, d, e))
+    for monoid in sorted(set(partial.values())):
+        reducible = [b for b in blocks if all(partial.get(a) == monoid and a not in keep for a in b)]
+        for k in range(1, len(reducible) + 1) if len(blocks) <= _FEW else {1, len(reducible)} - {0}:
+            for subset in itertools.combinations(reducible, k):
+                atoms = tuple(a for a in mesh.atoms if any(a in b for b in subset))
+                steps.append(Step(ALL_REDUCE, atoms, here, _without(here, atoms), monoid=monoid))
+    return steps
 
-    Devices are farther apart along the outer axes of a mesh, and so less is sent there. The bytes are the same in all.
-    """
-    found: list[Step] = []
-    for kind, run in itertools.groupby(steps, key=lambda step: step.kind):
-        in_a_row = list(run)
-        if kind in (ALL_GATHER, REDUCE_SCATTER) and len({step.dim for step in in_a_row}) == len(in_a_row) > 1:
-            here = in_a_row[0].before
-            in_a_row.sort(key=lambda step: min(map(mesh.atoms.index, step.atoms)), reverse=kind != ALL_GATHER)
-            for step in in_a_row:
-                dims = (*here.dims[: step.dim], step.after.dims[step.dim], *here.dims[step.dim + 1 :])
-                gone = step.atoms if kind == REDUCE_SCATTER else ()
-                after = Sharding(dims).with_unreduced({a: m for a, m in here.unreduced if a not in gone})
-                found.append(dataclasses.replace(step, before=here, after=after))
-                here = after
-        else:
-            found += in_a_row
-    return found
+
+def _arranged(here: Sharding, target: Sharding, mesh: Mesh) -> Sharding | None:
+    """The same numbers of parts over the atoms of the target where possible, else over others; None if impossible."""
+    partial = set(dict(here.unreduced))
+    spare = [a for a in dict.fromkeys((*here.atoms, *mesh.atoms)) if not any(a in dim for dim in target.dims)]
+    dims = []
+    for have, wanted in zip(here.dims, target.dims, strict=True):
+        atoms: list[str] = []
+        for a in (*wanted, *spare):
+            if mesh.count(have) % mesh.count((*atoms, a)) == 0:
+                atoms.append(a)
+        if mesh.count(atoms) != mesh.count(have) or not partial.isdisjoint(atoms):
+            return None
+        spare = [a for a in spare if a not in atoms]
+        dims.append(tuple(atoms))
+    return Sharding(tuple(dims), here.unreduced)
 
 
 @tabulated(4096)
-def _moving(source: Sharding, target: Sharding, mesh: Mesh, stays: bool) -> tuple[Atoms, ...]:
-    """The atoms that may move, in blocks: adjacent both in the source and in the target, or equally absent.
+def _blocks(source: Sharding, target: Sharding, mesh: Mesh, stay: bool) -> tuple[Atoms, ...]:
+    """Atoms that may move together: adjacent both in the source and in the target, or equally absent.
 
     Args:
         source, target: the shardings.
         mesh: the mesh.
-        stays: whether atoms at their final place stay there.
+        stay: whether atoms at their final place stay there.
     """
-    placed = {a for a, _ in target.unreduced}
-    if stays:
-        placed |= {
-            a for have, wanted in zip(source.dims, target.dims, strict=True) for a in common_prefix(have, wanted)
-        }
+
+    def follow(a: str, b: str, sharding: Sharding) -> bool:
+        if any((a, b) in itertools.pairwise(dim) for dim in sharding.dims):
+            return True
+        partial = dict(sharding.unreduced)
+        return not any(x in dim for x in (a, b) for dim in sharding.dims) and partial.get(a) == partial.get(b)
+
     # Atoms in neither sharding may help to reduce parts: each copy can reduce a part of the array. For other purposes
     # they are useless, because the array would have to be gathered again.
-    named = {*source.atoms, *target.atoms}
-    every = source.unreduced != target.unreduced
-    atoms = tuple(a for a in mesh.atoms if a not in placed and (every or a in named))
-    # For each sharding, what an atom follows: the atom before it in its dimension; or else the monoid.
-    before: list[dict[str, tuple[str, str]]] = []
-    for sharding in (source, target):
-        monoids = dict(sharding.unreduced)
-        follows = {a: ("", monoids.get(a, "")) for a in atoms}
+    combines = source.unreduced != target.unreduced
+    atoms = tuple(a for a in mesh.atoms if combines or a in source.atoms or a in target.atoms)
+    if len(mesh.atoms) <= _FEW:
+        return tuple((a,) for a in atoms)
+    blocks: list[list[str]] = []
+    for sharding in (source, target, Sharding((atoms,))):
         for dim in sharding.dims:
-            follows |= {a: ("atom", last) for last, a in zip(("", *dim), dim, strict=False)}
-        before.append(follows)
+            for a in dim:
+                if any(a in block for block in blocks):
+                    continue
+                last = blocks[-1][-1] if blocks else ""
+                if last and follow(last, a, source) and follow(last, a, target):
+                    blocks[-1].append(a)
+                else:
+                    blocks.append([a])
+    if stay and len(blocks) > 1:
+        placed = {a for have, wanted in zip(source.dims, target.dims, strict=True) for a in common_prefix(have, wanted)}
+        blocks = [block for block in blocks if not placed.issuperset(block)]
+    # Divide few blocks such that a part of one has the size of another: the two can be exchanged.
+    was_divided = True
+    while was_divided and len(blocks) < _FEW:
+        was_divided = False
+        sizes = {mesh.count(block) for block in blocks}
+        for i, block in enumerate(blocks):
+            positions = range(1, len(block))
+            k = next((k for k in positions if {mesh.count(block[:k]), mesh.count(block[k:])} & sizes), None)
+            if k is not None:
+                blocks[i : i + 1] = [block[:k], block[k:]]
+                was_divided = True
+                break
+    return tuple(map(tuple, blocks))
 
-    def is_next(a: str, last: str) -> bool:
-        return all(
-            own[a] == ("atom", last) or (own[a][0] == "" == own[last][0] and own[a] == own[last]) for own in before
-        )
 
-    blocks: list[Atoms] = []
-    known: set[str] = set()
-    for dim in (*source.dims, *target.dims, atoms):
-        for a in dim:
-            if a in known or a not in before[0] or a in placed:
-                continue
-            known.add(a)
-            if blocks and is_next(a, blocks[-1][-1]):
-                blocks[-1] += (a,)
-            else:
-                blocks.append((a,))
-    # Where a block replaces another, divide the larger one: a part of the size of the smaller one can change places.
-    for have, wanted in zip(source.dims, target.dims, strict=True):
-        leaving, entering = ([b for b in blocks if b[0] in dim] for dim in (have, wanted))
-        for one, other in itertools.product(leaving, entering):
-            small, large = sorted((one, other), key=mesh.count)
-            cuts = [
-                k for k in range(1, len(large)) if mesh.count(small) in (mesh.count(large[:k]), mesh.count(large[k:]))
-            ]
-            if cuts and large in blocks and len(blocks) < FEW:
-                i, k = blocks.index(large), cuts[0]
-                blocks[i : i + 1] = [large[:k], large[k:]]
-    return tuple(blocks)
+def _suffixes(atoms: Atoms, blocks: Sequence[Atoms]) -> Iterator[Atoms]:
+    firsts = {block[0] for block in blocks}
+    for k, a in enumerate(atoms):
+        if a in firsts:
+            yield atoms[k:]
+
+
+def _with(sharding: Sharding, changes: dict[int, Atoms]) -> Sharding:
+    return Sharding(tuple([changes.get(i, dim) for i, dim in enumerate(sharding.dims)]), sharding.unreduced)
+
+
+def _without(sharding: Sharding, atoms: Atoms) -> Sharding:
+    return sharding.with_unreduced({a: m for a, m in sharding.unreduced if a not in atoms})

@@ -24,7 +24,7 @@ from gshard.comm.steps import (
     targets,
 )
 from gshard.comm.tiles import turns
-from gshard.core.mesh import Mesh
+from gshard.core.mesh import Atoms, Mesh
 from gshard.core.planning_tables import tabulated
 from gshard.core.sharding import Sharding
 from gshard.device.machine import Machine
@@ -33,6 +33,9 @@ from gshard.device.roofline import copy_seconds, roofline
 
 # The share of a launch for a collective, which may split a kernel in two: it favours fewer collectives.
 _SPLITS = 0.1
+# The share of a copy for a gather or cut along a dimension that is not the first, on machines that are not known to
+# copy: it favours steps without a copy.
+_COPIES = 0.1
 # Operations for each float to convert it to an integer of the same order and back (``comm.steps``).
 _ORDERED = 14
 
@@ -50,7 +53,15 @@ class StepTimes:
     machine: Machine
     joined: bool = False
 
-    def seconds(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> float:
+    def seconds(
+        self,
+        step: Step,
+        shape: tuple[int, ...],
+        itemsize: int,
+        mesh: Mesh,
+        *,
+        among: tuple[Mesh, Atoms] | None = None,
+    ) -> float:
         """Seconds of one step.
 
         Args:
@@ -58,13 +69,14 @@ class StepTimes:
             shape: the global shape of the array.
             itemsize: the bytes of one element.
             mesh: the devices.
+            among: the mesh and the atoms in the network, if ``mesh`` is a coarser one.
         """
         if step.kind in LOCAL:
             # Includes a launch even for a few numbers, unlike ``cost``: of eight training steps planned for h100
             # without it, two took 0.3 % longer and one 0.1 % less.
             moved = 2 * math.prod(step.after.local_shape(mesh, shape)) * itemsize
             return roofline(self.machine, "f32", moved=moved).work + self.machine.launch
-        total = self._sent(step, shape, itemsize, mesh) + _SPLITS * self.machine.launch
+        total = self._sent(step, shape, itemsize, mesh, among or (mesh, step.atoms)) + _SPLITS * self.machine.launch
         copied_bytes = self._copied(step, shape, itemsize, mesh)
         if step.kind == ALL_REDUCE and copied_bytes:
             total += _ORDERED * sum(copied_bytes) / itemsize / self.machine.vector_flops
@@ -120,10 +132,9 @@ class StepTimes:
     def _laid_out(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> list[float]:
         if step.kind != ALL_TO_ALL:
             compiler, arrays = self.machine.compiler, list(laid_out(step, shape, mesh))
-            if not compiler.copies_for_collectives:
-                return []
+            share = 1.0 if compiler.copies_for_collectives else _COPIES
             copied = [min(arrays)] if arrays and compiler.products_take_layouts else arrays
-            return [elements * itemsize for elements in copied]
+            return [share * elements * itemsize for elements in copied]
         before, after = (s.local_shape(mesh, shape) for s in (step.before, step.after))
         if is_of_tiles(step):
             turned = turns(before, step.before.dims, step.after.dims, mesh)
@@ -143,7 +154,7 @@ class StepTimes:
             return min(message, self.machine.launch)
         return message + least_gather_seconds(held, wanted, self.machine)
 
-    def _sent(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> float:
+    def _sent(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh, among: tuple[Mesh, Atoms]) -> float:
         if is_exchange(step, mesh):
             latency, a_byte = _exchanging(step.before, step.after, mesh, self.machine)
             messages = rounds(step, mesh)
@@ -151,12 +162,13 @@ class StepTimes:
         if step.kind == PERMUTE:
             latency, a_byte = _permuting(step.before, step.after, mesh, self.machine)
             return latency + a_byte * bytes_sent(step, shape, itemsize, mesh)
+        network_mesh, atoms = among
         sent_sharding = step.after if is_of_tiles(step) else step.before  # local cuts come before anything is sent
         local = math.prod(sent_sharding.local_shape(mesh, shape)) * itemsize
         # A message of a byte has no length, only a latency.
         bytes_before = 1 if self.joined and step.kind in self.machine.compiler.combines else 0
-        seconds_before = seconds(step.kind, bytes_before, mesh, self.machine, step.atoms)
-        return seconds(step.kind, bytes_before + local, mesh, self.machine, step.atoms) - seconds_before
+        seconds_before = seconds(step.kind, bytes_before, network_mesh, self.machine, atoms)
+        return seconds(step.kind, bytes_before + local, network_mesh, self.machine, atoms) - seconds_before
 
 
 @tabulated(4096)

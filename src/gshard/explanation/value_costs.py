@@ -17,13 +17,12 @@ import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 
-from gshard.comm.reshard import MESSAGE
 from gshard.core.program import Value, format_bytes
 from gshard.device.machine import Machine
 from gshard.explanation.rows import TensorRow
 from gshard.planning.causes import Causes
 from gshard.planning.demands import demands
-from gshard.planning.objective import BY_BYTES
+from gshard.planning.objective import BY_BYTES, MESSAGE
 from gshard.planning.propagate import Choice
 from gshard.search.alternatives import SearchChoice
 from gshard.solver.problem import Ints

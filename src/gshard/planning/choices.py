@@ -6,7 +6,8 @@ states of the nodes and computes the cost tables; this module adds a node for ea
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -17,10 +18,11 @@ from gshard.core.sharding import Sharding
 from gshard.core.split import Split
 from gshard.device.fusion_model import PASSING, REGION, Kernel
 from gshard.language.region import Crossing
-from gshard.planning.choice_tables import ChoiceTables
+from gshard.planning.choice_tables import ChoiceTables, rule_of
 from gshard.planning.graph import CARRIED, STACKED, Graph, LoopBytes
 from gshard.planning.objective import Objective, StackCost
 from gshard.planning.propagated import Propagated
+from gshard.planning.seed_strategies import array_shardings
 from gshard.planning.shared_halos import SharedWindows
 from gshard.planning.strategies import Component, components
 from gshard.solver.problem import Floats, Problem
@@ -74,6 +76,8 @@ class _Builder:
 
     def graph(self) -> Graph:
         marked_shares = self._add_strategies()
+        if self.tables.is_limited:
+            self.objective = self.tables.objective = self.objective.through(self._shardings())
         for kernel, runs in self.objective.kernels(self.program.block):
             self._add_kernel(kernel, runs, marked_shares.get(kernel.equation, np.inf))
         for stack in self.objective.stack_costs(self.program.block):
@@ -104,6 +108,14 @@ class _Builder:
             donated_results=donated_results,
             is_limited=self.tables.is_limited,
         )
+
+    def _shardings(self) -> Iterator[Sharding]:
+        """The states of groups, and the shardings in which equations read and make arrays under each split."""
+        yield from itertools.chain(*dict.fromkeys(self.states))
+        for rule, splits in {
+            (id(e.rule), id(s)): (rule_of(e), s) for (e, _), (_, s) in self.strategies.items()
+        }.values():
+            yield from itertools.chain(*array_shardings(rule, splits))
 
     def _add_node(self, states: int, name: str) -> int:
         self.costs.append(self.interned.table(("free", states), lambda: np.zeros(states)))

@@ -1,8 +1,8 @@
 """Limits how many axes may differ from the propagated places, if there are too many choices to compare all.
 
 A choice gives each axis one dimension, or none. With up to three axes, all choices are compared. With many axes
-(``axes.has_many``), or with three axes or an axis in several parts if the program is large, these are too many: nodes
-have hundreds of states and tables tens of thousands of entries, so that building the problem takes long and its
+(``axis_steps.has_many``), or if a program is large with three axes or an axis in several parts, these are too many:
+nodes have hundreds of states and tables tens of thousands of entries, so that building the problem takes long and its
 solution ends far from the best. There, one axis may differ from the propagated places, or from no place, and the parts
 of it that differ have one place. Axes that some known sharding has in a row may go to one place as if they were one
 axis, so that a plan does not depend on how an axis is divided.
@@ -17,7 +17,7 @@ from gshard.core.planning_tables import tabulated
 from gshard.core.program import Program, Value
 from gshard.core.rule import REPLICATE
 from gshard.core.sharding import Sharding
-from gshard.planning.axes import FEW, FEW_PARTS, has_many, parts_of
+from gshard.planning.axis_steps import FEW, FEW_PARTS, has_many, parts_of
 
 LARGE = 2e6  # entries of all tables: such a problem takes some seconds to build and solve
 Runs = tuple[Atoms, ...]

@@ -12,8 +12,9 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from gshard.comm.reshard import step_bytes
-from gshard.comm.steps import Step, rounds
+from gshard.comm.reshard import MESSAGE
+from gshard.comm.runs import laid_out
+from gshard.comm.steps import LOCAL, Step, bytes_sent, rounds
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.planning_tables import tabulated
 from gshard.core.program import Block, Equation, Value
@@ -39,7 +40,11 @@ _STACKED = 1 / 512
 # A byte of an array beyond the bytes that a device has under the marks. A device writes and reads it at least once, and
 # no machine's memory is more than 256 times as fast as its network.
 _BEYOND = 1 / 128
+# A byte that a device copies to join or cut shards that are not one run of bytes.
+_COPIED = 1 / 1024
 BY_BYTES = "bytes sent"  # the unit without a machine, for messages
+# A step that sends nothing. It breaks ties in favour of fewer steps.
+_SILENT = 1e-2
 
 
 class Windows(NamedTuple):
@@ -103,6 +108,10 @@ class Objective(Protocol):
         """Computes the costs of equations with these splits. True if one had a lower bound before, so costs changed."""
         ...
 
+    def through(self, shardings: Iterable[Sharding]) -> Objective:
+        """The same objective, whose reshards pass only through these shardings, reduced or not."""
+        ...
+
     def table(
         self, sources: Sequence[Sharding], targets: Sequence[Sharding], shape: tuple[int, ...], itemsize: int
     ) -> Floats:
@@ -154,10 +163,15 @@ class Bytes(Moves):
         return False
 
     def step(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> float:
-        return step_bytes(step, shape, itemsize, mesh)
+        if step.kind in LOCAL:
+            return _SILENT
+        copied = sum(laid_out(step, shape, mesh)) * itemsize
+        return bytes_sent(step, shape, itemsize, mesh) + MESSAGE * rounds(step, mesh) + _COPIED * copied
 
     def price_class(self, step: Step) -> Hashable:
-        return step.kind, self.mesh.count(step.atoms), step.monoid, rounds(step, self.mesh)
+        if step.kind in LOCAL:
+            return ()
+        return step.kind, self._coarse.count(step.atoms), step.monoid, rounds(step, self._coarse)
 
     def kernels(self, block: Block) -> Iterator[tuple[Kernel, int]]:
         """Each equation is one kernel: without a machine there is no model of fusion."""

@@ -1,27 +1,31 @@
-"""Prices reshards between all shardings of a problem, and finds the axes that move as wholes.
+"""Computes the costs of reshards between all shardings over whole mesh axes.
 
-The axes are those of the mesh, or parts of an axis if a mark names a part. ``comm.reshard`` plans each reshard, for the
-planner as for the emitted program. An objective gives the cost of a step: bytes, or seconds on a machine.
+The shardings are the nodes of a graph whose edges are the steps of ``comm.steps``; the cost of a reshard is the length
+of the shortest path. The axes are those of the mesh, or parts of an axis if a mark names a part. An objective gives the
+cost of a step: bytes, or seconds on a machine.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import copy
+import functools
 import itertools
-import math
-from collections.abc import Hashable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Self
 
 import numpy as np
 
-from gshard.comm.reshard import ways
-from gshard.comm.steps import ALL_GATHER, REDUCE_SCATTER, Step
+from gshard.comm.reshard import plan_reshard
+from gshard.comm.steps import Step
 from gshard.core.deadline import check_deadline
 from gshard.core.mesh import Atoms, Mesh
-from gshard.core.planning_tables import tabulated
 from gshard.core.sharding import Sharding
-from gshard.planning.axes import FEW, FEW_PARTS, has_many
-from gshard.solver.problem import Floats, Ints
+from gshard.planning.axis_steps import FEW, FEW_PARTS, AxisSteps, Monoids, axis_steps, has_many
+from gshard.planning.step_table import Steps, StepTable, shortest
+from gshard.solver.problem import Floats
+
+# The number of lists of shardings that are kept.
+_MANY = 20_000
 
 
 def axes_of(mesh: Mesh, shardings: Iterable[Sharding] = ()) -> tuple[Atoms, ...]:
@@ -121,37 +125,92 @@ def are_together(places: Sequence[object], base: Sequence[object]) -> bool:
     return len(places) <= FEW_PARTS or len({a for a, b in zip(places, base, strict=True) if a != b}) <= 1
 
 
-class Moves:
-    """The costs of reshards, which ``comm.reshard`` plans.
+class _Graph:
+    """The shardings of one array that reshards pass through, and the shortest paths from some of them.
 
-    A table has many reshards, and few of them differ in what matters: the atoms that leave and enter dimensions, and
-    how evenly sizes divide. Reshards that agree in this are of one class (``_Classes``). gshard plans one reshard of
-    each class, and prices its steps for each number of elements of a part. Equal steps have equal prices.
+    Args:
+        table: the steps between shardings of arrays of this rank.
+        costs: computes the costs of the steps that this array can take.
+    """
+
+    def __init__(self, table: StepTable, costs: Callable[[], Steps]):
+        self._table, self._costs = table, costs
+        self._found = np.zeros((0, 0))  # [sources, places]
+        self._row = np.zeros(0, dtype=np.int64)  # for each place, its row in _found; -1 if it is no source yet
+        self._priced: tuple[int, Steps] | None = None  # the number of places at that time, and the steps
+
+    def distances(self, sources: Sequence[Sharding | None], targets: Sequence[Sharding | None]) -> Floats:
+        """float64 [sources, targets]: the shortest paths; ``inf`` if steps do not lead there, and for None."""
+        self._table.add(sources)
+        source_places, target_places = self._table.places(sources), self._table.places(targets)
+        if new_places := len(self._table) - self._row.size:
+            self._row = np.append(self._row, np.full(new_places, -1))
+            self._found = np.pad(self._found, ((0, 0), (0, new_places)), constant_values=np.inf)
+        known, reached = source_places >= 0, target_places >= 0
+        if not known.any():
+            return np.full((known.size, reached.size), np.inf)
+        missing = np.unique(source_places[known & (self._row[source_places] < 0)])
+        if missing.size:
+            self._row[missing] = len(self._found) + np.arange(missing.size)
+            self._found = np.vstack([self._found, shortest(self._steps(), missing)])
+        distances = self._found[self._row[source_places][:, None], target_places]
+        if not known.all():
+            distances[~known] = np.inf
+        if not reached.all():
+            distances[:, ~reached] = np.inf
+        return distances
+
+    def _steps(self) -> Steps:
+        if self._priced is None or self._priced[0] != len(self._table):
+            self._priced = len(self._table), self._costs()
+        return self._priced[1]
+
+
+class Moves:
+    """The costs of reshards. Results are kept, so that equal reshards are computed once.
 
     Args:
         mesh: the devices.
         axes: the axes that move as wholes (``axes_of``).
-
-    Attributes:
-        copies: whether a gather or a cut along an inner dimension costs more, since its parts are copied into place.
     """
-
-    copies = False
 
     def __init__(self, mesh: Mesh, axes: tuple[Atoms, ...]):
         self.mesh, self.axes = mesh, axes
-        self._classes = _classes(dataclasses.replace(mesh, times=None))
-        self._costs: dict[int, dict[int, float]] = {}  # by the bytes of an element: of a class and a size
-        self._kinds: dict[int, tuple[tuple[_Kind, ...], ...]] = {}  # the ways of each class
-        self._laid_out: dict[int, list[list[tuple[Hashable, int, int, int]]]] = {}  # the same for each layout
-        self._prices: dict[Hashable, float] = {}  # of a step, by everything that it depends on
+        self._take(axis_steps(mesh, axes))
+        self.atoms_of, self._coarse = self._steps.atoms_of, self._steps.coarse
+        self._names_of = {axis: name for name, axis in self.atoms_of.items()}
+        self._known: dict[Sharding, Sharding | None] = {}  # over whole axes; None if a sharding uses a part of one
+        self._lists: dict[int, tuple[Sequence[Sharding], list[Sharding | None]]] = {}
+        self._others: dict[tuple[Sharding, Sharding, tuple[int, ...], int], float] = {}
+
+    def _take(self, steps: AxisSteps) -> None:
+        """Uses these steps. Nothing is priced yet."""
+        self._steps = steps
+        self._classes: dict[int, int] = {}  # the price class of each group of steps
+        self._class_numbers: dict[Hashable, int] = {}
+        self._prices: dict[tuple[int, ...], float] = {}  # of a step, by everything that it depends on
+        self._prices_of_kinds: dict[int, Floats] = {}  # the same by item size and index of a kind; NaN if not priced
+        self._graphs: dict[tuple[Monoids, tuple[int, ...], int], _Graph] = {}
+
+    def through(self, shardings: Iterable[Sharding]) -> Self:
+        """The same objective, whose reshards pass only through these shardings, reduced or not.
+
+        Large programs and many axes have too many shardings to pass through any (``planning.nearby``).
+        """
+        dims = frozenset(tuple(self._names(atoms) or () for atoms in s.dims) for s in {*shardings})
+        found = copy.copy(self)
+        found._take(axis_steps(self.mesh, self.axes, dims))
+        return found
 
     def step(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> float:
-        """The cost of one step for an array of this global shape."""
+        """The cost of one step for an array of this global shape. Its atoms may be axes, which ``mesh`` defines."""
         raise NotImplementedError
 
     def price_class(self, step: Step) -> Hashable:
-        """A key: steps with equal keys cost the same if their parts have the same sizes, and are laid out alike."""
+        """A key: steps with equal keys cost the same if their parts have the same sizes before and after.
+
+        It is computed once for each group of steps (``AxisSteps.group``).
+        """
         raise NotImplementedError
 
     def move(self, source: Sharding, target: Sharding, shape: tuple[int, ...], itemsize: int) -> float:
@@ -163,178 +222,72 @@ class Moves:
     ) -> Floats:
         """float64 [sources, targets]: the costs to reshard an array of this global shape from each to each."""
         check_deadline()
-        classes, layouts, parts = self._classes.of(sources, targets, shape, self.copies)
-        known, size, columns = self._costs.setdefault(itemsize, {}), math.prod(shape), len(targets)
-        elements = size // parts  # of a part before, for each source
-        keys = _mixed(layouts, elements[:, None]).ravel().tolist()
-        costs = list(map(known.get, keys))
-        if None in costs:
-            for k, (key, cost) in enumerate(zip(keys, costs, strict=True)):
-                if cost is not None:
-                    continue
-                if (cost := known.get(key)) is None:
-                    i, j = divmod(k, columns)
-                    number, layout = int(classes[i, j]), int(layouts[i, j])
-                    reshard = sources[i], targets[j], shape, itemsize
-                    cost = known[key] = self._cost(number, layout, int(elements[i]), reshard)
-                costs[k] = cost
-        return np.array(costs, dtype=float).reshape(len(sources), columns)
+        source_shardings, target_shardings = self._all_in_axes(sources), self._all_in_axes(targets)
+        monoids = tuple(sorted({monoid for s in targets for _, monoid in s.unreduced}))
+        key = monoids, shape, itemsize
+        if key not in self._graphs:
+            table = self._steps.table(len(shape), monoids)
+            self._graphs[key] = _Graph(table, functools.partial(self._priced, table, shape, itemsize))
+        costs = self._graphs[key].distances(source_shardings, target_shardings)
+        for i, j in zip(*np.nonzero(np.isinf(costs)), strict=True):
+            costs[i, j] = self._by_steps(sources[i], targets[j], shape, itemsize)
+        return costs
 
-    def _cost(
-        self, number: int, layout: int, elements: int, reshard: tuple[Sharding, Sharding, tuple[int, ...], int]
-    ) -> float:
-        """The cost of a reshard: the least of its ways.
+    def _priced(self, table: StepTable, shape: tuple[int, ...], itemsize: int) -> Steps:
+        """The steps that an array can take, with their costs. Steps of arrays of any shapes share prices."""
+        possible, prices = table.possible(shape), self._prices
+        known_prices = self._prices_of_kinds.get(itemsize, np.zeros(0))
+        if (new := len(self._steps.kind_indices) - known_prices.size) > 0:
+            known_prices = self._prices_of_kinds[itemsize] = np.append(known_prices, np.full(new, np.nan))
+        costs = known_prices[possible.indices]
+        for k in np.flatnonzero(np.isnan(costs)).tolist():
+            step, (group, *sizes) = possible.kinds[k]
+            if group not in self._classes:
+                known = self._class_numbers
+                self._classes[group] = known.setdefault(self.price_class(step), len(known))
+            key = self._classes[group], itemsize, *sizes
+            if (price := prices.get(key)) is None:
+                price = prices[key] = self.step(step, shape, itemsize, self._coarse)
+            costs[k] = price
+        known_prices[possible.indices] = costs
+        return possible.steps._replace(costs=costs[possible.kind_of]) if possible.kinds else possible.steps
 
-        Args:
-            number: the number of its class.
-            layout: the number of its class and of the dimensions that are inner ones.
-            elements: of a part before.
-            reshard: the source, the target, the shape and the bytes of an element.
-        """
-        source, target, shape, itemsize = reshard
-        if number & 1:  # parts are unequal
-            found = ways(source, target, shape, self.mesh)
-            return min(sum(self.step(step, shape, itemsize, self.mesh) for step in way) for way in found)
-        if number not in self._kinds:
-            found = ways(source, target, shape, self.mesh)
-            self._kinds[number] = tuple(tuple(self._kind(step, source, target) for step in way) for way in found)
-        if layout not in self._laid_out:
-            inner = self._inner(source, target, shape) if self.copies else {}
-            self._laid_out[layout] = [
-                [((kind, inner.get(dims, dims is None)), a, b, c) for kind, dims, a, b, c in way]
-                for way in self._kinds[number]
-            ]
-        least = math.inf
-        for w, way in enumerate(self._laid_out[layout]):
-            total = 0.0
-            for s, (kind, parts, before, after) in enumerate(way):
-                key = kind, elements * parts // before, elements * parts // after, itemsize
-                if (price := self._prices.get(key)) is None:
-                    step = ways(source, target, shape, self.mesh)[w][s]
-                    price = self._prices[key] = self.step(step, shape, itemsize, self.mesh)
-                total += price
-            least = min(least, total)
-        return least
+    def _by_steps(self, source: Sharding, target: Sharding, shape: tuple[int, ...], itemsize: int) -> float:
+        """The cost of a reshard with parts of axes, or of one that steps over whole axes do not make."""
+        key = source, target, shape, itemsize
+        if key not in self._others:
+            steps = plan_reshard(source, target, shape, itemsize, self.mesh)
+            self._others[key] = sum(self.step(step, shape, itemsize, self.mesh) for step in steps)
+        return self._others[key]
 
-    def _kind(self, step: Step, source: Sharding, target: Sharding) -> _Kind:
-        before, start, end = (math.prod(map(self.mesh.count, s.dims)) for s in (source, step.before, step.after))
-        dims = (source.dims[step.dim], target.dims[step.dim]) if step.kind in (ALL_GATHER, REDUCE_SCATTER) else None
-        return self.price_class(step), dims, before, start, end
-
-    def _inner(self, source: Sharding, target: Sharding, shape: tuple[int, ...]) -> dict[object, bool]:
-        """For the atoms of each dimension before and after, whether elements of a part lie before the dimension."""
-        found, is_inner = dict[object, bool](), False
-        for pair, n in zip(
-            zip(source.dims, target.dims, strict=True), source.local_shape(self.mesh, shape), strict=True
-        ):
-            found[pair] = is_inner
-            is_inner |= n > 1
+    def _all_in_axes(self, some: Sequence[Sharding]) -> list[Sharding | None]:
+        """The shardings in terms of whole axes, as ``_in_axes``. The result for the same tuple is kept."""
+        if isinstance(some, tuple) and (known := self._lists.get(id(some))) is not None and known[0] is some:
+            return known[1]
+        found = [self._in_axes(s) for s in some]
+        if isinstance(some, tuple) and len(some) > 1:
+            if len(self._lists) > _MANY:
+                self._lists.clear()
+            self._lists[id(some)] = some, found
         return found
 
+    def _in_axes(self, sharding: Sharding) -> Sharding | None:
+        """A sharding in terms of whole axes; None if it uses a part of one."""
+        if sharding not in self._known:
+            monoids = dict(sharding.unreduced)
+            dims = tuple(self._names(atoms) for atoms in sharding.dims)
+            unreduced = {name: monoids[atoms[0]] for name, atoms in self.atoms_of.items() if atoms[0] in monoids}
+            whole = {a: unreduced[name] for name in unreduced for a in self.atoms_of[name]}
+            found = Sharding(tuple(atoms or () for atoms in dims)).with_unreduced(unreduced)
+            self._known[sharding] = None if whole != monoids or any(atoms is None for atoms in dims) else found
+        return self._known[sharding]
 
-# A step: a key of what its cost depends on besides sizes; of a gather or a cut, the atoms of the dimension before and
-# after the reshard; and the numbers of parts of the source, before the step and after it.
-_Kind = tuple[Hashable, tuple[Atoms, Atoms] | None, int, int, int]
-_FACTOR, _HALF = np.uint64(0x9E3779B97F4A7C15), np.uint64(32)
-
-
-class _Classes:
-    """Classes of reshards. Those of a class have the same steps and costs for parts of equal numbers of elements.
-
-    Args:
-        mesh: the devices.
-    """
-
-    def __init__(self, mesh: Mesh):
-        self.mesh = mesh
-        self._codes: dict[Hashable, int] = {}  # of the atoms of a dimension, of what is unreduced, and of sizes
-        self._devices: list[int] = []  # for each code, the devices of its atoms
-        self._coded: dict[int, tuple[Sequence[Sharding], Ints]] = {}
-        self._found: dict[Hashable, tuple[object, tuple[Any, Any, Ints]]] = {}
-
-    def of(
-        self, sources: Sequence[Sharding], targets: Sequence[Sharding], shape: tuple[int, ...], copies: bool
-    ) -> tuple[Any, Any, Ints]:
-        """The classes of all reshards, uint64 [sources, targets].
-
-        Returns:
-            the classes; hashes of them and of the dimensions that are inner ones, if ``copies``; and int64 [sources],
-            the numbers of parts.
-        """
-        size = self.mesh.size
-        # With as many elements as devices or fewer, a part may have one element.
-        sizes: tuple[Hashable, ...] = tuple(n if n <= size else -size - math.gcd(n, size) for n in shape)
-        before, after = self._codes_of(sources), self._codes_of(targets)
-        devices = np.array(self._devices, dtype=np.int64)
-        every = np.concatenate([before, after])[:, :-1]
-        uneven = (np.array(shape, dtype=np.int64) % devices[every]).any(0).tolist() if shape else []
-        if any(uneven):  # then costs depend on the whole shape
-            sizes = tuple((n, u) for n, u in zip(shape, uneven, strict=True))
-        key = id(sources), id(targets), sizes, copies
-        if key not in self._found:
-            found = self._classified(before, after, devices, shape, sizes, copies)
-            if not (isinstance(sources, tuple) and isinstance(targets, tuple)):
-                return found
-            self._found[key] = (sources, targets), found
-        return self._found[key][1]
-
-    def _codes_of(self, shardings: Sequence[Sharding]) -> Ints:
-        """int64 [shardings, dimensions + 1]: codes of the atoms of each dimension, and of what is unreduced."""
-        known = self._coded.get(id(shardings))
-        if known is None or known[0] is not shardings:
-            rows = [[*map(self._code, s.dims), self._code(s.unreduced)] for s in shardings]
-            known = shardings, np.array(rows, dtype=np.int64)
-            if isinstance(shardings, tuple):
-                self._coded[id(shardings)] = known
-        return known[1]
-
-    def _code(self, of: Hashable) -> int:
-        if of not in self._codes:
-            self._codes[of] = len(self._codes)
-            atoms = [a for a in of if isinstance(a, str)] if isinstance(of, tuple) else []
-            self._devices.append(self.mesh.count(atoms))
-        return self._codes[of]
-
-    def _classified(
-        self, before: Ints, after: Ints, devices: Ints, shape: tuple[int, ...], sizes: Sequence[Hashable], copies: bool
-    ) -> tuple[Any, Any, Ints]:
-        """The result of ``of``. A class is a sum of hashes, one for each dimension that changes."""
-        pairs = len(before), len(after)
-        hashes, sized, placed, layouts = (np.zeros(pairs, np.uint64) for _ in range(4))
-        has_spare, unequal, nothing = np.zeros(pairs, bool), np.zeros(pairs, bool), np.uint64(0)
-        parts, is_inner = np.ones(len(before), np.int64), np.zeros(len(before), bool)
-        sums = before[:, -1, None], after[None, :, -1]
-        combines = sums[0] != sums[1]
-        for d, (n, size) in enumerate(zip(shape, sizes, strict=True)):
-            have, wanted = before[:, d], after[:, d]
-            local, uneven = -(-n // devices[have]), n % devices[have] > 0
-            changes = (have[:, None] != wanted) | uneven[:, None]
-            unequal |= uneven[:, None] | (n % devices[wanted] > 0)
-            change = _mixed(_mixed(have, 0)[:, None], wanted)
-            hashes += np.where(changes, change, nothing)
-            sized += np.where(changes, _mixed(change, self._code(size)), nothing)
-            has_spare |= ~changes & (local % self.mesh.size == 0)[:, None]
-            if combines.any():
-                placed += np.where(changes, nothing, _mixed(have, 0)[:, None])
-            if copies:
-                layouts += np.where(changes & is_inner[:, None], change, nothing)
-                is_inner |= local > 1
-            parts *= devices[have]
-        hashes = np.where(has_spare & ~unequal, hashes, sized)
-        # Atoms that split nothing may help to reduce.
-        hashes = np.where(combines, hashes + _mixed(placed, 0), hashes)
-        hashes = _mixed(hashes, 2 * ((sums[0] << 20) + sums[1]) + has_spare)
-        hashes = hashes & ~np.uint64(1) | unequal
-        return hashes, _mixed(hashes, layouts), parts
-
-
-def _mixed(hashes: Any, more: Any) -> Any:
-    """uint64: a hash of two arrays of numbers."""
-    mixed = (np.asarray(hashes).astype(np.uint64) + np.asarray(more).astype(np.uint64) + np.uint64(1)) * _FACTOR
-    return mixed ^ (mixed >> _HALF)
-
-
-@tabulated(64)
-def _classes(mesh: Mesh) -> _Classes:
-    """The classes of reshards on a mesh. Plans that are made together share them."""
-    return _Classes(mesh)
+    def _names(self, atoms: Atoms) -> Atoms | None:
+        names, i = [], 0
+        while i < len(atoms):
+            axis = next((axis for axis in self.axes if atoms[i : i + len(axis)] == axis), None)
+            if axis is None:
+                return None
+            names.append(self._names_of[axis])
+            i += len(axis)
+        return tuple(names)

@@ -20,7 +20,7 @@ from gshard.core.planning_tables import tabulated
 from gshard.core.rule import REPLICATE, Rule
 from gshard.core.sharding import Sharding
 from gshard.core.split import Split, is_valid
-from gshard.planning.axes import is_considered, parts_of
+from gshard.planning.axis_steps import is_considered, parts_of
 from gshard.planning.nearby import Runs
 from gshard.planning.reshard_costs import are_together
 
@@ -85,11 +85,11 @@ def places_for(
     near: Sequence[Places] = (),
     runs: Runs | None = None,
 ) -> Iterable[Places]:
-    """Assigns a place to each axis, for parts of one axis as ``axes.is_considered`` allows.
+    """Assigns a place to each axis, for parts of one axis as ``axis_steps.is_considered`` allows.
 
     With ``runs``, one axis differs from one of the assignments ``near``, or from the one without places, and the parts
     of it that differ have one place; or the axes of a run differ and have one place (``planning.nearby``). If there are
-    two axes, both may differ.
+    two axes, with those of a run as one, both may differ.
     """
     parts = parts_of(mesh, given)
     options_of_axis = [
@@ -108,7 +108,12 @@ def places_for(
     changes = [[*zip(range(a, b), some)] for (a, b), own in zip(spans, options_of_axis, strict=True) for some in own]
     for atoms in runs:
         in_run = [i for i, axis in enumerate(given) if {*axis} <= {*atoms}]
-        changes += [[(i, place) for i in in_run] for place in places] if len(in_run) > 1 else []
+        together = [[(i, place) for i in in_run] for place in places] if len(in_run) > 1 else []
+        rest = [k for k, (a, _) in enumerate(spans) if a not in in_run]
+        if len(rest) == 1:  # with the axes of the run as one there are two, and both may differ
+            (a, b), options = spans[rest[0]], options_of_axis[rest[0]]
+            together = [[*own, *zip(range(a, b), option)] for own in together for option in options]
+        changes += together
     assignments = dict.fromkeys(
         tuple((dict(enumerate(base)) | dict(change)).values()) for base in bases for change in changes
     )

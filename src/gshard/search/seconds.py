@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from gshard.comm.steps import PERMUTE, Step, is_of_tiles
+from gshard.comm.steps import Step
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.plan import local_bytes
 from gshard.core.planning_tables import tabulated
@@ -55,28 +55,25 @@ class Seconds(Moves):
         super().__init__(mesh, axes)
         self.machine, self.tie, self.fuses, self.counted = machine, _FOLLOWS, True, f"time on {machine.name}"
         self.held_byte_cost = self.stacked_byte_cost = _TIE / machine.memory_bandwidth
-        self.copies = machine.compiler.copies_for_collectives
         self.extra_byte_cost = 0.0  # kernels count what they read and write
         self.times = StepTimes(machine, joined)
-        # For each atom, which class of interchangeable atoms it is in.
+        # For each axis, its number of atoms in each class of interchangeable atoms.
         classes = interchangeable(mesh, machine)
-        self._places = {a: tuple(int(a in atoms) for atoms in classes) for a in mesh.atoms}
-        self._price_classes: dict[Hashable, Hashable] = {}  # of steps that are no permutations
+        self._places = {
+            name: tuple(sum(a in axis_atoms for a in atoms_of_class) for atoms_of_class in classes)
+            for name, axis_atoms in self.atoms_of.items()
+        }
         # What equations cost does not depend on shared messages.
         self._own_ways = own_ways(on_machine(mesh, machine), machine)
         self._costs_of_splits = _costs_of_splits(dataclasses.replace(mesh, times=None), machine)
         self._traces = True  # whether an equation with an own way to run on shards is traced when it needs a price
 
     def step(self, step: Step, shape: tuple[int, ...], itemsize: int, mesh: Mesh) -> float:
-        return self.times.seconds(step, shape, itemsize, mesh)
+        atoms = tuple(a for name in step.atoms for a in self.atoms_of.get(name, (name,)))
+        return self.times.seconds(step, shape, itemsize, mesh, among=(self.mesh, atoms))
 
     def price_class(self, step: Step) -> Hashable:
-        if step.kind == PERMUTE:
-            return self.times.price_class(step, self.mesh, self._places)
-        key = step.kind, step.atoms, step.monoid, is_of_tiles(step)
-        if key not in self._price_classes:
-            self._price_classes[key] = self.times.price_class(step, self.mesh, self._places)
-        return self._price_classes[key]
+        return self.times.price_class(step, self._coarse, self._places)
 
     def kernels(self, block: Block) -> Iterator[tuple[Kernel, int]]:
         """The kernels after fusion."""
