@@ -24,7 +24,7 @@ from gshard.language.region import REGIONS
 from gshard.planning.demands import demands
 from gshard.planning.interned import Interned
 from gshard.planning.io_shardings import as_returned
-from gshard.planning.nearby import is_limited, runs_of
+from gshard.planning.nearby import Runs, is_limited, runs_of
 from gshard.planning.objective import Objective
 from gshard.planning.propagated import Propagated
 from gshard.planning.room import Room
@@ -99,9 +99,11 @@ class ChoiceTables:
         self._kinds = kinds_of(program, propagated)
         self._near = near
         self.is_limited = near is not None or is_limited(program, self.mesh, objective.axes)
-        known = propagated if near is None else near
-        known_shardings = () if known is None else dict.fromkeys(known.shardings.values())
-        self._runs = runs_of(objective.axes, known_shardings) if self.is_limited else None
+        self._runs: Runs | None = None  # as for ``strategies.places_for``; without known shardings, all are compared
+        if near is not None:  # what axes in a row allow together was compared for the known plan
+            self._runs = ()
+        elif propagated is not None and self.is_limited:
+            self._runs = runs_of(objective.axes, dict.fromkeys(propagated.shardings.values()))
         self._suggested: dict[Value, dict[Sharding, None]] = {}
         self._free_groups: set[int] = set()
         if propagated is not None:
