@@ -5,7 +5,7 @@ A choice gives each axis one dimension, or none. With up to three axes, all choi
 nodes have hundreds of states and tables tens of thousands of entries, so that building the problem takes long and its
 solution ends far from the best. There, one axis may differ from the propagated places, or from no place, and the parts
 of it that differ have one place. Axes that some known sharding has in a row may go to one place as if they were one
-axis, so that a plan does not depend on how an axis is divided.
+axis, so that a plan does not cost more if an axis is divided.
 """
 
 from __future__ import annotations
