@@ -17,7 +17,7 @@ def how_near(best: Best, *, is_one_of_several: bool = False) -> str:
 
     Args:
         best: the search on its mesh.
-        is_one_of_several: whether other meshes were tried, of which the bound says nothing.
+        is_one_of_several: whether search tried other meshes, which the bound does not cover.
     """
     full = f"priced in full: {_ms(best.chosen.cost.seconds)}"
     gap = best.gap
