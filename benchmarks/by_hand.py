@@ -43,7 +43,7 @@ from children import measured as measured_by_children
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from priced_hlo import FREE, bytes_moved, kernels
-from twins import loops, merged, order, places, sums, transforms, windows
+from twins import GROUPS
 from twins.program import PARTS, Program
 
 import flops
@@ -53,16 +53,6 @@ from gshard.xla.hlo_parser import read_module
 
 FEW = 64  # bytes sent that count as none
 PAGE = 4096  # less temporary memory counts as much as this
-
-GROUPS = (
-    sums.unfinished, sums.permitted, sums.looked_up, sums.fans,
-    loops.own_rounds, loops.in_turn,
-    windows.in_a_row, windows.one_more, windows.pooled, windows.convolutions,
-    transforms.transforms, transforms.reshards,
-    order.searches, order.sorts, order.running,
-    places.known_places, places.moved, places.tables, places.made, places.run_time,
-    merged.merged,
-)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

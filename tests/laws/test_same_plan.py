@@ -60,6 +60,32 @@ def test_a_divided_axis_costs_no_more(whole: Any, w: Any, x: Any, divided: Any, 
     assert timed[1] <= 1.01 * timed[0]
 
 
+# For each row: a mesh, the axes of weights and of the batch, and another order of all axes.
+ORDERS: list[tuple[dict[str, int], str, str, str]] = [
+    ({"a": 2, "b": 4}, "ab", "ab", "ba"),
+    ({"a": 2, "b": 4}, "a", "ab", "ba"),
+    ({"a": 2, "b": 2, "c": 2}, "bc", "abc", "cab"),
+    ({"a": 2, "b": 2, "c": 2, "d": 2}, "abcd", "abcd", "bdac"),
+]
+
+
+@pytest.mark.parametrize("timed", [False, True])
+@pytest.mark.parametrize("axes, w, x, order", ORDERS)
+def test_another_order_of_axes_costs_no_more(axes: Any, w: str, x: str, order: str, timed: bool) -> None:
+    """The order of a mesh's axes is one thing, the order in which marks name them another: neither costs anything."""
+
+    machine = f"h100:1x{math.prod(axes.values())}" if timed else None
+
+    def cost(axes: dict[str, int], w: Any, x: Any) -> float:
+        found = explained(axes, P(w), P(x), machine=machine)
+        return found.cost(machine).seconds if machine else found.total_bytes
+
+    given = cost(axes, tuple(w), tuple(x))
+    assert cost({axis: axes[axis] for axis in order}, tuple(w), tuple(x)) <= 1.01 * given, "of the mesh"
+    named = [tuple(sorted(axes, key=order.index)) for axes in (w, x)]
+    assert cost(axes, *named) <= 1.01 * given, "of the marks"
+
+
 @pytest.mark.parametrize("ones", [1, 5, 11])
 def test_axes_of_one_device_change_nothing(ones: int) -> None:
     axes = {"data": 4, "model": 2}

@@ -30,7 +30,8 @@ FEW_PARTS = 2
 
 def parts_of(mesh: Mesh, axes: Sequence[Atoms]) -> list[tuple[Atoms, ...]]:
     """For each axis of the mesh that has several devices, the axes that are parts of it."""
-    return [tuple(part for part in axes if part[0] in whole) for whole in mesh.atoms_of.values() if whole]
+    axis_of = {a: axis for axis, atoms in mesh.atoms_of.items() for a in atoms}
+    return [tuple(parts) for _, parts in itertools.groupby(axes, lambda part: axis_of[part[0]])]
 
 
 def has_many(mesh: Mesh, axes: Sequence[Atoms]) -> bool:

@@ -32,6 +32,7 @@ from gshard.planning.seed_strategies import (
     allowed_by_marks,
     component_splits,
     group_shardings,
+    opened,
     operand_shardings,
     propagated_arrays,
     result_shardings,
@@ -149,8 +150,11 @@ class ChoiceTables:
             return tuple(dict.fromkeys((propagated.shardings[v], *allowed)))
         if propagated is not None:
             fitting = (s for s in suggested if {m for _, m in s.unreduced} <= {*monoids})
+            moved = (propagated.moved[v] for v in values if v in propagated.moved)
             known = (
-                shardings[v] for v in values for shardings in (propagated.shardings, propagated.moved) if v in shardings
+                *(propagated.shardings[v] for v in values),
+                *moved,
+                *(opened(v, propagated, self.objective.axes) for v in values),
             )
             found = tuple(dict.fromkeys((*known, *found, *fitting)))
         return allowed_by_marks(found, demands, self._manual.of_any(values))
@@ -227,7 +231,7 @@ class ChoiceTables:
             near_split = tuple((f, atoms) for f, atoms in split.items() if f in component.factors and atoms)
         key = rule, component, passing, kinds, barred, near_split
         if key not in self._splits:
-            arrays = () if self.propagated is None else propagated_arrays(e, self.propagated)
+            arrays = () if self.propagated is None else propagated_arrays(e, self.propagated, self.objective.axes)
             axes = axes_without(self.objective.axes, barred)
             pinned = tuple(self._manual.pinned(e).items())
             self._splits[key] = component_splits(

@@ -137,7 +137,7 @@ class Choice:
     @property
     def is_limited(self) -> bool:
         """Whether there are plans over whole axes that were not compared: ``gap`` says nothing of these."""
-        known = {*self.propagated.shardings.values(), *self.propagated.moved.values()}
+        known = [*self.propagated.shardings.values(), *self.propagated.moved.values()]
         return self.graph.is_limited or self.objective.axes != axes_of(self.propagated.mesh, known)
 
     @functools.cached_property
@@ -206,7 +206,7 @@ def choose(
     """
     if not any(sharding.atoms for sharding in propagated.shardings.values()):
         return None
-    known = {*propagated.shardings.values(), *propagated.moved.values()}
+    known = [*propagated.shardings.values(), *propagated.moved.values()]
     exact_costs = objective(propagated.mesh, joined(propagated.mesh, axes_of(propagated.mesh, known), known))
     size = estimated_entries(propagated.program, propagated.mesh, exact_costs.axes)
     rounds = 0 if every or size > _SOLVED_SOON else _ROUNDS

@@ -7,6 +7,7 @@ cost of a step: bytes, or seconds on a machine.
 
 from __future__ import annotations
 
+import collections
 import copy
 import functools
 import itertools
@@ -31,18 +32,23 @@ _MANY = 20_000
 def axes_of(mesh: Mesh, shardings: Iterable[Sharding] = ()) -> tuple[Atoms, ...]:
     """The axes that move as wholes: those of the mesh, divided where one of these shardings uses a part of an axis.
 
+    Axes stand in the mesh's order, or in that of the dimensions that they split: most shardings decide.
+
     >>> mesh = Mesh.abstract(data=8, model=3)
     >>> axes_of(mesh)
     (('data.0', 'data.1', 'data.2'), ('model',))
     >>> axes_of(mesh, [Sharding((("data.0", "data.1"),))])
     (('data.0', 'data.1'), ('data.2',), ('model',))
+    >>> axes_of(mesh, [Sharding((("model", "data.0", "data.1", "data.2"),))])
+    (('model',), ('data.0', 'data.1', 'data.2'))
     """
     cuts: set[tuple[str, ...]] = set()
-    for sharding in set(shardings):
+    counts = collections.Counter(shardings)
+    for sharding in counts:
         partial = tuple(a for a in mesh.atoms if a in dict(sharding.unreduced))
         cuts.update(atoms for atoms in (*sharding.dims, partial) if atoms)
     parts: list[Atoms] = []
-    for axis_atoms in mesh.atoms_of.values():
+    for axis_atoms in _ordered(mesh, counts):
         ends = {len(axis_atoms)}
         for atoms in cuts:
             inside = [a in atoms for a in axis_atoms]
@@ -50,6 +56,23 @@ def axes_of(mesh: Mesh, shardings: Iterable[Sharding] = ()) -> tuple[Atoms, ...]
         starts = [0, *sorted(ends)]
         parts += [axis_atoms[a:b] for a, b in itertools.pairwise(starts) if b > a]
     return tuple(parts)
+
+
+def _ordered(mesh: Mesh, counts: collections.Counter[Sharding]) -> list[Atoms]:
+    """The atoms of each axis, in an order of axes in which as many dimensions as possible use them."""
+    axes = [atoms for atoms in mesh.atoms_of.values() if atoms]
+    axis_of = {a: atoms for atoms in axes for a in atoms}
+    rows: collections.Counter[tuple[Atoms, ...]] = collections.Counter()
+    for sharding, count in counts.items():
+        for atoms in sharding.dims:
+            rows[tuple(dict.fromkeys(axis_of[a] for a in atoms))] += count
+    kept: list[tuple[Atoms, ...]] = []
+    for row, _ in rows.most_common():
+        row_axes = iter(row)
+        tried = [next(row_axes) if axis in row else axis for axis in axes]
+        if all(sorted(other, key=tried.index) == [*other] for other in kept):
+            axes, kept = tried, [*kept, row]
+    return axes
 
 
 def is_made_of(atoms: Atoms, axes: Sequence[Atoms]) -> bool:
@@ -77,7 +100,8 @@ def joined(mesh: Mesh, axes: tuple[Atoms, ...], shardings: Iterable[Sharding]) -
     """
     if not has_many(mesh, axes):
         return axes
-    runs = {atoms for s in shardings for atoms in (*s.dims, tuple(a for a in mesh.atoms if a in dict(s.unreduced)))}
+    atoms_in_order = tuple(itertools.chain(*axes))
+    runs = {atoms for s in shardings for atoms in (*s.dims, tuple(a for a in atoms_in_order if a in dict(s.unreduced)))}
     used = {a for atoms in runs for a in atoms}
     found: list[Atoms] = []
     others: Atoms = ()

@@ -21,11 +21,30 @@ from gshard.planning.strategies import Component, Places, places_of, shardings, 
 from gshard.planning.value_classes import Kinds, kinds_at
 
 
-def propagated_arrays(e: Equation, propagated: Propagated) -> tuple[Arrays, ...]:
-    """The operands and results of an equation with their propagated shardings, then with ``supposed`` ones if other."""
-    known = arrays_of(e, propagated.shardings)
-    supposed = arrays_of(e, propagated.supposed) if propagated.moved else known
-    return (known,) if supposed == known else (known, supposed)
+def propagated_arrays(e: Equation, propagated: Propagated, axes: tuple[Atoms, ...]) -> tuple[Arrays, ...]:
+    """The operands and results of an equation: with propagated shardings, then ``supposed`` and ``opened`` ones."""
+    values = {v for v in (*e.inputs, *e.outputs) if isinstance(v, Value)}
+    found = [arrays_of(e, propagated.shardings)]
+    if not values.isdisjoint(propagated.moved):
+        found.append(arrays_of(e, propagated.supposed))
+    if not values.isdisjoint(propagated.undecided):
+        found.append(arrays_of(e, {v: opened(v, propagated, axes) for v in values}))
+    return tuple(dict.fromkeys(found))
+
+
+def opened(v: Value, propagated: Propagated, axes: tuple[Atoms, ...]) -> Sharding:
+    """The sharding of a value with every atom that its dimensions could get where arrays disagree, if parts are equal.
+
+    Otherwise a disagreement would make devices along an axis repeat the work.
+    """
+    sharding, could = propagated.shardings[v], propagated.could(v)
+    dims, used = list(sharding.dims), set(sharding.atoms)
+    for d, open_atoms in sorted(could.items()):
+        more = tuple(a for axis in axes for a in axis if a in open_atoms - used)
+        if v.shape[d] % propagated.mesh.count((*dims[d], *more)) == 0:
+            dims[d] += more
+            used.update(more)
+    return Sharding(tuple(dims), sharding.unreduced)
 
 
 def suggested_shardings(
@@ -49,7 +68,7 @@ def suggested_shardings(
         if key not in by_key:
             by_key[key] = [
                 found
-                for arrays in propagated_arrays(e, propagated)
+                for arrays in propagated_arrays(e, propagated, axes)
                 for found in _suggested_by(e.rule, arrays, propagated.mesh, axes, whole_axes)
             ]
         values = (*e.inputs, *e.outputs) if by_key[key] else ()
