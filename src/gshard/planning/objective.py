@@ -23,7 +23,7 @@ from gshard.core.sharding import Sharding
 from gshard.core.split import Split
 from gshard.device.fusion_model import Kernel, is_product, kind_of
 from gshard.planning.reshard_costs import Moves
-from gshard.planning.strategies import share
+from gshard.planning.strategies import WASTE, share
 from gshard.solver.problem import Floats
 
 # In bytes. An operation of a product counts as one byte, so that gshard computes no product twice to send less. To
@@ -192,9 +192,9 @@ class Bytes(Moves):
         parts = np.array([self.mesh.count(permitted_atoms(rule, split)) for split in splits]) if rule.finite else 1
         work_of_one, with_parts = work / parts, work - work / parts
         sent = [rule.sends(self.mesh, split) if rule.sends is not None else 0 for split in splits]
-        # To repeat an expensive operation beyond the share of the marks costs more than it can save by sending less. To
-        # run it less often saves what it takes on most machines.
-        limit = rule.flops * marked_share if rule.flops else 0.0
+        # To repeat an expensive operation beyond the share of the marks, with padding, costs more than it can save by
+        # sending less. To run it less often saves what it takes on most machines.
+        limit = WASTE * rule.flops * marked_share if rule.flops else 0.0
         extra_price = PRODUCT if _takes_long(rule) else OTHER
         saved_price = _SPARED if is_product(rule) else OTHER
         worked = extra_price * np.maximum(work_of_one - limit, 0) + saved_price * (
