@@ -96,7 +96,6 @@ def fsdp(w: Any, x: Any) -> Any:
 PROGRAMS: dict[str, Callable[[Any, Any], Any]] = {
     "`gshard.pipeline`": by_mark(),
     "the same, 2 rounds": by_mark(rounds=2),
-    "the same, zero bubble": by_mark(schedule="zero_bubble"),
     "separate layers, `gshard.stage`": separate(),
     "separate layers, 2 rounds": separate(rounds=2),
     "written by hand": by_hand,

@@ -180,12 +180,11 @@ def wanted(name: str) -> Any:
     return jax.jit(loss_of(PROGRAMS[name]))(W)
 
 
-@pytest.mark.one_in(8)
-@pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble"])
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("rounds", [1, 2])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_numbers_are_those_of_the_loop(name: str, rounds: int, schedule: str) -> None:
-    function = loss_of(PROGRAMS[name], marked(micro_batches=6, rounds=rounds, schedule=schedule))
+def test_numbers_are_those_of_the_loop(name: str, rounds: int) -> None:
+    function = loss_of(PROGRAMS[name], marked(micro_batches=6, rounds=rounds))
     assert len(gshard.explain(function, W, mesh=Mesh.abstract(stage=4)).plan.program.pipelines) == 2
     check_calls(function, wanted(name), W, mesh=mesh_of(stage=4, other=2), narrow=name == "narrow")
 
@@ -282,15 +281,6 @@ def test_turns_permutes_and_bytes(stages: int, micro_batches: int) -> None:
     text = f"{turns} turns, bubble {stages - 1}/{turns} = {(stages - 1) / turns:.1%}"
     assert all(text in line for line in found.plan.program.pipelines)
     assert text in found.format(tensors=0)
-
-
-def flops_of(schedule: str) -> float:
-    function = loss_of(of_remat, marked(micro_batches=4, schedule=schedule))
-    return gshard.explain(function, W, mesh=Mesh.abstract(stage=4)).cost("h100:1x4").flops
-
-
-def test_gradients_of_weights_have_no_bubble() -> None:
-    assert flops_of("zero_bubble") < flops_of("gpipe")
 
 
 def in_rounds(w: Any) -> Any:
@@ -480,7 +470,6 @@ def test_a_refusal_names_the_operator_in_the_layer() -> None:
         (W, {"micro_batches": 0}, "micro_batches is a positive integer"),
         (W, {"micro_batches": True}, "micro_batches is a positive integer"),
         (W, {"micro_batches": 2, "rounds": 1.5}, "rounds is a positive integer"),
-        (W, {"micro_batches": 2, "schedule": "1f1b"}, "there is no schedule '1f1b'"),
         ({"a": X, "b": W["a"]}, {"micro_batches": 2}, "one dimension of layers"),
         (1.0, {"micro_batches": 2}, "one dimension of layers"),
     ],

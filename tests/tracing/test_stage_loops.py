@@ -199,13 +199,12 @@ def wanted(name: str) -> Any:
     return jax.jit(loss_of(PROGRAMS[name]))(PARAMS)
 
 
-@pytest.mark.one_in(10)
-@pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble"])
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("rounds", [1, 2])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_numbers_are_those_of_the_calls(name: str, rounds: int, schedule: str) -> None:
+def test_numbers_are_those_of_the_calls(name: str, rounds: int) -> None:
     stages = 2 if name == "two_towers" else 4
-    function = loss_of(PROGRAMS[name], in_stages(rounds=rounds, schedule=schedule))
+    function = loss_of(PROGRAMS[name], in_stages(rounds=rounds))
     found = gshard.explain(function, PARAMS, mesh=Mesh.abstract(stage=stages))
     assert len(found.plan.program.pipelines) == (4 if name == "two_towers" else 2)
     check_calls(function, wanted(name), PARAMS, mesh=mesh_of(stage=stages, other=8 // stages))
@@ -401,7 +400,6 @@ def test_layers_and_stages_that_do_not_fit() -> None:
         ({"f": 3}, "a stage is a function, not int"),
         ({"micro_batches": 0}, "micro_batches is a positive integer"),
         ({"rounds": 1.5}, "rounds is a positive integer"),
-        ({"schedule": "1f1b"}, "there is no schedule '1f1b'"),
     ],
 )
 def test_arguments_are_checked(arguments: dict[str, Any], what: str) -> None:

@@ -7,7 +7,7 @@ x, _ = jax.lax.scan(layer, x, stacked)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -16,7 +16,7 @@ from gshard.api.by_path import unused_pattern
 from gshard.api.mark_arguments import partitions_of
 from gshard.api.marks import arrays_of, listed
 from gshard.api.sending import marked
-from gshard.core.errors import ShardingError, known_names
+from gshard.core.errors import ShardingError
 from gshard.core.jax_adapter import user_line
 from gshard.core.keywords import keywords
 from gshard.core.mark import mark_of_stack
@@ -33,7 +33,6 @@ def pipeline(
     *,
     micro_batches: int,
     rounds: int = 1,
-    schedule: Literal["gpipe", "zero_bubble"] = "gpipe",
     paths: str | Sequence[str] | None = None,
 ) -> T:
     """Marks stacked layers as the stages of a pipeline.
@@ -53,8 +52,6 @@ def pipeline(
             ``micro_batches * rounds + stages - 1`` turns.
         rounds: how often each micro-batch passes all stages. The first stage has the first layers of each round, and
             so on. The mark leaves the stack open then, since a stage has layers that are apart.
-        schedule: ``"gpipe"``: forward, then backward. ``"zero_bubble"``: the backward loop computes only the gradients
-            of activations, and the gradients of weights follow without a bubble, from stacks of what they need.
         paths: patterns of paths as of ``shard_by_path``: only what they match is marked. None marks all of ``x``.
 
     Returns:
@@ -62,7 +59,7 @@ def pipeline(
 
     Raises:
         ShardingError: an array has no layers, or the arrays have different numbers of them; a number is no positive
-            integer; there is no such schedule; or a pattern matches nothing. When a program is planned: layers or rows
+            integer; or a pattern matches nothing. When a program is planned: layers or rows
             are not divisible, or a layer mixes the rows of the batch.
 
     >>> import jax, jax.numpy as jnp
@@ -72,7 +69,7 @@ def pipeline(
     """
     call = f"pipeline(x, {over!r}, micro_batches={micro_batches!r})"
     hint = "Write pipeline(stacked, 'stage', micro_batches=8)."
-    found = schedule_of(over, micro_batches, rounds, schedule, call, hint)
+    found = schedule_of(over, micro_batches, rounds, call, hint)
     leaves = _matching(x, call, (paths,) if isinstance(paths, str) else paths)
     of_count = {array.shape[:1]: (name, array) for name, array in leaves if array is not None}
     if len(of_count) > 1 or () in of_count:
@@ -83,23 +80,20 @@ def pipeline(
     return marked(x, leaves, marks, None)
 
 
-def schedule_of(over: Any, micro_batches: Any, rounds: Any, schedule: Any, call: str, hint: str) -> Schedule:
+def schedule_of(over: Any, micro_batches: Any, rounds: Any, call: str, hint: str) -> Schedule:
     """The schedule that arguments of ``pipeline`` or ``stage`` give.
 
     Args:
-        over, micro_batches, rounds, schedule: the arguments.
+        over, micro_batches, rounds: the arguments.
         call, hint: the call and the way out, for messages.
 
     Raises:
-        ShardingError: a number is no positive integer, or there is no such schedule.
+        ShardingError: a number is no positive integer.
     """
     for word, number in (("micro_batches", micro_batches), ("rounds", rounds)):
         if not isinstance(number, int | np.integer) or isinstance(number, bool) or number < 1:
             raise ShardingError(f"{word} is a positive integer, not {number!r}.", user_line(), call, hint)
-    if schedule not in ("gpipe", "zero_bubble"):
-        names = known_names(str(schedule), ("gpipe", "zero_bubble"), "Use")
-        raise ShardingError(f"there is no schedule {schedule!r}.", user_line(), call, names)
-    return Schedule(partitions_of(over, call), int(micro_batches), int(rounds), schedule == "zero_bubble")
+    return Schedule(partitions_of(over, call), int(micro_batches), int(rounds))
 
 
 def _matching(x: Any, call: str, patterns: Sequence[str] | None) -> list[tuple[str, Any]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,6 @@ def stage(
     *,
     micro_batches: int,
     rounds: int = 1,
-    schedule: Literal["gpipe", "zero_bubble"] = "gpipe",
 ) -> Callable[P, R]:
     """Makes a function one of the layers of a pipeline. Layers follow each other without a loop in the program.
 
@@ -48,15 +47,15 @@ def stage(
         f: a function of pytrees, such as a layer; also a bound method, or a module of Flax NNX or Equinox with its own
             weights. Give it ``jax.checkpoint(layer)``, not the other way round. Its arguments that are no arrays stay
             as they are.
-        over, micro_batches, rounds, schedule: as of ``pipeline``.
+        over, micro_batches, rounds: as of ``pipeline``.
 
     Returns:
         a function with the arguments and results of ``f``.
 
     Raises:
-        ShardingError: ``f`` cannot be called, a number is no positive integer, or there is no such schedule. When it is
-            called: ``f`` returns no array. When a program is planned: a call has no equal call before or after it, or
-            reads what is computed from an earlier one outside of the calls; or as of ``pipeline``.
+        ShardingError: ``f`` cannot be called, or a number is no positive integer. When it is called: ``f`` returns no
+            array. When a program is planned: a call has no equal call before or after it, or reads what is computed
+            from an earlier one outside of the calls; or as of ``pipeline``.
 
     >>> import jax.numpy as jnp
     >>> x = jnp.ones((8, 3))
@@ -69,7 +68,7 @@ def stage(
     hint = "Write stage(layer, 'stage', micro_batches=8)(x, weights)."
     if not callable(f):
         raise ShardingError(f"a stage is a function, not {type(f).__name__}.", user_line(), call, hint)
-    found = schedule_of(over, micro_batches, rounds, schedule, call, hint)
+    found = schedule_of(over, micro_batches, rounds, call, hint)
 
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
         if not is_tracing():

@@ -13,14 +13,11 @@ class Schedule:
         over: the mesh axes, or the number of parts, over which the stages are split.
         micro_batches: the number of parts of the batch.
         rounds: how often each micro-batch passes all stages. In each round a stage runs other layers.
-        zero_bubble: whether the loop of the derivative computes only gradients of activations, and a loop after it the
-            gradients of weights.
     """
 
     over: int | str | tuple[str, ...]
     micro_batches: int
     rounds: int = 1
-    zero_bubble: bool = False
 
     def turns(self, stages: int) -> int:
         """The number of turns: in each turn every stage processes one micro-batch, or repeats one (the bubble)."""
@@ -36,5 +33,4 @@ class Schedule:
 
     def __str__(self) -> str:
         rounds = f", rounds={self.rounds}" if self.rounds > 1 else ""
-        schedule = ", schedule='zero_bubble'" if self.zero_bubble else ""
-        return f"pipeline(x, {self.over!r}, micro_batches={self.micro_batches}{rounds}{schedule})"
+        return f"pipeline(x, {self.over!r}, micro_batches={self.micro_batches}{rounds})"

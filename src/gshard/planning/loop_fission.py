@@ -1,128 +1,20 @@
 """Takes equations out of a scan.
 
-``in_two`` makes two scans: the first one computes the carry, the second one the rest.
-
-    for each layer, the last one first:            for each layer, the last one first:
-        gradient of w = x^T @ ct          ──▶          stack ct
-        ct = ct @ w^T                                  ct = ct @ w^T
-                                                   for each layer: gradient of w = x^T @ ct
-
-The first scan also stacks what the equations of the second one read. Values that are only added to in the carry are
-computed in the second one. Its iterations are independent.
-
 ``without_tables`` computes before the scan what is the same in all iterations and depends on nothing.
 ``computed_before`` computes some equations for all iterations before the scan, if they do not depend on the carry.
 """
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Sequence
 from typing import Any
 
 from jax import lax
 
 from gshard.core.jax_adapter import scan_counts, user_line
-from gshard.core.program import Block, Constant, Equation, Value
+from gshard.core.program import Constant, Equation, Value
 from gshard.language.interpret import Interpreter, value_of
 from gshard.rewrite.cse import is_pure
 from gshard.rewrite.equation_graph import Writer, written
-from gshard.rewrite.shard_scan import only_added_to
-
-
-def in_two(e: Equation, builder: Writer) -> list[Equation] | None:
-    """A scan as two scans; None if its carry needs all its equations.
-
-    Args:
-        e: the scan.
-        builder: creates the equations.
-    """
-    consts, carry = scan_counts(e.params)
-    (body,) = e.blocks
-    added = only_added_to(e)
-    if all(added):
-        return None
-    needed = {v for v, is_added in zip(body.outputs[:carry], added, strict=False) if not is_added}
-    first: set[Equation] = set()
-    for q in reversed(body.equations):
-        if not needed.isdisjoint(q.outputs):
-            first.add(q)
-            needed.update(x for x in q.inputs if isinstance(x, Value))
-    _add_cheap(first, body)
-    needed.update(x for q in first for x in q.inputs if isinstance(x, Value))
-    made = {v for q in first for v in q.outputs}
-    late = [q for q in body.equations if q not in first]
-    moved = [i for i, v in enumerate(body.outputs) if not _is_early(v, made, body) or (i < carry and added[i])]
-    if not late or not moved:
-        return None
-    flowing = [i for i in range(carry) if not added[i]]
-    inside = {body.inputs[consts + i] for i in flowing} | made
-    read = {x for q in late for x in q.inputs} | {body.outputs[i] for i in moved}
-    cut = [v for v in (*body.inputs, *(v for q in body.equations for v in q.outputs)) if v in inside and v in read]
-    stays = [i for i in range(carry, len(body.outputs)) if i not in moved]
-    sums = [i for i in moved if i < carry]
-    stacks = [i for i in moved if i >= carry]
-
-    def two_loops(*operands: Any) -> list[Any]:
-        shared = dict(zip(body.inputs[:consts], operands, strict=False))
-        slices = dict(zip(body.inputs[consts + carry :], operands[consts + carry :], strict=True))
-        read_early, read_late = ([v for v in slices if v in own] for own in (needed, read))
-
-        def run(equations: Sequence[Equation], env: dict[Any, Any], outputs: Sequence[Value | Constant]) -> list[Any]:
-            Interpreter().evaluate(equations, env)
-            return [value_of(v, env) for v in outputs]
-
-        def early(carried: Any, own: Any) -> Any:
-            env = shared | dict(zip(read_early, own, strict=True))
-            env |= {body.inputs[consts + i]: x for i, x in zip(flowing, carried, strict=True)}
-            outputs = [*(body.outputs[i] for i in (*flowing, *stays)), *cut]
-            out = run([q for q in body.equations if q in first], env, outputs)
-            return out[: len(flowing)], out[len(flowing) :]
-
-        def rest(carried: Any, own: Any) -> Any:
-            env = shared | dict(zip((*read_late, *cut), own, strict=True))
-            env |= {body.inputs[consts + i]: x for i, x in zip(sums, carried, strict=True)}
-            out = run(late, env, [body.outputs[i] for i in (*sums, *stacks)])
-            return out[: len(sums)], out[len(sums) :]
-
-        over = functools.partial(lax.scan, length=e.params["length"], reverse=e.params["reverse"])
-        end, made_early = over(early, [operands[consts + i] for i in flowing], [slices[v] for v in read_early])
-        start = [operands[consts + i] for i in sums]
-        added_up, made_late = over(rest, start, [*(slices[v] for v in read_late), *made_early[len(stays) :]])
-        results = dict(
-            zip((*flowing, *stays, *sums, *stacks), (*end, *made_early[: len(stays)], *added_up, *made_late))
-        )
-        return [results[i] for i in range(len(body.outputs))]
-
-    return written(builder, two_loops, e.inputs, e.outputs, e)
-
-
-def _add_cheap(first: set[Equation], body: Block) -> None:
-    """Adds equations to those of the first scan, if fewer bytes are stacked then, and if they are not products."""
-    early = {*body.inputs, *(v for q in first for v in q.outputs)}
-    is_changed = True
-    while is_changed:
-        is_changed = False
-        late = [q for q in body.equations if q not in first]
-        for q in late:
-            operands = {x for x in q.inputs if isinstance(x, Value)}
-            if (
-                q.rule is None
-                or not operands <= early
-                or q.rule.flops > max((math.prod(x.shape) for x in operands), default=0)
-            ):
-                continue
-            others = {x for other in late if other is not q for x in other.inputs} | {*body.outputs}
-            if sum(x.bytes for x in operands - others) > sum(v.bytes for v in q.outputs):
-                first.add(q)
-                early.update(q.outputs)
-                is_changed = True
-                break
-
-
-def _is_early(v: Value | Constant, made: set[Value], body: Block) -> bool:
-    return isinstance(v, Constant) or v in made or v in body.inputs
 
 
 def without_tables(e: Equation, builder: Writer) -> list[Equation] | None:

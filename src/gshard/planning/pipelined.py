@@ -6,9 +6,6 @@
 A scan is a pipeline if it reads a marked stack, or a stack that a pipeline made, and hands a carry from layer to layer.
 So the loop of the derivative, which reads the residuals, is a pipeline in the other direction. Loops that only add to
 their carry are left to ``rewrite.shard_scan``.
-
-With ``schedule="zero_bubble"`` a loop in reverse is cut in two before: the first one computes the carry, and stacks
-what the equations of the second one read. The iterations of the second one are independent, so it has no bubble.
 """
 
 from __future__ import annotations
@@ -31,11 +28,10 @@ from gshard.core.program import Block, Constant, Equation, Program, Value
 from gshard.language.region import with_edges
 from gshard.language.traits import traits_of
 from gshard.planning.layer_stacks import all_schedules, entering, hands_on, layers_handed_on, schedules_of
-from gshard.planning.loop_fission import computed_before, in_two, without_tables
+from gshard.planning.loop_fission import computed_before, without_tables
 from gshard.planning.micro_batches import Mixed, Rows, micro_body
 from gshard.planning.pipeline_loop import PipelinedLoop
 from gshard.planning.stage_layout import StageLayout
-from gshard.planning.stage_loop import StageLoop
 from gshard.rewrite.cse import common_key
 from gshard.rewrite.dce import without_dead_code
 from gshard.rewrite.driver import recorded
@@ -127,10 +123,6 @@ class _Walk:
         while pending:
             e = pending.pop()
             if e.name == "scan" and (schedule := self._schedule_of(e, known)) is not None:
-                parts = in_two(e, self._builder) if schedule.zero_bubble and e.params["reverse"] else None
-                if parts is not None:
-                    pending += reversed(parts)
-                    continue
                 try:
                     equations += self._pipeline(e, schedule, known)
                 except Mixed as mixed:
@@ -190,8 +182,7 @@ class _Walk:
         self.scans |= bool(stacks)
         if not stacks or self._stages(stacks[0].schedule) == 1:
             return None
-        is_independent = all(only_added_to(e)) and any(s.by_turn is not None for s in stacks)
-        return stacks[0].schedule if hands_on(e) or is_independent else None
+        return stacks[0].schedule if hands_on(e) else None
 
     def _stages(self, schedule: Schedule) -> int:
         return self._mesh.count(atoms_of_partitions(schedule.over, self._mesh))
@@ -205,21 +196,17 @@ class _Walk:
         stages, (consts, carry) = self._stages(schedule), scan_counts(e.params)
         _check_layers(e, schedule, stages)
         layout = StageLayout(schedule, stages, int(e.params["length"]) // (stages * schedule.rounds))
-        first, made = consts + carry, dict[int, Value]()
+        first = consts + carry
         found = [known.get(x) if isinstance(x, Value) else None for x in e.inputs[first:]]
         stacks = [s if s is not None and s.schedule == schedule and not s.dim else None for s in found]
         by_turn = [None if s is None else s.by_turn for s in stacks]
         rows = tuple(None if s is None or s.by_turn is None else s.rows for s in stacks)
-        run: StageLoop | PipelinedLoop
-        if not hands_on(e):
-            run = StageLoop(layout, e, rows)
-        else:
-            run = _loop(e, layout, rows)
-            of_results = list(enumerate(run.body.outputs[carry:]))
-            avals = run.body.jaxpr.out_avals[carry:]
-            turns = schedule.turns(stages), stages, layout.layers
-            made = {i: self._builder.fresh((*turns, *avals[i].shape), avals[i].dtype) for i, has in of_results if has}
-            known |= {e.outputs[carry + i]: _Stack(schedule, 0, made.get(i), has) for i, has in of_results}
+        run = _loop(e, layout, rows)
+        of_results = list(enumerate(run.body.outputs[carry:]))
+        avals = run.body.jaxpr.out_avals[carry:]
+        turns = schedule.turns(stages), stages, layout.layers
+        made = {i: self._builder.fresh((*turns, *avals[i].shape), avals[i].dtype) for i, has in of_results if has}
+        known |= {e.outputs[carry + i]: _Stack(schedule, 0, made.get(i), has) for i, has in of_results}
         operands = [*e.inputs[:first], *(v or x for v, x in zip(by_turn, e.inputs[first:], strict=True))]
         try:
             equations = written(self._builder, run, operands, [*e.outputs, *made.values()], e)
@@ -230,8 +217,7 @@ class _Walk:
                 str(schedule),
                 "gshard maps a layer over the stages by jax.vmap, so each of its operations needs a batching rule.",
             ) from error
-        note = _note(e, schedule, stages, run.body.rows) if isinstance(run, PipelinedLoop) else ""
-        self.fired.append(recorded(RUN_AS_PIPELINE, {e: equations}, note))
+        self.fired.append(recorded(RUN_AS_PIPELINE, {e: equations}, _note(e, schedule, stages, run.body.rows)))
         return equations
 
 

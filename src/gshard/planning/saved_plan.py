@@ -30,7 +30,7 @@ from gshard.planning.io_shardings import at_boundary
 from gshard.planning.layer_stacks import schedules_of, with_schedules
 from gshard.planning.settled import settled
 
-_FORMAT = 4
+_FORMAT = 5
 _SHOWN = 6  # changed lines in an error message
 _WIDE = 160  # characters of each
 
@@ -209,7 +209,7 @@ def _ring(data: dict[str, Any]) -> Ring:
 
 def _schedule(data: dict[str, Any]) -> Schedule:
     over = tuple(data["over"]) if isinstance(data["over"], list) else data["over"]
-    return Schedule(over, int(data["micro_batches"]), int(data["rounds"]), bool(data["zero_bubble"]))
+    return Schedule(over, int(data["micro_batches"]), int(data["rounds"]))
 
 
 def plan_of(

@@ -85,29 +85,12 @@ class StageLayout:
 
     def from_turns(self, x: Any, rows: Rows) -> Any:
         """The stack by stages of a stack by turns."""
-        items = self._items_from(x, 0, self.items)
+        turns = jnp.arange(self.stages, dtype=jnp.int32)  # stage ``s`` has item ``n`` in turn ``n + s``
+        items = jax.vmap(lambda own, t: lax.dynamic_slice_in_dim(own, t, self.items), (1, 0))(x, turns)
         *outer, layers = self.leading
         parts = items.reshape(*outer, self.schedule.micro_batches, layers, *items.shape[3:])
         parts = jnp.moveaxis(parts, len(outer), 0)
         return self.joined(parts, Rows(rows.dim + len(self.leading), rows.inner))
-
-    def layer_from_turns(self, x: Any, rows: Rows, layer: Any) -> Any:
-        """The slices of all stages for one layer, ``[stages, ...]``, of a stack by turns.
-
-        Args:
-            x: the stack.
-            rows: the batch dimension of a slice.
-            layer: the number of the layer in its stage, counted through all rounds.
-        """
-        turns = lax.dynamic_index_in_dim(x, layer % self.layers, 2, keepdims=False)
-        count = self.schedule.micro_batches
-        parts = self._items_from(turns, layer // self.layers * count, count)
-        return self.joined(jnp.moveaxis(parts, 1, 0), Rows(rows.dim + 1, rows.inner))
-
-    def _items_from(self, x: Any, first: Any, count: int) -> Any:
-        """Some items of all stages, ``[stages, count, ...]``: stage ``s`` has item ``n`` in turn ``n + s``."""
-        turns = first + jnp.arange(self.stages, dtype=jnp.int32)
-        return jax.vmap(lambda own, t: lax.dynamic_slice_in_dim(own, t, count), (1, 0))(x, turns)
 
     def pinned(self, x: Any, dim: int) -> Any:
         """The array with its dimension of stages split over the mesh; the other dimensions stay open."""

@@ -77,8 +77,6 @@ def best_pipeline(
         is_possible = stacks.layers % (_ROUNDS * stages) == 0 and schedule.micro_batches >= stages
         if is_possible and _estimate(shared, in_rounds, stages) < priced.cost.seconds:
             try_one(in_rounds)
-        first = best() or first
-        try_one(dataclasses.replace(tried[first][1], zero_bubble=True))
     return best()
 
 
@@ -133,7 +131,6 @@ def _preset(program: Program, mesh: Mesh, boundary: Boundary, stacks: LayerStack
     marked = with_argument_marks(marked, {i: mark for i, mark in of_data.items() if mark is not None})
     over = schedule.over if isinstance(schedule.over, str) else f"{schedule.over} parts"
     rounds = f", {schedule.rounds} rounds" if schedule.rounds > 1 else ""
-    zero_bubble = ", zero bubble" if schedule.zero_bubble else ""
     beside = ", batch over the rest" if others else ""
-    name = f"pipeline over {over}, {schedule.micro_batches} micro-batches{rounds}{zero_bubble}{beside}"
+    name = f"pipeline over {over}, {schedule.micro_batches} micro-batches{rounds}{beside}"
     return Preset(name, marked, program.argument_marks)

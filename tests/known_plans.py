@@ -1,10 +1,10 @@
-"""The corpus: what gshard plans for every small program of the tests, in one table that a test compares.
+"""Known plans: what gshard plans for every small program of the tests, in one table that a test compares.
 
 A row has a program, what its plan minimises (bytes, or seconds on an H100 machine), the figures of its plan, and a
 digest of the plan and of the emitted collectives. A change of the planner that is meant to change plans rewrites the
 table in a commit of its own; the printed comparison says which figures became worse.
 
-    python tests/corpus.py [--write] [--only layers/]       two minutes
+    python tests/known_plans.py [--write] [--only layers/]       two minutes
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from families import CASES
 from families import SMALL as FEW_ROWS
 from steps import STEPS
 
-TABLE = Path(__file__).parent / "golden" / "corpus.txt"
+TABLE = Path(__file__).parent / "golden" / "known_plans.txt"
 TWINS = {f"twins/{twin.name.replace(' ', '-')}": twin for group in GROUPS for twin in group()}
 SMALL = {f"small/{name}": small for name, small in small_programs.PROGRAMS.items()}
 MORE = {f"training/{name}": step for name, step in STEPS.items()}
