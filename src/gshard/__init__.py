@@ -22,7 +22,6 @@ Besides::
 
     Mesh, Sharding              the devices, and how an array is cut over them
     Machine, Cost               what a program takes on given devices; CollectiveMatmul: which products run so
-    manual, auto_to_manual ...  parts of a program that you partition yourself
     attention                   dot-product attention, split by batch, heads or sequence (ring attention)
     put_rows, take_rows         rows that move to places of their own, as tokens do to experts (ragged all-to-all)
     kernel                      a fast function (Pallas, cuDNN, ...) that is partitioned as a plain one
@@ -49,10 +48,6 @@ from gshard.api.kernel_function import KernelFunction as KernelFunction
 from gshard.api.kernel_function import kernel as kernel
 from gshard.api.lowered import Compiled as Compiled
 from gshard.api.lowered import Lowered as Lowered
-from gshard.api.manual_parts import auto_to_manual as auto_to_manual
-from gshard.api.manual_parts import manual as manual
-from gshard.api.manual_parts import manual_to_auto as manual_to_auto
-from gshard.api.manual_parts import part_index as part_index
 from gshard.api.marks import name as name
 from gshard.api.marks import replicate as replicate
 from gshard.api.marks import shard as shard
@@ -143,7 +138,6 @@ __all__ = [
     "UnevenArray",
     "UnknownMachineWarning",
     "attention",
-    "auto_to_manual",
     "compile",
     "configure",
     "dimensions",
@@ -152,10 +146,7 @@ __all__ = [
     "instead_of_jit",
     "jit",
     "kernel",
-    "manual",
-    "manual_to_auto",
     "name",
-    "part_index",
     "partition",
     "pipeline",
     "propagate",

@@ -150,14 +150,14 @@ def _parser(runs: Mapping[str, Run]) -> argparse.ArgumentParser:
         nargs="?",
         type=Path,
         const=PRINTED,
-        metavar="plan.diff",
-        help="print or write the plan for jax.jit without gshard, compiled by XLA and compared: .diff is a patch, "
-        ".mlir StableHLO, .jax_export what jax.export serialises, another suffix the shardings",
+        metavar="plan.mlir",
+        help="print or write the plan for jax.jit without gshard, compiled by XLA and compared: .mlir is "
+        "StableHLO, .jax_export what jax.export serialises, another suffix the shardings",
     )
     command.add_argument(
         "--export-as",
         metavar="FORM",
-        help=f"the form of --export: {', '.join(FORMS)}; layout-map:params is about arguments at params",
+        help=f"the form of --export: {', '.join(FORMS)}",
     )
     command.add_argument("--save", type=Path, metavar="plan.json", help="write the plan, for gshard.jit(plan=...)")
     command.set_defaults(run=runs["search"])

@@ -1,6 +1,6 @@
-"""Export command: ``gshard search --export``: writes a plan in the form that is asked for, or prints it.
+"""Export command: ``gshard search --export``: writes a plan in the form that is given, or prints it.
 
-The form follows from the suffix of the file (``plan.diff``, ``plan.mlir``) or from ``--export-as``.
+The form follows from the suffix of the file (``plan.mlir``) or from ``--export-as``.
 """
 
 from __future__ import annotations
@@ -11,46 +11,37 @@ from pathlib import Path
 from gshard.core.errors import ArgumentError, known_names
 from gshard.xla_programs.exported_plan import ExportedPlan
 
-# Each form makes text, or bytes, of a plan and the path of arguments that was given with it.
-_FORMS: Mapping[str, Callable[[ExportedPlan, str], str | bytes]] = {
-    "shardings": lambda plan, below: str(plan),
-    "patch": lambda plan, below: plan.patch(),
-    "rules": lambda plan, below: str(plan.logical_axis_rules()),
-    "layout-map": lambda plan, below: str(plan.layout_map(below=below)),
-    "metadata": lambda plan, below: str(plan.partition_metadata(below)),
-    "stablehlo": lambda plan, below: plan.stablehlo(),
-    "jax-export": lambda plan, below: bytes(plan.jax_export().serialize()),
+_FORMS: Mapping[str, Callable[[ExportedPlan], str | bytes]] = {
+    "shardings": str,
+    "stablehlo": lambda plan: plan.stablehlo(),
+    "jax-export": lambda plan: bytes(plan.jax_export().serialize()),
 }
 FORMS = tuple(_FORMS)
-_SUFFIXES = {".diff": "patch", ".patch": "patch", ".mlir": "stablehlo", ".jax_export": "jax-export"}
-_WITH_PATH = ("layout-map", "metadata")
+_SUFFIXES = {".mlir": "stablehlo", ".jax_export": "jax-export"}
 
 
-def form_of(file: Path | None, form: str | None) -> tuple[str, str]:
-    """The form in which a plan is exported, and the path of arguments that it is about.
+def form_of(file: Path | None, form: str | None) -> str:
+    """The form in which a plan is exported.
 
     Args:
         file: where to; None prints it.
-        form: what ``--export-as`` gives: ``patch``, ``layout-map:params``.
+        form: what ``--export-as`` gives.
 
     Raises:
-        ArgumentError: there is no such form, it takes no path, or it is bytes and would be printed.
+        ArgumentError: there is no such form, or it is bytes and would be printed.
 
-    >>> form_of(Path("plan.mlir"), None), form_of(None, "metadata:state/0")
-    (('stablehlo', ''), ('metadata', 'state/0'))
+    >>> form_of(Path("plan.mlir"), None), form_of(None, None)
+    ('stablehlo', 'shardings')
     """
-    name, _, below = (form or "").partition(":")
-    name = name or _SUFFIXES.get(file.suffix if file is not None else "", "shardings")
+    name = form or _SUFFIXES.get(file.suffix if file is not None else "", "shardings")
     if name not in _FORMS:
         raise ArgumentError(f"a plan has no form {name!r}.", hint=known_names(name, FORMS, "--export-as takes"))
-    if below and name not in _WITH_PATH:
-        raise ArgumentError(f"--export-as {name} takes no path of arguments.", got=form, hint=f"Write {name}.")
     if name == "jax-export" and file is None:
         raise ArgumentError("--export-as jax-export writes bytes.", hint="Name a file: --export plan.jax_export.")
-    return name, below
+    return name
 
 
-def export_to(plan: ExportedPlan, file: Path | None, form: tuple[str, str]) -> str:
+def export_to(plan: ExportedPlan, file: Path | None, form: str) -> str:
     """Writes a plan, and returns what to print: the form itself, or where it was written with what XLA makes of it.
 
     Args:
@@ -58,8 +49,7 @@ def export_to(plan: ExportedPlan, file: Path | None, form: tuple[str, str]) -> s
         file: where to; None prints it.
         form: what ``form_of`` gave.
     """
-    name, below = form
-    made = _FORMS[name](plan, below)
+    made = _FORMS[form](plan)
     if file is None:
         assert isinstance(made, str), "bytes are not printed"
         return made

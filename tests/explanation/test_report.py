@@ -119,20 +119,6 @@ def test_a_page_of_a_thousand_equations_takes_linear_time_and_no_two_megabytes(t
     assert large.stat().st_size < 2 << 20
 
 
-def test_parts_are_not_said_to_be_asked_by_nobody():
-    """What goes into a manual part and what is inside of it is explained by that."""
-
-    def f(x):
-        part = gshard.auto_to_manual(x, 0, 4)
-        return gshard.manual_to_auto(jnp.sin(part) + 1.0, 0, 4)
-
-    found = gshard.explain(f, f32(8, 3), mesh=gshard.Mesh.abstract(d=4))
-    reasons = {row.name.split(" ")[0 if row.is_argument else 1]: row.reason for row in found.tensors}
-    assert "auto_to_manual at test_report.py" in reasons["x"]
-    assert reasons["sin"] == "one of 4 parts: each device holds its own until manual_to_auto"
-    assert "nothing asks" not in "".join(reasons.values())
-
-
 def test_a_machine_of_another_size_is_refused(attention):
     with pytest.raises(MachineError, match="128 devices, and the mesh has 8"):
         attention.cost("v3:8x8")

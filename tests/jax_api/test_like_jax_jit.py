@@ -1583,6 +1583,16 @@ def test_tokens_come_and_go(mesh: int) -> None:
         gshard.jit(lambda x: jax.lax.optimization_barrier((x, jax.lax.create_token()))[0], mesh=mesh)(1)
 
 
+@pytest.mark.parametrize("wrapped", [lambda f: f, jax.checkpoint, lambda f: lambda x: jax.lax.map(f, x)])
+def test_an_inspection_is_refused(wrapped: Callable[..., Any]) -> None:
+    def f(x: Any) -> Any:
+        jax.debug.inspect_array_sharding(x, callback=print)
+        return x
+
+    with pytest.raises(gshard.TraceError, match=r"(?s)cannot see the plan.*test_like_jax_jit.py.*gshard.explain"):
+        gshard.jit(wrapped(f), mesh=2)(jnp.arange(8.0))
+
+
 @pytest.mark.parametrize("mesh", MESHES)
 def test_arguments_and_results_are_freed(mesh: int) -> None:
     f = gshard.jit(lambda x: gshard.split(x, 0, mesh) + 1, mesh=mesh)

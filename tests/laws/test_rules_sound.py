@@ -95,7 +95,7 @@ def test_every_rule_has_a_row() -> None:
         "log2", "one_minus_square", "polynomial",  # only in newer JAX; elementwise
         "add_any", "eq_to", "le_to", "lt_to",  # made by JAX itself; elementwise
         "copy_p", "name", "random_gamma_grad", "igamma_grad_a", "polygamma", "regularized_incomplete_beta",
-        "auto_to_manual", "manual_to_auto", "part_index", "shard_map",  # one split only; see tests/rules/test_manual.py
+        "shard_map",  # one split only; see tests/rules/test_manual.py
         "sum_of_devices",  # the same; see tests/tracing/test_region_sums.py
         "enter_manual", "leave_manual", "manual_axis_index", "manual_psum", "manual_pmax", "manual_pmin",
         "manual_ppermute", "manual_all_gather", "manual_psum_scatter", "manual_all_to_all",
@@ -104,7 +104,6 @@ def test_every_rule_has_a_row() -> None:
         "custom_partitioning",  # the same; see tests/rules/test_custom_partitioning.py
         "pure_callback", "io_callback", "debug_callback", "debug_print",  # tests/rules/test_callback.py
         "xla_metadata_value",  # elementwise; tests/emit/test_contexts.py
-        "inspect_sharding",  # no program runs it; tests/tracing/test_looks.py
         "platform_index",  # no arrays; see "calls" in tests/emit/test_programs.py
         "sharding_constraint", "device_put",  # need a mesh; see tests/emit/test_programs.py
         "reshard", "layout_constraint",  # the same; see tests/api/test_user_mesh.py, tests/tracing/test_expand.py

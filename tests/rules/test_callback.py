@@ -172,19 +172,6 @@ def test_an_order_that_jax_does_not_keep_is_refused() -> None:
     jax.effects_barrier()
 
 
-def test_parts_that_differ_are_not_told_of_once() -> None:
-    def f(x: Any, **how: bool) -> Any:
-        part = gshard.auto_to_manual(gshard.split(x, 0, 8), 0, 8)
-        jax.debug.callback(host.tell, part, **how)
-        return gshard.manual_to_auto(part, 0, 8)
-
-    host = Host()
-    with pytest.raises(gshard.ShardingError, match="is called once, and this is one of 8 parts that differ"):
-        run(f, np.concatenate([X, X[:1]]))
-    run(lambda x: f(x, partitioned=True), np.concatenate([X, X[:1]]))
-    assert sorted(call[0, 0] for call in host.calls) == sorted([*X[:, 0], X[0, 0]])
-
-
 @pytest.mark.parametrize("callback", [io_callback, jax.pure_callback])
 def test_the_device_that_calls_can_be_named(callback: Callable[..., Any]) -> None:
     host, named = Host(), jax.sharding.SingleDeviceSharding(jax.devices()[3])

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from flax import nnx
 
 import gshard
 
@@ -41,16 +40,6 @@ class Scanned(nn.Module):
         return found  # type: ignore[no-any-return]
 
 
-class Perceptron(nnx.Module):
-    """The same block in NNX, without names."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        self.up, self.down = nnx.Linear(64, 256, use_bias=False, rngs=rngs), nnx.Linear(256, 64, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return x + self.down(nnx.gelu(self.up(x)))
-
-
 def linen_step() -> tuple[Callable[..., Any], Any]:
     """A training step of ``Scanned``, and its boxed variables."""
     model = Scanned()
@@ -63,20 +52,6 @@ def linen_step() -> tuple[Callable[..., Any], Any]:
         return jax.tree.map(lambda w, g: w - 0.1 * g, variables, gradients), value
 
     return step, jax.eval_shape(model.init, jax.random.key(0), X)
-
-
-def nnx_step() -> tuple[Callable[..., Any], Any]:
-    """A training step of ``Perceptron``, and its state."""
-    graph, state = nnx.split(nnx.eval_shape(lambda: Perceptron(nnx.Rngs(0))))
-
-    def step(state: Any, x: jax.Array) -> tuple[Any, jax.Array]:
-        def loss(state: Any) -> jax.Array:
-            return jnp.mean((nnx.merge(graph, state)(x) - x) ** 2)
-
-        value, gradients = jax.value_and_grad(loss)(state)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, state, gradients), value
-
-    return step, state
 
 
 def exported(
@@ -96,16 +71,3 @@ def split_hidden(arrays: Any, axes: tuple[str, ...], hidden: int = 256) -> Any:
         return jax.sharding.PartitionSpec(*(axes if n == hidden else None for n in x.shape))
 
     return jax.tree.map(spec, arrays)
-
-
-def specs_of(exported_plan: gshard.ExportedPlan) -> dict[str, jax.sharding.PartitionSpec]:
-    """The plan's specs by path, without what stands for nothing at their ends."""
-    return {a.path: shortened(a.spec) for a in exported_plan.arguments}
-
-
-def shortened(spec: Any) -> jax.sharding.PartitionSpec:
-    """A spec without entries that say nothing at its end."""
-    entries = list(spec)
-    while entries and not entries[-1]:
-        entries.pop()
-    return jax.sharding.PartitionSpec(*entries)

@@ -183,9 +183,6 @@ def test_arrays_in_the_memory_of_the_host_stay_there() -> None:
     state, given = jax.device_put(jnp.ones((64, 64)), ins[0]), jax.device_put(jnp.ones((64, 64)), ins[1])
     found = jax.jit(step, in_shardings=ins, out_shardings=outs)(state, given)
     np.testing.assert_array_equal(found, np.full((64, 64), 3.0))
-    patch = plan.patch()
-    assert 'in_shardings=(None, P("data"))' in patch
-    assert "place the arrays of state before a call" in patch
     assert 'mhlo.memory_kind = "pinned_host"' in plan.stablehlo()
 
 
@@ -229,7 +226,6 @@ def test_rewrites_in_what_is_compiled_are_told() -> None:
     sent = format_bytes(gshard.explain(compiled).total_bytes)
     told = next(line for line in str(plan).splitlines() if line.startswith("without gshard's rewrites (sum_of_scatter"))
     assert f"with the shardings alone: XLA sends {sent}, " in told
-    assert f"# {told}" in plan.patch()
 
 
 def test_references_are_refused() -> None:
@@ -252,5 +248,4 @@ def test_a_result_that_is_empty_and_none_among_arguments() -> None:
     found = gshard.search(step, state, x, mesh={"data": 8}, machine="h100:1x8", progress=False, budget_seconds=1e-3)
     plan = gshard.export_plan(found)
     assert plan.in_shardings[0].keys() == state.keys()
-    assert "in_shardings=" in plan.patch()
     assert plan.jax_export().nr_devices == 8

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-import jax
-
-from gshard.api.names import names_of_arguments, paths_of_arguments
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames
 from gshard.explanation.found import SearchResult
-from gshard.naming.dimension_metadata import DimensionNames, as_words, is_box
 from gshard.xla_programs.compiled_ranking import devices_for
 from gshard.xla_programs.exported_plan import ExportedPlan, exported_plan
 
@@ -50,22 +43,4 @@ def export_plan(found: SearchResult) -> ExportedPlan:
             hint="Write gshard.export_plan(gshard.search(f, x, mesh=8, machine='h100:1x8')).",
         )
     found.refuse_framework()
-    return exported_plan(found, found.explain().spmd, devices_for(found), lambda names: _read_names(found, names))
-
-
-def _read_names(found: SearchResult, names: Any) -> Sequence[DimensionNames | None]:
-    """The names of the dimensions of each argument; they may be written as Flax and ``jit`` write them."""
-    program = found.plan.program
-    shapes = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in program.block.inputs[len(program.captured) :]]
-    # An array that has metadata is at the path of the node that has both.
-    both = jax.tree.unflatten(found.in_tree, shapes)
-    args, kwargs = jax.tree.map(lambda x: jax.tree.leaves(x)[0] if is_box(x) else x, both, is_leaf=is_box)
-    if isinstance(names, Mapping):
-        written: Any = {pattern: as_words(said) for pattern, said in names.items()}
-    else:
-        written = tuple(map(as_words, names)) if isinstance(names, tuple | list) else as_words(names)
-    numbered, _ = jax.tree.unflatten(found.in_tree, range(found.in_tree.num_leaves))
-    paths = paths_of_arguments(program, found.in_tree)
-    parameters = [paths[jax.tree.leaves(x)[0]].partition("/")[0] if jax.tree.leaves(x) else "" for x in numbered]
-    said = names_of_arguments(parameters, written, args, kwargs)
-    return [None if one is None else one.dims for one in said]
+    return exported_plan(found, found.explain().spmd, devices_for(found))

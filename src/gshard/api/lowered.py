@@ -13,7 +13,6 @@ from typing import Any
 import jax
 from jax.experimental.layout import Format
 
-from gshard.api.call_back import call_back
 from gshard.api.compiled_arguments import check_types, flat_arguments
 from gshard.api.placement import placed_arguments
 from gshard.api.reference_arguments import write_back
@@ -120,10 +119,7 @@ class Lowered:
 
         Where the compiler needs more memory than was modelled, it recomputes more than ``spmd`` to keep to the limit.
         """
-        made = self.target.compiled(self.spmd, self._all_kept, self.donated)
-        if self.program.looks:
-            made.when_compiled(lambda: call_back(self.plan, self.target))
-        return made
+        return self.target.compiled(self.spmd, self._all_kept, self.donated)
 
     def is_as(self, other: Lowered) -> bool:
         """Whether another one is planned in the same way for the same program, so that this one will do for both.

@@ -26,7 +26,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from gshard.api.at_partitioning import lowered_at_partitioning, may_wait
 from gshard.api.boundary import mark_of_sharding
-from gshard.api.call_back import call_back
 from gshard.api.inside_shard_map import as_region, in_region, run_inside
 from gshard.api.lowered import Lowered
 from gshard.api.operands import cut_alike, marks_of_operands, tell_unknown
@@ -132,13 +131,6 @@ def partitioned(jaxpr: Any, target: Target, marks: tuple[Mark | None, ...] | Non
     return made
 
 
-def _partitioned_and_told(jaxpr: Any, target: Target, marks: tuple[Mark | None, ...] | None) -> SpmdProgram:
-    """The per-device program that is compiled; the callbacks of looks are told of its plan."""
-    made = partitioned(jaxpr, target, marks)
-    call_back(_planned(jaxpr, dataclasses.replace(target, leaves_by_axes=False), marks), target)
-    return made
-
-
 def _shapes(avals: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
     return [Leaf(a).shape for a in avals]
 
@@ -155,10 +147,10 @@ def _lower(ctx: Any, *arguments: Any, jaxpr: Any, target: Target) -> Any:
     except Unknown:
         if may_wait(ctx, jaxpr, target) and cut_alike(ctx, target):
             program = _planned(jaxpr, dataclasses.replace(target, leaves_by_axes=False)).program
-            return lowered_at_partitioning(ctx, arguments, jaxpr, target, program, _partitioned_and_told)
+            return lowered_at_partitioning(ctx, arguments, jaxpr, target, program, partitioned)
         made = partitioned(jaxpr, target)
         tell_unknown(jaxpr, target, made.in_shardings[len(made.program.captured) :])
-    spmd = _partitioned_and_told(jaxpr, target, marks)
+    spmd = partitioned(jaxpr, target, marks)
 
     def inline(*arrays: Any) -> list[Any]:
         return list(runnable(spmd.jaxpr)(*spmd.program.captured, *arrays))

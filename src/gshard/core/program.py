@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,6 @@ from gshard.core.fired import BATCH_EQUAL_FUNCTIONS, RUN_AS_PIPELINE, Fired
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_dispatch import Cache
 from gshard.core.layout import Layout, Named
-from gshard.core.look import Look
 from gshard.core.mark import Mark
 from gshard.core.memory_kinds import kind_in_space
 from gshard.core.planning_tables import tabulated
@@ -216,9 +215,6 @@ class Program:
         layout: the layout that maps these names to mesh axes; None without a layout.
         references: the numbers of the inputs that are references (``jax.Ref``). Their final values are the last
             results, in this order. References that the function closes over are the last inputs.
-        looks: the calls of ``jax.debug.inspect_array_sharding``. They are not equations of the program.
-        watched: returns the program in which each look is an equation that reads its operand, for planning values that
-            are not in the program; None without looks.
         finite: whether the user states that parts of sums of floats are finite, so that they may pass more equations.
         decomposed: cache of blocks that replace ``block``, for the numbers of parts of its values
             (``planning.decompose``). Programs with other marks share it.
@@ -239,8 +235,6 @@ class Program:
     named: tuple[Named, ...] = ()
     layout: Layout | None = None
     references: tuple[int, ...] = ()
-    looks: tuple[Look, ...] = ()
-    watched: Callable[[], Program] | None = None
     finite: bool = False
     decomposed: Cache = dataclasses.field(default_factory=lambda: Cache(_DECOMPOSED))
     input_memories: tuple[str, ...] = ()

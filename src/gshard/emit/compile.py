@@ -39,7 +39,6 @@ class Executable:
 
     spmd: SpmdProgram
     function: Callable[..., Any]
-    _waiting: list[Callable[[], None]] = dataclasses.field(default_factory=list, init=False, repr=False)
 
     def __call__(self, *arguments: Any) -> list[Any]:
         """Runs on flat arguments in the shardings of the program. Results are flat global arrays."""
@@ -101,17 +100,7 @@ class Executable:
         """JAX's compiled object: ``as_text()``, ``memory_analysis()``, ``cost_analysis()``."""
         lowered = self.lowered
         with phase("compiling", self.spmd.program.name, self.spmd.mesh.size):
-            compiled = lowered.compile()
-        while self._waiting:
-            self._waiting.pop(0)()
-        return compiled
-
-    def when_compiled(self, act: Callable[[], None]) -> None:
-        """Calls a function when the program is compiled, or now if it is."""
-        if "compiled" in self.__dict__:
-            act()
-        else:
-            self._waiting.append(act)
+            return lowered.compile()
 
     def __str__(self) -> str:
         return f"executable {self.spmd.program.name} on {self.spmd.mesh}\n{self.compiled.as_text()}"

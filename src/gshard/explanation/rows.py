@@ -14,7 +14,6 @@ from gshard.core.program import Block, Value
 from gshard.core.spmd import Collective
 from gshard.naming.array_names import ArrayNames
 from gshard.naming.short_names import without_number
-from gshard.tracing.manual_regions import parts_of
 
 _NAMED = 24  # names of arguments in a message
 
@@ -237,12 +236,10 @@ def text_of_rings(plan: Plan, without: float, taken: float, machine: str) -> str
 
 
 def notes_of_parts(block: Block) -> dict[Value, str]:
-    """What to know of values that are one device's part, or that an equation without a choice reads or makes."""
+    """What to know of values that an equation without a choice reads or makes."""
     notes = {}
     for e in block.walk():
         if e.rule is not None and e.rule.fixed is not None:
             note = f"{e.name}{f' at {e.line}' if e.line else ''} says how it is sharded there"
             notes.update({v: note for v in (*e.inputs, *e.outputs) if isinstance(v, Value)})
-    for v, parts in parts_of(block).items():
-        notes[v] = f"one of {parts} parts: each device holds its own until manual_to_auto"
     return notes

@@ -142,8 +142,12 @@ def check_arrays(eqn: Any, source: Any) -> None:
     """Checks that all results of an equation are arrays.
 
     Raises:
-        TraceError: a result is a token, or a value of a user-defined type (``jax.experimental.hijax``).
+        TraceError: a result is a token, or a value of a user-defined type (``jax.experimental.hijax``), or the equation
+            shows the sharding of an array, which only ``gshard.explain`` can.
     """
+    if eqn.primitive.name == "inspect_sharding":
+        hint = "Remove the call: gshard.explain(f, ...) shows the sharding of each array, and why it has it."
+        raise TraceError("jax.debug.inspect_array_sharding cannot see the plan.", user_line(source), hint=hint)
     no_array = next((v.aval for v in eqn.outvars if not hasattr(v.aval, "shape")), None)
     if isinstance(no_array, AbstractToken):
         hint = "Leave tokens out: jax.debug.callback(..., ordered=True) keeps callbacks in their order."

@@ -15,9 +15,6 @@ from gshard.core.mark import Mark
 
 mark_p = Primitive("gshard_mark")
 name_p = Primitive("gshard_name")  # tracing.trace converts it to a mark by a layout
-# An inspection keeps its operand when a body is traced again, such as the body of a ``shard_map`` with automatic axes.
-# The builder of the program records the value, and creates no equation.
-look_at_p = Primitive("gshard_look_at")
 
 
 def bind_mark(x: Any, mark: Mark) -> Any:
@@ -61,12 +58,3 @@ def _define_identity(primitive: Primitive) -> None:
 
 _define_identity(mark_p)
 _define_identity(name_p)
-
-
-@look_at_p.def_impl
-@look_at_p.def_abstract_eval
-def _same(x: Any, *, number: int) -> Any:
-    return x
-
-
-mlir.register_lowering(look_at_p, lambda ctx, x, *, number: [x])

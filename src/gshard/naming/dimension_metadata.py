@@ -7,7 +7,7 @@ attributes, so that it does not import Flax.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -44,27 +44,3 @@ def boxes_of(tree: Any) -> list[tuple[tuple[Any, ...], Any]]:
     [((DictKey(key='w'),), 1.0)]
     """
     return jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_box)
-
-
-def as_words(tree: Any) -> Any:
-    """A pytree of names as ``names=`` of ``jit`` takes them: a tuple becomes a string, metadata a ``PartitionSpec``.
-
-    >>> as_words({"w": ("embed", None), "b": "mlp"})
-    {'b': 'mlp', 'w': 'embed _'}
-    """
-
-    def is_leaf(x: Any) -> bool:
-        return is_box(x) or _is_words(x) or isinstance(x, PartitionSpec) or x is None
-
-    def spec(x: Any) -> Any:
-        if is_box(x):
-            return PartitionSpec(*(names_in(x) or ()))
-        return " ".join(word or "_" for word in x) if _is_words(x) else x
-
-    return jax.tree.map(spec, tree, is_leaf=is_leaf)
-
-
-def _is_words(x: Any) -> bool:
-    """Whether it is a non-empty tuple of names, which are strings or None."""
-    words: Sequence[Any] = x if type(x) in (tuple, list) else ()
-    return bool(words) and all(word is None or isinstance(word, str) for word in words)

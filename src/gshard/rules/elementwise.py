@@ -231,16 +231,6 @@ def mark(call: Call) -> Rule:
     return _unchanged(call, local=lambda shards, x: [x], flops=0)
 
 
-@rule("inspect_sharding", pure=False)
-def inspect_sharding(call: Call) -> Rule:
-    """An inspection accepts every sharding of the array. gshard does not run it (``tracing.looks``).
-
-    >>> print(inspect_sharding(Call("inspect_sharding", {}, ((3, 4),), (), ("f4",))))
-    a b ->
-    """
-    return _unchanged(call, local=lambda shards, x: [], flops=0)
-
-
 @rule("xla_metadata_value")
 def annotated(call: Call) -> Rule:
     """Each device annotates the operation that computes its part."""

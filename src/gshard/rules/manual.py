@@ -3,8 +3,6 @@
     shard_map(body, mesh, in_specs, out_specs)      JAX's regions: ``in_specs`` determine the parts of the operands;
                                                     the body runs unchanged on the parts, with its collectives
     sum_of_devices                                  the last sum of such a region (``tracing.region_sums``)
-    auto_to_manual(x, dim, n) ... manual_to_auto    the regions of the GShard paper (section 3.2): between the two
-                                                    calls, a value is one device's part
 
 Each of these equations has only one possible split (``Rule.fixed``).
 """
@@ -16,12 +14,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
-from gshard.comm.shards import Shards, mask
+from gshard.comm.shards import Shards
 from gshard.core.errors import ShardingError
-from gshard.core.mark import Mark, atoms_of_partitions, resolve
+from gshard.core.mark import Mark, resolve
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.planning_tables import tabulated
 from gshard.core.rule import REDUCE, Rule, RuleMaker
@@ -29,59 +26,6 @@ from gshard.core.split import Split
 from gshard.language.function_primitive import function_primitive
 from gshard.language.per_device import renamed
 from gshard.language.registry import Call, rule
-
-
-@rule("auto_to_manual")
-def auto_to_manual(call: Call) -> Rule:
-    """The part of an array that a device holds, as an array of its own. Padding is zero.
-
-    >>> from gshard.core.mesh import Mesh
-    >>> rule = auto_to_manual(Call("auto_to_manual", {"dim": 0, "partitions": 4}, ((8, 3),), ((2, 3),), ("f4",)))
-    >>> print(rule, rule.fixed(Mesh.abstract(x=4)))
-    a b -> c d; replicate b c d {0: ('x.0', 'x.1')}
-    """
-    dim, partitions = call.params["dim"], call.params["partitions"]
-    (shape,), (part,) = call.in_shapes, call.out_shapes
-    make = RuleMaker()
-    operand = [make.factor(n) if d == dim else make.replicate(n) for d, n in enumerate(shape)]
-
-    def local(shards: Shards, x: Any) -> list[Any]:
-        if dim is not None and shape[dim] % partitions:
-            x = mask(x, dim, shape[dim], shards.atoms(operand[dim][0]), False if x.dtype == jnp.bool_ else 0)
-        return [x]
-
-    def fixed(mesh: Mesh) -> Split:
-        return {} if dim is None else {operand[dim][0]: atoms_of_partitions(partitions, mesh)}
-
-    return make.rule([operand], [[make.replicate(n) for n in part]], local=local, fixed=fixed, flops=0)
-
-
-@rule("manual_to_auto")
-def manual_to_auto(call: Call) -> Rule:
-    """The array that consists of the parts: concatenated along ``dim``, or added if ``dim`` is None."""
-    dim, partitions = call.params["dim"], call.params["partitions"]
-    (part,), (shape,) = call.in_shapes, call.out_shapes
-    make = RuleMaker()
-    operand = [make.replicate(n) for n in part]
-    result = [make.factor(n) if d == dim else make.replicate(n) for d, n in enumerate(shape)]
-    (partition,) = make.factor(partitions, REDUCE, "add") if dim is None else result[dim]
-
-    def fixed(mesh: Mesh) -> Split:
-        return {partition: atoms_of_partitions(partitions, mesh)}
-
-    return make.rule([operand], [result], local=lambda shards, x: [x], fixed=fixed, flops=0)
-
-
-@rule("part_index")
-def part_index(call: Call) -> Rule:
-    """The number of the part that a device works on."""
-    partitions = call.params["partitions"]
-
-    def local(shards: Shards) -> list[Any]:
-        atoms = atoms_of_partitions(partitions, shards.mesh)
-        return [lax.axis_index(atoms) if atoms else jnp.zeros((), jnp.int32)]
-
-    return RuleMaker().rule([], [[]], local=local, fixed=lambda mesh: {}, flops=0)
 
 
 @rule("shard_map")

@@ -26,7 +26,7 @@ from gshard.core.memory_kinds import is_on_host
 from gshard.core.program import Block, Constant, Equation, Value
 from gshard.core.rule import Rule
 from gshard.language.ledger import check_arrays, dropped
-from gshard.language.mark_primitive import look_at_p, mark_p, name_p
+from gshard.language.mark_primitive import mark_p, name_p
 from gshard.language.region import REGIONS, with_edges
 from gshard.language.registry import Call, rule_of
 from gshard.rewrite.constant_indices import KnownValues, makes_indices
@@ -46,7 +46,6 @@ from gshard.tracing.expand import (
     needs_barrier,
     without_shardings,
 )
-from gshard.tracing.looks import Looks
 from gshard.tracing.nested_shardings import with_shardings_as_marks
 from gshard.tracing.opened import may_be_opened, opened
 from gshard.tracing.partly_manual import opened_region
@@ -81,7 +80,6 @@ class Builder:
         fired: the rewrites that have changed the program.
         named: the values whose dimensions have names.
         known_values: the known values of constant indices.
-        looks: the inspections of the function; None if it has none.
     """
 
     counter: Iterator[int] = dataclasses.field(default_factory=itertools.count)
@@ -94,7 +92,6 @@ class Builder:
     fired: list[Fired] = dataclasses.field(default_factory=list)
     named: list[Named] = dataclasses.field(default_factory=list)
     known_values: KnownValues = dataclasses.field(default_factory=KnownValues)
-    looks: Looks | None = None
 
     def block(
         self,
@@ -185,11 +182,6 @@ class Builder:
             source = source if line is None else in_scopes_of(source, line)
             self.dropped += dropped(eqn, source)
             inputs = tuple(_read(env, v) for v in eqn.invars)
-            if eqn.primitive is look_at_p:
-                env[eqn.outvars[0]] = inputs[0]
-                if self.looks is not None:
-                    self.looks.note(params["number"], inputs[0])
-                continue
             if eqn.primitive is name_p:
                 self._named(eqn, inputs[0], env, out, source)
                 continue

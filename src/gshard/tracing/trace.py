@@ -7,8 +7,6 @@ equation gets its rule or its region.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,8 +32,6 @@ from gshard.core.wide import dtypes_in, wide_enough_for
 from gshard.tracing.builder import Builder
 from gshard.tracing.by_jax import closed_of, name_of
 from gshard.tracing.files import with_names_of_files
-from gshard.tracing.looks import Looks
-from gshard.tracing.manual_regions import check_manual_regions
 from gshard.tracing.permitted import permitted
 from gshard.tracing.references import without_references
 from gshard.tracing.stage_loops import with_stage_loops
@@ -61,7 +57,6 @@ def trace(
 
     Raises:
         TraceError: ``f`` branches on the values of its arguments, or is not a function of arrays.
-        ShardingError: ``f`` mixes one device's parts (``auto_to_manual``) with whole arrays.
 
     >>> import jax.numpy as jnp
     >>> print(trace(lambda x: jnp.sin(x).sum(), jnp.zeros((4, 2))))
@@ -100,9 +95,6 @@ def program_of(
             transformations rely on these types.
         layout: the layout for names of dimensions; without a layout names have no effect.
         finite: whether the user states that parts of sums of floats are finite.
-
-    Raises:
-        ShardingError: the function mixes one device's parts (``auto_to_manual``) with whole arrays.
     """
     whole, references = without_references(whole, name)
     closed_over = len(whole.in_avals) - len(names)
@@ -112,44 +104,34 @@ def program_of(
     marks = (*argument_marks, *(None,) * closed_over)
     if references:
         out_tree = jax.tree_util.treedef_tuple((out_tree, jax.tree.structure([0] * len(references))))
-    looks = Looks(whole)
     unread = unread_marks(whole)
-
-    def build(whole: Any, looks: Looks | None) -> Program:
-        jaxpr, consts = closed(whole)
-        builder = Builder(layout=layout, looks=looks)
-        with wide_enough_for(dtypes_in(jaxpr)):
-            body = jaxpr_without_dead_code(with_stage_loops(as_traced_here(jaxpr)))
-            block = builder.block(body, captured=consts)
-            block = builder.marked_by_type(block, jaxpr.outvars, as_typed)
-        check_manual_regions(block)
-        block = permitted(block, finite=finite)
-        with_names_of_files(block)
-        inputs = (*consts, *(v.aval for v in jaxpr.invars))
-        return Program(
-            block=block,
-            captured=tuple(consts),
-            argument_marks=marks,
-            names=(*(f"captured[{i}]" for i in range(len(consts))), *names),
-            out_tree=out_tree,
-            name=name,
-            weak=tuple(bool(getattr(v.aval, "weak_type", False)) for v in jaxpr.outvars),
-            named=tuple(builder.named),
-            layout=layout,
-            references=tuple(len(consts) + i for i in references),
-            finite=finite,
-            input_memories=tuple(kind_in_space(is_on_host(x)) for x in inputs),
-            output_memories=tuple(kind_in_space(is_on_host(v.aval)) for v in jaxpr.outvars),
-            dropped=tuple(dict.fromkeys(builder.dropped)),
-            fired=tuple(builder.fired),
-            unread_marks=unread,
-        )
-
-    program = build(looks.plain, looks)
-    if not looks:
-        return program
-    watched = with_tables(no_mesh_set()(functools.partial(build, looks.watched, None)))
-    return dataclasses.replace(program, looks=looks.found(), watched=watched)
+    jaxpr, consts = closed(whole)
+    builder = Builder(layout=layout)
+    with wide_enough_for(dtypes_in(jaxpr)):
+        body = jaxpr_without_dead_code(with_stage_loops(as_traced_here(jaxpr)))
+        block = builder.block(body, captured=consts)
+        block = builder.marked_by_type(block, jaxpr.outvars, as_typed)
+    block = permitted(block, finite=finite)
+    with_names_of_files(block)
+    inputs = (*consts, *(v.aval for v in jaxpr.invars))
+    return Program(
+        block=block,
+        captured=tuple(consts),
+        argument_marks=marks,
+        names=(*(f"captured[{i}]" for i in range(len(consts))), *names),
+        out_tree=out_tree,
+        name=name,
+        weak=tuple(bool(getattr(v.aval, "weak_type", False)) for v in jaxpr.outvars),
+        named=tuple(builder.named),
+        layout=layout,
+        references=tuple(len(consts) + i for i in references),
+        finite=finite,
+        input_memories=tuple(kind_in_space(is_on_host(x)) for x in inputs),
+        output_memories=tuple(kind_in_space(is_on_host(v.aval)) for v in jaxpr.outvars),
+        dropped=tuple(dict.fromkeys(builder.dropped)),
+        fired=tuple(builder.fired),
+        unread_marks=unread,
+    )
 
 
 @no_mesh_set()

@@ -15,7 +15,7 @@ from gshard.core.partition_spec import axes_of_entry
 from gshard.core.paths import path_inside, path_of
 from gshard.core.program import Value
 from gshard.core.sharding import Sharding
-from gshard.naming.dimension_metadata import DimensionNames, boxes_of, is_box, names_in
+from gshard.naming.dimension_metadata import boxes_of
 from gshard.planning.added_marks import spec_of_cut
 from gshard.xla_programs.plan_compiler import PlanCompiler, spec_text
 
@@ -29,16 +29,12 @@ class ExportedArgument:
         value: its shape and dtype.
         spec: its sharding, an entry for each dimension.
         memory: the memory kind in which it is.
-        names: the names of its dimensions that it has in the pytree, or by ``gshard.name``; None without.
-        input: its number among the inputs of the program, captured arrays included.
     """
 
     path: str
     value: Value
     spec: PartitionSpec
     memory: str
-    names: DimensionNames | None
-    input: int
 
     @property
     def axes(self) -> tuple[tuple[str, ...], ...]:
@@ -54,7 +50,6 @@ def arguments_of(made: PlanCompiler) -> tuple[ExportedArgument, ...]:
     """The rows of all arguments, those that were given by keyword last."""
     program, tree = made.program, made.found.in_tree
     first, inputs = len(program.captured), program.block.inputs
-    said = {named.value: named.names.placed for named in program.named}
     numbered = jax.tree.unflatten(tree, range(tree.num_leaves))
     flat = [keys for keys, _ in jax.tree_util.tree_leaves_with_path(numbered)]
     rows = []
@@ -64,11 +59,8 @@ def arguments_of(made: PlanCompiler) -> tuple[ExportedArgument, ...]:
         parameter = name.removesuffix(jax.tree_util.keystr(flat[i][2:]))
         spec = spec_of_cut(made.come[first + i], made.mesh)
         assert spec is not None, "it is split over whole axes"
-        names = names_in(node) if is_box(node) else None
-        if names is None or not any(names):
-            names = said.get(v)
         memory = program.input_memory(first + i)
-        rows.append(ExportedArgument(path_of(parameter, keys[2:]), v, spec, memory, names, first + i))
+        rows.append(ExportedArgument(path_of(parameter, keys[2:]), v, spec, memory))
     return tuple(rows)
 
 

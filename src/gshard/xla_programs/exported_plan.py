@@ -6,7 +6,7 @@ the function has, which are the identity under ``jax.jit``; those that say the p
 if they do not suffice one on every value. The nearest to the plan is kept, and the lines at which XLA still sends more
 than the plan are listed with what they cost.
 
-The same plan is written in the words of frameworks, as a change of the user's file, and as a StableHLO module.
+The same plan is written as a StableHLO module.
 """
 
 from __future__ import annotations
@@ -29,19 +29,13 @@ from gshard.core.planning_tables import with_tables
 from gshard.core.program import Program, format_bytes
 from gshard.core.spmd import SpmdProgram
 from gshard.explanation.found import SearchResult
-from gshard.naming.dimension_metadata import DimensionNames
 from gshard.planning.added_marks import spec_of_cut
 from gshard.search.as_marks import FoundMark
 from gshard.xla.peer import xla_function
 from gshard.xla_programs.compiled_explanation import CompiledExplanation
 from gshard.xla_programs.exported_arguments import ExportedArgument, arguments_of, less_split
 from gshard.xla_programs.exported_module import exported_module
-from gshard.xla_programs.exported_patch import exported_patch
-from gshard.xla_programs.exported_rows import ExportedRows, RowExport
-from gshard.xla_programs.layout_map import layout_map
-from gshard.xla_programs.logical_rules import logical_rules
 from gshard.xla_programs.marks_as_constraints import constrained, constraint_text, own_marks
-from gshard.xla_programs.partition_metadata import partition_metadata
 from gshard.xla_programs.plan_compiler import NEAR, PlanCompiler, WorseLine, has_explicit_axes, mesh_for_jit, worse_text
 
 _ALONE, _OWN, _FEW, _EVERYWHERE = (
@@ -51,9 +45,6 @@ _ALONE, _OWN, _FEW, _EVERYWHERE = (
     "a constraint on every value",
 )
 _WIDE, _SHOWN = 600, 24  # characters of shardings, and arguments, that are printed
-
-# What names of dimensions in the form of ``names=`` of ``gshard.jit`` mean for each argument.
-ReadNames = Callable[[Any], Sequence[DimensionNames | None]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -102,7 +93,6 @@ class ExportedPlan:
     mesh: Mesh
     _made: PlanCompiler = dataclasses.field(repr=False)
     _ways: Mapping[str, _Tried] = dataclasses.field(repr=False)
-    _read_names: ReadNames = dataclasses.field(repr=False)
 
     @property
     def _best(self) -> str:
@@ -168,82 +158,6 @@ class ExportedPlan:
         leaving = [program.output_memory(i) for i in range(len(program.block.outputs))]
         return on(self.in_shardings, [a.memory for a in self.arguments]), on(self.out_shardings, leaving)
 
-    def patch(self) -> str:
-        """The plan as a change of the source files for ``git apply``, which then run it with ``jax.jit`` alone.
-
-        ``in_shardings`` and ``out_shardings`` are added where the file of the function jits it. Constraints
-        (``jax.lax.with_sharding_constraint``) are added after the statements that make the values. Arguments whose
-        structure is no literal of Python's, and those that were given by keyword, are constrained in front of the
-        function's first statement. In front of the diff, in lines that begin with ``#``, are the mesh to call the
-        function under, what XLA sends with what is written, and what is not written.
-        """
-        sayable = {way: tried for way, tried in self._ways.items() if way != _EVERYWHERE}
-        best = min(sayable, key=lambda way: sayable[way].rank)
-        return exported_patch(
-            self._made, self.arguments, self.in_shardings, self.out_shardings, sayable[best].constraints
-        )
-
-    def logical_axis_rules(self, names: Any = None, *, nearest: bool = False) -> ExportedRows:
-        """The plan as rules of logical axis names, for Flax Linen's ``logical_axis_rules``, T5X and MaxText.
-
-        Args:
-            names: the names of the dimensions of the positional arguments: a pytree prefix of tuples such as
-                ``("embed", "mlp")``, of ``PartitionSpec`` as ``flax.linen.get_partition_spec`` returns them, or of
-                boxed arrays; or a dictionary by patterns of paths, as ``names=`` of ``gshard.jit`` takes it. By
-                default those that the arguments carry: boxes of Linen, variables of NNX, ``gshard.name``.
-            nearest: if no rules give all arrays the plan's shardings, keep those that are right for most bytes, and
-                list the others in ``changed``.
-
-        Returns:
-            ``rows`` are the rules, in order; print the result for the check.
-
-        Raises:
-            ShardingError: no array has names, or, without ``nearest``, no rules give the plan; the arrays are listed.
-        """
-        named = {a: a.names for a in self.arguments if a.names is not None}
-        if names is not None:
-            said = self._read_names(names)
-            every = [said[a.input - len(self._made.program.captured)] for a in self.arguments]
-            named = {a: own for a, own in zip(self.arguments, every, strict=True) if own is not None}
-        return logical_rules(self._rows, named, nearest=nearest)
-
-    def layout_map(self, paths: Any = None, *, below: str = "", nearest: bool = False) -> ExportedRows:
-        """The plan as rows of ``keras.distribution.LayoutMap``: a regular expression of paths, and axis names.
-
-        Args:
-            paths: ``variable.path`` for each array of the positional arguments: a pytree of strings like them, in which
-                None leaves an array out. By default the paths of the arguments.
-            below: only arguments at this path, by the rest of it: ``"params"`` makes ``params/dense/kernel`` be
-                ``dense/kernel``. Not with ``paths``.
-            nearest: if a dimension is split over several axes, which Keras does not support, keep the largest axis, and
-                list the array in ``changed``.
-
-        Returns:
-            ``rows`` are the pairs in order, ``code`` sets them; print the result for the check.
-
-        Raises:
-            ArgumentError: ``paths`` are not like the arguments, or name two arrays that are split otherwise.
-            ShardingError: a dimension is split over several axes, without ``nearest``.
-        """
-        arrays = self._rows.below(below) if paths is None else self._by_path(paths)
-        return layout_map(self._rows, arrays, nearest=nearest)
-
-    def partition_metadata(self, below: str = "") -> ExportedRows:
-        """The plan as metadata of Flax's initializers: ``nnx.with_partitioning(init, (None, "model"))`` for each array.
-
-        Args:
-            below: only arguments at this path, by the rest of it.
-
-        Returns:
-            ``rows`` are pairs of a path and an entry for each dimension; arrays that are whole have none. With this
-            metadata ``nnx.get_partition_spec`` and ``flax.linen.get_partition_spec`` give the plan's shardings. Layers
-            that ``nn.scan`` stacks have one dimension more than their initializer; its entry stands in the row.
-
-        Raises:
-            ArgumentError: no argument is there.
-        """
-        return partition_metadata(self._rows, self._rows.below(below))
-
     @functools.cached_property
     def _module(self) -> export.Exported:
         return exported_module(self._made, self._ways[self._best].function, self.compiled)
@@ -266,34 +180,6 @@ class ExportedPlan:
             PlanError: as ``jax_export``.
         """
         return str(self._module.mlir_module())
-
-    @property
-    def _rows(self) -> RowExport:
-        return RowExport(self._made, self.arguments, self._ways[self._best].function, self.compiled)
-
-    def _by_path(self, paths: Any) -> dict[str, ExportedArgument]:
-        prefix = tuple(paths) if isinstance(paths, list) else paths
-        said, tree = jax.tree.flatten(prefix, is_leaf=lambda x: x is None)
-        wanted = jax.tree.structure(self.in_shardings, is_leaf=lambda x: isinstance(x, PartitionSpec))
-        if str(tree) != str(wanted) or not all(path is None or isinstance(path, str) for path in said):
-            raise ArgumentError(
-                "paths= of layout_map is a pytree of strings in the structure of the positional arguments.",
-                user_line(),
-                f"paths: {tree}; arguments: {wanted}",
-                hint="Give variable.path for each array of the positional arguments, in their structure; None for one "
-                "that is no variable.",
-            )
-        found: dict[str, ExportedArgument] = {}
-        for path, argument in zip(said, self.arguments, strict=False):
-            if path is None:
-                continue
-            known = found.setdefault(path, argument)
-            if known.axes != argument.axes:
-                raise ArgumentError(
-                    f"two arrays at the path {path!r} are split otherwise.", user_line(), f"{known}; {argument}",
-                    "Give one of them None.",
-                )  # fmt: skip
-        return found
 
     def _shown(self) -> list[str]:
         """The shardings as Python prints them; of many arguments the rows of those that are split."""
@@ -328,16 +214,13 @@ class ExportedPlan:
 
 
 @with_tables
-def exported_plan(
-    found: SearchResult, spmd: SpmdProgram, devices: Sequence[object], read_names: ReadNames
-) -> ExportedPlan:
+def exported_plan(found: SearchResult, spmd: SpmdProgram, devices: Sequence[object]) -> ExportedPlan:
     """Makes the shardings of a plan for ``jax.jit``, and compiles the program with them.
 
     Args:
         found: the search.
         spmd: the per-device program of its plan.
         devices: what to compile for, as many as the mesh has.
-        read_names: reads names of dimensions.
 
     Raises:
         ArgumentError: the function writes references.
@@ -372,7 +255,7 @@ def exported_plan(
     positional, named = jax.tree.unflatten(found.in_tree, ins)
     return ExportedPlan(
         positional, jax.tree.unflatten(program.out_tree, outs), named, arguments_of(made), tuple(less_split(made)),
-        plan.mesh, made, ways, read_names,
+        plan.mesh, made, ways,
     )  # fmt: skip
 
 
