@@ -67,18 +67,25 @@ def call(jaxpr: Any, target: Target, arguments: Sequence[Any]) -> list[Any]:
     named = here is not None and bool(here.explicit_axes)  # JAX names axes of this mesh for results, or refuses them
     given = target.leaves_by_axes
     target = dataclasses.replace(target, reorders=False, keep_uneven=False, leaves_by_axes=named or given)
-    if target.mesh.devices is None or not is_staging():
+    if target.mesh.devices is None:
         return call_p.bind(*arguments, jaxpr=jaxpr, target=target)  # type: ignore[no-any-return]
-    # How results leave is planned again once it is known how operands come; which mesh names their axes, never again.
-    shardings = [named_sharding(target.mesh, s) for s in _planned(jaxpr, target).leave]
-    own = target.mesh.user_jax_mesh
-    # Over a mesh of Explicit axes JAX takes no open sharding: over the atoms, the same devices, it does.
-    ours = not own.explicit_axes and all(s.mesh == own for s in shardings)
-    target = dataclasses.replace(target, leaves_by_axes=named or given or ours)
-    results: list[Any] = call_p.bind(*arguments, jaxpr=jaxpr, target=target)
-    if own.explicit_axes and here is not None:
-        return results
-    return [_on(x, own if ours else target.mesh.jax_mesh) for x in results]
+    over = target.mesh.jax_mesh
+    if is_staging():
+        # Which mesh names the axes of results is decided once. How they leave is planned again, when it is known how
+        # operands come.
+        shardings = [named_sharding(target.mesh, s) for s in _planned(jaxpr, target).leave]
+        own = target.mesh.user_jax_mesh
+        # Over a mesh of Explicit axes JAX takes no open sharding: over the atoms, the same devices, it does.
+        ours = not own.explicit_axes and all(s.mesh == own for s in shardings)
+        target = dataclasses.replace(target, leaves_by_axes=named or given or ours)
+        over = own if ours else over
+    return call_p.bind(*arguments, jaxpr=jaxpr, target=target, over=_placed_on(over))  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _placed_on(mesh: Any) -> Any:
+    """A jaxpr that ``jax.jit`` finds in the parameters of a call. It tells on which devices the program runs."""
+    return jax.make_jaxpr(jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec())))(0)
 
 
 def refuse_references(arguments: Sequence[Any], name: str = "a partitioned function") -> None:
@@ -93,14 +100,6 @@ def refuse_references(arguments: Sequence[Any], name: str = "a partitioned funct
             user_line(),
             hint="Transform inside: gshard.jit(jax.grad(f), mesh=...), or give and return arrays.",
         )
-
-
-def _on(x: Any, mesh: Any) -> Any:
-    """Tells ``jax.jit`` on which devices a result is; its sharding is left open, where its type does not have one."""
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) or explicit_sharding(jax.typeof(x)) is not None:
-        return x
-    anything = PartitionSpec(*(PartitionSpec.UNCONSTRAINED,) * np.ndim(x))
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, anything))
 
 
 @weakly_cached
@@ -143,8 +142,10 @@ def _shapes(avals: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
     return [Leaf(a).shape for a in avals]
 
 
-def _lower(ctx: Any, *arguments: Any, jaxpr: Any, target: Target) -> Any:
+def _lower(ctx: Any, *arguments: Any, jaxpr: Any, target: Target, over: Any = None) -> Any:
     """The per-device program in the place of the equation. Its mesh is that of the atoms, whatever mesh is set."""
+    if _is_of_scalars(jaxpr):
+        return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(ctx, *arguments)
     if target.around is not None:
         with no_mesh_set(), jax.sharding.use_abstract_mesh(target.around):
             run = functools.partial(_run_inside, jaxpr=jaxpr, target=target)
@@ -168,6 +169,12 @@ def _lower(ctx: Any, *arguments: Any, jaxpr: Any, target: Target) -> Any:
         return mlir.lower_fun(inline, multiple_results=True)(plain, *arguments)
 
 
+def _is_of_scalars(jaxpr: Any) -> bool:
+    """Whether nothing can be split: the reducer of a ``lax.reduce``, for one, where XLA takes no region of devices."""
+    values = [v.aval for e in jaxpr.eqns for v in (*e.invars, *e.outvars)]
+    return not jaxpr.effects and not any(getattr(a, "shape", True) for a in (*jaxpr.in_avals, *jaxpr.out_avals, *values))
+
+
 def _run_inside(*arrays: Any, jaxpr: Any, target: Target) -> list[Any]:
     return run_inside(arrays, jaxpr, target, partitioned)
 
@@ -183,7 +190,7 @@ mlir.register_lowering(call_p, _lower, cacheable=False)
 
 
 @call_p.def_impl
-def _run(*arguments: Any, jaxpr: Any, target: Target) -> list[Any]:
+def _run(*arguments: Any, jaxpr: Any, target: Target, over: Any = None) -> list[Any]:
     """A call whose arguments are all there: what a derivative taken outside of ``jax.jit`` comes to."""
     lowered = _lowered(jaxpr, target, tuple(getattr(x, "sharding", None) for x in arguments))
     placed = put_all(arrays_of(arguments), lowered.argument_shardings)
@@ -223,7 +230,7 @@ def _lowered(jaxpr: Any, target: Target, shardings: tuple[Any, ...]) -> Lowered:
 
 
 @call_p.def_effectful_abstract_eval
-def _abstract(*arguments: Any, jaxpr: Any, target: Target) -> tuple[Any, Any]:
+def _abstract(*arguments: Any, jaxpr: Any, target: Target, over: Any = None) -> tuple[Any, Any]:
     if target.around is not None:
         return types_alike(jaxpr.out_avals, arguments), effects_of_call(jaxpr)
     return list(jaxpr.out_avals), effects_of_call(jaxpr)
@@ -239,7 +246,7 @@ def _discharged(operands: Sequence[Any], jaxpr: Any, parameters: dict[str, Any])
 
 
 def _batch(
-    axis: Any, arguments: Sequence[Any], dims: Sequence[Any], *, jaxpr: Any, target: Target
+    axis: Any, arguments: Sequence[Any], dims: Sequence[Any], *, jaxpr: Any, target: Target, over: Any = None
 ) -> tuple[list[Any], tuple[Any, ...]]:
     """A call of the mapped function."""
     refuse_references(arguments)
@@ -319,7 +326,7 @@ def _differentiable(avals: Sequence[Any]) -> list[bool]:
     return [jnp.issubdtype(a.dtype, jnp.inexact) for a in avals]
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Any, target: Target) -> tuple[list[Any], list[Any]]:
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Any, target: Target, over: Any = None) -> tuple[list[Any], list[Any]]:
     refuse_references(primals)
     nonzero_tangents = tuple(i for i, t in enumerate(tangents) if type(t) is not ad.Zero)
     first, second = _linearize_split(jaxpr, target, nonzero_tangents)
@@ -356,7 +363,7 @@ def _transposed(jaxpr: Any, linear: tuple[int, ...], given: tuple[int, ...]) -> 
     return jax.make_jaxpr(backward)(*known_avals, *_shapes([jaxpr.out_avals[i] for i in given]))
 
 
-def _transpose(cotangents: Sequence[Any], *arguments: Any, jaxpr: Any, target: Target) -> list[Any]:
+def _transpose(cotangents: Sequence[Any], *arguments: Any, jaxpr: Any, target: Target, over: Any = None) -> list[Any]:
     linear = tuple(i for i, x in enumerate(arguments) if ad.is_undefined_primal(x))
     given = tuple(i for i, ct in enumerate(cotangents) if type(ct) is not ad.Zero)
     if not given:

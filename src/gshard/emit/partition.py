@@ -142,6 +142,11 @@ class _Emitter:
     here: Equation | None = None
     gathers: bool = False  # instead of permuting (``language.apart``)
 
+    @property
+    def devices(self) -> Sequence[Any] | None:
+        """The devices of the mesh, if it has any."""
+        return self.plan.mesh.devices
+
     @contextmanager
     def _having(self, **attributes: Any) -> Iterator[None]:
         """Changes attributes of the emitter inside."""
@@ -282,6 +287,8 @@ class _Emitter:
         moved: _Moved = (None, None, None, None),
     ) -> None:
         """Records a collective that is emitted here."""
+        if not times:
+            return
         position = self.here or cause
         if self.gathers and kind == PERMUTE and position is not None and self.manual.at(position).isdisjoint(atoms):
             kind, sent = ALL_GATHER, sent * (self.plan.mesh.count(atoms) - 1)
