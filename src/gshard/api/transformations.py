@@ -19,7 +19,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -171,8 +170,9 @@ def _lower(ctx: Any, *arguments: Any, jaxpr: Any, target: Target, over: Any = No
 
 def _is_of_scalars(jaxpr: Any) -> bool:
     """Whether nothing can be split: the reducer of a ``lax.reduce``, for one, where XLA takes no region of devices."""
-    values = [v.aval for e in jaxpr.eqns for v in (*e.invars, *e.outvars)]
-    return not jaxpr.effects and not any(getattr(a, "shape", True) for a in (*jaxpr.in_avals, *jaxpr.out_avals, *values))
+    inside = (v.aval for e in jaxpr.eqns for v in (*e.invars, *e.outvars))
+    types = (*jaxpr.in_avals, *jaxpr.out_avals, *inside)
+    return not jaxpr.effects and not any(getattr(a, "shape", True) for a in types)
 
 
 def _run_inside(*arrays: Any, jaxpr: Any, target: Target) -> list[Any]:
@@ -326,7 +326,9 @@ def _differentiable(avals: Sequence[Any]) -> list[bool]:
     return [jnp.issubdtype(a.dtype, jnp.inexact) for a in avals]
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Any, target: Target, over: Any = None) -> tuple[list[Any], list[Any]]:
+def _jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Any, target: Target, over: Any = None
+) -> tuple[list[Any], list[Any]]:
     refuse_references(primals)
     nonzero_tangents = tuple(i for i, t in enumerate(tangents) if type(t) is not ad.Zero)
     first, second = _linearize_split(jaxpr, target, nonzero_tangents)

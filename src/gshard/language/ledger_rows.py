@@ -120,7 +120,6 @@ ffi_call: attributes custom_call_api_version has_side_effect input_layouts input
     output_layouts result_avals target_name vmap_method
 buffer_callback: callback command_buffer_compatible has_side_effect in_tree input_output_aliases out_tree result_avals
     vmap_method
-call_exported: exported
 cudnn_fusion: jaxpr name
 jaxpr_call: jaxpr
 mpmd_map: compiler_params external_meshes input_output_aliases interpret jaxprs meshes name out_avals
@@ -212,6 +211,13 @@ LOST: tuple[tuple[str, ...], ...] = (
         _DERIVED,
     ),
     ("custom_lin", "bwd in_zeros num_res out_avals symbolic_zeros", IRRELEVANT, _DERIVED),
+    (
+        "call_exported",
+        "exported",
+        REFUSED,
+        "its program has a region for all devices (a shard_map, or a function that gshard partitioned).",
+        "Call the function that was exported, or call the exported one outside of gshard.jit.",
+    ),
     ("custom_vmap_call", "call", KEPT, ""),
     ("custom_vmap_call", "in_tree out_tree rule", IRRELEVANT, _BATCHED),
     ("linear_call", "callee", KEPT, ""),
