@@ -34,7 +34,15 @@ from gshard.api.signature import Leaf, explicit_sharding
 from gshard.api.target import Target
 from gshard.core.errors import TraceError
 from gshard.core.jax_adapter import mesh_of_context, no_mesh_set, put_all, user_line
-from gshard.core.jax_adapter_dispatch import checked_by, expanded_by, is_staging, mapped, mapped_by, weakly_cached
+from gshard.core.jax_adapter_dispatch import (
+    checked_by,
+    expanded_by,
+    is_staging,
+    mapped,
+    mapped_by,
+    rematerialised_by,
+    weakly_cached,
+)
 from gshard.core.jax_adapter_lowering import Unknown
 from gshard.core.jax_adapter_manual import types_alike, varying_alike
 from gshard.core.jax_adapter_nans import nan_found, without_jit
@@ -268,6 +276,9 @@ def _expanded(operands: Sequence[Any], jaxpr: Any, parameters: dict[str, Any]) -
     """A call of the function whose late operators are expanded; its target was completed when it was first bound."""
     results: list[Any] = call_p.bind(*operands, jaxpr=jaxpr, **parameters)
     return results
+
+
+rematerialised_by(call_p)
 
 
 # -- derivatives -----------------------------------------------------------------------------------------------------

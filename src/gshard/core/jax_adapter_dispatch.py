@@ -152,6 +152,25 @@ def expanded_by(primitive: Any, rebind: Callable[..., list[Any]]) -> None:
     primitive.to_lojax = expand
 
 
+def rematerialised_by(primitive: Any) -> None:
+    """Registers how the policy of a ``jax.checkpoint`` around a primitive with a jaxpr selects values inside of it."""
+
+    def rule(saveable: Any, unknown: Any, instantiated: Any, e: Any) -> tuple[Any, ...]:
+        if any(unknown):  # a linear function of tangents
+            return None, e, [True] * len(e.outvars), [True] * len(e.outvars), needed(e, instantiated)
+        known, staged, *rest = _partial_eval.closed_call_partial_eval_custom_rule(
+            "jaxpr", lambda *arguments: arguments[-2:], saveable, unknown, instantiated, e
+        )
+        if len(known.outvars) == len(staged.outvars) == len(e.outvars):  # it saves nothing
+            return e, e, *rest[:2], needed(e, instantiated)
+        return known, staged, *rest
+
+    def needed(e: Any, instantiated: Any) -> list[Any]:
+        return [x for x, there in zip(e.invars, instantiated, strict=True) if isinstance(x, _core.Var) and not there]
+
+    _partial_eval.partial_eval_jaxpr_custom_rules[primitive] = rule
+
+
 _CHECKS_HAVE_A_CONTEXT = hasattr(_checkify, "CheckifyContext")  # newer JAX
 
 
