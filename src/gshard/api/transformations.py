@@ -34,19 +34,12 @@ from gshard.api.signature import Leaf, explicit_sharding
 from gshard.api.target import Target
 from gshard.core.errors import TraceError
 from gshard.core.jax_adapter import mesh_of_context, no_mesh_set, put_all, user_line
-from gshard.core.jax_adapter_dispatch import (
-    checked_by,
-    expanded_by,
-    is_staging,
-    mapped,
-    mapped_by,
-    rematerialised_by,
-    weakly_cached,
-)
+from gshard.core.jax_adapter_dispatch import is_staging, weakly_cached
 from gshard.core.jax_adapter_lowering import Unknown
 from gshard.core.jax_adapter_manual import types_alike, varying_alike
 from gshard.core.jax_adapter_nans import nan_found, without_jit
 from gshard.core.jax_adapter_references import discharged_by, effects_of_call, is_reference
+from gshard.core.jax_adapter_transformations import checked_by, expanded_by, mapped, mapped_by, rematerialised_by
 from gshard.core.mark import Mark, mark_of_cut
 from gshard.core.memory_kinds import is_on_host, space
 from gshard.core.phases import phase
