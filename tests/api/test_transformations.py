@@ -12,6 +12,7 @@ import pytest
 from jax import checkpoint_policies
 from jax._src.ad_checkpoint import saved_residuals
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import jet, sparse
 
 import gshard
 from gshard.xla.hlo_collectives import collectives
@@ -57,6 +58,11 @@ TRANSFORMATIONS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] =
     "jit of second derivative": lambda f: jax.jit(hessian_vector(f)),
     "grad of a norm of grad": lambda f: (
         lambda w, x, xs: jax.grad(lambda v: jnp.sum(jax.grad(lambda u: f(w, u))(v) ** 2))(x)
+    ),
+    "jet": lambda f: lambda w, x, xs: jet.jet(lambda v: f(w, v), (x,), [list(xs[:2])]),
+    "jit of jet": lambda f: jax.jit(lambda w, x, xs: jet.jet(lambda v: f(w, v), (x,), [list(xs)])),
+    "sparsify": lambda f: (
+        lambda w, x, xs: sparse.sparsify(f)(w | {"a": sparse.BCOO.fromdense(jnp.tril(jnp.asarray(w["a"])), nse=180)}, x)
     ),
     "another gshard.jit": lambda f: lambda w, x, xs: gshard.jit(lambda v: f(w, v) + 1, mesh=8)(x),
     "a step under another gshard.jit": lambda f: lambda w, x, xs: gshard.jit(jax.grad(f), mesh=8)(w, x),

@@ -35,7 +35,6 @@ from gshard.language.registry import rules_version
 from gshard.tracing.by_jax import name_of
 from gshard.tracing.changed_objects import has_objects, with_kept_objects
 
-
 _OF_HIJAX = (
     "Pass the arrays of which this value of jax.experimental.hijax consists, and make it inside of the function."
 )

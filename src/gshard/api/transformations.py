@@ -39,7 +39,14 @@ from gshard.core.jax_adapter_lowering import Unknown
 from gshard.core.jax_adapter_manual import types_alike, varying_alike
 from gshard.core.jax_adapter_nans import nan_found, without_jit
 from gshard.core.jax_adapter_references import discharged_by, effects_of_call, is_reference
-from gshard.core.jax_adapter_transformations import checked_by, expanded_by, mapped, mapped_by, rematerialised_by
+from gshard.core.jax_adapter_transformations import (
+    checked_by,
+    expanded_by,
+    interpreted_by,
+    mapped,
+    mapped_by,
+    rematerialised_by,
+)
 from gshard.core.mark import Mark, mark_of_cut
 from gshard.core.memory_kinds import is_on_host, space
 from gshard.core.phases import phase
@@ -61,6 +68,7 @@ call_p.multiple_results = True
 @with_tables
 def call(jaxpr: Any, target: Target, arguments: Sequence[Any]) -> list[Any]:
     """Calls a function (a closed jaxpr), partitioned, with flat arguments; some belong to a transformation."""
+    interpreted_by(call_p, _rebound)
     if target.around is not None:
         return call_p.bind(*varying_alike(arguments), jaxpr=jaxpr, target=target)  # type: ignore[no-any-return]
     here = mesh_of_context()
@@ -237,10 +245,13 @@ def _abstract(*arguments: Any, jaxpr: Any, target: Target, over: Any = None) -> 
     return list(jaxpr.out_avals), effects_of_call(jaxpr)
 
 
-@functools.partial(discharged_by, call_p)
-def _discharged(operands: Sequence[Any], jaxpr: Any, parameters: dict[str, Any]) -> list[Any]:
-    """A call of the function that takes arrays for references, and also returns their final values."""
+def _rebound(operands: Sequence[Any], jaxpr: Any, parameters: dict[str, Any]) -> list[Any]:
+    """A call of the transformed function: of arrays for references, of series, or one that returns errors it found."""
     return call(jaxpr, parameters["target"], operands)
+
+
+discharged_by(call_p, _rebound)
+checked_by(call_p, _rebound)
 
 
 # -- vmap ------------------------------------------------------------------------------------------------------------
@@ -256,12 +267,6 @@ def _batch(
 
 
 mapped_by(call_p, _batch)
-
-
-@functools.partial(checked_by, call_p)
-def _checked(operands: Sequence[Any], jaxpr: Any, parameters: dict[str, Any]) -> list[Any]:
-    """A call of the function that also returns the errors it has found."""
-    return call(jaxpr, parameters["target"], operands)
 
 
 @functools.partial(expanded_by, call_p)

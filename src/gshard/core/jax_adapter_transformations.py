@@ -1,7 +1,8 @@
-"""Registers how JAX's transformations treat a primitive that holds a jaxpr; replaces values of users' types by arrays."""
+"""Registers how JAX's transformations treat a primitive that holds a jaxpr, and lowers values of ``hijax`` types."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,8 +11,11 @@ from jax._src import checkify as _checkify
 from jax._src import core as _core
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import partial_eval as _partial_eval
+from jax.experimental import jet
+from jax.extend.core import jaxpr_as_fun
 
-from gshard.core.jax_adapter import closed, sub_jaxprs
+from gshard.core.jax_adapter import closed, shapes_of, sub_jaxprs
+from gshard.core.jax_adapter_dispatch import weakly_cached
 
 
 def mapped_by(primitive: Any, rule: Callable[..., Any]) -> None:
@@ -35,6 +39,37 @@ def expanded_by(primitive: Any, rebind: Callable[..., list[Any]]) -> None:
         return rebind(operands, _partial_eval.lower_jaxpr2(jaxpr), parameters)
 
     primitive.to_lojax = expand
+
+
+@weakly_cached
+def _of_series(jaxpr: Any, tree: Any, avals: tuple[Any, ...]) -> tuple[Any, Any]:
+    def f(*flat: Any) -> Any:
+        return jet.jet(jaxpr_as_fun(jaxpr), *jax.tree.unflatten(tree, flat), factorial_scaled=False)
+
+    made, shapes = jax.make_jaxpr(f, return_shape=True)(*shapes_of(avals))
+    return made, jax.tree.structure(shapes)
+
+
+def interpreted_by(primitive: Any, rebind: Callable[..., list[Any]]) -> None:
+    """Registers how ``jet`` and ``sparsify`` bind a primitive with a jaxpr: ``rebind(operands, jaxpr, parameters)``."""
+
+    def in_series(primals: Any, series: Any, *, jaxpr: Any, **parameters: Any) -> Any:
+        flat, tree = jax.tree.flatten((tuple(primals), tuple(series)))
+        made, out_tree = _of_series(jaxpr, tree, tuple(map(jax.typeof, flat)))
+        return jax.tree.unflatten(out_tree, rebind(flat, made, parameters))
+
+    def of_sparse(env: Any, *values: Any, jaxpr: Any, **parameters: Any) -> Any:
+        from jax.experimental.sparse import transform
+
+        made, tree = transform._sparsify_jaxpr(env, jaxpr, *values)
+        flat = jax.tree.leaves(transform.spvalues_to_arrays(env, values))
+        return transform.arrays_to_spvalues(env, jax.tree.unflatten(tree, rebind(flat, made, parameters)))
+
+    jet.jet_rules[primitive] = in_series
+    sparsify = sys.modules.get("jax.experimental.sparse.transform")  # it takes long to import
+    if sparsify is not None:
+        sparsify.sparse_rules_bcoo[primitive] = of_sparse
+        sparsify.sparse_rules_bcsr[primitive] = of_sparse
 
 
 def rematerialised_by(primitive: Any) -> None:
