@@ -33,8 +33,8 @@ from gshard.api.reference_arguments import arrays_of
 from gshard.api.signature import Leaf, explicit_sharding
 from gshard.api.target import Target
 from gshard.core.errors import TraceError
-from gshard.core.jax_adapter import mesh_of_context, no_mesh_set, put_all, user_line
-from gshard.core.jax_adapter_dispatch import is_staging, weakly_cached
+from gshard.core.jax_adapter import mesh_of_context, no_mesh_set, user_line
+from gshard.core.jax_adapter_dispatch import is_staging, put_arguments, weakly_cached
 from gshard.core.jax_adapter_lowering import Unknown
 from gshard.core.jax_adapter_manual import types_alike, varying_alike
 from gshard.core.jax_adapter_nans import nan_found, without_jit
@@ -202,7 +202,8 @@ mlir.register_lowering(call_p, _lower, cacheable=False)
 def _run(*arguments: Any, jaxpr: Any, target: Target, over: Any = None) -> list[Any]:
     """A call whose arguments are all there: what a derivative taken outside of ``jax.jit`` comes to."""
     lowered = _lowered(jaxpr, target, tuple(getattr(x, "sharding", None) for x in arguments))
-    placed = put_all(arrays_of(arguments), lowered.argument_shardings)
+    with no_mesh_set():
+        placed = put_arguments(arrays_of(arguments), lowered.argument_shardings)
     try:
         results = lowered.flat_results(lowered.executable(*placed), arguments)
     except Exception as error:

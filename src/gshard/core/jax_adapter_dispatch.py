@@ -118,6 +118,29 @@ def named_arguments(
     return static_numbers, static_names, donate_numbers, donate_names
 
 
+def put_arguments(arrays: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
+    """Places the arguments of a call. ``jax.transfer_guard("disallow")`` refuses those on the host or other devices.
+
+    ``jax.device_put`` is explicit, and only ``"disallow_explicit"`` refuses it.
+    """
+    placed = list(arrays)
+    there = [isinstance(x, jax.Array) and x.sharding.device_set == s.device_set for x, s in zip(arrays, shardings)]
+    for kind, put in ((True, jax.device_put), (False, _implicitly_put)):
+        chosen = [i for i, lies_there in enumerate(there) if lies_there == kind]
+        moved = put([arrays[i] for i in chosen], [shardings[i] for i in chosen]) if chosen else ()
+        for i, x in zip(chosen, moved, strict=True):
+            placed[i] = x
+    return placed
+
+
+def _implicitly_put(arrays: list[Any], shardings: list[Any]) -> Any:
+    count = len(arrays)
+    semantics = (_dispatch.ArrayCopySemantics.REUSE_INPUT,) * count
+    return _dispatch.device_put_p.bind(
+        *arrays, devices=tuple(shardings), srcs=(None,) * count, copy_semantics=semantics
+    )
+
+
 def without_constants(closed: Any) -> tuple[Any, tuple[Any, ...]]:
     """A closed jaxpr with its constants as first arguments, and the constants."""
     body, consts = open_jaxpr(closed)
