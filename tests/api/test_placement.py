@@ -270,6 +270,6 @@ def test_a_transfer_guard_refuses_what_it_refuses_of_jit(place: str, donated: tu
             if place == "whole":
                 jitted(x)
                 continue
-            with pytest.raises(jax.errors.JaxRuntimeError, match="Disallowed (host|device)-to-device transfer"):
+            with pytest.raises(jax.errors.JaxRuntimeError, match=r"Disallowed (host|device)-to-device transfer"):
                 jitted(x)
         np.testing.assert_array_equal(jitted(x), X * 2)
