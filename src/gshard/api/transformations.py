@@ -90,7 +90,7 @@ def call(jaxpr: Any, target: Target, arguments: Sequence[Any]) -> list[Any]:
     return call_p.bind(*arguments, jaxpr=jaxpr, target=target, over=_placed_on(over))  # type: ignore[no-any-return]
 
 
-@functools.cache
+@weakly_cached
 def _placed_on(mesh: Any) -> Any:
     """A jaxpr that ``jax.jit`` finds in the parameters of a call. It tells on which devices the program runs."""
     return jax.make_jaxpr(jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec())))(0)

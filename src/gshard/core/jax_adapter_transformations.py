@@ -44,7 +44,8 @@ def expanded_by(primitive: Any, rebind: Callable[..., list[Any]]) -> None:
 @weakly_cached
 def _of_series(jaxpr: Any, tree: Any, avals: tuple[Any, ...]) -> tuple[Any, Any]:
     def f(*flat: Any) -> Any:
-        return jet.jet(jaxpr_as_fun(jaxpr), *jax.tree.unflatten(tree, flat), factorial_scaled=False)
+        primals, series = jax.tree.unflatten(tree, flat)
+        return jet.jet(jaxpr_as_fun(jaxpr), primals, series, factorial_scaled=False)
 
     made, shapes = jax.make_jaxpr(f, return_shape=True)(*shapes_of(avals))
     return made, jax.tree.structure(shapes)
@@ -59,17 +60,15 @@ def interpreted_by(primitive: Any, rebind: Callable[..., list[Any]]) -> None:
         return jax.tree.unflatten(out_tree, rebind(flat, made, parameters))
 
     def of_sparse(env: Any, *values: Any, jaxpr: Any, **parameters: Any) -> Any:
-        from jax.experimental.sparse import transform
+        made, tree = sparsify._sparsify_jaxpr(env, jaxpr, *values)
+        flat = jax.tree.leaves(sparsify.spvalues_to_arrays(env, values))
+        return sparsify.arrays_to_spvalues(env, jax.tree.unflatten(tree, rebind(flat, made, parameters)))
 
-        made, tree = transform._sparsify_jaxpr(env, jaxpr, *values)
-        flat = jax.tree.leaves(transform.spvalues_to_arrays(env, values))
-        return transform.arrays_to_spvalues(env, jax.tree.unflatten(tree, rebind(flat, made, parameters)))
-
-    jet.jet_rules[primitive] = in_series
-    sparsify = sys.modules.get("jax.experimental.sparse.transform")  # it takes long to import
+    rules: dict[Any, Any] = jet.jet_rules
+    rules[primitive] = in_series
+    sparsify: Any = sys.modules.get("jax.experimental.sparse.transform")  # its import takes long
     if sparsify is not None:
-        sparsify.sparse_rules_bcoo[primitive] = of_sparse
-        sparsify.sparse_rules_bcsr[primitive] = of_sparse
+        sparsify.sparse_rules_bcoo[primitive] = sparsify.sparse_rules_bcsr[primitive] = of_sparse
 
 
 def rematerialised_by(primitive: Any) -> None:
