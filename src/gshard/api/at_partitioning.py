@@ -61,7 +61,7 @@ def lowered_at_partitioning(
         program: the function, traced.
         planned: makes the per-device program of a function for operands that come with such marks.
     """
-    body, constants = closed(_with_marked_results(jaxpr, (None,) * len(jaxpr.out_avals)))  # in the order of `partition`
+    body, constants = closed(jaxpr)
     first = len(constants)
 
     @custom_partitioning
