@@ -124,21 +124,19 @@ def put_arguments(arrays: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
     ``jax.device_put`` is explicit, and only ``"disallow_explicit"`` refuses it.
     """
     placed = list(arrays)
-    there = [isinstance(x, jax.Array) and x.sharding.device_set == s.device_set for x, s in zip(arrays, shardings)]
-    for kind, put in ((True, jax.device_put), (False, _implicitly_put)):
-        chosen = [i for i, lies_there in enumerate(there) if lies_there == kind]
-        moved = put([arrays[i] for i in chosen], [shardings[i] for i in chosen]) if chosen else ()
-        for i, x in zip(chosen, moved, strict=True):
+    on_mesh = [isinstance(x, jax.Array) and x.sharding.device_set == s.device_set for x, s in zip(arrays, shardings)]
+    for put, chosen in ((jax.device_put, True), (_put_implicitly, False)):
+        numbers = [i for i, there in enumerate(on_mesh) if there == chosen]
+        moved = put([arrays[i] for i in numbers], [shardings[i] for i in numbers]) if numbers else ()
+        for i, x in zip(numbers, moved, strict=True):
             placed[i] = x
     return placed
 
 
-def _implicitly_put(arrays: list[Any], shardings: list[Any]) -> Any:
-    count = len(arrays)
-    semantics = (_dispatch.ArrayCopySemantics.REUSE_INPUT,) * count
-    return _dispatch.device_put_p.bind(
-        *arrays, devices=tuple(shardings), srcs=(None,) * count, copy_semantics=semantics
-    )
+def _put_implicitly(arrays: Sequence[Any], shardings: Sequence[Any]) -> Any:
+    semantics = (_dispatch.ArrayCopySemantics.REUSE_INPUT,) * len(arrays)
+    params = {"devices": tuple(shardings), "srcs": (None,) * len(arrays), "copy_semantics": semantics}
+    return _dispatch.device_put_p.bind(*arrays, **params)
 
 
 def without_constants(closed: Any) -> tuple[Any, tuple[Any, ...]]:

@@ -80,7 +80,7 @@ def rematerialised_by(primitive: Any) -> None:
         known, staged, *rest = _partial_eval.closed_call_partial_eval_custom_rule(
             "jaxpr", lambda *arguments: arguments[-2:], saveable, unknown, instantiated, e
         )
-        if len(known.outvars) == len(staged.outvars) == len(e.outvars):  # it saves nothing
+        if len(known.outvars) == len(staged.outvars) == len(e.outvars) and not e.effects:  # it saves nothing
             return e, e, *rest[:2], needed(e, instantiated)
         return known, staged if staged.outvars else None, *rest
 

@@ -215,7 +215,7 @@ LOST: tuple[tuple[str, ...], ...] = (
         "call_exported",
         "exported",
         REFUSED,
-        "its program has a region for all devices (a shard_map, or a function that gshard partitioned).",
+        "Its program has a region for all devices: a shard_map, or a function that gshard partitioned.",
         "Call the function that was exported, or call the exported one outside of gshard.jit.",
     ),
     ("custom_vmap_call", "call", KEPT, ""),
