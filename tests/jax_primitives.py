@@ -1,14 +1,16 @@
 """The primitives that the installed JAX defines, and the names of their parameters.
 
 JAX has no list of them. Its tables of rules (lowering, derivatives, batching, dead code) are keyed by primitives, the
-rest is found among the objects of its modules. What a primitive takes are the keyword-only parameters of its rules, and
-what equations of small programs show.
+rest is found among the objects of its modules. What a primitive takes are the keyword-only parameters of its rules, the
+optional ones that they read, and what equations of small programs show.
 """
 
+import ast
 import functools
 import gc
 import importlib
 import inspect
+import textwrap
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -39,6 +41,8 @@ _OF_RULES = frozenset(
     """.split()
 )
 
+# JAX's rules for whole families read these of every member, also of those that never have them.
+_OF_FAMILIES = frozenset("input_layouts out_dtype out_sharding output_layouts".split())
 
 # They are imported with kernels for TPU and GPU.
 _OF_KERNELS = (
@@ -83,7 +87,25 @@ def keywords_of(p: Any) -> set[str]:
         for f, bound in _functions(rule, frozenset(), set()):
             names = inspect.signature(f).parameters.values()
             found |= {a.name for a in names if a.kind is a.KEYWORD_ONLY} - bound
+            for a in names:
+                found |= _read_from(f, a.name) - bound - _OF_FAMILIES if a.kind is a.VAR_KEYWORD else set()
     return found - _OF_RULES - ({"name"} if p.name == "dot_general" else set())
+
+
+def _read_from(f: Any, name: str) -> set[str]:
+    """The optional keywords that a function reads from its ``**name``: as ``name["key"]`` or ``name.get("key")``."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(f)))
+    except (OSError, SyntaxError):  # a lambda in the middle of an expression
+        return set()
+    items = [(n.value, [n.slice]) for n in ast.walk(tree) if isinstance(n, ast.Subscript)]
+    items += [
+        (n.func.value, n.args[:1])
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)
+    ]
+    keys = [key for read, keys in items if isinstance(read, ast.Name) and read.id == name for key in keys]
+    return {key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)}
 
 
 def _tables() -> list[Any]:

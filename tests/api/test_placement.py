@@ -257,3 +257,19 @@ def test_what_a_function_closes_over_is_freed_with_its_programs() -> None:
     assert placed
     assert all(a() is None or a() is weights for a in placed)
     np.testing.assert_array_equal(scaled(x), x @ weights)
+
+
+@pytest.mark.parametrize("donated", [(), (0,)])
+@pytest.mark.parametrize("place", ["numpy", "not committed", "one device", "whole"])
+def test_a_transfer_guard_refuses_what_it_refuses_of_jit(place: str, donated: tuple[int, ...]) -> None:
+    """Moves among the devices of the mesh are no transfers, as in a compiled program."""
+    jitted = gshard.jit(lambda x: x * 2, mesh=MESH, in_shardings=P("a"), out_shardings=P("a"), donate_argnums=donated)
+    for _ in range(3):
+        x = PLACES[place]()
+        with jax.transfer_guard("disallow"):
+            if place == "whole":
+                jitted(x)
+                continue
+            with pytest.raises(jax.errors.JaxRuntimeError, match=r"Disallowed (host|device)-to-device transfer"):
+                jitted(x)
+        np.testing.assert_array_equal(jitted(x), X * 2)

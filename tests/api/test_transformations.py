@@ -9,9 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import checkpoint_policies
+from jax._src.ad_checkpoint import saved_residuals
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import jet, sparse
 
 import gshard
 from gshard.xla.hlo_collectives import collectives
+from placed import mesh_of, three_calls
 
 Weights = dict[str, Any]
 
@@ -53,6 +58,11 @@ TRANSFORMATIONS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] =
     "jit of second derivative": lambda f: jax.jit(hessian_vector(f)),
     "grad of a norm of grad": lambda f: (
         lambda w, x, xs: jax.grad(lambda v: jnp.sum(jax.grad(lambda u: f(w, u))(v) ** 2))(x)
+    ),
+    "jet": lambda f: lambda w, x, xs: jet.jet(lambda v: f(w, v), (x,), [list(xs[:2])]),
+    "jit of jet": lambda f: jax.jit(lambda w, x, xs: jet.jet(lambda v: f(w, v), (x,), [list(xs)])),
+    "sparsify": lambda f: (
+        lambda w, x, xs: sparse.sparsify(f)(w | {"a": sparse.BCOO.fromdense(jnp.tril(jnp.asarray(w["a"])), nse=180)}, x)
     ),
     "another gshard.jit": lambda f: lambda w, x, xs: gshard.jit(lambda v: f(w, v) + 1, mesh=8)(x),
     "a step under another gshard.jit": lambda f: lambda w, x, xs: gshard.jit(jax.grad(f), mesh=8)(w, x),
@@ -129,3 +139,44 @@ def test_random_keys_pass_through(rng: np.random.Generator) -> None:
     got = jax.grad(gshard.jit(noisy, mesh=8), argnums=1)(key, x)
     # The same bits; the normal numbers made of them may differ in the last place between arrays of other shapes.
     np.testing.assert_allclose(got, jax.grad(noisy, argnums=1)(key, x), rtol=1e-6)
+
+
+POLICIES = {
+    "names": checkpoint_policies.save_only_these_names("h"),
+    "offload": checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=(),
+        names_which_can_be_offloaded=("h",),
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
+    "products": checkpoint_policies.dots_saveable,
+    "nothing": checkpoint_policies.nothing_saveable,
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_of_checkpoint_selects_values_inside(name: str, rng: np.random.Generator) -> None:
+    w, x = rng.standard_normal((3, 16, 16), np.float32) / 8, rng.standard_normal((64, 16), np.float32)
+
+    def layer(x: Any, w: Any) -> Any:
+        return jnp.sin(checkpoint_name(jnp.tanh(gshard.split(x, 0, 8) @ w), "h") @ w.T)
+
+    def gradient(layer: Callable[..., Any], **policy: Any) -> Callable[..., Any]:
+        body = jax.checkpoint(layer, **policy)
+        return jax.grad(lambda w, x: jnp.sum(jax.lax.scan(lambda c, w: (body(c, w), None), x, w)[0] ** 2))
+
+    partitioned, policy = gshard.jit(layer, mesh=8), POLICIES[name]
+    shapes = [
+        sorted(str(aval) for aval, _ in saved_residuals(jax.checkpoint(f, policy=policy), x, w[0]))
+        for f in (partitioned, jax.jit(layer))
+    ]
+    assert shapes[0] == shapes[1]
+    want = jax.jit(gradient(layer))(w, x)
+    for run in (
+        jax.jit(gradient(partitioned, policy=policy)),
+        gshard.jit(gradient(partitioned, policy=policy), mesh=8),
+    ):
+        for got in three_calls(run, mesh_of(d=8), w, x):
+            np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+    text = run.trace(w, x).lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("annotate_device_placement") == (2 if name == "offload" else 0)

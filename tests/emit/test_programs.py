@@ -10,12 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gshard
 from gshard import replicate, shard, split
 from invented import invented
+from placed import mesh_of, three_calls
 
 
 @dataclasses.dataclass(frozen=True)
@@ -330,3 +332,27 @@ def test_fewer_partitions_are_copied_on_consecutive_devices() -> None:
     out = gshard.jit(lambda x: split(x, 0, 4) + 0, mesh=8)(normal(8, 2))
     for piece in out.addressable_shards:
         assert piece.index[0].start // 2 == piece.device.id // 2
+
+
+@pytest.mark.parametrize("inside", ["straight", "scan", "grad"])
+def test_of_the_branches_by_platform_one_is_compiled(inside: str) -> None:
+    """A kernel for TPU does not compile on CPU, and what its branch sends is not sent there."""
+    shape = jax.ShapeDtypeStruct((8, 8), np.float32)
+    kernel = jax.custom_jvp(pl.pallas_call(lambda x, out: out.__setitem__(..., x[...] * 2), out_shape=shape))
+    kernel.defjvps(lambda g, y, x: 2 * g)
+
+    def f(x: Any) -> Any:
+        return jax.lax.platform_dependent(split(x, 0, 8), tpu=lambda x: kernel(x) + x.sum(0), default=jnp.sin)
+
+    around = {
+        "straight": lambda f: f,
+        "scan": lambda f: lambda x: jax.lax.scan(lambda c, _: (f(c), c), x, None, length=2),
+        "grad": lambda f: jax.grad(lambda x: f(x).sum()),
+    }[inside]
+    x, jitted = normal(8, 8), gshard.jit(around(f), mesh=8, strict=True)
+    for got in three_calls(jitted, mesh_of(d=8), x):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, around(jnp.sin)(x))
+    assert not gshard.explain(jitted, x).bytes_by_kind
+    text = gshard.jit(around(f), mesh=8).trace(x).lower(lowering_platforms=("tpu",)).as_text()
+    assert "tpu_custom_call" in text or inside == "grad"
+    assert "sine" not in text

@@ -155,6 +155,24 @@ def test_options_of_an_inner_jit_are_refused() -> None:
         list(dropped(told, None))
 
 
+@pytest.mark.parametrize("kind", ["shard_map", "gshard.jit", "jax.jit"])
+def test_an_exported_program_with_a_region_for_all_devices_is_refused(kind: str) -> None:
+    mesh = _mesh()
+    rows = NamedSharding(mesh, P("d"))
+    f = {
+        "shard_map": jax.shard_map(lambda x: x - lax.psum(x, "d"), mesh=mesh, in_specs=P("d"), out_specs=P("d")),
+        "gshard.jit": gshard.jit(lambda x: gshard.split(x, 0, 8) - x.sum(0), mesh=mesh),
+        "jax.jit": lambda x: jnp.sin(x) - x.sum(0),
+    }[kind]
+    exported = jax.export.export(jax.jit(f, in_shardings=rows))(jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=rows))
+    jitted = gshard.jit(lambda x: exported.call(x) + 1, mesh=mesh)
+    if kind == "jax.jit":
+        np.testing.assert_allclose(jitted(X), f(X) + 1, rtol=1e-6)
+        return
+    with pytest.raises(TraceError, match=r"(?s)a region for all devices.*test_ledger.py.*outside of gshard.jit"):
+        jitted(X)
+
+
 MESHES = {"8": ((8,), ("d",)), "2x4": ((2, 4), ("a", "d")), "2x2x2": ((2, 2, 2), ("a", "b", "d")), "3": ((3,), ("d",))}
 
 

@@ -107,6 +107,20 @@ def test_each_argument_in_a_way_of_its_own() -> None:
                 called(jitted, arguments, want, said=said_by(jitted, arguments), where=f"{name}, {first}, {second}")
 
 
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("reads", ["nothing", "no element"])
+def test_an_argument_without_readers_has_an_order_of_its_own(reads: str, keep: bool) -> None:
+    mesh, x, y = mesh_of(order=range(7, -1, -1), a=8), numbers((16, 8), 1), numbers((16, 8), 2)
+    f = {"nothing": lambda x, y: y + 1, "no element": lambda x, y: y + 1 + x[:0].sum()}[reads]
+    given = jax.NamedSharding(mesh, P("a")), None
+    jitted = gshard.jit(f, mesh=mesh, in_shardings=given, keep_unused=keep)
+    for _ in range(3):
+        for way in FEW:
+            placed = PLACES[way](x, mesh), PLACES["rows"](y, mesh_of(a=8))
+            called(jitted, placed, y + 1, where=way)
+    assert not gshard.explain(jitted, *placed).bytes_by_kind or reads == "no element"
+
+
 @pytest.mark.parametrize("option", ["plain", "in_shardings", "kept"])
 @pytest.mark.one_in(2)
 def test_uneven_sizes(option: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -10,11 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import hijax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.scipy.sparse.linalg import bicgstab, cg, gmres
 from jax.sharding import PartitionSpec as P
 
 import gshard
+from gshard.core.errors import ArgumentError, TraceError
+from placed import mesh_of, three_calls
 
 RNG = np.random.default_rng(11)
 X = RNG.standard_normal((8, 6)).astype(np.float32)
@@ -106,3 +110,77 @@ def test_an_order_in_memory_is_that_of_every_part() -> None:
     f = lambda x: jnp.sin(with_layout_constraint(x * 2, Layout((1, 0)))) + 1  # noqa: E731
     assert check(f, (X,), 1e-6).spmd.collectives == ()
     check(f, (X[:5],), 1e-6)
+
+
+@dataclasses.dataclass
+class Narrow:
+    """Integers and a scale for each row."""
+
+    values: Any
+    scales: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class NarrowType(hijax.HiType):  # type: ignore[misc]
+    shape: tuple[int, ...]
+
+    def lo_ty(self) -> list[Any]:
+        return [jax.core.ShapedArray(self.shape, np.int8), jax.core.ShapedArray(self.shape[:1], np.float32)]
+
+    def lower_val(self, x: Narrow) -> list[Any]:
+        return [x.values, x.scales]
+
+    def raise_val(self, values: Any, scales: Any) -> Narrow:
+        return Narrow(values, scales)
+
+
+hijax.register_hitype(Narrow, lambda x: NarrowType(x.values.shape))
+
+
+class Converted(getattr(hijax, "VJPHiPrimitive", None) or hijax.HiPrim):  # type: ignore[misc]
+    """From a Narrow to an array, or back."""
+
+    def __init__(self, aval: Any):
+        shape = aval.shape
+        back = jax.core.ShapedArray(shape, np.float32)
+        self.in_avals, self.out_aval = (aval,), back if isinstance(aval, NarrowType) else NarrowType(shape)
+        self.params: dict[str, Any] = {}
+        super().__init__()
+
+    def expand(self, x: Any) -> Any:
+        if isinstance(x, Narrow):
+            return x.values.astype(np.float32) * x.scales[:, None]
+        return Narrow((x * 10).astype(np.int8), jnp.full(x.shape[:1], 0.1, np.float32))
+
+
+def converted(x: Any) -> Any:
+    return Converted(jax.typeof(x))(x)
+
+
+HELD = Narrow(jnp.arange(32, dtype=np.int8).reshape(8, 4), jnp.arange(8.0))
+
+
+@pytest.mark.parametrize("outside", ["gshard.jit", "jax.jit"])
+@pytest.mark.parametrize("inside", ["straight", "closed over", "scan", "cond"])
+def test_values_of_a_type_of_hijax_are_the_arrays_they_consist_of(inside: str, outside: str) -> None:
+    def narrowed(x: Any) -> Any:
+        return converted(converted(gshard.split(x, 0, 8))) + 1
+
+    f = {
+        "straight": narrowed,
+        "closed over": lambda x: gshard.split(x, 0, 8) + converted(HELD),
+        "scan": lambda x: jax.lax.scan(lambda c, _: (narrowed(c), c.sum()), x, None, length=2),
+        "cond": lambda x: jax.lax.cond(x.sum() > 0, narrowed, jnp.sin, x),
+    }[inside]
+    x = np.arange(32, dtype=np.float32).reshape(8, 4) % 5
+    jitted = gshard.jit(f, mesh=8)
+    for got in three_calls(jax.jit(lambda x: jitted(x)) if outside == "jax.jit" else jitted, mesh_of(d=8), x):
+        jax.tree.map(np.testing.assert_array_equal, got, jax.jit(f)(x))
+
+
+def test_arguments_and_results_of_types_of_hijax_are_refused() -> None:
+    x = jnp.ones((8, 4))
+    with pytest.raises(ArgumentError, match=r"(?s)Narrow.* at path x\['a'\].*test_expand.py.*Pass the arrays of which"):
+        gshard.jit(lambda x: converted(x["a"]), mesh=8)({"a": HELD})
+    with pytest.raises(TraceError, match=r"(?s)returns a value of the type NarrowType.*test_expand.py.*Return the arr"):
+        gshard.jit(converted, mesh=8)(x)

@@ -138,7 +138,7 @@ def sharding_rule(program: Program) -> str:
 
 def _on_one_device(spmd: SpmdProgram, settings: ThreadSettings) -> Callable[..., list[Any]]:
     """What one device does, as a function of its parts, to be lowered under some settings of JAX's."""
-    outer, _ = closed(spmd.jaxpr)
+    outer, tables = closed(spmd.jaxpr)
     (mapping,) = outer.eqns
     inner = ClosedJaxpr(mapping.params["jaxpr"], ())
-    return lambda *parts: with_mapping(outer, lambda *xs: under_settings(inner, settings, xs), parts)
+    return lambda *parts: with_mapping(outer, lambda *xs: under_settings(inner, settings, xs), (*tables, *parts))

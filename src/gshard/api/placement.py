@@ -18,12 +18,13 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.layout import Format
 
 from gshard.api.reference_arguments import arrays_of, refuse_twice
 from gshard.core.errors import ShardingError
 from gshard.core.jax_adapter import no_mesh_set, user_line
-from gshard.core.jax_adapter_dispatch import address_of, fast_path, input_layouts, layout_of
+from gshard.core.jax_adapter_dispatch import address_of, fast_path, input_layouts, layout_of, put_arguments
 from gshard.core.memory_kinds import is_host_kind
 from gshard.core.mesh import Mesh
 from gshard.core.program import Program
@@ -96,8 +97,9 @@ def placed_arguments(callee: Callee, leaves: Sequence[Any]) -> Placed:
             copied = i in donated and callee.mesh.size > 1
             # C++ makes no copy of a donated array that lies on one of the devices already.
             dispatched = dispatched and not copied and not _is_taken_as_it_is(arrays[i], targets[i], layouts.get(i))
-            arrays[i] = _in_memory_of(targets[i], jnp.array(arrays[i], copy=True) if copied else arrays[i])
-        for i, x in zip(moved, jax.device_put([arrays[i] for i in moved], [targets[i] for i in moved]), strict=True):
+            copy = jnp.array if isinstance(arrays[i], jax.Array) else np.array
+            arrays[i] = _in_memory_of(targets[i], copy(arrays[i], copy=True) if copied else arrays[i])
+        for i, x in zip(moved, put_arguments([arrays[i] for i in moved], [targets[i] for i in moved]), strict=True):
             layout = layouts.get(i)
             arrays[i] = x if layout is None or layout_of(x) == layout else jax.device_put(x, Format(layout, targets[i]))
     return Placed(arrays, dispatched)

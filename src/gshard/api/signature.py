@@ -35,6 +35,10 @@ from gshard.language.registry import rules_version
 from gshard.tracing.by_jax import name_of
 from gshard.tracing.changed_objects import has_objects, with_kept_objects
 
+_OF_HIJAX = (
+    "Pass the arrays of which this value of jax.experimental.hijax consists, and make it inside of the function."
+)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Leaf:
@@ -68,8 +72,8 @@ class Leaf:
         if isinstance(x, jax.ShapeDtypeStruct):
             return Leaf(_plain(x), x.sharding)
         aval = jax.typeof(x)
-        if not hasattr(aval, "shape"):
-            raise TypeError(f"{aval} has no shape")
+        if aval.is_high or not hasattr(aval, "shape"):
+            raise TypeError(_OF_HIJAX if aval.is_high else f"{aval} has no shape")
         return Leaf(aval)
 
     @staticmethod
@@ -360,7 +364,7 @@ class Parameters:
                     user_line(),
                     hint="Use integers of 64 bits: jax.config.update('jax_enable_x64', True).",
                 )
-            except TypeError:
+            except TypeError as error:
                 what = repr(x) if len(repr(x)) <= 60 else f"{repr(x)[:60]}..."
                 static = (
                     f"A value that is no array is a static argument: gshard.jit(..., static_argnames={name!r}); it "
@@ -375,7 +379,7 @@ class Parameters:
                     f"is of type {type(x)} and was passed to the function at path {name}.",
                     user_line(),
                     what,
-                    static if name.isidentifier() else inside,
+                    _OF_HIJAX if str(error) == _OF_HIJAX else static if name.isidentifier() else inside,
                 )
         raise AssertionError
 

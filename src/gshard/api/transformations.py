@@ -19,7 +19,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -33,12 +32,20 @@ from gshard.api.reference_arguments import arrays_of
 from gshard.api.signature import Leaf, explicit_sharding
 from gshard.api.target import Target
 from gshard.core.errors import TraceError
-from gshard.core.jax_adapter import mesh_of_context, no_mesh_set, put_all, user_line
-from gshard.core.jax_adapter_dispatch import checked_by, expanded_by, is_staging, mapped, mapped_by, weakly_cached
+from gshard.core.jax_adapter import mesh_of_context, no_mesh_set, user_line
+from gshard.core.jax_adapter_dispatch import is_staging, put_arguments, weakly_cached
 from gshard.core.jax_adapter_lowering import Unknown
 from gshard.core.jax_adapter_manual import types_alike, varying_alike
 from gshard.core.jax_adapter_nans import nan_found, without_jit
 from gshard.core.jax_adapter_references import discharged_by, effects_of_call, is_reference
+from gshard.core.jax_adapter_transformations import (
+    checked_by,
+    expanded_by,
+    interpreted_by,
+    mapped,
+    mapped_by,
+    rematerialised_by,
+)
 from gshard.core.mark import Mark, mark_of_cut
 from gshard.core.memory_kinds import is_on_host, space
 from gshard.core.phases import phase
@@ -60,24 +67,32 @@ call_p.multiple_results = True
 @with_tables
 def call(jaxpr: Any, target: Target, arguments: Sequence[Any]) -> list[Any]:
     """Calls a function (a closed jaxpr), partitioned, with flat arguments; some belong to a transformation."""
+    interpreted_by(call_p, _rebound)
     if target.around is not None:
         return call_p.bind(*varying_alike(arguments), jaxpr=jaxpr, target=target)  # type: ignore[no-any-return]
     here = mesh_of_context()
     named = here is not None and bool(here.explicit_axes)  # JAX names axes of this mesh for results, or refuses them
     given = target.leaves_by_axes
     target = dataclasses.replace(target, reorders=False, keep_uneven=False, leaves_by_axes=named or given)
-    if target.mesh.devices is None or not is_staging():
+    if target.mesh.devices is None:
         return call_p.bind(*arguments, jaxpr=jaxpr, target=target)  # type: ignore[no-any-return]
-    # How results leave is planned again once it is known how operands come; which mesh names their axes, never again.
-    shardings = [named_sharding(target.mesh, s) for s in _planned(jaxpr, target).leave]
-    own = target.mesh.user_jax_mesh
-    # Over a mesh of Explicit axes JAX takes no open sharding: over the atoms, the same devices, it does.
-    ours = not own.explicit_axes and all(s.mesh == own for s in shardings)
-    target = dataclasses.replace(target, leaves_by_axes=named or given or ours)
-    results: list[Any] = call_p.bind(*arguments, jaxpr=jaxpr, target=target)
-    if own.explicit_axes and here is not None:
-        return results
-    return [_on(x, own if ours else target.mesh.jax_mesh) for x in results]
+    over = target.mesh.jax_mesh
+    if is_staging():
+        # Which mesh names the axes of results is decided once. How they leave is planned again, when it is known how
+        # operands come.
+        shardings = [named_sharding(target.mesh, s) for s in _planned(jaxpr, target).leave]
+        own = target.mesh.user_jax_mesh
+        # Over a mesh of Explicit axes JAX takes no open sharding: over the atoms, the same devices, it does.
+        ours = not own.explicit_axes and all(s.mesh == own for s in shardings)
+        target = dataclasses.replace(target, leaves_by_axes=named or given or ours)
+        over = own if ours else over
+    return call_p.bind(*arguments, jaxpr=jaxpr, target=target, over=_placed_on(over))  # type: ignore[no-any-return]
+
+
+@weakly_cached
+def _placed_on(mesh: Any) -> Any:
+    """A jaxpr that ``jax.jit`` finds in the parameters of a call. It tells on which devices the program runs."""
+    return jax.make_jaxpr(jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec())))(0)
 
 
 def refuse_references(arguments: Sequence[Any], name: str = "a partitioned function") -> None:
@@ -92,14 +107,6 @@ def refuse_references(arguments: Sequence[Any], name: str = "a partitioned funct
             user_line(),
             hint="Transform inside: gshard.jit(jax.grad(f), mesh=...), or give and return arrays.",
         )
-
-
-def _on(x: Any, mesh: Any) -> Any:
-    """Tells ``jax.jit`` on which devices a result is; its sharding is left open, where its type does not have one."""
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) or explicit_sharding(jax.typeof(x)) is not None:
-        return x
-    anything = PartitionSpec(*(PartitionSpec.UNCONSTRAINED,) * np.ndim(x))
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, anything))
 
 
 @weakly_cached
@@ -135,8 +142,10 @@ def _shapes(avals: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
     return [Leaf(a).shape for a in avals]
 
 
-def _lower(ctx: Any, *arguments: Any, jaxpr: Any, target: Target) -> Any:
+def _lower(ctx: Any, *arguments: Any, jaxpr: Any, target: Target, over: Any = None) -> Any:
     """The per-device program in the place of the equation. Its mesh is that of the atoms, whatever mesh is set."""
+    if _is_of_scalars(jaxpr):
+        return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(ctx, *arguments)
     if target.around is not None:
         with no_mesh_set(), jax.sharding.use_abstract_mesh(target.around):
             run = functools.partial(_run_inside, jaxpr=jaxpr, target=target)
@@ -160,6 +169,13 @@ def _lower(ctx: Any, *arguments: Any, jaxpr: Any, target: Target) -> Any:
         return mlir.lower_fun(inline, multiple_results=True)(plain, *arguments)
 
 
+def _is_of_scalars(jaxpr: Any) -> bool:
+    """Whether nothing can be split: the reducer of a ``lax.reduce``, for one, where XLA takes no region of devices."""
+    inside = (v.aval for e in jaxpr.eqns for v in (*e.invars, *e.outvars))
+    types = (*jaxpr.in_avals, *jaxpr.out_avals, *inside)
+    return not jaxpr.effects and not any(getattr(a, "shape", True) for a in types)
+
+
 def _run_inside(*arrays: Any, jaxpr: Any, target: Target) -> list[Any]:
     return run_inside(arrays, jaxpr, target, partitioned)
 
@@ -175,10 +191,11 @@ mlir.register_lowering(call_p, _lower, cacheable=False)
 
 
 @call_p.def_impl
-def _run(*arguments: Any, jaxpr: Any, target: Target) -> list[Any]:
+def _run(*arguments: Any, jaxpr: Any, target: Target, over: Any = None) -> list[Any]:
     """A call whose arguments are all there: what a derivative taken outside of ``jax.jit`` comes to."""
     lowered = _lowered(jaxpr, target, tuple(getattr(x, "sharding", None) for x in arguments))
-    placed = put_all(arrays_of(arguments), lowered.argument_shardings)
+    with no_mesh_set():
+        placed = put_arguments(arrays_of(arguments), lowered.argument_shardings)
     try:
         results = lowered.flat_results(lowered.executable(*placed), arguments)
     except Exception as error:
@@ -215,23 +232,26 @@ def _lowered(jaxpr: Any, target: Target, shardings: tuple[Any, ...]) -> Lowered:
 
 
 @call_p.def_effectful_abstract_eval
-def _abstract(*arguments: Any, jaxpr: Any, target: Target) -> tuple[Any, Any]:
+def _abstract(*arguments: Any, jaxpr: Any, target: Target, over: Any = None) -> tuple[Any, Any]:
     if target.around is not None:
         return types_alike(jaxpr.out_avals, arguments), effects_of_call(jaxpr)
     return list(jaxpr.out_avals), effects_of_call(jaxpr)
 
 
-@functools.partial(discharged_by, call_p)
-def _discharged(operands: Sequence[Any], jaxpr: Any, parameters: dict[str, Any]) -> list[Any]:
-    """A call of the function that takes arrays for references, and also returns their final values."""
+def _rebound(operands: Sequence[Any], jaxpr: Any, parameters: dict[str, Any]) -> list[Any]:
+    """A call of the transformed function: of arrays for references, of series, or one that returns errors it found."""
     return call(jaxpr, parameters["target"], operands)
+
+
+discharged_by(call_p, _rebound)
+checked_by(call_p, _rebound)
 
 
 # -- vmap ------------------------------------------------------------------------------------------------------------
 
 
 def _batch(
-    axis: Any, arguments: Sequence[Any], dims: Sequence[Any], *, jaxpr: Any, target: Target
+    axis: Any, arguments: Sequence[Any], dims: Sequence[Any], *, jaxpr: Any, target: Target, over: Any = None
 ) -> tuple[list[Any], tuple[Any, ...]]:
     """A call of the mapped function."""
     refuse_references(arguments)
@@ -242,17 +262,14 @@ def _batch(
 mapped_by(call_p, _batch)
 
 
-@functools.partial(checked_by, call_p)
-def _checked(operands: Sequence[Any], jaxpr: Any, parameters: dict[str, Any]) -> list[Any]:
-    """A call of the function that also returns the errors it has found."""
-    return call(jaxpr, parameters["target"], operands)
-
-
 @functools.partial(expanded_by, call_p)
 def _expanded(operands: Sequence[Any], jaxpr: Any, parameters: dict[str, Any]) -> list[Any]:
     """A call of the function whose late operators are expanded; its target was completed when it was first bound."""
     results: list[Any] = call_p.bind(*operands, jaxpr=jaxpr, **parameters)
     return results
+
+
+rematerialised_by(call_p)
 
 
 # -- derivatives -----------------------------------------------------------------------------------------------------
@@ -311,7 +328,9 @@ def _differentiable(avals: Sequence[Any]) -> list[bool]:
     return [jnp.issubdtype(a.dtype, jnp.inexact) for a in avals]
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Any, target: Target) -> tuple[list[Any], list[Any]]:
+def _jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, jaxpr: Any, target: Target, over: Any = None
+) -> tuple[list[Any], list[Any]]:
     refuse_references(primals)
     nonzero_tangents = tuple(i for i, t in enumerate(tangents) if type(t) is not ad.Zero)
     first, second = _linearize_split(jaxpr, target, nonzero_tangents)
@@ -348,7 +367,7 @@ def _transposed(jaxpr: Any, linear: tuple[int, ...], given: tuple[int, ...]) -> 
     return jax.make_jaxpr(backward)(*known_avals, *_shapes([jaxpr.out_avals[i] for i in given]))
 
 
-def _transpose(cotangents: Sequence[Any], *arguments: Any, jaxpr: Any, target: Target) -> list[Any]:
+def _transpose(cotangents: Sequence[Any], *arguments: Any, jaxpr: Any, target: Target, over: Any = None) -> list[Any]:
     linear = tuple(i for i, x in enumerate(arguments) if ad.is_undefined_primal(x))
     given = tuple(i for i, ct in enumerate(cotangents) if type(ct) is not ad.Zero)
     if not given:

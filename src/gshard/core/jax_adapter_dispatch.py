@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 from jax._src import api_util as _api_util
-from jax._src import checkify as _checkify
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
@@ -25,7 +24,6 @@ from jax._src import distributed as _distributed
 from jax._src import sharding_impls as _sharding_impls
 from jax._src import tree_util as _tree_util
 from jax._src import util as _util
-from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.interpreters import pxla as _pxla
 from jax._src.lib import _jax
@@ -120,6 +118,27 @@ def named_arguments(
     return static_numbers, static_names, donate_numbers, donate_names
 
 
+def put_arguments(arrays: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
+    """Places the arguments of a call. ``jax.transfer_guard("disallow")`` refuses those on the host or other devices.
+
+    ``jax.device_put`` is explicit, and only ``"disallow_explicit"`` refuses it.
+    """
+    placed = list(arrays)
+    on_mesh = [isinstance(x, jax.Array) and x.sharding.device_set == s.device_set for x, s in zip(arrays, shardings)]
+    for put, chosen in ((jax.device_put, True), (_put_implicitly, False)):
+        numbers = [i for i, there in enumerate(on_mesh) if there == chosen]
+        moved = put([arrays[i] for i in numbers], [shardings[i] for i in numbers]) if numbers else ()
+        for i, x in zip(numbers, moved, strict=True):
+            placed[i] = x
+    return placed
+
+
+def _put_implicitly(arrays: Sequence[Any], shardings: Sequence[Any]) -> Any:
+    semantics = (_dispatch.ArrayCopySemantics.REUSE_INPUT,) * len(arrays)
+    params = {"devices": tuple(shardings), "srcs": (None,) * len(arrays), "copy_semantics": semantics}
+    return _dispatch.device_put_p.bind(*arrays, **params)
+
+
 def without_constants(closed: Any) -> tuple[Any, tuple[Any, ...]]:
     """A closed jaxpr with its constants as first arguments, and the constants."""
     body, consts = open_jaxpr(closed)
@@ -127,48 +146,6 @@ def without_constants(closed: Any) -> tuple[Any, tuple[Any, ...]]:
         return closed, ()
     lifted = _partial_eval.convert_constvars_jaxpr(body)
     return lifted if body is closed else type(closed)(lifted, ()), consts
-
-
-def mapped_by(primitive: Any, rule: Callable[..., Any]) -> None:
-    """Registers the vmap rule of a primitive: ``rule(mapped axis, operands, dimensions, **parameters)``."""
-    _batching.fancy_primitive_batchers[primitive] = rule
-
-
-def mapped(jaxpr: Any, axis: Any, dims: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
-    """A closed jaxpr mapped over the axis that a vmap rule receives, and the mapped dimensions of the results."""
-    return _batching.batch_jaxpr2(jaxpr, axis, tuple(dims))  # type: ignore[no-any-return]
-
-
-def expanded_by(primitive: Any, rebind: Callable[..., list[Any]]) -> None:
-    """Registers how JAX expands the high-level operators in the jaxpr of a primitive.
-
-    Newer JAX keeps some operators (``SearchSorted``) whole until all transformations are done. Then it binds a
-    primitive that holds such an operator through ``rebind(operands, expanded jaxpr, parameters)``.
-    """
-
-    def expand(*operands: Any, jaxpr: Any, **parameters: Any) -> list[Any]:
-        return rebind(operands, _partial_eval.lower_jaxpr2(jaxpr), parameters)
-
-    primitive.to_lojax = expand
-
-
-_CHECKS_HAVE_A_CONTEXT = hasattr(_checkify, "CheckifyContext")  # newer JAX
-
-
-def checked_by(primitive: Any, rebind: Callable[..., list[Any]]) -> None:
-    """Registers how ``checkify`` binds a primitive with a jaxpr: ``rebind(operands, checked jaxpr, parameters)``."""
-
-    def check(*arguments: Any, jaxpr: Any, **parameters: Any) -> tuple[Any, Any]:
-        context = arguments[: int(_CHECKS_HAVE_A_CONTEXT)]
-        error, enabled, *operands = arguments[len(context) :]
-        errors, tree = jax.tree.flatten(error)
-        errors_and_operands = [*errors, *operands]
-        avals = map(jax.typeof, errors_and_operands)
-        checked, out_tree, _ = _checkify.jaxpr_to_checkify_jaxpr(*context, jaxpr, enabled, tree, *avals)
-        results = rebind(errors_and_operands, checked, parameters)
-        return jax.tree.unflatten(out_tree, results)  # type: ignore[no-any-return]
-
-    _checkify.error_checks[primitive] = check
 
 
 def emptied_by_jax(cache: Any) -> None:

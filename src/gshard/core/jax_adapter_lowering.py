@@ -18,6 +18,7 @@ from jax._src.interpreters import mlir as _mlir
 from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import sdy
 from jax._src.sharding_impls import ShardingContext
+from jax._src.xla_bridge import expand_platform_alias
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 
@@ -48,6 +49,15 @@ class LoweredSharding:
     def picked(self, dims: Sequence[int | None]) -> LoweredSharding:
         """The sharding of a value with these dimensions of this value. None stands for a dimension that is whole."""
         return dataclasses.replace(self, dims=tuple(() if d is None else self.dims[d] for d in dims))
+
+
+def branches_on(devices: Sequence[Any], platforms: Sequence[Sequence[str] | None]) -> list[int]:
+    """The branches of a ``lax.platform_dependent`` that run on these devices. None names all other platforms."""
+    first = [
+        next(i for i, names in enumerate((*platforms, None)) if names is None or p in names)
+        for p in expand_platform_alias(devices[0].platform)
+    ]
+    return sorted({i for i in first if i < len(platforms)})
 
 
 def has_devices(ctx: Any, count: int) -> bool:

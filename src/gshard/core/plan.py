@@ -120,7 +120,7 @@ class Plan:
         An equation whose batch dimensions are known is included only if other dimensions of an operand are split.
         """
         manual = manual_axes(self.program.block, self.mesh)
-        gathering = (e for e in self.program.block.walk() if self._gathers(e))
+        gathering = (e for e in self.program.block.walk(self.mesh.devices) if self._gathers(e))
         return tuple(e for e in gathering if manual.mesh_without(manual.at(e)).size > 1)
 
     def _gathers(self, e: Equation) -> bool:

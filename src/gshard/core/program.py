@@ -20,6 +20,7 @@ from gshard.core.dropped import Dropped
 from gshard.core.fired import BATCH_EQUAL_FUNCTIONS, RUN_AS_PIPELINE, Fired
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_dispatch import Cache
+from gshard.core.jax_adapter_lowering import branches_on
 from gshard.core.layout import Layout, Named
 from gshard.core.mark import Mark
 from gshard.core.memory_kinds import kind_in_space
@@ -127,12 +128,16 @@ class Block:
     equations: tuple[Equation, ...]
     outputs: tuple[Value | Constant, ...]
 
-    def walk(self) -> Iterator[Equation]:
-        """All equations in order; equations of bodies follow the equation that contains them."""
+    def walk(self, devices: Sequence[Any] | None = None) -> Iterator[Equation]:
+        """All equations in order; equations of bodies follow the equation that contains them.
+
+        Args:
+            devices: leaves out branches that do not run on these.
+        """
         for equation in self.equations:
             yield equation
-            for block in equation.blocks:
-                yield from block.walk()
+            for block in equation.blocks_on(devices):
+                yield from block.walk(devices)
 
     def runs(self, times: int = 1) -> Iterator[tuple[Equation, int]]:
         """All equations in order, each with the number of its runs in one call."""
@@ -192,6 +197,13 @@ class Equation:
         """The user's source line."""
         line = user_line(self.source_info) if self.source_info is not None else ""
         return f"{self.file}{line[line.index(':') :]}" if self.file else line
+
+    def blocks_on(self, devices: Sequence[Any] | None) -> tuple[Block, ...]:
+        """The bodies that run on these devices: of ``lax.platform_dependent`` the branch of their platform."""
+        platforms = self.params.get("branches_platforms")
+        if platforms is None or not devices:
+            return self.blocks
+        return tuple(self.blocks[i] for i in branches_on(devices, platforms))
 
     def call_file(self, name: str) -> None:
         """Sets the name of the user's file in ``line``, after all files of the program are known."""

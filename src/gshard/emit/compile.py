@@ -15,7 +15,7 @@ from gshard.core.context import NO_CONTEXT
 from gshard.core.errors import MeshError
 from gshard.core.jax_adapter import no_mesh_set, put_all, relabelled, shapes_of
 from gshard.core.jax_adapter_context import in_context
-from gshard.core.jax_adapter_dispatch import executed, names_devices
+from gshard.core.jax_adapter_dispatch import executed, kept_arguments, names_devices
 from gshard.core.memory_kinds import DEVICE, in_memory
 from gshard.core.mesh import Mesh
 from gshard.core.phases import phase
@@ -44,7 +44,8 @@ class Executable:
         """Runs on flat arguments in the shardings of the program. Results are flat global arrays."""
         self.agree()
         spmd, inputs = self.spmd, [*self.captured, *arguments]
-        for i in spmd.in_orders:
+        # Arguments that XLA does not read stay where they are.
+        for i in spmd.in_orders and spmd.in_orders.keys() & kept_arguments(self.compiled):
             input_sharding = named_sharding(spmd.mesh, spmd.in_shardings[i], spmd.program.input_memory(i))
             inputs[i] = relabelled(inputs[i], input_sharding)
         results = executed(self.compiled, inputs)

@@ -8,7 +8,7 @@ makes no choices here. Every collective is emitted by a step of ``comm.steps`` a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -57,12 +57,16 @@ def partition(plan: Plan) -> SpmdProgram:
     mesh, block, entry, leave = plan.mesh, plan.program.block, plan.entry, plan.leave
     producers = {v: e for e in block.equations for v in e.outputs}
     users = {v: e for e in reversed(block.equations) for v in e.inputs}
-    orders: Mapping[Any, Order] = plan.orders
+    read, orders = {*users, *block.outputs}, plan.orders
 
     def ordered(values: Sequence[Any], shardings: Sequence[Sharding]) -> dict[int, Order]:
-        """The orders of marks. A value that a mark splits and the boundary replicates has the mesh's order."""
+        """The orders of marks.
+
+        A value that a mark splits and the boundary replicates has the mesh's order, and so does one that nothing reads.
+        """
         pairs = enumerate(zip(values, shardings, strict=True))
-        return {i: orders[v] for i, (v, s) in pairs if v in orders and (any(s.dims) or not any(plan.sharding(v).dims))}
+        marked = ((i, v, s) for i, (v, s) in pairs if v in orders and v in read)
+        return {i: orders[v] for i, v, s in marked if any(s.dims) or not any(plan.sharding(v).dims)}
 
     in_orders, out_orders = ordered(block.inputs, entry), ordered(block.outputs, leave)
     emitter = _Emitter(plan, manual_axes(block, mesh), diverging(block, mesh))
@@ -141,6 +145,11 @@ class _Emitter:
     trip_count: int = 1
     here: Equation | None = None
     gathers: bool = False  # instead of permuting (``language.apart``)
+
+    @property
+    def devices(self) -> Sequence[Any] | None:
+        """The devices of the mesh, if it has any."""
+        return self.plan.mesh.devices
 
     @contextmanager
     def _having(self, **attributes: Any) -> Iterator[None]:
@@ -282,6 +291,8 @@ class _Emitter:
         moved: _Moved = (None, None, None, None),
     ) -> None:
         """Records a collective that is emitted here."""
+        if not times:
+            return
         position = self.here or cause
         if self.gathers and kind == PERMUTE and position is not None and self.manual.at(position).isdisjoint(atoms):
             kind, sent = ALL_GATHER, sent * (self.plan.mesh.count(atoms) - 1)

@@ -19,6 +19,8 @@ from gshard.language.region import REGIONS
 class Interpreter:
     """Runs blocks on whole arrays. It is an ``Emitter`` for regions. Subclasses may run equations in other ways."""
 
+    devices: Sequence[Any] | None = None
+
     def sharding(self, value: Value | Constant) -> Sharding:
         """The replicated sharding."""
         return Sharding.replicated(len(value.shape))

@@ -70,13 +70,16 @@ def rows_of_text(text: str, row: Row) -> Iterator[tuple[str, dict[str, Row]]]:
             yield name, dict.fromkeys(parameters.split(), row)
 
 
+_LOSES = {"exported": lambda exported: b"manual_computation" in exported.mlir_module_serialized}
+
+
 def _ledger() -> dict[str, dict[str, Row]]:
     ledger: dict[str, dict[str, Row]] = {}
     for name, rows in rows_of_text(BOUND, Row(KEPT)):
         ledger.setdefault(name, {}).update(rows)
     for names, parameters, way, why, *hint in LOST:
         for name in names.split():
-            row = Row(way, why, "".join(hint))
+            row = Row(way, why, "".join(hint), _LOSES.get(parameters, says_something))
             ledger.setdefault(name, {}).update(dict.fromkeys(parameters.split(), row))
     return ledger
 

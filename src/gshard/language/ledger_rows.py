@@ -120,10 +120,9 @@ ffi_call: attributes custom_call_api_version has_side_effect input_layouts input
     output_layouts result_avals target_name vmap_method
 buffer_callback: callback command_buffer_compatible has_side_effect in_tree input_output_aliases out_tree result_avals
     vmap_method
-call_exported: exported
 cudnn_fusion: jaxpr name
 jaxpr_call: jaxpr
-mpmd_map: compiler_params input_output_aliases interpret jaxprs meshes name out_avals
+mpmd_map: compiler_params external_meshes input_output_aliases interpret jaxprs meshes name out_avals
 program_order: call_jaxpr exclude_mask
 fused_call: jaxpr out_spaces
 inspect_sharding: callback
@@ -199,6 +198,7 @@ LOST: tuple[tuple[str, ...], ...] = (
     ("core_call call closed_call eval_jaxpr", "jaxpr call_jaxpr", KEPT, ""),
     ("core_call call closed_call eval_jaxpr", "backend ctx inline_jax_late name", IRRELEVANT, _OPENED),
     ("gshard_call", "jaxpr", KEPT, ""),
+    ("gshard_call", "over", IRRELEVANT, "The outer gshard.jit has a mesh."),
     ("gshard_call", "target", OPTIONS, "The outer gshard.jit partitions the whole program, with its own options."),
     ("remat remat2 checkpoint", "jaxpr prevent_cse differentiated", KEPT, ""),
     ("remat remat2 checkpoint", "policy", IRRELEVANT, _DERIVED),
@@ -211,6 +211,13 @@ LOST: tuple[tuple[str, ...], ...] = (
         _DERIVED,
     ),
     ("custom_lin", "bwd in_zeros num_res out_avals symbolic_zeros", IRRELEVANT, _DERIVED),
+    (
+        "call_exported",
+        "exported",
+        REFUSED,
+        "Its program has a region for all devices: a shard_map, or a function that gshard partitioned.",
+        "Call the function that was exported, or call the exported one outside of gshard.jit.",
+    ),
     ("custom_vmap_call", "call", KEPT, ""),
     ("custom_vmap_call", "in_tree out_tree rule", IRRELEVANT, _BATCHED),
     ("linear_call", "callee", KEPT, ""),
@@ -228,7 +235,7 @@ LOST: tuple[tuple[str, ...], ...] = (
     ("scan", "jaxpr length num_carry num_consts reverse unroll ft_in ft_out", KEPT, ""),
     ("scan", "linear _split_transpose", IRRELEVANT, _DERIVED),
     ("while", "body_jaxpr body_nconsts cond_jaxpr cond_nconsts", KEPT, ""),
-    ("cond", "branches", KEPT, ""),
+    ("cond", "branches branches_platforms", KEPT, ""),
     ("shard_map", "in_specs out_specs mesh jaxpr manual_axes newly_manual_axes", KEPT, ""),
     ("shard_map", "check_vma", IRRELEVANT, "JAX has checked the types of the region when gshard sees it."),
     ("sharding_constraint", "sharding", KEPT, ""),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.experimental import jet
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -54,6 +55,7 @@ def _define_identity(primitive: Primitive) -> None:
     mlir.register_lowering(primitive, lambda ctx, x, *, mark: [x])
     ad.deflinear2(primitive, transposed)
     batching.primitive_batchers[primitive] = batched
+    jet.deflinear(primitive)
 
 
 _define_identity(mark_p)

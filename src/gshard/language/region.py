@@ -10,6 +10,7 @@ shardings of operands at the entry and of results at the exit, and how to run it
     while    like scan, without stacks. The predicate is replicated, so all devices stop after the same iteration.
              (``tracing.mapped_while`` rewrites loops with a flag for each example.)
     cond     operands enter with their own shardings. Each branch moves operands that it needs in another sharding.
+             Of the branches of ``lax.platform_dependent`` XLA compiles that of its platform.
 """
 
 from __future__ import annotations
@@ -32,6 +33,11 @@ ShardingOf = Callable[[Value | Constant], Sharding]
 
 class Emitter(Protocol):
     """The functions of the partitioner that regions use."""
+
+    @property
+    def devices(self) -> Sequence[Any] | None:
+        """The devices of the mesh, if it has any."""
+        ...
 
     def sharding(self, value: Value | Constant) -> Sharding:
         """The planned sharding of a value."""
@@ -255,14 +261,23 @@ def _cond_crossings(equation: Equation) -> list[Crossing]:
 
 
 def _emit_cond(equation: Equation, emitter: Emitter, arrays: Sequence[Any]) -> Sequence[Any]:
+    platforms = equation.params.get("branches_platforms")
+
     def branch(block: Block) -> Callable[..., list[Any]]:
+        times = int(block in equation.blocks_on(emitter.devices))
+
         def run(*operands: Any) -> list[Any]:
-            moved = moved_to(equation, emitter, equation.inputs[1:], operands, block.inputs)
-            return moved_to(equation, emitter, block.outputs, emitter.run(block, moved), equation.outputs)
+            moved = moved_to(equation, emitter, equation.inputs[1:], operands, block.inputs, times)
+            results = emitter.run(block, moved, times)
+            return moved_to(equation, emitter, block.outputs, results, equation.outputs, times)
 
         return run
 
-    return lax.switch(arrays[0].astype("int32"), [branch(b) for b in equation.blocks], *arrays[1:])
+    branches = list(map(branch, equation.blocks))
+    if platforms is None:
+        return lax.switch(arrays[0].astype("int32"), branches, *arrays[1:])
+    by_platform = {name: b for names, b in zip(platforms, branches, strict=True) for name in names or ["default"]}
+    return lax.platform_dependent(*arrays[1:], **by_platform)  # type: ignore[no-any-return]
 
 
 REGIONS: dict[str, Region] = {

@@ -11,7 +11,8 @@ from typing import Any
 import jax
 
 from gshard.core.errors import TraceError
-from gshard.core.jax_adapter import line_of_exception
+from gshard.core.jax_adapter import line_of_exception, user_line
+from gshard.core.jax_adapter_transformations import arrays_alone
 
 
 def closed_of(f: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -29,7 +30,11 @@ def closed_of(f: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, An
         if translated is error:
             raise
         raise translated from error
-    return jaxpr, jax.tree.structure(shapes)
+    result = next((a for a in jaxpr.out_avals if a.is_high), None)
+    if result is not None:
+        what = f"{name_of(f)} returns a value of the type {result} (jax.experimental.hijax), which is no array."
+        raise TraceError(what, user_line(), hint="Return the arrays of which it consists.")
+    return arrays_alone(jaxpr), jax.tree.structure(shapes)
 
 
 def _translated(f: Callable[..., Any], error: Exception) -> Exception:
