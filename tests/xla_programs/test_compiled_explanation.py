@@ -1,5 +1,6 @@
 """Programs as XLA compiled them: what is sent, why, what is held, and in which forms they can be given."""
 
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,20 @@ def test_each_collective_has_its_axes_array_module_and_line(mesh: Mesh) -> None:
     assert "gradient of params.up" in text
     assert "P(None, model)" in text
     assert "whole" not in text
+
+
+@pytest.mark.parametrize("sizes", [{"data": 2, "fsdp": 2, "context": 2}, {"data": 2, "model": 4}])
+@pytest.mark.parametrize("order", [range(8), [0, 4, 1, 5, 2, 6, 3, 7], [5, 2, 7, 0, 3, 6, 1, 4]])
+def test_axes_are_those_of_the_gathered_array_in_any_order_of_devices(sizes: dict[str, int], order: list[int]) -> None:
+    devices = np.array(jax.devices()[:8])[list(order)].reshape(tuple(sizes.values()))
+    mesh = Mesh(devices, tuple(sizes), axis_types=(jax.sharding.AxisType.Auto,) * len(sizes))
+    for axes in itertools.chain.from_iterable(itertools.permutations(sizes, k) for k in range(1, len(sizes) + 1)):
+        whole = jax.jit(lambda x: jnp.tanh(x), out_shardings=NamedSharding(mesh, P()))
+        found = gshard.explain(whole, given(mesh, (64, 8), axes))
+        assert {axis for row in found.collectives for axis in row.axes.split(",")} == {*axes}
+        reduced = jax.jit(lambda x: jnp.sum(jnp.tanh(x)))
+        found = gshard.explain(reduced, given(mesh, (64, 8), axes))
+        assert {axis for row in found.collectives for axis in row.axes.split(",")} == {*axes}
 
 
 def test_bytes_are_those_of_the_text(mesh: Mesh) -> None:

@@ -165,10 +165,7 @@ def atoms_of(program: CompiledProgram, sent: Sent) -> Atoms | None:
     mesh = program.mesh
     if sent.collective.kind == "collective_permute":
         return _apart(mesh, pairs_of(sent.itself))
-    group = sent.collective.group
-    if not group:
-        return mesh.atoms if sent.collective.group_size == mesh.size else None
-    return atoms_among(mesh, group)
+    return atoms_among(mesh, sent.collective.groups)
 
 
 def _apart(mesh: Mesh, pairs: Sequence[tuple[int, int]]) -> Atoms:
@@ -187,7 +184,5 @@ def axes_text(program: CompiledProgram, sent: Sent) -> str:
     if atoms is not None:
         return program.mesh.format_atoms(atoms)
     group = sent.collective.group
-    if not group:
-        return f"{sent.collective.group_size} devices"
     listed = ",".join(map(str, group[:_MANY])) + (",…" if len(group) > _MANY else "")
     return f"{{{listed}}}"
