@@ -35,7 +35,7 @@ from gshard.device.loop_stacks import stack_slices
 from gshard.device.machine import Machine
 from gshard.device.memory import Memory, memory_of
 from gshard.device.network import latency, permutation_seconds, seconds
-from gshard.device.roofline import copy_seconds, dtype_of, host_seconds, launch_seconds, roofline
+from gshard.device.roofline import copy_seconds, host_seconds, kernel_roofline, launch_seconds
 from gshard.language.transfer import changes_memory
 
 # The causes of seconds: operations, bytes of the device's memory, bytes on links, kernel launches, the time until the
@@ -332,8 +332,7 @@ def kernel_cost(
         parts = ("host", spent), ("launch", launch)
         return row(name=e.name, kind=kernel.kind, moved=kernel.moved, seconds=spent + launch, parts=parts)
     products, others = kernel.product_flops, kernel.vector_flops
-    repeated = e.rule.groups if e.rule is not None and machine.compiler.multiplies_groups else 1
-    time = roofline(machine, dtype_of(e), products * repeated, others, kernel.moved, returns=kernel.starts)
+    time = kernel_roofline(machine, e, products, others, kernel.moved, returns=kernel.starts)
     starts += time.launch
     parts = (time.bound, time.work), ("memory", copies), ("launch", starts)
     kind, flops = PRODUCT if products else kernel.kind, products + others

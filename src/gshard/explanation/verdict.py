@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import format_bytes
-from gshard.device.cost import Cost
+from gshard.device.cost import WORTH, Cost
 from gshard.device.fusion_model import PRODUCT, products_of
 from gshard.device.machine import Machine
-from gshard.device.roofline import dtype_of
+from gshard.device.roofline import dtype_of, repeats
 from gshard.explanation.bounds import CallVerdict, does_not_pay, format_seconds, remedies
 from gshard.explanation.merged_collectives import MergedCollective
 from gshard.explanation.proposal import Proposal
@@ -87,8 +87,8 @@ class Verdict(CallVerdict):
         return tuple(
             text
             for text in (
-                *remedies(self.cost), self.alone, self._compute(), self.unsplit, self._network(), self._hint(),
-                self._choice(), self._memory(),
+                *remedies(self.cost), self.alone, self._compute(), self._groups(), self.unsplit, self._network(),
+                self._hint(), self._choice(), self._memory(),
             )
             if text
         )  # fmt: skip
@@ -102,6 +102,19 @@ class Verdict(CallVerdict):
             return text + "No product is computed by more than one device."
         line, times = self.repeated
         return f"{text}Each device computes {self.work:.2f} times its share, most at {line}: {times:.3g} times."
+
+    def _groups(self) -> str:
+        """That a compiler multiplies all rows of a ragged product with the matrix of each group, if that takes long."""
+        rows = [(k, repeats(k.equation, self.cost.machine)) for k in self.cost.kernels if k.bound == "compute"]
+        extra = {k: k.total_seconds * (1 - 1 / times) for k, times in rows if times > 1}
+        if sum(extra.values()) <= (1 - WORTH) * self.cost.seconds:
+            return ""
+        taken, most = format_seconds(sum(extra.values())), max(extra, key=lambda k: extra[k])
+        return (
+            f"{taken} of a call are products of rows with the matrices of other groups, most at {most.line}: XLA for "
+            f"{self.cost.machine.kind} has no kernel for {most.name}. A kernel of your own (gshard.kernel) multiplies "
+            "each row once, as a TPU does."
+        )
 
     def _network(self) -> str:
         if not self.largest:
