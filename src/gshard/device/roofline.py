@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from gshard.core.program import Equation, short_dtype
+from gshard.core.program import Equation, itemsize, short_dtype
 from gshard.device.machine import Machine
 
 # Bytes of the indices into an array of up to eight dimensions, int32 each. XLA computes so few numbers (the position of
@@ -99,8 +99,8 @@ def repeats(e: Equation, machine: Machine) -> int:
 
 
 def dtype_of(e: Equation) -> str:
-    """The short name of the dtype at whose rate an equation's product runs: that of its first operand."""
-    return short_dtype(e.inputs[0].dtype) if e.inputs else "f32"
+    """The short name of the dtype at whose rate an equation's product runs: the wider one of its two operands."""
+    return short_dtype(max((x.dtype for x in e.inputs[:2]), key=itemsize)) if e.inputs else "f32"
 
 
 def launch_seconds(machine: Machine, moved: float, *, returns: bool = False) -> float:
