@@ -97,6 +97,11 @@ def test_a_combined_collective_has_a_row_for_each_array(mesh: Mesh) -> None:
     assert combined, "XLA combines the two gradients"
     parts = [part for row in found.collectives for part in row.parts if part.sent is combined[0]]
     assert {part.array.text for part in parts} >= {"gradient of params.up", "gradient of params.down"}
+    messages = sum(row.times / row.sharing for row in found.collectives)
+    assert messages == pytest.approx(sum(found.times_by_kind.values()))
+    shared = max(row.sharing for row in found.collectives)
+    assert f" x1/{shared} " in str(found)
+    assert str(found).count("x1/2 is one message with arrays of 2 rows") == 1
 
 
 def test_one_program_in_all_its_forms(mesh: Mesh, tmp_path: Path) -> None:

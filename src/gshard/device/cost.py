@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from gshard.comm.collectives import KINDS, sent_bytes, sent_sizes
 from gshard.core.mesh import Atoms, Mesh
+from gshard.core.number_text import format_ms, significant
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import Equation, Value, format_bytes, format_flops, type_text
 from gshard.core.spmd import SpmdProgram
@@ -168,10 +169,10 @@ class CallTotals:
         return (first,) if shares[first] > MOST or not shares[second] else (first, second)
 
     def __str__(self) -> str:
-        bounds = ", ".join(f"{what} {s * 1e3:.3g} ms" for what, s in self.by_bound.items())
-        beside = f"; {self.overlapped * 1e3:.3g} ms of network beside them" if self.overlapped else ""
+        bounds = ", ".join(f"{what} {significant(s * 1e3, 3)} ms" for what, s in self.by_bound.items())
+        beside = f"; {significant(self.overlapped * 1e3, 3)} ms of network beside them" if self.overlapped else ""
         return (
-            f"{self.seconds * 1e3:.4g} ms a call on {self.machine.name} ({bounds}{beside}); "
+            f"{format_ms(self.seconds)} a call on {self.machine.name} ({bounds}{beside}); "
             f"{format_flops(self.flops)}, {format_bytes(self.sent)} sent, "
             f"peak {format_bytes(self.peak)} of {format_bytes(self.machine.memory)}"
         )

@@ -9,6 +9,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from gshard.core.errors import ArgumentError, known_names
 from gshard.core.jax_adapter import scan_counts
 from gshard.core.mesh import Mesh
+from gshard.core.number_text import format_ms, significant
 from gshard.core.plan import Plan, local_bytes
 from gshard.core.program import Block, Value
 from gshard.core.spmd import Collective
@@ -144,6 +145,7 @@ class CollectiveRow:
         exact: whether ``times`` is certain; False in a branch, and in a loop whose length depends on data.
         seconds: of the network, for all of them; 0 where they are not modelled.
         exposed: of these, what a call waits for.
+        sharing: how many rows have arrays in one of its messages, if XLA combined collectives; 1 if no other row has.
     """
 
     kind: str
@@ -159,6 +161,7 @@ class CollectiveRow:
     exact: bool = True
     seconds: float = 0.0
     exposed: float = 0.0
+    sharing: int = 1
 
 
 def rows_of_collectives(collectives: Sequence[Collective], mesh: Mesh, names: ArrayNames) -> tuple[CollectiveRow, ...]:
@@ -232,7 +235,7 @@ def text_of_rings(plan: Plan, without: float, taken: float, machine: str) -> str
     what = f"{len(plan.rings)} product{'s' if len(plan.rings) > 1 else ''}"
     return (
         f"{what} computed as collective matmul, part by part while other parts are sent: a call on {machine} takes "
-        f"{taken * 1e3:.4g} instead of {without * 1e3:.4g} ms; collective_matmul=False prevents that"
+        f"{significant(taken * 1e3, 4)} instead of {format_ms(without)}; collective_matmul=False prevents that"
     )
 
 

@@ -16,12 +16,12 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 
+from gshard.core.number_text import format_seconds
 from gshard.core.plan import Plan
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import Program
 from gshard.core.spmd import Collective, SpmdProgram
 from gshard.device.cost import WORTH
-from gshard.explanation.bounds import format_seconds
 from gshard.explanation.changes import changes_of
 from gshard.explanation.proposal import Proposal
 from gshard.explanation.what_if import Planner, replanned

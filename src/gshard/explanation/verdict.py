@@ -14,13 +14,14 @@ from collections import Counter
 from collections.abc import Sequence
 
 from gshard.core.mesh import Mesh
+from gshard.core.number_text import format_seconds, significant
 from gshard.core.plan import Plan
 from gshard.core.program import format_bytes
 from gshard.device.cost import WORTH, Cost
 from gshard.device.fusion_model import PRODUCT, products_of
 from gshard.device.machine import Machine
 from gshard.device.roofline import dtype_of, repeats
-from gshard.explanation.bounds import CallVerdict, does_not_pay, format_seconds, remedies
+from gshard.explanation.bounds import CallVerdict, does_not_pay, remedies
 from gshard.explanation.merged_collectives import MergedCollective
 from gshard.explanation.proposal import Proposal
 from gshard.explanation.trials import Trials
@@ -101,7 +102,8 @@ class Verdict(CallVerdict):
         if self.repeated is None:
             return text + "No product is computed by more than one device."
         line, times = self.repeated
-        return f"{text}Each device computes {self.work:.2f} times its share, most at {line}: {times:.3g} times."
+        text += f"Each device computes {self.work:.2f} times its share"
+        return f"{text}, most at {line}: {significant(times, 3)} times."
 
     def _groups(self) -> str:
         """That a compiler multiplies all rows of a ragged product with the matrix of each group, if that takes long."""
@@ -158,7 +160,7 @@ class Verdict(CallVerdict):
         elif self.planned_for is not None and self.counted == BY_BYTES:
             sentences.append(f"Of the plans priced for {name}, the one planned by bytes is the fastest.")
         if self.gap is not None:
-            by = "" if self.gap < PROVEN else f" by more than {100 * self.gap:.2g} %"
+            by = "" if self.gap < PROVEN else f" by more than {significant(100 * self.gap, 2)} %"
             model, p = f"By the planner's cost model ({self.counted})", self.proposal
             if self.is_limited:
                 none = "none" if p is not None and not p.instead else "none that keeps the marks"
