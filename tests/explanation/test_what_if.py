@@ -38,7 +38,7 @@ def test_each_row_is_the_program_with_that_mark():
     assert row.cost.seconds == by_hand.cost("h100:1x8").seconds
     assert row.cost.sent == by_hand.total_bytes
     assert row.seconds == row.cost.seconds - found.cost("h100:1x8").seconds
-    assert f"{row.seconds * 1e3:+.3g} ms a call" in str(row)
+    assert f"{format_seconds(row.seconds, '+')} a call" in str(row)
     assert row.sharding == "f32[256,1024@model]"
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from gshard.core.errors import GShardError
-from gshard.core.number_text import format_ms, significant
+from gshard.core.number_text import format_ms, format_seconds, significant
 from gshard.core.program import format_bytes, format_flops
 
 FORMAT = 2  # of the data that is compared; it is written into it
@@ -108,7 +108,7 @@ class Difference:
             flops, seconds = line.after.flops - line.before.flops, line.after.seconds - line.before.seconds
             sent = _signed(line.more, format_bytes)
             text.append(
-                f"  {sent:>12} {_signed(flops, format_flops):>12} {_signed(seconds, format_ms):>11}  {line.place}"
+                f"  {sent:>12} {_signed(flops, format_flops):>12} {_signed(seconds, format_seconds):>11}  {line.place}"
             )
             text[-1] += f"  {line.text.strip()[:60]}" if line.text else ""
         if len(self.lines) > lines:
