@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import gshard
 from device.models import f32
+from gshard.core.number_text import format_seconds
 
 MESH = gshard.Mesh.abstract(data=4, model=2)
 

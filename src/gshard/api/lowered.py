@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -74,8 +75,15 @@ class Lowered:
     def _planned(self) -> Planned:
         first = len(self.program.captured)
         donated = tuple(first + i for i in sorted(self.donated))
+        began = time.thread_time()
         with phase("planning", self.program.name, self.mesh.size):
-            return self.target.planned(self.program, Boundary(donated, self.padded, self.target.keep_uneven))
+            found = self.target.planned(self.program, Boundary(donated, self.padded, self.target.keep_uneven))
+        return dataclasses.replace(found, planning_seconds=time.thread_time() - began)
+
+    @property
+    def planning_seconds(self) -> float:
+        """Processor time that planning took."""
+        return self._planned.planning_seconds
 
     @property
     def choice(self) -> Callable[[], Choice | None] | None:

@@ -148,7 +148,11 @@ class Verdict(CallVerdict):
         if tried.is_complete:
             return f"{tried} None of them lowers this."
         more = "With more seconds, verdict(seconds=...), more are tried."
-        return f"{tried} None of these lowers this. {more}" if tried.tried else f"{tried} {more}"
+        rest = tried.changes - tried.tried
+        lowers = (
+            f" None of these lowers this; {rest} {'was' if rest == 1 else 'were'} not tried." if tried.tried else ""
+        )
+        return f"{tried}{lowers} {more}"
 
     def _choice(self) -> str:
         """What the plan was made for, and how good it is among those that keep the marks."""
