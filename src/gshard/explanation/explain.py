@@ -88,7 +88,7 @@ class Explanation(ExplainedPlan):
         Args:
             machine: as for ``cost``.
             seconds: how long to plan again with other marks, about: 0 tries none, ``math.inf`` all. None is tried if
-                planning took longer.
+                planning took longer than that and than 10 s.
 
         >>> import gshard, jax.numpy as jnp
         >>> f = lambda x, w: gshard.split(x, 1, 8) @ w

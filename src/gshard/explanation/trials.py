@@ -40,7 +40,7 @@ class Trials:
         tried: how many changes were tried;
         changes: of how many.
         seconds: of processor time that this took.
-        one: seconds that one change takes, as far as they were known before.
+        one: seconds that one change takes, if none was tried because of them.
     """
 
     found: tuple[tuple[int, Proposal], ...]
@@ -59,7 +59,7 @@ class Trials:
             return "No change of marks to try."
         if self.is_complete:
             return f"Tried all changes of marks that the collectives go back to: {self.changes}."
-        if not self.tried and self.one:
+        if self.one:
             return f"Tried none of {self.changes} changes of marks: one takes about {format_seconds(self.one)}."
         took = f" in {format_seconds(self.seconds)}" if self.tried else ""
         return f"Tried {self.tried} of {self.changes} changes of marks{took}, those of the largest collectives first."
@@ -85,7 +85,7 @@ def trials(
         by_bytes: the same without a machine, if ``marked`` plans for one.
         seconds: how long to try, of processor time: a computer that is busy otherwise tries as many. No plan is begun
             that would end later if it takes as long as the longest before. At least one change is tried, unless
-            ``seconds`` is 0, or less than ``one``.
+            ``seconds`` is 0, or planning takes longer than that and than ``SECONDS``.
         one: seconds that planning once is known to take; 0 if unknown.
         clock: the time.
     """
@@ -94,7 +94,8 @@ def trials(
     found: list[tuple[int, Proposal]] = []
     changes = changes_of(rows, plan) if sent else []
     tried = 0
-    to_prove = changes if seconds > 0 and one <= seconds else []
+    one = one if changes and max(seconds, SECONDS) < one else 0.0
+    to_prove = changes if seconds > 0 and not one else []
     if by_bytes is not None and to_prove:
         now = _sent(by_bytes, lambda: plan.program, Watch(began, clock))
         screening = Watch(began + _SCREENING * seconds, clock)
