@@ -10,8 +10,8 @@ from gshard.device.machine_kinds import DIRECT, KINDS, Kind
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "machines.md"
 HEAD = (
-    "| name | devices | TFLOP/s | memory, GB/s | memory | network, GB/s | host, GB/s | source |\n"
-    "|---|---|---|---|---|---|---|---|\n"
+    "| name | devices | TFLOP/s | in int8 | in fp8 | memory, GB/s | memory | network, GB/s | host, GB/s | source |\n"
+    "|---|---|---|---|---|---|---|---|---|---|\n"
 )
 TABLE = re.compile(re.escape(HEAD) + r"(?:\|.*\|\n)*")
 
@@ -32,8 +32,10 @@ def _row(name: str, kind: Kind) -> str:
     memory = f"{kind.memory / 2**30:.4g} GiB" if kind.memory % 2**30 == 0 else f"{kind.memory / 1e9:.4g} GB"
     devices = ", ".join(f"`{device}`" for device in kind.devices) or "CPUs, abstract meshes"
     rate, bandwidth = (_number(x) for x in (kind.flops["bf16"] / 1e12, kind.memory_bandwidth / 1e9))
+    f8 = next((dtype for dtype in kind.flops if dtype.startswith("f8")), "")
+    narrow = [_number(kind.flops[dtype] / 1e12) if dtype in kind.flops else "" for dtype in ("s8", f8)]
     host = _number(kind.host_link / 1e9) if kind.host_link else ""
-    cells = (f"`{name}`", devices, rate, bandwidth, memory, _network(kind), host, kind.source)
+    cells = (f"`{name}`", devices, rate, *narrow, bandwidth, memory, _network(kind), host, kind.source)
     return f"| {' | '.join(cells)} |\n"
 
 

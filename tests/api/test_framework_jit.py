@@ -103,6 +103,24 @@ def test_gshard_partitions_it_where_it_is_told_to(framework: str) -> None:
         gshard.explain(f, *arguments, mesh=4)
 
 
+def test_a_wrapper_that_lowers_is_explained_as_xla_compiles_it() -> None:
+    class Wrapper:  # as of scalax: neither a function of JAX's, nor of a framework's that it wraps
+        def __init__(self, f: Any) -> None:
+            self.jitted = jax.jit(f, out_shardings=NamedSharding(MESH, P()))
+
+        def __call__(self, x: Any) -> Any:
+            return self.jitted(x)
+
+        def lower(self, x: Any) -> Any:
+            return self.jitted.lower(x)
+
+    step, x = Wrapper(lambda x: jnp.tanh(x)), placed(jnp.ones((64, 32)))
+    found = gshard.explain(step, x)
+    assert isinstance(found, gshard.CompiledExplanation)
+    assert found.total_bytes == gshard.explain(step.jitted, x).total_bytes > 0
+    assert isinstance(gshard.explain(step, x, partitioner="gshard", mesh=MESH), gshard.Explanation)
+
+
 def test_in_a_block_a_function_of_jax_is_explained_as_gshard_partitions_it() -> None:
     f, x = jax.jit(lambda x: x.sum()), jax.ShapeDtypeStruct((64, 32), "float32", sharding=SPLIT)
     with gshard.instead_of_jit(mesh=MESH):

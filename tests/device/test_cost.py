@@ -9,6 +9,7 @@ from device.models import MODELS, WITH_EXPERTS, lowered, model
 from gshard.device.cost import cost
 from gshard.device.jaxpr_collectives import emitted, reported
 from gshard.device.machine import Machine
+from gshard.search.seconds import Seconds
 
 
 def costed(name, machine="cpu:8"):
@@ -147,3 +148,18 @@ def test_experts_of_a_ragged_product_take_what_an_h100_took():
     _, on_tpu = ragged("v5p:1x1x1", 16_384, 8, 1024, 4096, jnp.bfloat16)
     assert on_tpu.flops == found.flops
     assert on_tpu.seconds < found.seconds / 4
+
+
+@pytest.mark.parametrize(("machine", "times"), [("h100:1x1", 8), ("cpu:1", 8), ("v5p:1x1x1", 1)])
+@pytest.mark.parametrize("f", [jax.lax.ragged_dot, gradient_of_weights])
+def test_the_planner_prices_a_product_of_groups_as_the_program_is_priced(f, machine, times):
+    arguments, found = ragged(machine, 16_384, 8, 1024, 4096, jnp.bfloat16, f)
+    (product,) = [k for k in found.kernels if k.kind == "product"]
+    kernel = next(k for k, _ in found.program.walk() if k.equation is product.equation)
+    planned = Seconds(gshard.Mesh.abstract(data=1), found.machine, ()).split_costs(kernel, [{}], 1.0)
+    assert planned[0] == pytest.approx(product.seconds)
+    assert product.seconds == pytest.approx(2 * 16_384 * 1024 * 4096 * times / found.machine.rate("bf16"), rel=0.01)
+    said = str(
+        gshard.explain(f, *arguments, mesh=gshard.Mesh.abstract(data=1), machine=machine).verdict(machine, seconds=0)
+    )
+    assert (f"XLA for {machine.partition(':')[0]} has no kernel for ragged_dot_general" in said) == (times > 1)

@@ -218,5 +218,8 @@ def test_the_documentation_has_the_figures_of_every_kind() -> None:
     rows = script.table().splitlines()[2:]
     assert len(rows) == len(KINDS) > 10
     assert all(kind.source in row and f"`{name}`" in row for row, (name, kind) in zip(rows, KINDS.items(), strict=True))
-    assert "| `tpu7x` | `TPU7x` | 1,153.5 | 3,690 | 96 GiB | 3-D torus, 100; two cores a chip, 600 |" in script.table()
+    assert (
+        "| `tpu7x` | `TPU7x` | 1,153.5 | 1,153.5 | 2,307 | 3,690 | 96 GiB | 3-D torus, 100; two cores a chip, 600 |"
+        in script.table()
+    )
     assert "| 8, each linked to each, 64; between nodes 50 |" in script.table()

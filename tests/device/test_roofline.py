@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -55,6 +57,39 @@ def test_all_callers_price_a_product_the_same(shape: tuple[int, int, int], machi
         "searched": float(option[0]),
         "in a ring": product_seconds(e, lowered.plan, on),
     } == dict.fromkeys(("explained", "recomputed", "searched", "in a ring"), expected)
+
+
+OCP = "float8_e4m3fn", "float8_e5m2"
+FNUZ = "float8_e4m3fnuz", "float8_e5m2fnuz"
+NARROW = {
+    "h100 h200 b200 gb200 mi350x mi355x": ("int8", *OCP), "b300 gb300 tpu7x": OCP, "mi300x mi325x": ("int8", *FNUZ),
+    "a100 v5e v5p v6e": ("int8",),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("machine", "fast"), [(m, fast) for names, fast in NARROW.items() for m in names.split()])
+def test_8_bit_products_run_at_the_rate_of_the_data_sheet(machine: str, fast: tuple[str, ...]) -> None:
+    on = Machine.of(machine, 2)
+
+    def seconds(*dtypes: str) -> float:
+        arrays = (jax.ShapeDtypeStruct((8192, 8192), dtype) for dtype in dtypes)
+        f = functools.partial(jax.lax.dot_general, dimension_numbers=(((1,), (0,)), ((), ())))
+        found = cost(gshard.jit(f, mesh=Mesh.abstract(x=2)).lower(*arrays).spmd, on)
+        return sum(dict(k.parts)["compute"] for k in found.kernels if k.kind == "product")
+
+    wide = seconds("bfloat16", "bfloat16")
+    for dtype in fast:
+        assert seconds(dtype, dtype) == pytest.approx(wide / 2, rel=0.01)
+        assert seconds(dtype, "bfloat16") == seconds("bfloat16", dtype) == wide
+    for dtype in {*OCP, *FNUZ}.difference(fast):
+        assert seconds(dtype, dtype) == wide
+
+
+def test_a_measured_machine_keeps_the_ratios_that_were_not_measured() -> None:
+    on = dataclasses.replace(Machine.of("h100:1x1"), flops={"f32": 3e14, "bf16": 6e14}, measured=True)
+    assert [on.rate(dtype) / 1e14 for dtype in ("bf16", "f32", "f8_e4m3fn", "f4_e2m1fn")] == [6, 3, 6 * 2, 6]
+    assert on.rate("s8") == pytest.approx(12e14, rel=1e-3)
+    assert on.rate("f64") == pytest.approx(6e14 * 67 / 989)
 
 
 def test_a_result_of_the_program_is_launched_for_however_small() -> None:

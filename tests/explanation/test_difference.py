@@ -7,6 +7,7 @@ import types
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import gshard
 from device import models
@@ -125,3 +126,20 @@ def test_against_xla_counts_what_both_compilers_made():
     assert both.after.sent == g.total_bytes == both.before.sent
     with pytest.raises(gshard.MeshError, match="abstract mesh"):
         explained(BEFORE, "abstract.py").against_xla()
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("whole", [True, False])
+def test_against_xla_runs_manual_regions_as_they_are(whole, check_vma):
+    """Weights that a region reads whole are cast to vary there, and their gradients are summed there."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def layer(x, w):
+        return jnp.tanh(x @ w if whole else jax.lax.psum(x @ w, "model") * jax.lax.axis_index("data"))
+
+    specs = (P("data"), P()) if whole else (P("data", "model"), P("model"))
+    mapped = jax.shard_map(layer, mesh=mesh, in_specs=specs, out_specs=P("data"), check_vma=check_vma)
+    for f in (mapped, jax.grad(lambda x, w: jnp.sum(mapped(x, w) ** 2), 1)):
+        found = gshard.explain(f, f32(64, 64), f32(64, 64), mesh=mesh).against_xla("h100:1x8")
+        assert found.before.flops == found.after.flops > 0
+        assert f is not mapped or found.before.sent == found.after.sent

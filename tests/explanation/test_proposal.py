@@ -1,5 +1,6 @@
 """A mark is proposed only where the program, planned again with it, sends less; written down, it does what was said."""
 
+import dataclasses
 import itertools
 import math
 
@@ -81,6 +82,20 @@ def test_without_seconds_nothing_is_tried():
     assert (made.tried, made.found) == (0, ())
     assert made.changes > 0
     assert "0 of" in str(found.verdict("h100:1x8", seconds=0))
+
+
+def test_a_change_that_takes_longer_than_there_is_time_for_is_not_tried():
+    found = gshard.explain(layers, *LAYERS, mesh=MESH)
+    assert 0 < found.planning_seconds < 10
+    slow = dataclasses.replace(found, planning_seconds=46.2)
+    assert (slow.verdict("h100:1x8").trials.tried, slow.verdict("h100:1x8", seconds=math.inf).trials.tried > 0) == (
+        0,
+        True,
+    )
+    changes = slow.verdict("h100:1x8").trials.changes
+    assert f"Tried none of {changes} changes of marks: one takes about 46.2 s. With more seconds" in str(
+        slow.verdict("h100:1x8")
+    )
 
 
 def test_a_value_that_is_marked_is_not_marked_again():

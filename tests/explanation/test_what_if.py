@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import gshard
 from device.models import f32
+from gshard.core.number_text import format_seconds
 
 MESH = gshard.Mesh.abstract(data=4, model=2)
 
@@ -38,7 +39,7 @@ def test_each_row_is_the_program_with_that_mark():
     assert row.cost.seconds == by_hand.cost("h100:1x8").seconds
     assert row.cost.sent == by_hand.total_bytes
     assert row.seconds == row.cost.seconds - found.cost("h100:1x8").seconds
-    assert f"{row.seconds * 1e3:+.3g} ms a call" in str(row)
+    assert f"{format_seconds(row.seconds, '+')} a call" in str(row)
     assert row.sharding == "f32[256,1024@model]"
 
 

@@ -220,6 +220,68 @@ def test_short_names_are_different_whatever_the_tree(paths: list[list[str]], wei
         assert short.alike == short.text or len(alike) > 1
 
 
+@pytest.mark.parametrize("partitioner", ["gshard", "xla"])
+def test_weights_that_are_stacked_inside_keep_their_names(partitioner: str) -> None:
+    """Layers that are stacked for a scan, in a state whose moments come first: rows name weights, and all layers."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def at(*shape: int, spec: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=jax.NamedSharding(mesh, jax.P(*spec)))
+
+    layers = {
+        f"block_{i}": {
+            "up": at(64, 256, spec=("data", "model")),
+            "down": at(256, 64, spec=("model", "data")),
+            "bias": at(256, spec=("model",)),
+        }
+        for i in range(LAYERS)
+    }
+
+    def loss(params: Any, x: Any) -> Any:
+        def layer(x: Any, w: Any) -> Any:
+            return x + jax.nn.relu(x @ w["up"] + w["bias"]) @ w["down"], None
+
+        return jnp.mean(jax.lax.scan(layer, x, jax.tree.map(lambda *ws: jnp.stack(ws), *params.values()))[0] ** 2)
+
+    def step(state: Any, x: Any) -> Any:
+        m = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state["m"], jax.grad(loss)(state["params"], x))
+        return {"m": m, "params": jax.tree.map(lambda p, m: p - 0.1 * m, state["params"], m)}
+
+    state = {"m": layers, "params": layers}
+    jitted = jax.jit(step, out_shardings=jax.tree.map(lambda x: x.sharding, state), donate_argnums=0)
+    found = gshard.explain(jitted, state, at(128, 64, spec=("data",)), partitioner=partitioner)
+    names = {row.array for row in found.collectives}
+    weights = {f"{of}block_*.{w}" for of in ("", "gradient of ") for w in ("up", "down")}
+    assert weights | {"gradient of block_*.bias"} <= names, names
+    assert not any("m." in name or "stack" in name for name in names)
+
+
+def test_the_number_of_a_layer_may_stand_before_another() -> None:
+    words = [f"processor_edges_{i}_grid2mesh_mlp" for i in range(3)]
+    assert set(equal_layers({(word, "linear_0", "w"): 1 for word in words}).values()) == {
+        ("processor_edges_*_grid2mesh_mlp", "linear_0", "w")
+    }
+    blocks = [f"conv_{i}_block_{j}" for i in range(2) for j in range(3)]
+    assert set(equal_layers({(word, "w"): 1 for word in blocks}).values()) == {
+        (f"conv_{i}_block_*", "w") for i in range(2)
+    }
+
+
+def test_what_moves_inside_an_operator_is_named() -> None:
+    q, kv = f32(2, 512, 8, 64), f32(2, 512, 2, 64)
+
+    def ring(q: Any, k: Any, v: Any) -> Any:
+        return gshard.attention(gshard.split(q, 1, 8), gshard.split(k, 1, 8), v, is_causal=True)
+
+    found = gshard.explain(ring, q, kv, kv, mesh=MESH)
+    inside = {row.array for row in found.collectives if row.why.startswith("inside")}
+    assert inside == {"k and 1 more"}
+    stacked = gshard.explain(
+        lambda a, b: jnp.concatenate([gshard.split(a, 0, 8), b[1:]]), f32(64, 4), f32(65, 4), mesh=MESH
+    )
+    assert all(row.array for row in stacked.collectives)
+
+
 def test_siblings_that_differ_inside_are_no_equal_layers() -> None:
     dense, mixed = {("w",): 1}, {("w",): 1, ("router",): 2}
     paths = {("layers", f"[{i}]", *p): k for i in range(4) for p, k in (mixed if i % 2 else dense).items()}

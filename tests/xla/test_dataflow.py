@@ -49,8 +49,8 @@ def test_a_gathered_weight_is_the_argument_through_casts_and_transposes(mesh: Me
 
     flow = flow_of(f, mesh, ((64, 32), ("data",)), ((16, 32), ("model",)))
     gathers = moved(flow, "all_gather")
-    assert [flow.argument(operand) for operand, _ in gathers] == [1]
-    assert [flow.argument(result) for _, result in gathers] == [1]
+    assert [flow.arguments(operand) for operand, _ in gathers] == [(1,)]
+    assert [flow.arguments(result) for _, result in gathers] == [(1,)]
     readers = [made.opcode for _, result in gathers for _, made in flow.readers(result)]
     assert "dot" in readers or "custom-call" in readers
 
@@ -62,7 +62,7 @@ def test_a_layer_of_stacked_weights_in_a_loop_is_the_argument(mesh: Mesh) -> Non
     flow = flow_of(f, mesh, ((64, 32), ("data",)), ((5, 32, 32), (None, "model")))
     gathers = moved(flow, "all_gather")
     assert gathers
-    assert {flow.argument(operand) for operand, _ in gathers} == {1}
+    assert {flow.arguments(operand) for operand, _ in gathers} == {(1,)}
 
 
 def test_what_a_loop_changes_is_no_argument(mesh: Mesh) -> None:
@@ -73,9 +73,9 @@ def test_what_a_loop_changes_is_no_argument(mesh: Mesh) -> None:
     operands = [
         operand for kind in ("all_gather", "all_to_all", "collective_permute") for operand, _ in moved(flow, kind)
     ]
-    assert all(flow.argument(operand) in (None, 0) for operand in operands)
+    assert all(flow.arguments(operand) in ((), (0,)) for operand in operands)
     inner = [o for o in operands if o.computation != flow.module.entry]
-    assert all(flow.argument(operand) is None for operand in inner)
+    assert all(flow.arguments(operand) == () for operand in inner)
 
 
 def test_a_gradient_reaches_the_result_and_meets_its_weight(mesh: Mesh) -> None:
@@ -88,10 +88,18 @@ def test_a_gradient_reaches_the_result_and_meets_its_weight(mesh: Mesh) -> None:
     assert {(tuple(r.results), tuple(r.beside)) for r in reached} == {((0,), (0,)), ((1,), (1,))}
 
 
+def test_a_join_of_arguments_is_all_of_them(mesh: Mesh) -> None:
+    for join in (jnp.concatenate, jnp.stack):
+        flow = flow_of(lambda *x, join=join: join(x), mesh, *[((8, 4), ())] * 3)
+        assert flow.arguments(Array(flow.module.entry, flow.module.computations[flow.module.entry].root)) == (0, 1, 2)
+    flow = flow_of(lambda x, y: jnp.concatenate([x, jnp.exp(y)]), mesh, *[((8, 4), ())] * 2)
+    assert flow.arguments(Array(flow.module.entry, flow.module.computations[flow.module.entry].root)) == ()
+
+
 def test_what_a_product_reads_is_another_array(mesh: Mesh) -> None:
     flow = flow_of(lambda x, w: jnp.exp(x @ w), mesh, ((64, 32), ("data",)), ((32, 16), ()))
     root = Array(flow.module.entry, flow.module.computations[flow.module.entry].root)
-    assert flow.argument(root) is None
+    assert flow.arguments(root) == ()
     made = flow.made(flow.source(root))
     assert made is not None
     assert made.opcode in ("exponential", "fusion", "exp")

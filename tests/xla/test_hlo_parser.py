@@ -1,7 +1,8 @@
 """What is read from compiled programs, against programs whose collectives are known."""
 
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import jax
@@ -188,21 +189,75 @@ def test_asynchronous_pairs_count_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("groups", "size"),
+    ("header", "attributes", "groups"),
     [
-        ("{{0,1,2,3,4,5,6,7}}", 8),
-        ("{{0},{1,2,3},{4,5,6,7}}", 4),
-        ("{}", 8),
-        ("[4,2]<=[8]", 2),
-        ("[8,1]<=[2,2,2]T(2,1,0)", 1),
-        ("mesh['a'=2,'b'=4] {'a','b'}", 8),
-        ("mesh['a'=2,'b'=4] {'b':(1)2}", 2),
-        ("mesh['a'=2,'b'=4], device_ids=([8]<=[4,2]T(1,0)) {'a','b':(2)2}", 4),
+        ("num_partitions=8", "replica_groups={{7,6,5,4,3,2,1,0}}, use_global_device_ids=true", "01234567"),
+        ("num_partitions=8", "replica_groups={{0},{3,2,1},{4,5,6,7}}, channel_id=1", "0 123 4567"),
+        ("num_partitions=8", "replica_groups={}", "01234567"),
+        ("num_partitions=8", "dimensions={0}", "01234567"),
+        ("num_partitions=8", "channel_id=1, replica_groups={{0}}", "01234567"),
+        ("num_partitions=8", "replica_groups={{0}}", "0 1 2 3 4 5 6 7"),
+        ("replica_count=8", "replica_groups={{0,4},{1,5},{2,6},{3,7}}", "04 15 26 37"),
+        ("replica_count=2, num_partitions=4", "replica_groups={{0,1}}", "04 15 26 37"),
+        ("replica_count=2, num_partitions=4", "channel_id=1, replica_groups={{0},{1}}", "0123 4567"),
+        ("num_partitions=8", "replica_groups=mesh['a'=2,'b'=4] {}, use_global_device_ids=true", "0 1 2 3 4 5 6 7"),
+        ("num_partitions=8", "replica_groups=mesh['a'=8] {'a':(1)2,'a':(4)2}, channel_id=1", "0145 2367"),
+        ("num_partitions=8", "replica_groups=mesh['a'=2,'b'=4], device_ids=(7,6,5,4,3,2,1,0) {'a'}", "04 15 26 37"),
     ],
 )
-def test_notations_of_groups(groups: str, size: int) -> None:
-    text = ASYNCHRONOUS.replace("replica_groups={}", f"replica_groups={groups}")
-    assert collectives(text)[-1].group_size == size
+def test_groups_by_replicas_partitions_and_channels(header: str, attributes: str, groups: str) -> None:
+    """With replicas, ``replica_groups`` counts these; a channel joins the partitions of a replica."""
+    text = f"HloModule f, {header}\n\nENTRY %f (x: f32[8]) -> f32[8] {{\n  %x = f32[8] parameter(0)\n"
+    (found,) = collectives(f"{text}  ROOT %y = f32[8] all-reduce(%x), {attributes}, to_apply=%add\n}}\n")
+    assert {"".join(map(str, group)) for group in found.groups} == set(groups.split())
+    assert found.group_size == max(map(len, groups.split()))
+
+
+def test_any_groups_are_read_back(rng: np.random.Generator) -> None:
+    """Axes and parts of axes of a mesh in any order of devices, in each notation in which XLA writes their groups."""
+    for _ in range(200):
+        sizes = rng.choice([1, 2, 3, 4, 6], rng.integers(1, 4))
+        order = np.arange(sizes.prod())
+        turned, permutation = rng.permutation(sizes), rng.permutation(len(sizes))
+        ids, written = [
+            (order, ""),
+            (rng.permutation(order), None),
+            (order.reshape(turned).transpose(permutation).ravel(), f"[{listed(turned)}]T({listed(permutation)})"),
+        ][rng.integers(3)]
+        written = listed(ids) if written is None else written
+        # Each axis is a part before, a part that communicates or none, and a part after.
+        pairs = [[(b, p) for b, p in np.ndindex(7, 7) if b and p and n % (b * p) == 0] for n in sizes]
+        parts = [rng.permutation(of_axis)[0] for of_axis in pairs]
+        fine = [
+            size for n, (before, part) in zip(sizes, parts, strict=True) for size in (before, part, n // before // part)
+        ]
+        over = rng.permutation(len(sizes))
+        inside = [3 * k + 1 for k in over]
+        outside = [d for d in range(len(fine)) if d not in inside]
+        groups = ids.reshape(fine).transpose(outside + inside).reshape(-1, math.prod(fine[d] for d in inside))
+        mesh = ",".join(f"'a{k}'={n}" for k, n in enumerate(sizes))
+        axes = ",".join(
+            f"'a{k}'" if parts[k][1] == sizes[k] else f"'a{k}':({parts[k][0]}){parts[k][1]}"
+            for k in over
+            if parts[k][1] > 1
+        )
+        notations = ["{" + ",".join("{" + listed(group) + "}" for group in groups) + "}"]
+        notations += [f"mesh[{mesh}]{written and f', device_ids=({written})'} {{{axes}}}"]
+        if not written:
+            turn = listed(outside + inside)
+            notations += [f"[{groups.shape[0]},{groups.shape[1]}]<=[{listed(fine)}]T({turn})"]
+        for notation in notations:
+            text = ASYNCHRONOUS.replace("replica_groups={}", f"replica_groups={notation}, use_global_device_ids=true")
+            assert {*collectives(text)[-1].groups} == {*map(tuple, np.sort(groups).tolist())}, notation
+
+
+def listed(numbers: Iterable[int]) -> str:
+    return ",".join(map(str, numbers))
+
+
+def test_an_unknown_notation_of_groups_is_an_error() -> None:
+    with pytest.raises(ValueError, match="groups of a collective cannot be read: replica_groups=ring"):
+        collectives(ASYNCHRONOUS.replace("replica_groups={}", "replica_groups=ring(8)"))
 
 
 LOOP = """\

@@ -83,6 +83,26 @@ ENTRY %main (a: bf16[4,32,16], b: bf16[4,16,8]) -> bf16[4,32,8] {
     assert work == Work(2 * 4 * 32 * 16 * 8, 0, 2 * (4 * 32 * 16 + 4 * 16 * 8 + 4 * 32 * 8), "bf16")
 
 
+def test_a_product_of_groups_meets_each_row_once() -> None:
+    """A product of rows with the matrix of their group, and its gradients, as JAX lowers them for TPU."""
+    text = """HloModule m, num_partitions=1
+
+ENTRY %main (x: bf16[64,32], w: bf16[4,32,16], n: s32[4]) -> (bf16[64,32], bf16[4,32,16]) {
+  %x = bf16[64,32]{1,0} parameter(0)
+  %w = bf16[4,32,16]{2,1,0} parameter(1)
+  %n = s32[4]{0} parameter(2)
+  %y = bf16[64,16]{1,0} ragged-dot(%x, %w, %n), lhs_contracting_dims={1}, rhs_contracting_dims={1}, \
+lhs_ragged_dims={0}, rhs_group_dims={0}
+  %dx = bf16[64,32]{1,0} ragged-dot(%y, %w, %n), lhs_contracting_dims={1}, rhs_contracting_dims={2}, \
+lhs_ragged_dims={0}, rhs_group_dims={0}
+  %dw = bf16[4,32,16]{2,1,0} ragged-dot(%x, %y, %n), lhs_contracting_dims={0}, rhs_contracting_dims={0}, \
+lhs_ragged_dims={0}
+  ROOT %all = (bf16[64,32]{1,0}, bf16[4,32,16]{2,1,0}) tuple(%dx, %dw)
+}
+"""
+    assert [(w.products, w.dtype) for w, _ in works(text)] == [(2 * 64 * 32 * 16, "bf16")] * 3
+
+
 def test_a_product_of_cublas() -> None:
     text = """HloModule m, num_partitions=1
 

@@ -1,5 +1,6 @@
 """Programs as XLA compiled them: what is sent, why, what is held, and in which forms they can be given."""
 
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,20 @@ def test_each_collective_has_its_axes_array_module_and_line(mesh: Mesh) -> None:
     assert "whole" not in text
 
 
+@pytest.mark.parametrize("sizes", [{"data": 2, "fsdp": 2, "context": 2}, {"data": 2, "model": 4}])
+@pytest.mark.parametrize("order", [range(8), [0, 4, 1, 5, 2, 6, 3, 7], [5, 2, 7, 0, 3, 6, 1, 4]])
+def test_axes_are_those_of_the_gathered_array_in_any_order_of_devices(sizes: dict[str, int], order: list[int]) -> None:
+    devices = np.array(jax.devices()[:8])[list(order)].reshape(tuple(sizes.values()))
+    mesh = Mesh(devices, tuple(sizes), axis_types=(jax.sharding.AxisType.Auto,) * len(sizes))
+    for axes in itertools.chain.from_iterable(itertools.permutations(sizes, k) for k in range(1, len(sizes) + 1)):
+        whole = jax.jit(lambda x: jnp.tanh(x), out_shardings=NamedSharding(mesh, P()))
+        found = gshard.explain(whole, given(mesh, (64, 8), axes))
+        assert {axis for row in found.collectives for axis in row.axes.split(",")} == {*axes}
+        reduced = jax.jit(lambda x: jnp.sum(jnp.tanh(x)))
+        found = gshard.explain(reduced, given(mesh, (64, 8), axes))
+        assert {axis for row in found.collectives for axis in row.axes.split(",")} == {*axes}
+
+
 def test_bytes_are_those_of_the_text(mesh: Mesh) -> None:
     arguments = tensor_parallel(mesh)
     found = gshard.explain(jax.jit(step), *arguments)
@@ -82,6 +97,11 @@ def test_a_combined_collective_has_a_row_for_each_array(mesh: Mesh) -> None:
     assert combined, "XLA combines the two gradients"
     parts = [part for row in found.collectives for part in row.parts if part.sent is combined[0]]
     assert {part.array.text for part in parts} >= {"gradient of params.up", "gradient of params.down"}
+    messages = sum(row.times / row.sharing for row in found.collectives)
+    assert messages == pytest.approx(sum(found.times_by_kind.values()))
+    shared = max(row.sharing for row in found.collectives)
+    assert f" x1/{shared} " in str(found)
+    assert str(found).count("x1/2 is one message with arrays of 2 rows") == 1
 
 
 def test_one_program_in_all_its_forms(mesh: Mesh, tmp_path: Path) -> None:

@@ -50,8 +50,8 @@ def is_compiled(f: Any) -> bool:
 
 
 def is_from_jax_jit(f: Any) -> bool:
-    """Whether this is a function that ``jax.jit``, ``flax.nnx.jit`` or ``equinox.filter_jit`` returned."""
-    return callable(f) and callable(getattr(f, "lower", None)) and hasattr(f, "__wrapped__")
+    """Whether ``jax.jit``, ``flax.nnx.jit``, ``equinox.filter_jit`` or the like returned this: it can be lowered."""
+    return callable(f) and callable(getattr(f, "lower", None)) and not isinstance(f, type)
 
 
 def stage_inside(f: Any) -> Any:

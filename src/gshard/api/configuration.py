@@ -18,11 +18,11 @@ from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import put_all, user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames_in_methods
 from gshard.core.mesh import Mesh, MeshLike
+from gshard.core.number_text import format_seconds
 from gshard.core.plan import Plan, local_bytes
 from gshard.core.program import format_bytes
 from gshard.device.cost import Cost
 from gshard.device.machine import Machine
-from gshard.explanation.bounds import format_seconds
 from gshard.explanation.found import SearchResult
 from gshard.planning.saved_plan import SavedPlan
 from gshard.search.builder_choices import text_of

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from gshard.api.configuration import Configuration
+from gshard.core.number_text import format_seconds, significant
 from gshard.core.program import format_bytes
 from gshard.device.machine import Machine
-from gshard.explanation.bounds import format_seconds, headline
+from gshard.explanation.bounds import headline
 from gshard.search.how_near import ended, how_near
 
 _SHOWN = 5  # rows of the table
@@ -114,7 +115,7 @@ class Configurations:
             rate = row.examples_per_second
             lines.append([
                 format_seconds(row.seconds),
-                *([f"{rate:.4g}" if rate is not None else ""] if batch else []),
+                *([significant(rate, 4) if rate is not None else ""] if batch else []),
                 f"{format_bytes(row.cost.peak)}{'' if fits else ', does not fit'}",
                 format_bytes(row.cost.sent),
                 format_bytes(row.bytes_on_host) if row.built.host else "-",
@@ -174,12 +175,13 @@ class Configurations:
     __repr__ = __str__
 
     def _bounds(self) -> list[str]:
-        text = "in the simplified model of gshard.search"
+        text, best = "in the simplified model of gshard.search", self.best.found
         if any(row.found is not None and row.found.best.near is not None for row in self.rows):
             text += ", on meshes with up to two axes"
         if self.bound:
-            gap = "" if self.gap is None else f"; the best takes {_more(self.gap)} there"
-            lines = [f"no configuration takes less than {format_seconds(self.bound)} {text}{gap}"]
+            lines = [f"{text}, no configuration takes less than {format_seconds(self.bound)}"]
+            if self.gap is not None and best is not None and best.best.predicted is not None:
+                lines[0] += f"; the best takes {format_seconds(best.best.predicted)} there, {_more(self.gap)}"
         else:
             lines = ["there is no bound over all configurations, because some were not estimated"]
         if self.solved and self.searched_bound > self.bound:
@@ -203,7 +205,7 @@ def _shown(keywords: dict[str, Any], key: str) -> str:
 
 
 def _percent(gap: float | None) -> str:
-    return "-" if gap is None else "0 %" if gap < _NONE else f"{100 * gap:.2g} %"
+    return "-" if gap is None else "0 %" if gap < _NONE else f"{significant(100 * gap, 2)} %"
 
 
 def _plain(value: Any) -> Any:
@@ -216,4 +218,4 @@ def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _more(gap: float) -> str:
-    return "no more" if gap < _NONE else f"at most {100 * gap / (1 - gap):.2g} % more"
+    return "no more" if gap < _NONE else f"at most {significant(100 * gap / (1 - gap), 2)} % more"

@@ -71,10 +71,14 @@ class Lowered:
 
     @functools.cached_property
     def _planned(self) -> Planned:
-        first = len(self.program.captured)
-        donated = tuple(first + i for i in sorted(self.donated))
+        donated = tuple(len(self.program.captured) + i for i in sorted(self.donated))
         with phase("planning", self.program.name, self.mesh.size):
             return self.target.planned(self.program, Boundary(donated, self.padded, self.target.keep_uneven))
+
+    @property
+    def planning_seconds(self) -> float:
+        """Processor time that planning took."""
+        return self._planned.planning_seconds
 
     @property
     def choice(self) -> Callable[[], Choice | None] | None:

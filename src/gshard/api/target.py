@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Hashable
 from typing import Any
 
@@ -136,8 +137,10 @@ class Target(_Kept):
         """The program's plan."""
         if self.strict and self.reorders:  # a derivative, or one half of it, need not have all names
             refuse_unused(program, self.mesh)
+        began = time.thread_time()
         made = run(PLANNING, Draft(program), self._settings(program, boundary)).best
-        return made if self.reorders else Planned(dataclasses.replace(made.plan, orders={}), choice=made.choice)
+        made = made if self.reorders else Planned(dataclasses.replace(made.plan, orders={}), choice=made.choice)
+        return dataclasses.replace(made, planning_seconds=time.thread_time() - began)
 
     def _settings(self, program: Program, boundary: Boundary) -> Settings:
         given = None if self.search is False else self._searched

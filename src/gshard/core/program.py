@@ -24,6 +24,7 @@ from gshard.core.jax_adapter_lowering import branches_on
 from gshard.core.layout import Layout, Named
 from gshard.core.mark import Mark
 from gshard.core.memory_kinds import kind_in_space
+from gshard.core.number_text import in_unit
 from gshard.core.planning_tables import tabulated
 from gshard.core.rule import Dims, Factor, Rule
 
@@ -375,7 +376,7 @@ def format_bytes(n: int) -> str:
     """
     value, unit = float(n), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1024 or unit == "TiB":
+        if round(value, 1) < 1024 or unit == "TiB":
             break
         value /= 1024
     return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
@@ -387,7 +388,5 @@ def format_flops(n: float) -> str:
     >>> format_flops(2.064e13), format_flops(20)
     ('20.64 TFLOP', '20 FLOP')
     """
-    for unit, size in (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6), ("kFLOP", 1e3)):
-        if abs(n) >= size:
-            return f"{n / size:.4g} {unit}"
-    return f"{n:.4g} FLOP"
+    units = ("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6), ("kFLOP", 1e3), ("FLOP", 1.0)
+    return in_unit(n, units, 4)

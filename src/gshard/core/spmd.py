@@ -9,6 +9,7 @@ from typing import Any
 from gshard.core.device_order import Order
 from gshard.core.memory_kinds import DEVICE
 from gshard.core.mesh import Mesh
+from gshard.core.number_text import format_ms, significant
 from gshard.core.program import Equation, Program, Value, format_block, short_dtype
 from gshard.core.sharding import Sharding
 
@@ -138,7 +139,7 @@ class Prefetched:
     def __str__(self) -> str:
         return (
             "gathered one iteration early, beside the products of the previous iteration: a call on "
-            f"{self.machine} takes {self.seconds * 1e3:.4g} instead of {self.without * 1e3:.4g} ms\n"
+            f"{self.machine} takes {significant(self.seconds * 1e3, 4)} instead of {format_ms(self.without)}\n"
             + "\n".join(f"  {line}" for line in self.lines)
         )
 

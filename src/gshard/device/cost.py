@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from gshard.comm.collectives import KINDS, sent_bytes, sent_sizes
 from gshard.core.mesh import Atoms, Mesh
+from gshard.core.number_text import format_ms, significant
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import Equation, Value, format_bytes, format_flops, type_text
 from gshard.core.spmd import SpmdProgram
@@ -35,7 +36,7 @@ from gshard.device.loop_stacks import stack_slices
 from gshard.device.machine import Machine
 from gshard.device.memory import Memory, memory_of
 from gshard.device.network import latency, permutation_seconds, seconds
-from gshard.device.roofline import copy_seconds, dtype_of, host_seconds, launch_seconds, roofline
+from gshard.device.roofline import copy_seconds, host_seconds, kernel_roofline, launch_seconds
 from gshard.language.transfer import changes_memory
 
 # The causes of seconds: operations, bytes of the device's memory, bytes on links, kernel launches, the time until the
@@ -168,10 +169,10 @@ class CallTotals:
         return (first,) if shares[first] > MOST or not shares[second] else (first, second)
 
     def __str__(self) -> str:
-        bounds = ", ".join(f"{what} {s * 1e3:.3g} ms" for what, s in self.by_bound.items())
-        beside = f"; {self.overlapped * 1e3:.3g} ms of network beside them" if self.overlapped else ""
+        bounds = ", ".join(f"{what} {significant(s * 1e3, 3)} ms" for what, s in self.by_bound.items())
+        beside = f"; {significant(self.overlapped * 1e3, 3)} ms of network beside them" if self.overlapped else ""
         return (
-            f"{self.seconds * 1e3:.4g} ms a call on {self.machine.name} ({bounds}{beside}); "
+            f"{format_ms(self.seconds)} a call on {self.machine.name} ({bounds}{beside}); "
             f"{format_flops(self.flops)}, {format_bytes(self.sent)} sent, "
             f"peak {format_bytes(self.peak)} of {format_bytes(self.machine.memory)}"
         )
@@ -332,8 +333,7 @@ def kernel_cost(
         parts = ("host", spent), ("launch", launch)
         return row(name=e.name, kind=kernel.kind, moved=kernel.moved, seconds=spent + launch, parts=parts)
     products, others = kernel.product_flops, kernel.vector_flops
-    repeated = e.rule.groups if e.rule is not None and machine.compiler.multiplies_groups else 1
-    time = roofline(machine, dtype_of(e), products * repeated, others, kernel.moved, returns=kernel.starts)
+    time = kernel_roofline(machine, e, products, others, kernel.moved, returns=kernel.starts)
     starts += time.launch
     parts = (time.bound, time.work), ("memory", copies), ("launch", starts)
     kind, flops = PRODUCT if products else kernel.kind, products + others

@@ -23,7 +23,7 @@ from gshard.device.fusion_model import (
     size,
 )
 from gshard.device.machine import Machine
-from gshard.device.roofline import dtype_of, roofline
+from gshard.device.roofline import kernel_roofline
 
 
 def epilogues(program: Kernels, seconds: Mapping[Kernel, float], machine: Machine) -> dict[Kernel, float]:
@@ -68,10 +68,10 @@ def _epilogues_of(
         else:
             break
         moved, vector = moved + extra_bytes, vector + kernel.vector_flops
-        merged = roofline(
-            machine, dtype_of(product.equation), product.product_flops, vector, moved, returns=kernel.starts
-        )
-        merged_seconds = merged.seconds
+        products = product.product_flops
+        merged_seconds = kernel_roofline(
+            machine, product.equation, products, vector, moved, returns=kernel.starts
+        ).seconds
         added[kernel] = min(seconds[kernel], max(0.0, merged_seconds - seconds_so_far))
         seconds_so_far, last = seconds_so_far + added[kernel], kernel
         if kernel.kind == OPERATOR:

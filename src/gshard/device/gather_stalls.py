@@ -22,7 +22,7 @@ from gshard.device.async_overlap import Step, overlapped
 from gshard.device.fusion_model import is_product
 from gshard.device.machine import Machine
 from gshard.device.network import seconds
-from gshard.device.roofline import dtype_of, roofline
+from gshard.device.roofline import kernel_roofline
 
 
 def gather_stalls(plan: Plan, machine: Machine) -> dict[tuple[Equation, int], float]:
@@ -80,7 +80,7 @@ def product_seconds(e: Equation, plan: Plan, machine: Machine) -> float:
     assert e.rule is not None
     products = e.rule.flops / parts(plan.splits[e], plan.mesh)
     returns = not {*e.outputs}.isdisjoint(plan.program.block.outputs)
-    return roofline(machine, dtype_of(e), products, moved=sum(local_sizes(e, plan)), returns=returns).seconds
+    return kernel_roofline(machine, e, products, moved=sum(local_sizes(e, plan)), returns=returns).seconds
 
 
 def local_sizes(e: Equation, plan: Plan) -> list[int]:

@@ -70,7 +70,7 @@ class Machine:
 
     Attributes:
         name: the name in messages; nothing else depends on it.
-        flops: operations a second in products, by short dtype; other dtypes run at the rate of ``f32``.
+        flops: operations a second in products, by dtype as XLA writes it; for other dtypes see ``rate``.
         vector_flops: operations a second outside of products.
         memory_bandwidth: bytes a second that a device reads and writes.
         memory: bytes of a device.
@@ -103,13 +103,20 @@ class Machine:
         return math.prod(d.size for d in self.network)
 
     def rate(self, dtype: str) -> float:
-        """Operations a second of products in a dtype (short name)."""
-        return self.flops.get(dtype) or self.flops["f32"]
+        """Operations a second of products in a dtype (short name).
+
+        A rate that was not measured has the ratio to bfloat16 that it has in the figures of the kind. XLA widens floats
+        of fewer than 16 bits that have no rate. Other dtypes run at the rate of ``f32``.
+        """
+        known, dtype = KINDS[self.kind].flops if self.kind in KINDS else {}, dtype.replace("_", "")
+        if dtype in known and dtype not in self.flops and "bf16" in self.flops:
+            return self.flops["bf16"] * known[dtype] / known["bf16"]
+        return _rate(self.flops, dtype)
 
     def peak(self, dtype: str) -> float:
         """The vendor's rate of products in a dtype, to which MFU relates; ``rate`` if no vendor gives one."""
         vendor = KINDS[self.kind].peak if self.kind in KINDS else {}
-        return vendor.get(dtype) or vendor.get("f32") or self.rate(dtype)
+        return _rate(vendor, dtype.replace("_", "")) if vendor else self.rate(dtype)
 
     @staticmethod
     @without_our_frames
@@ -159,6 +166,12 @@ class Machine:
             f"{name}: {self.size} devices, {grid}; {self.rate('bf16') / 1e12:.4g} TFLOP/s in bf16, "
             f"{self.memory_bandwidth / 1e9:.4g} GB/s, {self.memory / 2**30:.4g} GiB"
         )
+
+
+def _rate(rates: Mapping[str, float], dtype: str) -> float:
+    if dtype not in rates and re.match(r"f[468]e", dtype):
+        return max(rates["f32"], rates.get("bf16", 0.0))
+    return rates.get(dtype) or rates["f32"]
 
 
 def _shape_for(kind: Kind, text: str, devices: int | None) -> tuple[int, ...]:

@@ -27,6 +27,9 @@ Rows of GPUs have the share of the vendor's rates of products and memory that wa
 the time of a hop and of a launch. Those of ``h100`` apply to all GPUs, and 1 µs a hop to all TPUs: the AllReduces of
 figure 9 agree with that on v3.
 
+Products of 8-bit floats run at twice the rate of bfloat16 on NVIDIA's GPUs from Hopper on, AMD's and TPU7x, by the same
+data sheets. Other devices have no rate for them: XLA widens the operands.
+
 A product of float32 arrays runs in one bfloat16 pass on TPU (JAX's default precision), in TF32 on NVIDIA's GPUs, and in
 float32 on AMD's, where XLA does not use TF32. TPUs without a rate for 8-bit integers multiply them as bfloat16.
 """
@@ -182,13 +185,18 @@ REACHED_MEMORY = 0.9
 REACHED_LINKS = 0.7
 
 
+# The 8-bit floats that products take: those of the Open Compute Project, and those of CDNA 3.
+_OCP = "f8e4m3fn", "f8e5m2"
+_FNUZ = "f8e4m3fnuz", "f8e5m2fnuz"
+
+
 def _tpu(
     source: str, devices: tuple[str, ...], bf16: float, s8: float, bandwidth: float, gib: int, link: float,
     dimensions: int, wraps: int, compiler: Compiler, *, cores: int = 1, between_cores: float = 0.0,
-    host_link: float = 0.0,
+    host_link: float = 0.0, f8: tuple[str, ...] = (),
 ) -> Kind:  # fmt: skip
     # The vector unit does about a sixteenth of the matrix unit's work in float32.
-    rates = {"bf16": bf16 * _T, "f32": bf16 * _T, "s8": s8 * _T}
+    rates = {"bf16": bf16 * _T, "f32": bf16 * _T, "s8": s8 * _T} | dict.fromkeys(f8, 2 * bf16 * _T)
     return Kind(
         rates, bf16 * _T / 16, bandwidth * _G, gib * _GIB, link * _G, dimensions, wraps, cores, between_cores * _G,
         compiler=compiler, host_link=host_link * _G, source=source, devices=devices,
@@ -198,10 +206,11 @@ def _tpu(
 def _gpu(
     source: str, *devices: str, f64: float, f32: float, bf16: float, s8: float, vector: float,
     memory_bandwidth: float, memory: float, link: float, between_nodes: float, node: int = 8, inside: str = SWITCH,
-    host_link: float = 0.0,
+    host_link: float = 0.0, f8: tuple[str, ...] = _OCP,
 ) -> Kind:  # fmt: skip
     """A vendor's TFLOP/s, GB/s and GB; f32 is the rate of products of float32 arrays in JAX's default precision."""
     peak = {"f64": f64 * _T, "f32": f32 * _T, "bf16": bf16 * _T, "f16": bf16 * _T, "s8": s8 * _T}
+    peak |= dict.fromkeys(f8, 2 * bf16 * _T)
     rates = {dtype: rate * REACHED_PRODUCTS for dtype, rate in peak.items()}
     return Kind(
         rates, vector * _T, memory_bandwidth * _G * REACHED_MEMORY, int(memory * _G), link * _G, 1, latency=2e-6,
@@ -211,7 +220,7 @@ def _gpu(
 
 
 _AMPERE = functools.partial(
-    _gpu, f64=19.5, f32=156, bf16=312, s8=624, vector=19.5, link=300, between_nodes=25, host_link=32
+    _gpu, f64=19.5, f32=156, bf16=312, s8=624, vector=19.5, link=300, between_nodes=25, host_link=32, f8=()
 )
 _HOPPER = functools.partial(
     _gpu, f64=67, f32=494, bf16=989, s8=1979, vector=67, link=450, between_nodes=50, host_link=64
@@ -220,7 +229,7 @@ _BLACKWELL = functools.partial(_gpu, memory_bandwidth=8000, link=900)
 _OF_SYSTEM = functools.partial(_BLACKWELL, f32=1125, bf16=2250, vector=75)
 _OF_RACK = functools.partial(_BLACKWELL, f32=1250, bf16=2500, vector=80, node=72)
 _INSTINCT = functools.partial(_gpu, inside=DIRECT, between_nodes=50, host_link=64)
-_CDNA3 = functools.partial(_INSTINCT, f64=163.4, f32=163.4, bf16=1307.4, s8=2614.9, vector=163.4, link=64)
+_CDNA3 = functools.partial(_INSTINCT, f64=163.4, f32=163.4, bf16=1307.4, s8=2614.9, vector=163.4, link=64, f8=_FNUZ)
 _CDNA4 = functools.partial(_INSTINCT, memory_bandwidth=8000, memory=288, link=76.8)
 
 
@@ -247,7 +256,7 @@ KINDS = {
     ),
     "tpu7x": _tpu(
         "Google Cloud, *TPU7x (Ironwood)*", ("TPU7x",), 1153.5, 1153.5, 3690, 96, 100, 3, 4, _libtpu(PERMUTE), cores=2,
-        between_cores=600,
+        between_cores=600, f8=_OCP,
     ),
     "a100_40gb": _AMPERE(
         "NVIDIA, *A100 Tensor Core GPU* and *DGX A100* data sheets", "NVIDIA A100-SXM4-40GB", memory_bandwidth=1555,

@@ -86,13 +86,15 @@ def members(mesh: Mesh, atoms: Atoms, of: int = 0) -> tuple[int, ...]:
     return tuple(sorted(set(group)))
 
 
-def atoms_among(mesh: Mesh, group: Sequence[int]) -> Atoms | None:
-    """The atoms over which the group of position 0 runs; None if it is no group over atoms."""
+def atoms_among(mesh: Mesh, all_groups: Sequence[Sequence[int]]) -> Atoms | None:
+    """The atoms over which groups of positions run; None if some group does not lie along atoms, or along others."""
+    first = next((group for group in all_groups if 0 in group), ())
     stride, found = mesh.size, []
     for atom, size in mesh.atom_sizes.items():
         stride //= size
-        found += [atom] if stride in group else []
-    return tuple(found) if members(mesh, tuple(found)) == group else None
+        found += [atom] if stride in first else []
+    atoms = tuple(found)
+    return atoms if all(members(mesh, atoms, group[0]) == tuple(group) for group in all_groups) else None
 
 
 @tabulated(64)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from gshard.core.program import Equation, short_dtype
+from gshard.core.program import Equation, itemsize, short_dtype
 from gshard.device.machine import Machine
 
 # Bytes of the indices into an array of up to eight dimensions, int32 each. XLA computes so few numbers (the position of
@@ -85,9 +85,22 @@ def host_seconds(machine: Machine, array: float) -> float:
     return array / machine.host_link if machine.host_link else 2 * array / machine.memory_bandwidth
 
 
+def kernel_roofline(
+    machine: Machine, e: Equation, products: float = 0.0, others: float = 0.0, moved: float = 0.0, *,
+    returns: bool = False,
+) -> Roofline:  # fmt: skip
+    """Prices one run of the kernel of an equation as the machine's compiler makes it; arguments as of ``roofline``."""
+    return roofline(machine, dtype_of(e), products * repeats(e, machine), others, moved, returns=returns)
+
+
+def repeats(e: Equation, machine: Machine) -> int:
+    """How often a product multiplies each row: with the matrix of each group if the compiler does so, else once."""
+    return e.rule.groups if e.rule is not None and machine.compiler.multiplies_groups else 1
+
+
 def dtype_of(e: Equation) -> str:
-    """The short name of the dtype at whose rate an equation's product runs: that of its first operand."""
-    return short_dtype(e.inputs[0].dtype) if e.inputs else "f32"
+    """The short name of the dtype at whose rate an equation's product runs: the wider one of its two operands."""
+    return short_dtype(max((x.dtype for x in e.inputs[:2]), key=itemsize)) if e.inputs else "f32"
 
 
 def launch_seconds(machine: Machine, moved: float, *, returns: bool = False) -> float:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from gshard.core.number_text import format_seconds
 from gshard.core.plan import Plan
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import format_bytes
@@ -169,11 +170,3 @@ def does_not_pay(plan: Plan, found: Cost) -> str:
     if launches <= MOST * one.seconds:
         return text
     return f"{text} {format_seconds(launches)} of that are kernel launches, which no split makes fewer."
-
-
-def format_seconds(seconds: float) -> str:
-    """Seconds as text, in the unit that leaves few digits: ``3.2 ms``."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds * 1e9:.3g} ns"

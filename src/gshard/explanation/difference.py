@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from gshard.core.errors import GShardError
+from gshard.core.number_text import format_ms, format_seconds, significant
 from gshard.core.program import format_bytes, format_flops
 
 FORMAT = 2  # of the data that is compared; it is written into it
@@ -98,7 +99,7 @@ class Difference:
         text = [f"{self.names[0]} -> {self.names[1]}"]
         text += [f"  {what:<24} {show(x):>12} -> {show(y):>12}  {_percent(x, y)}" for what, x, y, show in rows]
         if a.seconds or b.seconds:
-            took = f"{_ms(a.seconds):>12} -> {_ms(b.seconds):>12}  {_percent(a.seconds, b.seconds)}"
+            took = f"{format_ms(a.seconds):>12} -> {format_ms(b.seconds):>12}  {_percent(a.seconds, b.seconds)}"
             text.append(f"  {'modelled time of a call':<24} {took}")
         if not self.lines:
             return "\n".join([*text, "", "no line changed"])
@@ -106,7 +107,9 @@ class Difference:
         for line in self.lines[:lines]:
             flops, seconds = line.after.flops - line.before.flops, line.after.seconds - line.before.seconds
             sent = _signed(line.more, format_bytes)
-            text.append(f"  {sent:>12} {_signed(flops, format_flops):>12} {_signed(seconds, _ms):>11}  {line.place}")
+            text.append(
+                f"  {sent:>12} {_signed(flops, format_flops):>12} {_signed(seconds, format_seconds):>11}  {line.place}"
+            )
             text[-1] += f"  {line.text.strip()[:60]}" if line.text else ""
         if len(self.lines) > lines:
             text.append(f"  ... and {len(self.lines) - lines} more lines")
@@ -236,10 +239,6 @@ def _matcher(f: Mapping[str, Any], g: Mapping[str, Any]) -> difflib.SequenceMatc
     return difflib.SequenceMatcher(None, ours, theirs, autojunk=False)
 
 
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.4g} ms"
-
-
 def _signed(n: Any, show: Any) -> str:
     return "=" if not n else f"{'+' if n > 0 else '-'}{show(abs(n))}"
 
@@ -249,4 +248,4 @@ def _percent(before: float, after: float) -> str:
         return "unchanged"
     if not before:
         return "new"
-    return f"x {after / before:.4g}" if after > 10 * before else f"{100 * (after - before) / before:+.1f} %"
+    return f"x {significant(after / before, 4)}" if after > 10 * before else f"{100 * (after - before) / before:+.1f} %"

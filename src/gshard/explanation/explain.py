@@ -55,6 +55,7 @@ class Explanation(ExplainedPlan):
         machine: what the plan was made for; None if by bytes, or given.
         by_bytes: whether it is the plan that sends least.
         choice: what planning or a search chose, and from what; None for a plan that was given, or is a preset.
+        planning_seconds: what planning took, and with other marks takes about again; 0 if not measured.
     """
 
     marked: Callable[[Program], SpmdProgram]
@@ -62,6 +63,7 @@ class Explanation(ExplainedPlan):
     machine: Machine | None = None
     by_bytes: bool = False
     choice: Callable[[], Compared | None] | None = None
+    planning_seconds: float = 0.0
 
     def cost(self, machine: Machine | str | None = None) -> Cost:
         """Time, FLOPs, bytes and memory of one call.
@@ -85,7 +87,8 @@ class Explanation(ExplainedPlan):
 
         Args:
             machine: as for ``cost``.
-            seconds: how long to plan again with other marks, about: 0 tries none, ``math.inf`` all.
+            seconds: how long to plan again with other marks, about: 0 tries none, ``math.inf`` all. None is tried if
+                planning took longer than that and than 10 s.
 
         >>> import gshard, jax.numpy as jnp
         >>> f = lambda x, w: gshard.split(x, 1, 8) @ w
@@ -103,7 +106,9 @@ class Explanation(ExplainedPlan):
     def _trials(self, seconds: float) -> Trials:
         if seconds not in self._tried:
             rows = rows_of(self.spmd.collectives, self.names)
-            self._tried[seconds] = trials(rows, self.plan, self.marked, by_bytes=self.marked_by_bytes, seconds=seconds)
+            self._tried[seconds] = trials(
+                rows, self.plan, self.marked, by_bytes=self.marked_by_bytes, seconds=seconds, one=self.planning_seconds
+            )
         return self._tried[seconds]
 
     @functools.cached_property

@@ -108,7 +108,7 @@ class ExplainedPlan(Comparable):
     @functools.cached_property
     def host(self) -> HostMemory:
         """What is in the memory of the host, and what moves between host and device in one call."""
-        return host_memory(self.spmd)
+        return host_memory(self.spmd, self.names)
 
     @functools.cached_property
     @with_tables

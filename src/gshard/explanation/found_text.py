@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from gshard.core.number_text import format_ms
 from gshard.core.program import format_bytes
 from gshard.device.cost import Cost
 from gshard.device.held import held_at_peak
@@ -31,7 +32,7 @@ def text_of_search(best: Best, tried: Sequence[Best], names: ArrayNames) -> str:
     shape = axes_text(best.mesh)
     memory = f"peak {format_bytes(cost.peak)} of {format_bytes(int(best.limit))}"
     lines = [
-        f"{cost.seconds * 1e3:.4g} ms a call on {cost.machine.name}, mesh ({shape}); {memory}; "
+        f"{format_ms(cost.seconds)} a call on {cost.machine.name}, mesh ({shape}); {memory}; "
         f"{format_bytes(cost.sent)} sent by each device"
     ]
     if best.chosen.recomputed:
@@ -45,7 +46,7 @@ def text_of_search(best: Best, tried: Sequence[Best], names: ArrayNames) -> str:
         lines.append(f"{how_near(best, is_one_of_several=len(tried) > 1)}; {best.seconds:.1f} s")
     if best.chosen is not best.searched:
         known = best.searched
-        beside = "" if known is None else f"; the searched plan takes {known.cost.seconds * 1e3:.4g} ms"
+        beside = "" if known is None else f"; the searched plan takes {format_ms(known.cost.seconds)}"
         lines.append(f"this is the plan of '{best.chosen.name}'{beside}")
     lines += filter(None, (headline(cost), does_not_pay(plan, cost)))
     lines += _idle(best, names)
@@ -54,10 +55,10 @@ def text_of_search(best: Best, tried: Sequence[Best], names: ArrayNames) -> str:
     lines += ["presets"] if shown else []
     for o in shown:
         on = f" on mesh ({axes_text(o.plan.mesh)})" if len(tried) > 1 else ""
-        lines.append(f"  {o.name} {o.cost.seconds * 1e3:.4g}{_note(o.cost, best, on)}")
+        lines.append(f"  {o.name} {format_ms(o.cost.seconds)}{_note(o.cost, best, on)}")
     for other in tried:
         if other is not best and (known := other.searched) is not None:
-            lines.append(f"mesh ({axes_text(other.mesh)}): {known.cost.seconds * 1e3:.4g}{_note(known.cost, best)}")
+            lines.append(f"mesh ({axes_text(other.mesh)}): {format_ms(known.cost.seconds)}{_note(known.cost, best)}")
     return "\n".join([*lines, "arguments", *_arguments(best, names)])
 
 
@@ -86,7 +87,7 @@ def _held(best: Best, names: ArrayNames) -> list[str]:
 
 
 def _note(cost: Cost, best: Best, on: str = "") -> str:
-    return f" ms{on}" if cost.peak <= best.limit else f" ms{on}, does not fit"
+    return on if cost.peak <= best.limit else f"{on}, does not fit"
 
 
 def _arguments(best: Best, names: ArrayNames) -> list[str]:

@@ -13,10 +13,12 @@ from collections.abc import Iterator, Sequence
 
 from gshard.core.memory_kinds import is_host_kind
 from gshard.core.mesh import Mesh
-from gshard.core.program import Block, Constant, Value, format_bytes, itemsize
+from gshard.core.program import Block, Constant, Value, format_bytes, itemsize, type_text
 from gshard.core.sharding import Sharding
 from gshard.core.spmd import SpmdProgram
-from gshard.language.transfer import Transfer, transfers_of
+from gshard.device.fusion_model import device_program
+from gshard.language.transfer import Transfer, changes_memory, transfers_of
+from gshard.naming.array_names import ArrayNames
 
 _SHOWN = 12  # rows of what moves
 
@@ -58,21 +60,27 @@ class HostMemory:
             lines.append(f"  {what}: {format_bytes(every)} in all, {format_bytes(own)} for each device")
         moved = f"fetches {format_bytes(self.from_host)} from the host and sends {format_bytes(self.to_host)} to it"
         lines.append(f"  each device {moved} in one call")
-        rows: dict[tuple[str, str, str], tuple[int, int]] = {}
+        rows: dict[tuple[str, str, str, str], tuple[int, int]] = {}
         for t in self.transfers:
-            key = ("to host" if t.to_host else "from host", t.shape, t.line)
+            key = ("to host" if t.to_host else "from host", t.shape, t.array, t.line)
             times, sent = rows.get(key, (0, 0))
             rows[key] = times + t.times, sent + t.total_bytes
         ordered = sorted(rows.items(), key=lambda row: -row[1][1])
-        for (way, shape, line), (times, sent) in ordered[:_SHOWN]:
-            lines.append(f"  {way:<18} x{times:<4} {format_bytes(sent):>10}  {shape:<24} {line}")
+        wide = max((len(array) for (*_, array, _), _ in ordered[:_SHOWN]), default=0)
+        for (way, shape, array, line), (times, sent) in ordered[:_SHOWN]:
+            lines.append(f"  {way:<18} x{times:<4} {format_bytes(sent):>10}  {shape:<24} {array:<{wide}}  {line}")
         if rest := ordered[_SHOWN:]:
             lines.append(f"  ... and {len(rest)} more rows with {format_bytes(sum(sent for _, (_, sent) in rest))}")
         return lines + [f"  {text}" for text in self.without_effect]
 
 
-def host_memory(spmd: SpmdProgram) -> HostMemory:
-    """Reads off a per-device program what it keeps on the host."""
+def host_memory(spmd: SpmdProgram, names: ArrayNames) -> HostMemory:
+    """Reads off a per-device program what it keeps on the host.
+
+    Args:
+        spmd: the per-device program.
+        names: of the arrays of its program.
+    """
     program, mesh = spmd.program, spmd.mesh
     inputs, results = program.block.inputs, program.block.outputs
     come = [i for i in range(len(inputs)) if is_host_kind(program.input_memory(i))]
@@ -80,6 +88,12 @@ def host_memory(spmd: SpmdProgram) -> HostMemory:
     arguments = [(inputs[i], spmd.in_shardings[i]) for i in come]
     left = [(results[i], spmd.out_shardings[i]) for i in leave]
     moved = tuple(transfers_of(spmd.jaxpr))
+    if moved:
+        block = device_program(spmd).block
+        own = ArrayNames.of_devices(block, program, names)
+        values = [v for e in block.walk() if changes_memory(e) for v in e.inputs[:1] if isinstance(v, Value)]
+        if [type_text(v) for v in values] == [t.shape for t in moved]:
+            moved = tuple(dataclasses.replace(t, array=own.array(v).alike) for t, v in zip(moved, values, strict=True))
     return HostMemory(_bytes(arguments, mesh), _bytes(left, mesh), moved, tuple(_without_effect(program.block)))
 
 

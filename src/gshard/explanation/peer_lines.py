@@ -94,5 +94,5 @@ def _network_seconds(c: CompiledCollective, mesh: Mesh, machine: Machine) -> flo
         return 0.0
     if c.kind == "collective_permute":
         return permutation_seconds(c.bytes_moved, [(0, 1)], machine)
-    atoms = atoms_among(mesh, c.group)
+    atoms = atoms_among(mesh, c.groups)
     return seconds(c.kind, c.operand_bytes, mesh, machine, mesh.atoms if atoms is None else atoms)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 
+from gshard.core.number_text import format_seconds
 from gshard.core.program import format_bytes
 from gshard.core.spmd import SpmdProgram
 from gshard.device.cost import Cost, cost
-from gshard.explanation.bounds import format_seconds
 
 
 @dataclasses.dataclass(frozen=True)

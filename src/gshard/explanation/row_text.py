@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from gshard.core.mesh import Mesh
+from gshard.core.number_text import format_seconds
 from gshard.core.program import format_bytes
-from gshard.explanation.bounds import format_seconds
 from gshard.explanation.rows import CollectiveRow, TensorRow
 
 
@@ -80,7 +80,7 @@ def collective_lines(
     across, shape = columns
     lines = []
     for row, name in zip(shown, names, strict=True):
-        times = f"x{'' if row.exact else '~'}{row.times}"
+        times = f"x{'' if row.exact else '~'}{row.times}{f'/{row.sharing}' if row.sharing > 1 else ''}"
         sent = f"{row.kind:<18} {times:<5} {format_bytes(row.bytes):>10}"
         where = f"over {row.axes:<{across}} {row.shape:<{shape}}"
         taken = f"{format_seconds(row.seconds):>8}{_exposed(row):<13}  " if is_timed else ""

@@ -9,11 +9,12 @@ from collections.abc import Hashable, Mapping, Sequence
 from gshard.core.errors import ArgumentError, known_names
 from gshard.core.jax_adapter import scan_counts
 from gshard.core.mesh import Mesh
+from gshard.core.number_text import format_ms, significant
 from gshard.core.plan import Plan, local_bytes
 from gshard.core.program import Block, Value
 from gshard.core.spmd import Collective
 from gshard.naming.array_names import ArrayNames
-from gshard.naming.short_names import without_number
+from gshard.naming.short_names import without_numbers
 
 _NAMED = 24  # names of arguments in a message
 
@@ -143,6 +144,7 @@ class CollectiveRow:
         exact: whether ``times`` is certain; False in a branch, and in a loop whose length depends on data.
         seconds: of the network, for all of them; 0 where they are not modelled.
         exposed: of these, what a call waits for.
+        sharing: how many rows have arrays in one of its messages, if XLA combined collectives; 1 if no other row has.
     """
 
     kind: str
@@ -158,6 +160,7 @@ class CollectiveRow:
     exact: bool = True
     seconds: float = 0.0
     exposed: float = 0.0
+    sharing: int = 1
 
 
 def rows_of_collectives(collectives: Sequence[Collective], mesh: Mesh, names: ArrayNames) -> tuple[CollectiveRow, ...]:
@@ -170,7 +173,7 @@ def rows_of_equal_layers(collectives: Sequence[Collective], mesh: Mesh, names: A
     """The same with one row for what equal layers have alike."""
     rows = []
     for same in together(collectives, names):
-        arrays = len({(names.array(c.value).text, names.module(c.cause).text) for c in same})
+        arrays = len({(names.moved(c).text, names.module(c.cause).text) for c in same})
         rows.append(dataclasses.replace(_row(same, mesh, names), arrays=arrays))
     return tuple(sorted(rows, key=lambda r: -r.bytes))
 
@@ -179,9 +182,9 @@ def together(collectives: Sequence[Collective], names: ArrayNames, *, each: bool
     """Collectives that differ in nothing but the layer, together; with ``each``, only what does not differ at all."""
     rows: dict[Hashable, list[Collective]] = {}
     for c in collectives:
-        array, module = names.array(c.value), names.module(c.cause)
+        array, module = names.moved(c), names.module(c.cause)
         in_layer = names.is_named(c.value) and array.alike != array.text  # else only its position tells it apart
-        any_layer = "/".join(map(without_number, module.text.split("/")))
+        any_layer = re.sub(r"\d+", "*", module.text)
         alike = (any_layer, _without_position(c, c.why)) if in_layer else (module.alike, c.why)
         which = (array.text, module.text, c.why) if each else (array.alike, *alike)
         rows.setdefault((c.kind, c.atoms, c.line, c.shape, *which), []).append(c)
@@ -190,10 +193,10 @@ def together(collectives: Sequence[Collective], names: ArrayNames, *, each: bool
 
 def called(same: Sequence[Collective], names: ArrayNames) -> tuple[str, str, str]:
     """What collectives that stand together move, in which module, and why: with ``*`` where they differ."""
-    arrays, modules = [names.array(c.value) for c in same], [names.module(c.cause) for c in same]
+    arrays, modules = [names.moved(c) for c in same], [names.module(c.cause) for c in same]
     array = arrays[0].text if len({x.text for x in arrays}) == 1 else arrays[0].alike
     words = zip(*(x.text.split("/") for x in modules), strict=True)
-    module = "/".join(every[0] if len(set(every)) == 1 else without_number(every[0]) for every in words)
+    module = "/".join(map(without_numbers, words))
     why = same[0].why if len({c.why for c in same}) == 1 else _without_position(same[0], same[0].why)
     return (
         array,
@@ -231,7 +234,7 @@ def text_of_rings(plan: Plan, without: float, taken: float, machine: str) -> str
     what = f"{len(plan.rings)} product{'s' if len(plan.rings) > 1 else ''}"
     return (
         f"{what} computed as collective matmul, part by part while other parts are sent: a call on {machine} takes "
-        f"{taken * 1e3:.4g} instead of {without * 1e3:.4g} ms; collective_matmul=False prevents that"
+        f"{significant(taken * 1e3, 4)} instead of {format_ms(without)}; collective_matmul=False prevents that"
     )
 
 

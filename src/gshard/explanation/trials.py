@@ -16,12 +16,12 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 
+from gshard.core.number_text import format_seconds
 from gshard.core.plan import Plan
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import Program
 from gshard.core.spmd import Collective, SpmdProgram
 from gshard.device.cost import WORTH
-from gshard.explanation.bounds import format_seconds
 from gshard.explanation.changes import changes_of
 from gshard.explanation.proposal import Proposal
 from gshard.explanation.what_if import Planner, replanned
@@ -40,12 +40,14 @@ class Trials:
         tried: how many changes were tried;
         changes: of how many.
         seconds: of processor time that this took.
+        one: seconds that one change takes, if none was tried because of them.
     """
 
     found: tuple[tuple[int, Proposal], ...]
     tried: int
     changes: int
     seconds: float
+    one: float = 0.0
 
     @property
     def is_complete(self) -> bool:
@@ -57,6 +59,8 @@ class Trials:
             return "No change of marks to try."
         if self.is_complete:
             return f"Tried all changes of marks that the collectives go back to: {self.changes}."
+        if self.one:
+            return f"Tried none of {self.changes} changes of marks: one takes about {format_seconds(self.one)}."
         took = f" in {format_seconds(self.seconds)}" if self.tried else ""
         return f"Tried {self.tried} of {self.changes} changes of marks{took}, those of the largest collectives first."
 
@@ -69,6 +73,7 @@ def trials(
     *,
     by_bytes: Planner | None = None,
     seconds: float = SECONDS,
+    one: float = 0.0,
     clock: Callable[[], float] = time.thread_time,
 ) -> Trials:
     """Plans the program again with changes of marks, those at which most bytes are at stake first.
@@ -80,7 +85,8 @@ def trials(
         by_bytes: the same without a machine, if ``marked`` plans for one.
         seconds: how long to try, of processor time: a computer that is busy otherwise tries as many. No plan is begun
             that would end later if it takes as long as the longest before. At least one change is tried, unless
-            ``seconds`` is 0.
+            ``seconds`` is 0, or planning takes longer than that and than ``SECONDS``.
+        one: seconds that planning once is known to take; 0 if unknown.
         clock: the time.
     """
     began = clock()
@@ -88,7 +94,8 @@ def trials(
     found: list[tuple[int, Proposal]] = []
     changes = changes_of(rows, plan) if sent else []
     tried = 0
-    to_prove = changes if seconds > 0 else []
+    one = one if changes and max(seconds, SECONDS) < one else 0.0
+    to_prove = changes if seconds > 0 and not one else []
     if by_bytes is not None and to_prove:
         now = _sent(by_bytes, lambda: plan.program, Watch(began, clock))
         screening = Watch(began + _SCREENING * seconds, clock)
@@ -110,7 +117,7 @@ def trials(
         tried += 1
         if again is not None and again[0] < WORTH * sent:
             found.append((change.row, Proposal(change.mark, change.at, sent, again[0], change.instead, again[1])))
-    return Trials(tuple(found), tried, len(changes), clock() - began)
+    return Trials(tuple(found), tried, len(changes), clock() - began, one)
 
 
 def _sent(planner: Planner, program: Callable[[], Program | None], watch: Watch) -> tuple[int, SpmdProgram] | None:

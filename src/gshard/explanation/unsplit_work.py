@@ -6,10 +6,10 @@ gradients of its parts up. The verdict then names the marked batch, and gives bo
 
 from __future__ import annotations
 
+from gshard.core.number_text import format_seconds
 from gshard.core.plan import Plan
 from gshard.device.cost import Cost, cost
 from gshard.device.fusion_model import PRODUCT, flops
-from gshard.explanation.bounds import format_seconds
 from gshard.explanation.replicated import replicated_work
 from gshard.explanation.what_if import Planner, replanned
 from gshard.naming.array_names import ArrayNames

@@ -17,6 +17,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 
+from gshard.core.number_text import format_seconds, significant
 from gshard.core.program import Value, format_bytes
 from gshard.device.machine import Machine
 from gshard.explanation.rows import TensorRow
@@ -127,8 +128,8 @@ class ValueCosts:
     def _text(self, cost: float, *, sign: bool = False) -> str:
         before = "" if not sign else "-" if cost < 0 else "+"
         if self.counted.startswith(BY_BYTES):
-            return f"{before}{format_bytes(round(abs(cost))) if abs(cost) >= 1 else f'{abs(cost):.2g} B'}"
-        return f"{before}{abs(cost) * 1e6:.4g} us" if abs(cost) < 1e-3 else f"{before}{abs(cost) * 1e3:.4g} ms"
+            return f"{before}{format_bytes(round(abs(cost))) if abs(cost) >= 1 else f'{significant(abs(cost), 2)} B'}"
+        return before + format_seconds(abs(cost))
 
 
 def value_costs(

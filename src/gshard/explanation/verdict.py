@@ -14,13 +14,14 @@ from collections import Counter
 from collections.abc import Sequence
 
 from gshard.core.mesh import Mesh
+from gshard.core.number_text import format_seconds, significant
 from gshard.core.plan import Plan
 from gshard.core.program import format_bytes
-from gshard.device.cost import Cost
+from gshard.device.cost import WORTH, Cost
 from gshard.device.fusion_model import PRODUCT, products_of
 from gshard.device.machine import Machine
-from gshard.device.roofline import dtype_of
-from gshard.explanation.bounds import CallVerdict, does_not_pay, format_seconds, remedies
+from gshard.device.roofline import dtype_of, repeats
+from gshard.explanation.bounds import CallVerdict, does_not_pay, remedies
 from gshard.explanation.merged_collectives import MergedCollective
 from gshard.explanation.proposal import Proposal
 from gshard.explanation.trials import Trials
@@ -87,8 +88,8 @@ class Verdict(CallVerdict):
         return tuple(
             text
             for text in (
-                *remedies(self.cost), self.alone, self._compute(), self.unsplit, self._network(), self._hint(),
-                self._choice(), self._memory(),
+                *remedies(self.cost), self.alone, self._compute(), self._groups(), self.unsplit, self._network(),
+                self._hint(), self._choice(), self._memory(),
             )
             if text
         )  # fmt: skip
@@ -101,7 +102,21 @@ class Verdict(CallVerdict):
         if self.repeated is None:
             return text + "No product is computed by more than one device."
         line, times = self.repeated
-        return f"{text}Each device computes {self.work:.2f} times its share, most at {line}: {times:.3g} times."
+        text += f"Each device computes {self.work:.2f} times its share"
+        return f"{text}, most at {line}: {significant(times, 3)} times."
+
+    def _groups(self) -> str:
+        """That a compiler multiplies all rows of a ragged product with the matrix of each group, if that takes long."""
+        rows = [(k, repeats(k.equation, self.cost.machine)) for k in self.cost.kernels if k.bound == "compute"]
+        extra = {k: k.total_seconds * (1 - 1 / times) for k, times in rows if times > 1}
+        if sum(extra.values()) <= (1 - WORTH) * self.cost.seconds:
+            return ""
+        taken, most = format_seconds(sum(extra.values())), max(extra, key=lambda k: extra[k])
+        return (
+            f"{taken} of a call are products of rows with the matrices of other groups, most at {most.line}: XLA for "
+            f"{self.cost.machine.kind} has no kernel for {most.name}. A kernel of your own (gshard.kernel) multiplies "
+            "each row once, as a TPU does."
+        )
 
     def _network(self) -> str:
         if not self.largest:
@@ -133,7 +148,11 @@ class Verdict(CallVerdict):
         if tried.is_complete:
             return f"{tried} None of them lowers this."
         more = "With more seconds, verdict(seconds=...), more are tried."
-        return f"{tried} None of these lowers this. {more}" if tried.tried else f"{tried} {more}"
+        rest = tried.changes - tried.tried
+        lowers = (
+            f" None of these lowers this; {rest} {'was' if rest == 1 else 'were'} not tried." if tried.tried else ""
+        )
+        return f"{tried}{lowers} {more}"
 
     def _choice(self) -> str:
         """What the plan was made for, and how good it is among those that keep the marks."""
@@ -145,7 +164,7 @@ class Verdict(CallVerdict):
         elif self.planned_for is not None and self.counted == BY_BYTES:
             sentences.append(f"Of the plans priced for {name}, the one planned by bytes is the fastest.")
         if self.gap is not None:
-            by = "" if self.gap < PROVEN else f" by more than {100 * self.gap:.2g} %"
+            by = "" if self.gap < PROVEN else f" by more than {significant(100 * self.gap, 2)} %"
             model, p = f"By the planner's cost model ({self.counted})", self.proposal
             if self.is_limited:
                 none = "none" if p is not None and not p.instead else "none that keeps the marks"

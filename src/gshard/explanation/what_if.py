@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from gshard.core.errors import GShardError
 from gshard.core.mark import mark_of_cut
+from gshard.core.number_text import format_seconds
 from gshard.core.plan import Plan
 from gshard.core.program import Program, Value, format_bytes
 from gshard.core.spmd import SpmdProgram
@@ -49,7 +50,7 @@ class Instead:
     def __str__(self) -> str:
         sent, held = self.cost.sent - self.now.sent, self.cost.peak - self.now.peak
         amounts = (f"{_signed(sent)} sent by each device", f"{_signed(held)} at the peak")
-        return f"{self.sharding}: {self.seconds * 1e3:+.3g} ms a call, {', '.join(amounts)}   {self.mark}"
+        return f"{self.sharding}: {format_seconds(self.seconds, '+')} a call, {', '.join(amounts)}   {self.mark}"
 
 
 def replanned(planner: Planner, program: Program | None) -> SpmdProgram | None:

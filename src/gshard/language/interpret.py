@@ -13,6 +13,7 @@ from gshard.core.jax_adapter_context import in_context
 from gshard.core.mesh import Atoms
 from gshard.core.program import Block, Constant, Equation, Value
 from gshard.core.sharding import Sharding
+from gshard.language.per_device import renamed
 from gshard.language.region import REGIONS
 
 
@@ -36,8 +37,16 @@ class Interpreter:
         return flag
 
     def equation(self, e: Equation, inputs: Sequence[Any]) -> Sequence[Any]:
-        """Runs one equation without a body."""
-        return bind(e.primitive, e.params, inputs)
+        """Runs one equation without a body.
+
+        The types in the body of a ``shard_map`` contain the user's mesh, so the body is traced again.
+        """
+        if "check_vma" not in e.params:
+            return bind(e.primitive, e.params, inputs)
+        mesh, specs = e.params["mesh"], list(e.params["out_specs"])
+        body = renamed(e.params["jaxpr"], {str(axis): (str(axis),) for axis in mesh.shape})
+        mapped = jax.shard_map(body, mesh=mesh, in_specs=e.params["in_specs"], out_specs=specs, check_vma=False)
+        return list(mapped(*inputs))
 
     def region(self, e: Equation, arrays: Sequence[Any]) -> Sequence[Any]:
         """Runs one equation with bodies."""

@@ -35,6 +35,7 @@ class Transfer:
         times: number of runs in one call of the program; a loop with an unknown number of iterations counts once.
         shape: one device's part, as text.
         line: the user's source line.
+        array: the name of the value; empty if not known.
     """
 
     to_host: bool
@@ -42,6 +43,7 @@ class Transfer:
     times: int
     shape: str
     line: str
+    array: str = ""
 
     @property
     def total_bytes(self) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from gshard.core.number_text import significant
 from gshard.moe.checked import ModelError as ModelError
 from gshard.moe.checked import check, require
 
@@ -244,7 +245,7 @@ class TransformerConfig:
             slots >= 1,
             "the capacity of an expert is below 1: every token would be dropped.",
             f"capacity_factor {self.capacity_factor} * {tokens_of_group} tokens of a group / {self.experts} experts"
-            f" = {slots:.3g}",
+            f" = {significant(slots, 3)}",
             f"Use groups of at least {math.ceil(self.experts / self.capacity_factor)} tokens,"
             " or a larger capacity_factor.",
         )
@@ -272,7 +273,7 @@ class TransformerConfig:
             rows >= 1,
             "the room of a partition is below 1: every token would be dropped.",
             f"capacity_factor {self.capacity_factor} * {tokens} tokens / {self.partitions} partitions"
-            f"{f' of {self.replicas} replicas' if self.replicas > 1 else ''} = {rows:.3g}",
+            f"{f' of {self.replicas} replicas' if self.replicas > 1 else ''} = {significant(rows, 3)}",
             "Use a larger batch or a larger capacity_factor.",
         )
         return math.floor(rows + 1e-9)

@@ -14,13 +14,13 @@ from typing import Any
 
 import jax
 
-from gshard.comm.collectives import KINDS
 from gshard.core.jax_adapter import is_transposed, scopes_of
 from gshard.core.mark import Mark
-from gshard.core.program import Block, Equation, Program, Value
-from gshard.core.rule import REDUCE
+from gshard.core.program import Block, Equation, Program, Value, type_text
+from gshard.core.spmd import Collective
 from gshard.language.low_precision import steps_of_rounding
-from gshard.naming.short_names import Path, ShortName, equal_layers, short_names, tokens_of
+from gshard.naming.array_forms import adds_in, in_another_form, is_elementwise, joined_by, source_of
+from gshard.naming.short_names import Path, ShortName, common_name, equal_layers, short_names, tokens_of
 
 GRADIENT, UPDATE = "gradient of ", "update of "
 
@@ -42,13 +42,14 @@ class ArrayNames:
         self._scopes: dict[Equation, Path] = {}
         self._backward: set[Equation] = set()
         self._note_scopes(program.block, (), False)
-        # Values that are an argument in another form, or a part of it: the argument.
+        # Values that are an argument in another form, or a part of it: the argument; or the array that joins some.
         self._roots: dict[Value, Value] = {v: v for v in program.block.inputs}
+        self._joined: dict[Value, tuple[Value, ...]] = {}  # the arguments of each join
         self._region_of: dict[Value, Equation] = {}  # inputs of bodies: the region
         self._outside: dict[Value, Value] = {}  # inputs of bodies that iterations do not change: the value outside
         self._find_roots(program.block)
         kinds = {name: (v.shape, v.dtype) for v, name in zip(program.block.inputs, program.names, strict=True)}
-        self.read = frozenset(self._read_by_products(program.block))
+        self.read = frozenset(v for root in self._read_by_products(program.block) for v in self._arguments_of(root))
         weights = [name for v, name in zip(program.block.inputs, program.names, strict=True) if v in self.read]
         short = {} if called else short_names(kinds, weights)
         called = called or [short[name] for name in program.names]
@@ -57,7 +58,8 @@ class ArrayNames:
         self._gradients: set[Value] = set()
         self._constants: set[Value] = set()  # values that depend on no array: scales, zeros, sums that begin as zeros
         self._find_gradients(program.block)
-        self._updated: dict[Value, Value] = {}  # values that lead to the next value of an argument: the argument
+        # Values that lead to the next value of an argument, or of several: the arguments.
+        self._updated: dict[Value, tuple[Value, ...]] = {}
         self._find_updates(program)
         self._is_scoped = any(self._scopes.values())
         self._equal_layers = equal_layers(dict.fromkeys(self._scopes.values()), same_inside=False)
@@ -82,13 +84,22 @@ class ArrayNames:
         if v is None:
             return ShortName()
         if (root := self._roots.get(v)) is not None:
-            return self.arguments[root]
-        if (argument := self._updated.get(v)) is not None:
+            return common_name([self.arguments[x] for x in self._arguments_of(root)])
+        if (arguments := self._updated.get(v)) is not None:
             prefix = GRADIENT if v in self._gradients else UPDATE
-            name = self.arguments[argument]
+            name = common_name([self.arguments[x] for x in arguments])
             return ShortName(prefix + name.text, prefix + name.alike)
         text = self._operation_of(v)
         return ShortName(text, text)
+
+    def moved(self, c: Collective) -> ShortName:
+        """The name of what a collective moves: inside an equation, of those operands that have its dtype and rank."""
+        if c.value is not None or c.cause is None:
+            return self.array(c.value)
+        arrays = sorted((x for x in c.cause.inputs if isinstance(x, Value)), key=lambda x: -x.bytes)
+        like = [x for x in arrays if _form(type_text(x)) == _form(c.shape)]
+        names = [name for name in map(self.array, like) if name.text]
+        return common_name([*dict.fromkeys(names)]) if names else ShortName()
 
     def is_named(self, v: Value | None) -> bool:
         """Whether the name of an array contains the name of an argument."""
@@ -106,9 +117,13 @@ class ArrayNames:
             return ShortName("/".join(path), "/".join(self._equal_layers.get(path, path)))
         if self._is_scoped:
             return ShortName()
-        arguments = {self._roots[x] for x in e.inputs if isinstance(x, Value) and x in self._roots}
-        modules = (self._module_of[argument] for argument in arguments)
+        values = (v for v in (*e.outputs, *e.inputs) if isinstance(v, Value))
+        roots = dict.fromkeys(self._roots[v] for v in values if v in self._roots)
+        modules = (common_name([self._module_of[x] for x in self._arguments_of(root)]) for root in roots)
         return max(modules, key=lambda module: module.text.count("/") + bool(module.text), default=ShortName())
+
+    def _arguments_of(self, root: Value) -> tuple[Value, ...]:
+        return self._joined.get(root, (root,))
 
     def _operation_of(self, v: Value) -> str:
         """The name of the operation that computes an array, or its source if it is another form of an array."""
@@ -124,7 +139,7 @@ class ArrayNames:
             if e.blocks:
                 v = next((edge.inner for edge in e.edges if edge.outer is v), v)
             else:
-                v = _source_of(e, v) or v
+                v = source_of(e, v) or v
         e = self._producers.get(v)
         if e is None:
             return ""
@@ -162,9 +177,12 @@ class ArrayNames:
                 self._find_roots(body)
             if e.mark is not None and e.mark.send:
                 self._follow_rounded(e, e.mark)
-            for v, source in zip(e.outputs, _in_another_form(e), strict=False):
+            for v, source in zip(e.outputs, in_another_form(e), strict=False):
                 if source in self._roots:
                     self._roots[v] = self._roots[source]
+            if (sources := joined_by(e)) and all(x in self._roots for x in sources):
+                arguments = (v for x in sources for v in self._arguments_of(self._roots[x]))
+                self._roots[e.outputs[0]], self._joined[e.outputs[0]] = e.outputs[0], tuple(dict.fromkeys(arguments))
 
     def _follow_rounded(self, e: Equation, mark: Mark) -> None:
         """Notes the argument that a mark with ``send`` rounds for the values in between, scales among them."""
@@ -184,7 +202,7 @@ class ArrayNames:
     def _read_by_products(self, block: Block) -> Iterator[Value]:
         """The arguments that products and look-ups read: equations with several arrays that are not elementwise."""
         for e in block.walk():
-            if e.rule is None or _is_elementwise(e) or any(_in_another_form(e)):
+            if e.rule is None or is_elementwise(e) or any(in_another_form(e)):
                 continue
             arrays = [x for x in e.inputs if isinstance(x, Value) and x.shape]
             if len(arrays) > 1:
@@ -212,22 +230,24 @@ class ArrayNames:
         # A gradient belongs to a weight, although it is also added to moments. Other values belong to the nearest one.
         read_otherwise = self._read_besides(candidates.keys())
         for v, rows in candidates.items():
-            if v in self._gradients:
-                *_, first = min(
-                    (no_weight, arguments[i] not in read_otherwise, distance, i) for no_weight, distance, i in rows
-                )
-            else:
-                *_, first = min((distance, no_weight, i) for no_weight, distance, i in rows)
-            self._updated[v] = arguments[first]
+            ranks = [
+                (no_weight, arguments[i] not in read_otherwise, distance)
+                if v in self._gradients
+                else (distance, no_weight)
+                for no_weight, distance, i in rows
+            ]
+            first = (arguments[i] for rank, (*_, i) in zip(ranks, rows, strict=True) if rank == min(ranks))
+            self._updated[v] = tuple(dict.fromkeys(first))
 
     def _read_besides(self, updates: Collection[Value]) -> set[Value]:
         """The arguments that equations read which compute none of these values: biases, but not moments."""
         return {
-            self._roots[x]
+            argument
             for e in self._producers.values()
             if not e.blocks and not any(v in updates or v in self._roots for v in e.outputs)
             for x in e.inputs
             if isinstance(x, Value) and x in self._roots
+            for argument in self._arguments_of(self._roots[x])
         }
 
     def _find_gradients(self, block: Block) -> None:
@@ -246,7 +266,7 @@ class ArrayNames:
                 }
                 if not arrays:
                     self._constants.update(e.outputs)
-                elif self._gradients.issuperset(e.inputs[i] for i in arrays) and _adds(e, arrays):
+                elif self._gradients.issuperset(e.inputs[i] for i in arrays) and adds_in(e, arrays):
                     self._gradients.update(e.outputs)
 
     def _begins_constant(self, v: Value) -> bool:
@@ -272,7 +292,8 @@ class ArrayNames:
                 continue
             root = self._roots.get(v)
             if root is not None:
-                nearest = root if nearest is None and root.shape == result.shape else nearest
+                is_like = nearest is None and root not in self._joined and root.shape == result.shape
+                nearest = root if is_like else nearest
                 continue
             distances[v] = distance
             e = self._producers.get(v)
@@ -281,59 +302,23 @@ class ArrayNames:
             operands: list[Value] = []
             if e.blocks:
                 operands = [edge.inner for edge in e.edges if edge.outer is v and edge.inner not in self._region_of]
-            elif (source := _source_of(e, v)) is not None:
+            elif (source := source_of(e, v)) is not None:
                 operands = [source]
-            elif _is_elementwise(e):
+            elif is_elementwise(e):
                 operands = [x for x in e.inputs if isinstance(x, Value) and x.shape == v.shape]
             queue += [(x, distance + 1) for x in operands]
         return distances, nearest
+
+
+def _form(array_type: str) -> tuple[str, int]:
+    """The dtype and the number of dimensions of an array, from its type as text."""
+    return array_type.partition("[")[0], array_type.count(",")
 
 
 def _module(short: ShortName, name: str) -> ShortName:
     """The module of an argument: its name without the last word; empty if only the name of the argument is left."""
     text, alike = (name.rpartition(".")[0].replace(".", "/") for name in (short.text, short.alike))
     return ShortName(text, alike) if text != tokens_of(name)[0] else ShortName()
-
-
-def _source_of(e: Equation, result: Value) -> Value | None:
-    """The operand that a result is another form of; None if the equation computes new values."""
-    sources = _in_another_form(e)
-    return sources[e.outputs.index(result)] if sources else None
-
-
-def _in_another_form(e: Equation) -> tuple[Value | None, ...]:
-    """For each result, the operand that the equation casts, reshapes, slices or sends; () if it computes new values."""
-    if e.rule is None:
-        return ()
-    if e.rule.passes or (e.name in KINDS and len(e.inputs) == len(e.outputs)):
-        return tuple(x if isinstance(x, Value) else None for x in e.inputs)
-    arrays = [(i, x) for i, x in enumerate(e.inputs) if isinstance(x, Value) and x.shape]
-    if len(arrays) != 1 or len(e.outputs) != 1:
-        return ()
-    if any(f.kind == REDUCE and f.size > 1 and f.monoid != "pick" for f in e.rule.factors):
-        return ()
-    ((i, source),) = arrays
-    monoids = [monoid for monoid, operands in e.rule.linear if operands == {i}]
-    keeps_values = "add" in monoids or (len(e.inputs) == 1 and monoids) or e.mark is not None
-    return (source,) if keeps_values else ()
-
-
-def _adds(e: Equation, operands: set[int]) -> bool:
-    """Whether an equation is linear in these operands together."""
-    return e.rule is not None and any(monoid == "add" and operands <= positions for monoid, positions in e.rule.linear)
-
-
-def _is_elementwise(e: Equation) -> bool:
-    """Whether each element of the result depends on one element of each operand. Operands may be broadcast."""
-    if e.rule is None or len(e.outputs) != 1 or not e.rule.known:
-        return False
-    (result,) = e.rule.results
-    for x, dims in zip(e.inputs, e.rule.operands, strict=True):
-        if not x.shape:
-            continue
-        if len(dims) != len(result) or any(dim and dim != other for dim, other in zip(dims, result, strict=True)):
-            return False
-    return True
 
 
 def _by_path(program: Program) -> dict[int, Value]:

@@ -15,7 +15,7 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 Path = tuple[str, ...]
 
 _TOKEN = re.compile(r"""^[^.\[]+|\.[^.\[]+|\[(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|[^\]]*)\]""")
-_NUMBER = re.compile(r"\d+(?=\D*$)")  # the last number of a word
+_NUMBER = re.compile(r"\d+")
 _FEWEST = 2  # the smallest number of words of a short name, if the name has as many
 
 
@@ -40,13 +40,19 @@ def path_of_name(name: str) -> str:
     return "/".join(_word(token).strip("[]") for token in tokens_of(name))
 
 
-def without_number(word: str) -> str:
-    """A word with ``*`` in place of its last number.
+def without_numbers(words: Sequence[str]) -> str:
+    """The common form of texts that differ in numbers only, with ``*`` in place of those that differ.
 
-    >>> without_number("layers_3"), without_number("[3]"), without_number("mlp")
-    ('layers_*', '[*]', 'mlp')
+    >>> without_numbers(["edges_3_grid2mesh", "edges_4_grid2mesh"]), without_numbers(["[3]", "[4]"])
+    ('edges_*_grid2mesh', '[*]')
     """
-    return _NUMBER.sub("*", word)
+    parts = zip(*(re.split(r"(\d+)", word) for word in words), strict=False)
+    return "".join(part[0] if len({*part}) == 1 else "*" for part in parts)
+
+
+def _without_one_number(word: str) -> list[str]:
+    """The word with ``*`` in place of one of its numbers, the last number first."""
+    return [word[: number.start()] + "*" + word[number.end() :] for number in reversed([*_NUMBER.finditer(word)])]
 
 
 def _is_key(token: str) -> bool:
@@ -114,12 +120,15 @@ def _fold(
     for path in paths:
         if len(path) > at:
             children.setdefault(path[at], []).append(path)
-    siblings: dict[tuple[str, Hashable], list[str]] = {}
+    forms: dict[str, list[tuple[str, Hashable]]] = {}
     for word, below in children.items():
         inside = frozenset((path[at + 1 :], kinds[path]) for path in below) if same_inside else None
-        depth = max(map(len, below)) - at - (not _is_index(word)) - in_layer
-        may_be_layer = depth > 0
-        siblings.setdefault((without_number(word) if may_be_layer else word, inside), []).append(word)
+        may_be_layer = max(map(len, below)) - at - (not _is_index(word)) - in_layer > 0
+        forms[word] = [(form, inside) for form in _without_one_number(word)] if may_be_layer else []
+    times = Counter(form for some in forms.values() for form in some)
+    siblings: dict[tuple[str, Hashable], list[str]] = {}
+    for word, some in forms.items():
+        siblings.setdefault(next((form for form in some if times[form] > 1), (word, None)), []).append(word)
     for (common, _), words in siblings.items():
         are_layers = common not in words and len(words) > 1
         for word in words:
@@ -141,6 +150,15 @@ class ShortName:
 
     text: str = ""
     alike: str = ""
+
+
+def common_name(names: Sequence[ShortName]) -> ShortName:
+    """One name for arrays together: of equal layers the common name, of others the first one and their number."""
+    first, alike = names[0], {name.alike for name in names}
+    if len(names) == 1:
+        return first
+    more = f" and {len(alike) - 1} more" if len(alike) > 1 else ""
+    return ShortName(first.alike + more, first.alike + more)
 
 
 def short_names(kinds: Mapping[str, Hashable], weights: Collection[str]) -> dict[str, ShortName]:

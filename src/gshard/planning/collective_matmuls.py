@@ -32,7 +32,7 @@ from gshard.device.gather_stalls import bytes_of, gather_stalls, local_sizes, pr
 from gshard.device.machine import Machine
 from gshard.device.machine_kinds import PERMUTE
 from gshard.device.network import coordinates, goes_one_way, permuting, seconds
-from gshard.device.roofline import dtype_of, roofline
+from gshard.device.roofline import kernel_roofline
 from gshard.planning.rings import Offer, together
 
 
@@ -183,7 +183,7 @@ class Chooser:
         overlaps = machine.compiler.hides is None or PERMUTE in machine.compiler.hides
         step = max(compute, send) if overlaps else compute + send
         # Readers of the result are no longer fused with the product: they read and write it once more.
-        epilogue = roofline(machine, dtype_of(e), moved=2 * result_bytes).memory
+        epilogue = kernel_roofline(machine, e, moved=2 * result_bytes).memory
         return product_seconds(e, plan, machine) + waited - ((steps - 1) * step + compute + epilogue)
 
     def _step_compute(self, ring: Ring, e: Equation, sizes: Sequence[float]) -> float:
@@ -203,7 +203,7 @@ class Chooser:
             moved[-1] *= max(1.0, itemsize(jnp.float32) / itemsize(e.outputs[0].dtype))
         moved[-1] *= 2 if is_summed or ring.result else 1
         flops = e.rule.flops / parts(self.plan.splits[e], mesh)
-        return roofline(machine, dtype_of(e), flops / steps, moved=sum(moved)).work + lanes * machine.launch
+        return kernel_roofline(machine, e, flops / steps, moved=sum(moved)).work + lanes * machine.launch
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

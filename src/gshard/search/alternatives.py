@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from gshard.core.errors import ArgumentError
+from gshard.core.number_text import significant
 from gshard.core.program import Value
 from gshard.core.sharding import Sharding
 from gshard.planning.graph import Graph
@@ -45,7 +46,7 @@ class Alternative:
     def __str__(self) -> str:
         if not np.isfinite(self.seconds):
             return f"{self.sharding}: no"
-        return f"{self.sharding}: {'' if self.proven else 'at least '}+{self.seconds * 1e3:.3g} ms"
+        return f"{self.sharding}: {'' if self.proven else 'at least '}+{significant(self.seconds * 1e3, 3)} ms"
 
 
 def tries(solution: Solution) -> Iterator[int]:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from gshard.core.errors import GShardError
 from gshard.core.jax_adapter import is_transposed
 from gshard.core.mark import mark_of_cut
+from gshard.core.number_text import format_ms, significant
 from gshard.core.plan import Plan
 from gshard.core.program import Program, Value, format_bytes
 from gshard.core.sharding import Sharding
@@ -59,7 +60,7 @@ class FoundMark:
 
     def __str__(self) -> str:
         times = f" ({self.values} values)" if self.values > 1 else ""
-        return f"{self.text:<44} {self.at}{times}: {-self.saved * 1e3:+.3g} ms"
+        return f"{self.text:<44} {self.at}{times}: {significant(-self.saved * 1e3, 3, '+')} ms"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +118,8 @@ class Marks:
     def nearness(self) -> str:
         """The time of a call with all of them, that of the plan, and how far one is from the other."""
         over = 100 * (self.seconds / self.goal.cost.seconds - 1)
-        near = "as the plan" if self.is_near else f"{abs(over):.2g} % {'above' if over > 0 else 'below'} the plan"
+        side = "above" if over > 0 else "below"
+        near = "as the plan" if self.is_near else f"{significant(abs(over), 2)} % {side} the plan"
         how = "with them" if self.marks else "without a further mark"
         peaks = (self.priced.cost.peak, self.goal.cost.peak)
         memory = f"; peak {' instead of '.join(map(format_bytes, peaks))}"
@@ -139,7 +141,7 @@ class Marks:
 
     def _text(self, plan: PricedPlan) -> str:
         size = f", {format_bytes(plan.cost.peak)}: does not fit" if plan.cost.peak > self.limit else ""
-        return f"{plan.cost.seconds * 1e3:.4g} ms{size}"
+        return f"{format_ms(plan.cost.seconds)}{size}"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 
+from gshard.core.number_text import format_ms, significant
 from gshard.search.best import Best
 from gshard.search.meshes import axes_text
 
@@ -19,7 +20,7 @@ def how_near(best: Best, *, is_one_of_several: bool = False) -> str:
         best: the search on its mesh.
         is_one_of_several: whether search tried other meshes, which the bound does not cover.
     """
-    full = f"priced in full: {_ms(best.chosen.cost.seconds)}"
+    full = f"priced in full: {format_ms(best.chosen.cost.seconds)}"
     gap = best.gap
     if gap is not None and best.predicted is not None:
         if best.is_limited:
@@ -28,7 +29,7 @@ def how_near(best: Best, *, is_one_of_several: bool = False) -> str:
         else:
             near = "optimal" if gap < _NONE else f"at most {_slower(gap)} slower than the optimum"
         near += " on this mesh" if is_one_of_several else ""
-        return f"{near} for the simplified model ({_ms(best.predicted)} there); {full}"
+        return f"{near} for the simplified model ({format_ms(best.predicted)} there); {full}"
     if best.graph is None:
         return f"nothing is proven: the search did not get as far; {full}"
     if best.chosen.recomputed or best.chosen.plan.rings:
@@ -53,7 +54,7 @@ def to_gain(gap: float | None, is_limited: bool, meshes: str) -> str:
     if gap is None:
         return "nothing is proven yet of the best plan"
     compared = ", of the choices compared" if is_limited else ""
-    share = "0" if gap < _NONE else f"{100 * gap:.2g}"
+    share = "0" if gap < _NONE else significant(100 * gap, 2)
     return f"at most {share} % of its time to save in the simplified model on {meshes}{compared}"
 
 
@@ -75,8 +76,4 @@ def _some(steps: Sequence[str]) -> str:
 
 
 def _slower(gap: float) -> str:
-    return f"{100 * gap / (1 - gap):.2g} %"
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.4g} ms"
+    return f"{significant(100 * gap / (1 - gap), 2)} %"

@@ -26,6 +26,7 @@ from gshard.core.deadline import OutOfTime
 from gshard.core.errors import ArgumentError, GShardError
 from gshard.core.layout import Layout, Names, Row
 from gshard.core.mesh import Mesh
+from gshard.core.number_text import format_ms, significant
 from gshard.core.partition_spec import axes_of_entry
 from gshard.core.paths import is_below, matches
 from gshard.core.plan import Plan
@@ -114,13 +115,13 @@ class LayoutResult:
     def __str__(self) -> str:
         cost, shape = self.cost, axes_text(self.mesh)
         over = 100 * (cost.seconds / self.goal.cost.seconds - 1) if self.goal.cost.seconds else 0.0
-        near = "as" if abs(over) < 0.05 else f"{abs(over):.2g} % {'above' if over > 0 else 'below'}"
+        near = "as" if abs(over) < 0.05 else f"{significant(abs(over), 2)} % {'above' if over > 0 else 'below'}"
         memory = f"peak {format_bytes(cost.peak)} of {format_bytes(int(self.limit))}"
         lines = [str(self.layout), *(f"  {row!s:<24} {self._members(row)}".rstrip() for row in self.layout.rows)]
         lines += [f"  named {path}: {words}" for path, words in self.names.items()]
         lines.append(
-            f"{cost.seconds * 1e3:.4g} ms a call on {cost.machine.name}, mesh ({shape}); {memory}; "
-            f"{near} the plan ({self.goal.cost.seconds * 1e3:.4g} ms); {self.tables} tables tried"
+            f"{format_ms(cost.seconds)} a call on {cost.machine.name}, mesh ({shape}); {memory}; "
+            f"{near} the plan ({format_ms(self.goal.cost.seconds)}); {self.tables} tables tried"
         )
         if cost.peak > self.limit:
             lines.append("this DOES NOT FIT: no table was found that does")

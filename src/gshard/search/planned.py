@@ -37,12 +37,14 @@ class Planned:
         cost: the cost of that program; None if it is not priced yet.
         choice: builds and solves the problem of the plan again; it returns None if nothing was open. None for a plan
             that was given.
+        planning_seconds: processor time of this thread that planning took; 0 if not measured.
     """
 
     plan: Plan
     spmd: SpmdProgram | None = None
     cost: Cost | None = None
     choice: Callable[[], Choice | None] | None = None
+    planning_seconds: float = 0.0
 
     @property
     def seconds(self) -> float:

@@ -18,7 +18,7 @@ from gshard.device.compiled_kernels import as_compiled
 from gshard.device.cost import cost_of_kernels
 from gshard.device.fusion_model import PRODUCT, Kernel, kernels_of
 from gshard.device.machine import Machine
-from gshard.device.roofline import dtype_of, roofline
+from gshard.device.roofline import kernel_roofline
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,4 +77,4 @@ def _least(kernel: Kernel, machine: Machine) -> float:
     if e.rule is None or kernel.kind != PRODUCT or not all(f.kind in (PARALLEL, REDUCE) for f in e.rule.factors):
         return 0.0
     shares = kernel.product_flops / devices, kernel.vector_flops / devices, kernel.moved / devices
-    return roofline(machine, dtype_of(e), *shares).work
+    return kernel_roofline(machine, e, *shares).work

@@ -23,7 +23,7 @@ from gshard.device.loop_stacks import stack_slices
 from gshard.device.machine import Machine
 from gshard.device.machine_kinds import Compiler
 from gshard.device.network import interchangeable
-from gshard.device.roofline import dtype_of, host_seconds, launch_seconds, roofline
+from gshard.device.roofline import host_seconds, kernel_roofline, launch_seconds
 from gshard.device.step_times import StepTimes
 from gshard.language.transfer import changes_memory
 from gshard.planning.objective import StackCost, Windows
@@ -201,7 +201,7 @@ class Seconds(Moves):
             moved: bytes that the kernel reads and writes.
             returns: whether the kernel writes a result of the program.
         """
-        return roofline(self.machine, dtype_of(e), products, others, moved, returns=returns).seconds
+        return kernel_roofline(self.machine, e, products, others, moved, returns=returns).seconds
 
 
 def _splits_a_row(rule: Rule, split: Split) -> bool:

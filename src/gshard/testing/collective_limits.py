@@ -13,13 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from gshard.core.errors import ArgumentError, MeshError, known_names
 from gshard.core.jax_adapter import user_line
 from gshard.core.program import format_bytes
-from gshard.device.network import members
 from gshard.remat.rematerialise import MemoryLimitError, bytes_of
 from gshard.xla.hlo_collectives import KINDS, Sent, pairs_of
 from gshard.xla_programs.compiled_explanation import CompiledExplanation
 from gshard.xla_programs.compiled_program import CompiledArgument, CompiledProgram
 from gshard.xla_programs.compiled_rows import CompiledRow
-from gshard.xla_programs.moved_parts import atoms_of
 
 TOTAL = "total"
 Times = int | range
@@ -199,16 +197,12 @@ def limits_of(
 
 
 def crosses(program: CompiledProgram, sent: Sent, axes: Iterable[str]) -> bool:
-    """Whether devices that communicate are apart along one of these axes of the mesh; True if nothing tells."""
+    """Whether devices that communicate are apart along one of these axes of the mesh."""
     mesh = program.mesh
     if sent.collective.kind == "collective_permute":
         pairs = pairs_of(sent.itself)
     else:
-        atoms = atoms_of(program, sent)
-        group = sent.collective.group or (members(mesh, atoms) if atoms is not None else ())
-        pairs = [(group[0], device) for device in group[1:]]
-        if not group:
-            return True
+        pairs = [(group[0], device) for group in sent.collective.groups for device in group[1:]]
     stride, strides = mesh.size, {}
     for name, size in mesh.axes:
         stride //= size

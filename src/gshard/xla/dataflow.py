@@ -111,13 +111,15 @@ class Dataflow:
         """The instructions that have an array as an operand, in order."""
         return self._users[computation].get(name, ())
 
-    def argument(self, array: Array) -> int | None:
-        """The number of the argument that an array is a copy or a part of; None if it is computed."""
+    def arguments(self, array: Array) -> tuple[int, ...]:
+        """The number of the argument that an array is a copy or part of, or of those that it joins; () if computed."""
         source = self.source(array)
         made = self.made(source)
-        if source.computation == self.module.entry and made is not None and made.opcode == "parameter":
-            return made.number
-        return None
+        if made is not None and made.opcode == "concatenate":
+            joined = [self.arguments(Array(source.computation, operand)) for operand in made.operands]
+            return tuple(dict.fromkeys(number for numbers in joined for number in numbers)) if all(joined) else ()
+        is_argument = source.computation == self.module.entry and made is not None and made.opcode == "parameter"
+        return (made.number,) if is_argument and made is not None else ()
 
     def readers(self, array: Array) -> Iterator[tuple[str, Instruction]]:
         """What computes with an array, nearest first, with the computation it is in; copies and cuts are passed."""
@@ -127,14 +129,14 @@ class Dataflow:
 
     def reach(self, array: Array) -> Reach:
         """Which results an array becomes by operations on single elements, and which arguments they combine it with."""
-        results, beside = set(), set()
+        results: set[int] = set()
+        beside: set[int] = set()
         through = MOVES | ELEMENTWISE | frozenset(_CARRIED)
         for computation, made, element in self._walk(array, through):
             if computation == self.module.entry and made.name == self.module.computations[computation].root:
                 results.add(0 if element is None else element)
             elif made.opcode in ELEMENTWISE:
-                found = (self.argument(Array(computation, operand)) for operand in made.operands)
-                beside |= {number for number in found if number is not None}
+                beside.update(*(self.arguments(Array(computation, operand)) for operand in made.operands))
         return Reach(frozenset(results), frozenset(beside))
 
     def _before(self, array: Array) -> Array | None:

@@ -21,6 +21,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -35,6 +36,8 @@ KINDS = tuple(opcode.replace("-", "_") for opcode in _OPCODES)  # of collectives
 
 _PAIRS = re.compile(r"\bsource_target_pairs=\{((?:\{\d+,\d+\},?\s*)+)\}")
 _CHANNEL = re.compile(r"\bchannel_id=(\d+)")
+
+Groups = tuple[tuple[int, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,7 +55,7 @@ class CompiledCollective:
         exact: False if ``executions`` depends on data: inside a conditional (counted as taken) or a loop whose
             length the text does not tell (counted as one round).
         line: the user's ``file:line``, or empty.
-        group: the devices that device 0 runs it with; none if the text does not list them.
+        groups: the devices that communicate, each group in rising order; none for a permutation.
     """
 
     kind: str
@@ -64,7 +67,12 @@ class CompiledCollective:
     executions: int
     exact: bool
     line: str
-    group: tuple[int, ...] = ()
+    groups: Groups = ()
+
+    @property
+    def group(self) -> tuple[int, ...]:
+        """The devices with which the first device communicates, itself included."""
+        return next((group for group in self.groups if 0 in group), ())
 
     @property
     def total_bytes(self) -> int:
@@ -254,7 +262,9 @@ def collective_of(
     types = [computation.instructions[o].type for o in made.operands if o in computation.instructions]
     sizes = sent_sizes(kind, list(map(type_bytes, types)))
     operand = sum(sizes) if sizes else type_bytes(made.literal)
-    g, pairs = _group_size(made.attributes, module.devices), pairs_of(made)
+    pairs = pairs_of(made)
+    groups = () if kind == "collective_permute" else groups_of(made, module)
+    g = max(map(len, groups), default=module.devices)
     if starts:  # its type also lists operands and buffers
         result = {"all_gather": operand * g, "reduce_scatter": operand // g}.get(kind, operand)
     else:
@@ -268,64 +278,80 @@ def collective_of(
         "collective_permute": 0 if pairs and all(a == b for a, b in pairs) else operand,
     }.get(kind, operand)
     return CompiledCollective(
-        kind, made.name, operand, result, g, moved, times, exact, module.line_of(made),
-        _group_of_first(made.attributes),
+        kind, made.name, operand, result, g, moved, times, exact, module.line_of(made), groups,
     )  # fmt: skip
 
 
-def _group_size(attributes: str, devices: int) -> int:
-    """Devices in a group, from any of the three notations of ``replica_groups``; all devices if none are listed.
+def groups_of(made: Instruction, module: Module) -> Groups:
+    """The groups of devices of a collective, each in rising order.
 
-    >>> _group_size("replica_groups={{0,1},{2,3}}, dimensions={0}", 4)
-    2
-    >>> _group_size("replica_groups=[4,2]<=[2,4]T(1,0), dimensions={0}", 8)
-    2
-    >>> _group_size("replica_groups=mesh['a'=2,'b'=4] {'b'}, dimensions={0}", 8)
-    4
+    Without ``use_global_device_ids``, groups consist of replicas: of all their partitions if there is a channel.
+
+    Raises:
+        ValueError: the notation of the groups is unknown.
     """
-    return max(map(len, groups_of(attributes)), default=0) or len(_group_of_first(attributes)) or devices
+    _, given, text = made.attributes.partition("replica_groups=")
+    groups, partitions = _read_groups(text) if given else (), module.devices // module.replicas
+    if not groups:
+        return (tuple(range(module.devices)),)
+    if "use_global_device_ids=true" in text or max(map(max, groups)) >= module.replicas:
+        return groups
+    if _CHANNEL.search(made.attributes):
+        return tuple(tuple(r * partitions + p for r in group for p in range(partitions)) for group in groups)
+    return tuple(tuple(r * partitions + p for r in group) for group in groups for p in range(partitions))
 
 
-def _group_of_first(attributes: str) -> tuple[int, ...]:
-    """The group of device 0, if ``replica_groups`` tells.
+def _read_groups(text: str) -> Groups:
+    """The groups at the start of a text, in any notation of XLA; () if none are listed.
 
-    >>> _group_of_first("replica_groups={{0,2},{1,3}}, dimensions={0}")
-    (0, 2)
-    >>> _group_of_first("replica_groups=[4,2]<=[2,4]T(1,0), dimensions={0}")
-    (0, 4)
-    >>> _group_of_first("replica_groups=mesh['a'=2,'b'=4] {'b':(2)2,'a'}, dimensions={0}")
-    (0, 1, 4, 5)
+    >>> _read_groups("{{0,2},{1,3}}, dimensions={0}")
+    ((0, 2), (1, 3))
+    >>> _read_groups("[2,2]<=[2,2]T(1,0), dimensions={0}")
+    ((0, 2), (1, 3))
+    >>> _read_groups("mesh['a'=2,'b'=4] {'b':(2)2,'a'}, dimensions={0}")
+    ((0, 1, 4, 5), (2, 3, 6, 7))
+    >>> _read_groups("mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}, dimensions={0}")
+    ((0, 2, 4, 6), (1, 3, 5, 7))
     """
-    if listed := groups_of(attributes):
-        return next((tuple(sorted(group)) for group in listed if 0 in group), ())
-    if mesh := re.search(r"\breplica_groups=@?mesh\[([^\]]*)\][^{]*\{([^}]*)\}", attributes):
-        sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", mesh[1])}
-        strides, stride = {}, math.prod(sizes.values())
-        for name, size in sizes.items():
-            stride //= size
-            strides[name] = stride
-        group = [0]
-        for name, before, part in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", mesh[2]):
-            # 'b':(2)4 is the part of size 4 of 'b' that stands after a part of size 2.
-            count = int(part) if part else sizes[name]
-            step = strides[name] * (sizes[name] // (int(before) * count) if part else 1)
-            group = [device + k * step for device in group for k in range(count)]
-        return tuple(sorted(group))
-    return ()
+    if found := re.match(r"\{(\{[\d,]*\},?)*\}", text):
+        listed = re.findall(r"\{([\d,]+)\}", found[0])
+        return tuple(tuple(sorted(map(int, group.split(",")))) for group in listed)
+    if found := _IOTA.match(text):
+        return _rows(_iota(found))
+    if not (found := re.match(r"@?mesh\[([^\]]*)\](?:, device_ids=\(([^{]*)\))? \{([^}]*)\}", text)):
+        raise ValueError(f"the groups of a collective cannot be read: replica_groups={text[:80]}")
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']*)'=(\d+)", found[1])}
+    strides, stride = {}, math.prod(sizes.values())
+    ids = positions = np.arange(stride)
+    if found[2]:
+        ids = (
+            _iota(iota).ravel() if (iota := _IOTA.match(found[2])) else np.array([int(n) for n in found[2].split(",")])
+        )
+    for name, size in sizes.items():
+        stride //= size
+        strides[name] = stride
+    first, members = positions.copy(), 1
+    for name, before, part in re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", found[3]):
+        # 'b':(2)4 is the part of size 4 of 'b' that stands after a part of size 2.
+        count = int(part or sizes[name])
+        step = strides[name] * (sizes[name] // (int(before or 1) * count))
+        first -= positions // step % count * step
+        members *= count
+    return _rows(ids[np.argsort(first, kind="stable")].reshape(-1, members))
 
 
-def groups_of(attributes: str) -> list[list[int]]:
-    """The groups of devices of a collective; none where they are not listed, as along axes of a mesh."""
-    if listed := re.search(r"\breplica_groups=\{(\{[^=]*?\})\}", attributes):
-        return [list(map(int, group.split(","))) for group in re.findall(r"\{([^{}]+)\}", listed[1])]
-    if iota := re.search(r"\breplica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes):
-        shape = tuple(map(int, iota[3].split(",")))
-        ids = np.arange(math.prod(shape)).reshape(shape)
-        if iota[4]:
-            ids = ids.transpose(tuple(map(int, iota[4].split(","))))
-        found: list[list[int]] = ids.reshape(int(iota[1]), int(iota[2])).tolist()
-        return found
-    return []
+_IOTA = re.compile(r"(?:\[([\d,]+)\]<=)?\[([\d,]+)\](?:T\(([\d,]+)\))?")
+
+
+def _iota(found: re.Match[str]) -> np.ndarray[Any, Any]:
+    """``[shape]<=[sizes]T(permutation)``: the numbers from 0, in an array of these sizes, permuted and reshaped."""
+    shape, sizes, permutation = ([int(n) for n in part.split(",")] if part else None for part in found.groups())
+    assert sizes is not None
+    return np.arange(math.prod(sizes)).reshape(sizes).transpose(permutation).reshape(shape or -1)
+
+
+def _rows(ids: np.ndarray[Any, Any]) -> Groups:
+    return tuple(map(tuple, np.sort(ids).tolist()))
 
 
 def pairs_of(made: Instruction) -> list[tuple[int, int]]:

@@ -99,6 +99,7 @@ class Module:
         computations: by name.
         entry: the name of the one that runs.
         devices: how many devices it runs on.
+        replicas: how many replicas of the program these run, each on ``devices / replicas`` partitions.
         places: the user's line, with the whole path of its file, by the number that instructions call
             ``stack_frame_id``.
         header: the first line, with attributes of the module.
@@ -107,6 +108,7 @@ class Module:
     computations: Mapping[str, Computation]
     entry: str
     devices: int
+    replicas: int
     places: Mapping[int, str]
     header: str = ""
 
@@ -155,7 +157,8 @@ def read_module(text: str) -> Module:
             root = found[2] if found[1] else root
     top = text.split("\n", 1)[0]
     counts = (re.search(rf"\b{key}=(\d+)", top) for key in ("replica_count", "num_partitions"))
-    return Module(computations, entry, math.prod(int(c[1]) for c in counts if c), _read_places(text), top)
+    replicas, partitions = (int(c[1]) if c else 1 for c in counts)
+    return Module(computations, entry, replicas * partitions, replicas, _read_places(text), top)
 
 
 def _read_instruction(name: str, text: str) -> Instruction:

@@ -184,6 +184,12 @@ def operations(computation: Computation, made: Instruction) -> tuple[int, int, s
     operands = [computation.instructions[name] for name in made.operands if name in computation.instructions]
     if made.opcode == "dot" and operands:
         return _dot(made, operands[0], made.attributes)
+    if made.opcode == "ragged-dot" and len(operands) > 2:
+        products, others, dtype = _dot(made, operands[0], made.attributes)
+        ragged = re.search(r"\blhs_ragged_dims=\{(\d+)\}", made.attributes)
+        summed = re.search(r"\blhs_contracting_dims=\{([\d,]*)\}", made.attributes)
+        by_sums = ragged and summed and ragged[1] in summed[1].split(",")  # each row is in the sum of one group
+        return products // (arrays_of(operands[2].type)[0].shape[-1] if by_sums else 1), others, dtype
     if made.opcode == "convolution" and len(operands) > 1:
         return _convolution(made, operands)
     if made.opcode == "custom-call" and operands and _PRODUCT_CALLS.search(made.attributes):

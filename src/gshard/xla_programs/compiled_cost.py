@@ -103,5 +103,7 @@ def _network_seconds(
     atoms = atoms_of(program, sent)
     if atoms is not None:
         return seconds(kind, read.operand_bytes, mesh, machine, atoms)
-    group = read.group or tuple(range(read.group_size))
-    return seconds_among(kind, read.operand_bytes, sorted(mesh.order[d] if mesh.order else d for d in group), machine)
+    return max(
+        seconds_among(kind, read.operand_bytes, sorted(mesh.order[d] if mesh.order else d for d in group), machine)
+        for group in read.groups
+    )

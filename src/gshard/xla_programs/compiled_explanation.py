@@ -348,6 +348,7 @@ class CompiledExplanation(Comparable):
         whole = "" if None in sizes else f"{format_bytes(sum(filter(None, sizes)))} in all, "
         compiled = f"compiled by XLA{f' for {program.platform}' if program.platform else ''}"
         size = f"{program.instructions:,} instructions"
+        shared = "; x1/2 is one message with arrays of 2 rows" * any(row.sharing > 1 for row in self.collectives)
         lines = [
             f"{self.name}, {compiled}, on {self.mesh.size} devices ({self.mesh}), {size}",
             f"arguments: {whole}{format_bytes(local)} on each device",
@@ -355,7 +356,7 @@ class CompiledExplanation(Comparable):
             *regathered_lines(self.regathered),
             *argument_lines(self.arguments, arguments),
             "",
-            f"collectives ({sum(self.times_by_kind.values()):,} in one call)",
+            f"collectives ({sum(self.times_by_kind.values()):,} in one call{shared})",
             *collective_lines_of(self.collectives, collectives),
         ]
         lines += [self._sent_line, *memory_lines(program, held)]

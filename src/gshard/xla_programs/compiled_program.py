@@ -98,14 +98,26 @@ class CompiledProgram:
     @functools.cached_property
     def weights(self) -> frozenset[int]:
         """The arguments that products and look-ups read."""
-        found = (
-            self.flow.argument(Array(name, operand))
+        return frozenset(
+            number
             for name, computation in self.module.computations.items()
             for made in computation.instructions.values()
             if made.opcode in PRODUCTS or ("custom_call_target" in made.attributes and "dot" in made.attributes)
             for operand in made.operands
+            for number in self.flow.arguments(Array(name, operand))
         )
-        return frozenset(number for number in found if number is not None)
+
+    @functools.cached_property
+    def differentiated(self) -> frozenset[int]:
+        """The arguments that a differentiated function reads: weights, biases and data, but no moments."""
+        return frozenset(
+            number
+            for name, computation in self.module.computations.items()
+            for made in computation.instructions.values()
+            if "jvp(" in made.op_name
+            for operand in made.operands
+            for number in self.flow.arguments(Array(name, operand))
+        )
 
     @property
     def instructions(self) -> int:

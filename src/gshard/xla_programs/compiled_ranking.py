@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 import jax
 
 from gshard.core.mesh import Mesh
+from gshard.core.number_text import format_ms
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import format_bytes
 from gshard.device.machine import Machine
@@ -86,13 +87,13 @@ class CompiledRanking:
         rows = [("plan", "modelled", "compiled", "sent", "peak", "hidden", "cycles")]
         for plan in self.plans:
             axes = axes_text(plan.best.mesh)
-            name, modelled = f"{plan.priced.name} ({axes})", f"{plan.priced.cost.seconds * 1e3:.4g} ms"
+            name, modelled = f"{plan.priced.name} ({axes})", f"{format_ms(plan.priced.cost.seconds)}"
             if plan.cost is None:
                 rows.append((name, modelled, plan.refused[:60], "", "", "", ""))
                 continue
             network = plan.cost.network
             hidden = f"{100 * plan.cost.overlapped / network:.0f} %" if plan.cost.overlapped > _HIDDEN * network else ""
-            compiled = f"{plan.cost.seconds * 1e3:.4g} ms (x {plan.error:.2f})"
+            compiled = f"{format_ms(plan.cost.seconds)} (x {plan.error:.2f})"
             sizes = format_bytes(plan.cost.sent), format_bytes(plan.cost.peak)
             rows.append((name, modelled, compiled, *sizes, hidden, f"{plan.cycles:,}" if plan.cycles else ""))
         shown = [i for i in range(len(rows[0])) if any(row[i] for row in rows[1:])]

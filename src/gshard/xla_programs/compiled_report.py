@@ -30,7 +30,7 @@ from gshard.explanation.report.data import (
 from gshard.explanation.timeline import COMPUTE, NETWORK, Event, Loop, Run, Timeline, complete_event, trace_events
 from gshard.xla.dataflow import Array
 from gshard.xla.elapsed import Elapsed, Ran
-from gshard.xla.hlo_collectives import groups_of, pairs_of
+from gshard.xla.hlo_collectives import pairs_of
 from gshard.xla.hlo_parser import Instruction
 from gshard.xla.kernels import arrays_of
 from gshard.xla_programs.compiled_cost import CompiledCost
@@ -172,7 +172,7 @@ class CompiledReport:
             "proposal": "",
             "pairs": pairs_of(sent.itself) if is_permutation else [],
             "over": list(mesh.atoms) if is_permutation else [],
-            "groups": self._listed(row) if atoms is None else [],
+            "groups": list(map(list, sent.collective.groups)) if atoms is None else [],
         }
 
     def _groups(self, row: CompiledRow) -> tuple[str, str]:
@@ -181,12 +181,7 @@ class CompiledReport:
         atoms = atoms_of(self.program, sent)
         if atoms is not None:
             return ",".join(atoms), groups_text(groups(mesh, atoms))
-        return row.axes, groups_text(self._listed(row))
-
-    def _listed(self, row: CompiledRow) -> list[list[int]]:
-        """Groups of devices that lie along no axes; only the first if the text does not list them."""
-        read, itself = row.parts[0].sent.collective, row.parts[0].sent.itself
-        return groups_of(itself.attributes) or [list(read.group or range(read.group_size))]
+        return row.axes, groups_text(sent.collective.groups)
 
     @functools.cached_property
     def _places(self) -> CompiledPlaces:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 
 from gshard.explanation.rows import CollectiveRow
@@ -49,7 +50,13 @@ def compiled_rows(
         read = part.sent.collective
         key = (read.kind, axes_text(program, part.sent), part.line, str(part.type), part.array.alike, module, part.why)
         rows.setdefault(key, []).append(part)
-    made = [_row(program, same, folded, taken or {}) for same in rows.values()]
+    sharing = Counter(sent for same in rows.values() for sent in {id(part.sent) for part in same})
+    made = [
+        dataclasses.replace(
+            _row(program, same, folded, taken or {}), sharing=max(sharing[id(part.sent)] for part in same)
+        )
+        for same in rows.values()
+    ]
     return tuple(sorted(made, key=lambda row: (-row.bytes, -row.seconds)))
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from gshard.core.number_text import format_seconds
 from gshard.core.program import format_bytes
 from gshard.device.machine_kinds import COMPILERS
-from gshard.explanation.bounds import CallVerdict, format_seconds, remedies
+from gshard.explanation.bounds import CallVerdict, remedies
 from gshard.xla_programs.compiled_cost import CompiledCost
 from gshard.xla_programs.compiled_rows import CompiledRow
 

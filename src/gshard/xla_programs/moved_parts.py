@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from gshard.core.mesh import Atoms, Mesh
 from gshard.device.network import atoms_among
 from gshard.naming.array_names import GRADIENT, UPDATE
-from gshard.naming.short_names import ShortName
+from gshard.naming.short_names import ShortName, common_name
 from gshard.xla.dataflow import Array
 from gshard.xla.hlo_collectives import Sent, pairs_of
 from gshard.xla.hlo_parser import Instruction
@@ -115,16 +115,18 @@ def _where(
 def _name(
     program: CompiledProgram, sent: Sent, origin: Origin, operand: Array | None, result: Array
 ) -> tuple[ShortName, bool]:
-    number = None if operand is None else program.flow.argument(operand)
-    if number is not None and number < len(program.arguments):
-        return program.arguments[number].short, True
+    numbers = () if operand is None else program.flow.arguments(operand)
+    if numbers and max(numbers) < len(program.arguments):
+        return common_name([program.arguments[n].short for n in numbers]), True
     if origin.is_backward or sent.collective.kind in REDUCTIONS or not program.updates:
         reach = program.flow.reach(result)
         changed = {program.updates[r] for r in reach.results if r in program.updates} | reach.beside
         known = sorted(n for n in changed if n < len(program.arguments))
-        weights = [n for n in known if n in program.weights] or known
+        read = program.weights, program.differentiated
+        weights = next(filter(None, ([n for n in known if n in numbers] for numbers in read)), known)
         if weights and (reach.results or origin.is_backward):
-            before, short = GRADIENT if origin.is_backward else UPDATE, program.arguments[weights[0]].short
+            before, shorts = GRADIENT if origin.is_backward else UPDATE, [program.arguments[n].short for n in weights]
+            short = common_name([short for short in shorts if short.alike == shorts[0].alike])
             return ShortName(before + short.text, before + short.alike), True
         named = sorted(r for r in reach.results if r < len(program.results))
         if named and origin.is_backward:
@@ -165,10 +167,7 @@ def atoms_of(program: CompiledProgram, sent: Sent) -> Atoms | None:
     mesh = program.mesh
     if sent.collective.kind == "collective_permute":
         return _apart(mesh, pairs_of(sent.itself))
-    group = sent.collective.group
-    if not group:
-        return mesh.atoms if sent.collective.group_size == mesh.size else None
-    return atoms_among(mesh, group)
+    return atoms_among(mesh, sent.collective.groups)
 
 
 def _apart(mesh: Mesh, pairs: Sequence[tuple[int, int]]) -> Atoms:
@@ -187,7 +186,5 @@ def axes_text(program: CompiledProgram, sent: Sent) -> str:
     if atoms is not None:
         return program.mesh.format_atoms(atoms)
     group = sent.collective.group
-    if not group:
-        return f"{sent.collective.group_size} devices"
     listed = ",".join(map(str, group[:_MANY])) + (",…" if len(group) > _MANY else "")
     return f"{{{listed}}}"

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import Generic, TypeVar
 
+from gshard.core.number_text import format_ms
 from gshard.core.program import format_bytes, format_flops
 from gshard.search.time_budget import Watch
 
@@ -46,7 +47,7 @@ class Figures:
             ("peak", format_bytes(self.peak), format_bytes(after.peak)),
         ]
         if self.seconds:
-            pairs.append(("a call", f"{self.seconds * 1e3:.4g} ms", f"{after.seconds * 1e3:.4g} ms"))
+            pairs.append(("a call", f"{format_ms(self.seconds)}", f"{format_ms(after.seconds)}"))
         else:
             pairs.append(("computed", format_flops(self.flops), format_flops(after.flops)))
         return ", ".join(f"{what} {then} -> {now}" if then != now else f"{what} {then}" for what, then, now in pairs)

@@ -44,7 +44,7 @@ def figure(path: Path, title: str, rows: Sequence[Row], classes: Mapping[str, st
         axes.set_ylabel(f"BLEU above {baseline}" if deltas else "BLEU")
         axes.set_xlabel("languages, from the most to the fewest training pairs")
         axes.set_title(title, fontsize=9)
-        axes.legend(frameon=False, ncols=4, fontsize=8)
+        axes.legend(loc="upper right", frameon=False, ncols=4, fontsize=8)
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
         drawing.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)

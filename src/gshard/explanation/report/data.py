@@ -177,7 +177,7 @@ def _collective(
         "array": array,
         "module": module,
         "layers": layers_data(
-            (names.array(one.value).text, names.module(one.cause).text, one.times, one.total_bytes) for one in row.every
+            (names.moved(one).text, names.module(one.cause).text, one.times, one.total_bytes) for one in row.every
         ),
         "moved": moved,
         "line": c.line,

@@ -23,13 +23,13 @@ function svg(tag, attributes, parent) {
 
 function unit(n, base, names) {
   let i = 0;
-  while (Math.abs(n) >= base && i < names.length - 1) { n /= base; i++; }
+  while (Math.abs(Number(n.toPrecision(3))) >= base && i < names.length - 1) { n /= base; i++; }
   return `${i || n % 1 ? Number(n.toPrecision(3)) : n} ${names[i]}`;
 }
 const bytes = n => unit(n, 1024, ["B", "KiB", "MiB", "GiB", "TiB"]);
 const flop = n => unit(n, 1000, ["FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"]);
 function seconds(s) {
-  const [size, name] = [[1, "s"], [1e-3, "ms"], [1e-6, "µs"]].find(([size]) => s >= size) || [1e-9, "ns"];
+  const [size, name] = [[1, "s"], [1e-3, "ms"], [1e-6, "µs"]].find(([size]) => Number((s / size).toPrecision(3)) >= 1) || [1e-9, "ns"];
   return s ? `${Number((s / size).toPrecision(3))} ${name}` : "0";
 }
 const percent = part => `${(100 * part).toFixed(part < 0.0995 ? 1 : 0)} %`;

@@ -50,17 +50,15 @@ function chooseEvent() {
   if (place) { choose("line", place); shown(place); }
 }
 
-function move(from) {
-  const width = view.to - view.from;
+function move(from, width = view.to - view.from) {
   view.from = Math.max(0, Math.min(END - width, from));
-  view.to = view.from + width;
+  view.to = Math.min(END, view.from + width);
   lanes();
 }
 
 function zoom(by, at) {
   const width = Math.max(END / 1e6, Math.min(END, (view.to - view.from) * by)), fixed = view.from + (view.to - view.from) * at;
-  view.to = view.from + width;
-  move(fixed - width * at);
+  move(fixed - width * at, width);
 }
 
 function lanes() {
