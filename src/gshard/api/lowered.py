@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.experimental.layout import Format
@@ -36,6 +36,15 @@ from gshard.emit.compile import Executable, named_sharding
 from gshard.planning.propagate import Choice
 from gshard.search.planned import Planned
 
+_T = TypeVar("_T")
+
+
+class _stage(functools.cached_property[_T]):
+    """A cached property that ``Lowered.structured`` shares with what it is made of, so that XLA compiles once."""
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return super().__get__(instance and (instance.flat or instance), owner)
+
 
 @without_our_frames_in_methods
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -50,6 +59,7 @@ class Lowered:
         donated: arguments whose memory the results may take.
         padded: inputs that come in padded parts, and how they are cut.
         closed_over: the references that the function closes over; the program takes them after the arguments.
+        flat: the same for flat arguments and results, whose stages are those of this one.
     """
 
     program: Program
@@ -59,6 +69,13 @@ class Lowered:
     donated: frozenset[int]
     padded: Mapping[int, Sharding] = dataclasses.field(default_factory=dict)
     closed_over: tuple[Any, ...] = ()
+    flat: Lowered | None = dataclasses.field(default=None, init=False)  # ``dataclasses.replace`` leaves it out
+
+    def structured(self, in_tree: Any, out_tree: Any) -> Lowered:
+        """The same program with other structures of arguments and results; both have the same stages."""
+        made = dataclasses.replace(self, in_tree=in_tree, program=dataclasses.replace(self.program, out_tree=out_tree))
+        object.__setattr__(made, "flat", self)
+        return made
 
     @property
     def mesh(self) -> Mesh:
@@ -70,7 +87,7 @@ class Lowered:
         """The sharding of every value, and why."""
         return self._planned.plan
 
-    @functools.cached_property
+    @_stage
     def _planned(self) -> Planned:
         first = len(self.program.captured)
         donated = tuple(first + i for i in sorted(self.donated))
@@ -82,7 +99,7 @@ class Lowered:
         """Poses the problem again that the plan is a solution of; None for a plan that was given."""
         return self._planned.choice
 
-    @functools.cached_property
+    @_stage
     def spmd(self) -> SpmdProgram:
         """The one program that all devices run."""
         known = self._planned.cost
@@ -91,7 +108,7 @@ class Lowered:
         self.target.check(self.plan, made)
         return made
 
-    @functools.cached_property
+    @_stage
     def _all_kept(self) -> SpmdProgram:
         return self.target.partitioned(self._planned)
 
@@ -114,7 +131,7 @@ class Lowered:
             if i >= first
         )
 
-    @functools.cached_property
+    @_stage
     def executable(self) -> Executable:
         """The program for XLA; call it with the flat arguments.
 
