@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gshard.api.compiled_programs import STAGES, is_from_jax_jit
+from gshard.api.compiled_programs import STAGES
 from gshard.api.explained import explain
 from gshard.api.export import export_plan
 from gshard.api.jit import jit
@@ -48,6 +48,11 @@ from gshard.xla_programs.tried_shardings import TriedShardings
 
 FAILED = 3  # exit status
 _OF_PLANS = ("why", "marks", "patch", "html", "export", "export_as", "save")  # options of search that are about a plan
+
+
+def _own_mesh(f: Any, arguments: Any) -> Mesh | None:
+    """The mesh that a function from ``gshard.jit`` or ``jax.jit`` has, or on which an argument is placed."""
+    return jit(f).options.mesh or mesh_of_arguments(arguments)
 
 
 def _mesh(mesh: str | None, machine: str | None) -> Mesh:
@@ -90,12 +95,11 @@ def _explain(options: argparse.Namespace) -> None:
         _tell_compiled(options, compiled, before, baseline, limit, time.monotonic() - began)
         return
     saved = options.plan and SavedPlan.load(options.plan)
-    mesh = None if isinstance(f, Jitted) and not options.mesh else _mesh(options.mesh, options.machine)
-    if is_from_jax_jit(f) and not isinstance(f, Jitted) and not options.mesh:
-        mesh = mesh_of_arguments(arguments) or mesh
+    own = None if options.mesh or isinstance(f, STAGES) else _own_mesh(f, arguments)
+    mesh = own or _mesh(options.mesh, options.machine)
     if saved and not options.mesh:
         mesh = Mesh.abstract(**dict(saved.axes))
-    on = dict(mesh.axes) if with_xla and mesh is not None else mesh
+    on = dict(mesh.axes) if with_xla and mesh.devices is None else mesh
     how: dict[str, Any] = {
         "mesh": on, "machine": options.machine, "memory_limit": options.memory_limit, "plan": saved,
         "finite": options.finite, **told_by(f, len(arguments), options),
@@ -162,7 +166,7 @@ def _search(options: argparse.Namespace) -> None:
     f, arguments = _load(options, options.target, options.machine)
     mesh = int(options.mesh) if (options.mesh or "").isdecimal() else options.mesh and mesh_of(options.mesh)
     asked: dict[str, Any] = {
-        "mesh": mesh if mesh or isinstance(f, Jitted) else 8,
+        "mesh": mesh or _own_mesh(f, arguments) or 8,
         "machine": options.machine,
         "memory_limit": options.memory_limit,
         "budget_seconds": options.budget_seconds,
@@ -246,10 +250,9 @@ def _plan_function(options: argparse.Namespace) -> None:
     if isinstance(f, Jitted) and any(asked.values()):
         own = " and ".join(name for name, value in asked.items() if value)
         raise TargetError(f"{options.config!r} is jitted already.", hint=f"Give its own gshard.jit the {own}.")
-    machine = Machine.of(
-        options.machine, None if ":" in options.machine else (options.mesh and mesh_of(options.mesh).size)
-    )
-    mesh = mesh_of(options.mesh or str(machine.size))
+    given = mesh_of(options.mesh) if options.mesh else _own_mesh(f, arguments)
+    machine = Machine.of(options.machine, None if given is None else given.size)
+    mesh = given or mesh_of(str(machine.size))
     jitted = f.on(mesh) if isinstance(f, Jitted) else jit(f, mesh=mesh, **asked)
     found: Explanation = explain(jitted, *arguments, machine=machine)
     cost = found.cost(machine)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import platform
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import jax
 
+from gshard.core.errors import known_names
 from gshard.explanation.trials import SECONDS
 from gshard.export_command import FORMS
 
@@ -45,10 +47,18 @@ def parsed(arguments: Sequence[str], runs: Mapping[str, Run]) -> argparse.Namesp
             told = f"{name} of gshard {command} is now called {new}; the old name works in this version only."
             print(f"DeprecationWarning: {told}", file=sys.stderr)
         made.append(new + equals + value)
-    return _parser(runs).parse_args(made)
+    parser, commands = _parser(runs)
+    if command and command not in commands:
+        parser.error(f"there is no command {command!r}. {known_names(command, commands, 'Commands are')}")
+    options, unknown = parser.parse_known_args(made)
+    if unknown:
+        known = dict.fromkeys(re.findall(r"--[a-z-]+", commands[command].format_usage()))
+        parser.error(f"gshard {command} takes no {' '.join(unknown)}. {known_names(unknown[0], known, 'Options are')}")
+    return options
 
 
-def _parser(runs: Mapping[str, Run]) -> argparse.ArgumentParser:
+def _parser(runs: Mapping[str, Run]) -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+    """The parser of all command lines, and those of the options of each command."""
     parser = argparse.ArgumentParser(
         prog="gshard", description="See how a JAX program is partitioned, and what it costs."
     )
@@ -63,7 +73,9 @@ def _parser(runs: Mapping[str, Run]) -> argparse.ArgumentParser:
         epilog="exit status: 0; 1 an error; 2 wrong options; 3 more than --fail-above or --baseline allows",
     )
     _target(command, ", or a file with the text of a compiled program (also .gz)")
-    command.add_argument("--mesh", help="8 or data=4,model=2; they need not exist (default: those of --machine, or 8)")
+    command.add_argument(
+        "--mesh", help="8 or data=4,model=2; they need not exist (default: the function's, that of --machine, or 8)"
+    )
     command.add_argument("--machine", help=_MACHINES)
     command.add_argument(
         "--partitioner",
@@ -113,7 +125,8 @@ def _parser(runs: Mapping[str, Run]) -> argparse.ArgumentParser:
     )
     _target(command)
     command.add_argument(
-        "--mesh", help="data=4,model=2, or a number, which tries all shapes; they need not exist (default: 8)"
+        "--mesh",
+        help="data=4,model=2, or a number, which tries all shapes; they need not exist (default: the function's, or 8)",
     )
     command.add_argument("--machine", help=_MACHINES)
     command.add_argument(
@@ -210,7 +223,9 @@ def _parser(runs: Mapping[str, Run]) -> argparse.ArgumentParser:
         "config", help='module:function, file.py:function, or a named model: "MoE(128E, 12L)", mixtral-8x7b'
     )
     _arguments(command)
-    command.add_argument("--mesh", help="for a function: data=4,model=2 (default: one axis of all devices)")
+    command.add_argument(
+        "--mesh", help="for a function: data=4,model=2 (default: the function's, or one axis of all devices)"
+    )
     command.add_argument("--machine", required=True, help="v3:32x32 names chips; v3 takes as many as there are experts")
     command.add_argument(
         "--remat", action=argparse.BooleanOptionalAction, default=None, help="recompute pairs of layers"
@@ -227,7 +242,7 @@ def _parser(runs: Mapping[str, Run]) -> argparse.ArgumentParser:
     command = commands.add_parser("calibrate", help="measure the machine at hand")
     command.add_argument("--out", type=Path, help="where to write it, for --machine")
     command.set_defaults(run=runs["calibrate"])
-    return parser
+    return parser, commands.choices
 
 
 _FITS = "exit status: 0; 1 an error; 2 wrong options; 3 it does not fit into the memory of a device"

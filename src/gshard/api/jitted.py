@@ -197,7 +197,10 @@ class Jitted(Generic[P, R]):
     def lower(self, /, *args: Any, **kwargs: Any) -> Lowered:
         """The chain for these arguments (arrays or ``jax.ShapeDtypeStruct``): program, plan, spmd, executable."""
         signature, leaves = self._parameters.signature(*self._on_this_mesh(args, kwargs))
-        return self._lowered(signature, self._options.target())
+        lowered = self._lowered(signature, self._options.target())
+        if lowered.target.recorded is not None:
+            lowered.plan  # noqa: B018  the plan of another program is refused here
+        return lowered
 
     def lower_for_search(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lowered:
         """The chain whose program ``search`` plans: a program that is the same wherever the arguments are."""
