@@ -103,6 +103,7 @@ class Jitted(Generic[P, R]):
         self._made, self._traced = _CACHES.of(f, (parameters.told, options.key))
         self._tables = Tables(_PLANS)
         self._seen_last: Signature | None = None
+        self._told: set[str] = set()
         self._kinds = 1  # of arguments that it was planned for
         emptied_by_jax(self._tables)
         numbers, names = parameters.static_numbers, parameters.static_names
@@ -385,7 +386,7 @@ class Jitted(Generic[P, R]):
         padded = {first + i: x.partitioning for i, x in enumerate(signature.leaves) if x.partitioning is not None}
         donated, closed_over = self._parameters.donated(signature), tuple(references_in(self._closed(signature)[0]))
         target = target.in_best_order(program)
-        made = Lowered(program, target, signature.tree, signature.avals, donated, padded, closed_over)
+        made = Lowered(program, target, signature.tree, signature.avals, donated, padded, closed_over, self._told)
         # The state that comes back from a first call has shardings of its own and mostly the same plan: one executable.
         known = next((known for known in self._made.values() if known.is_as(made)), made)
         if known is not made:

@@ -20,7 +20,7 @@ from gshard.api.reference_arguments import write_back
 from gshard.api.standalone import standalone
 from gshard.api.static_leaves import fixed, freed, has_fixed
 from gshard.api.target import Target
-from gshard.core.errors import ArgumentError
+from gshard.core.errors import ArgumentError, warn_once
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_dispatch import kept_arguments
 from gshard.core.jax_adapter_tracebacks import without_our_frames, without_our_frames_in_methods
@@ -33,6 +33,8 @@ from gshard.core.sharding import Sharding
 from gshard.core.spmd import SpmdProgram
 from gshard.core.uneven import UnevenArray
 from gshard.emit.compile import Executable, named_sharding
+from gshard.explanation.layout_usage import mistaken_rows
+from gshard.explanation.returned import returned_in_fewer_shards
 from gshard.planning.propagate import Choice
 from gshard.search.planned import Planned
 
@@ -59,6 +61,7 @@ class Lowered:
         donated: arguments whose memory the results may take.
         padded: inputs that come in padded parts, and how they are cut.
         closed_over: the references that the function closes over; the program takes them after the arguments.
+        told: what warnings have told of the function.
         flat: the same for flat arguments and results, whose stages are those of this one.
     """
 
@@ -69,6 +72,7 @@ class Lowered:
     donated: frozenset[int]
     padded: Mapping[int, Sharding] = dataclasses.field(default_factory=dict)
     closed_over: tuple[Any, ...] = ()
+    told: set[str] = dataclasses.field(default_factory=set)
     flat: Lowered | None = dataclasses.field(default=None, init=False)  # ``dataclasses.replace`` leaves it out
 
     def structured(self, in_tree: Any, out_tree: Any) -> Lowered:
@@ -138,6 +142,7 @@ class Lowered:
         Where the compiler needs more memory than was modelled, it recomputes more than ``spmd`` to keep to the limit.
         """
         made = self.target.compiled(self.spmd, self._all_kept, self.donated)
+        self._warn()
         if self.program.looks:
             made.when_compiled(lambda: call_back(self.plan, self.target))
         return made
@@ -158,9 +163,23 @@ class Lowered:
             return True
         return self.plan.runs_as(other.plan)
 
+    def _warn(self) -> None:
+        """Warns of what marks and layout do not do, once for each function; ``explain`` lists all of it."""
+        program, mesh = self.program, self.mesh
+        marks = ((e.line, e.mark) for e in program.block.walk() if e.mark is not None)
+        foreign = (f"{line}: {mark.text_on(mesh)}" for line, mark in marks if mark.cuts_otherwise(mesh))
+        found = [
+            *program.unread_marks,
+            *mistaken_rows(program),
+            *dict.fromkeys(f"{mark} splits over parts of {mesh}" for mark in foreign),
+            *returned_in_fewer_shards(self.plan),
+        ]
+        hint = f"gshard.explain shows more. {program.name} is compiled at {user_line()}."
+        warn_once(program.name, self.told, "is not split as it may seem:", found, hint)
+
     @functools.cached_property
-    def told(self) -> set[int]:
-        """The arguments that the log has reported as moved in each call."""
+    def moved(self) -> set[int]:
+        """The committed arguments that calls have moved."""
         return set()
 
     @functools.cached_property
