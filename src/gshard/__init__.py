@@ -88,8 +88,8 @@ if _typing.TYPE_CHECKING:
     from gshard.device.hardware import UnknownMachineWarning as UnknownMachineWarning
     from gshard.device.machine import Machine as Machine
     from gshard.device.machine import MachineError as MachineError
+    from gshard.emit import compile as _compile
     from gshard.emit.compile import Executable as Executable
-    from gshard.emit.compile import compile_spmd as compile
     from gshard.emit.partition import partition as partition
     from gshard.explanation.explain import Explanation as Explanation
     from gshard.explanation.found import SearchResult as SearchResult
@@ -104,6 +104,8 @@ if _typing.TYPE_CHECKING:
     from gshard.tracing.trace import trace as trace
     from gshard.xla_programs.compiled_explanation import CompiledExplanation as CompiledExplanation
     from gshard.xla_programs.exported_plan import ExportedPlan as ExportedPlan
+
+    compile = _compile.compile_spmd
 
 # The public names of each module. A name is imported when it is first read, so that ``import gshard`` takes no time.
 _NAMES = {

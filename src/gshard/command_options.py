@@ -9,15 +9,12 @@ import argparse
 import platform
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-import jax
-
 from gshard.core.errors import known_names
-from gshard.explanation.trials import SECONDS
-from gshard.export_command import FORMS
+from gshard.search.time_budget import TRIAL_SECONDS
 
 _OF_ARGUMENTS = {"--static": "--static-argnums", "--donate": "--donate-argnums"}
 _OLD_NAMES = {
@@ -28,15 +25,15 @@ _OLD_NAMES = {
 
 PRINTED = Path()  # --export without a file
 
-Run = Callable[[argparse.Namespace], None]
 
-
-def parsed(arguments: Sequence[str], runs: Mapping[str, Run]) -> argparse.Namespace:
+def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     """The options of a command line; old names of options are accepted with a warning on stderr.
 
     Args:
         arguments: the command line without the program's name.
-        runs: for each command its function, which is the ``run`` of the options.
+
+    Returns:
+        the options, the name of the command as ``command``.
     """
     command = next((text for text in arguments if not text.startswith("-")), "")
     made = []
@@ -47,7 +44,7 @@ def parsed(arguments: Sequence[str], runs: Mapping[str, Run]) -> argparse.Namesp
             told = f"{name} of gshard {command} is now called {new}; the old name works in this version only."
             print(f"DeprecationWarning: {told}", file=sys.stderr)
         made.append(new + equals + value)
-    parser, commands = _parser(runs)
+    parser, commands = _parser()
     if command and command not in commands:
         parser.error(f"there is no command {command!r}. {known_names(command, commands, 'Commands are')}")
     options, unknown = parser.parse_known_args(made)
@@ -57,12 +54,12 @@ def parsed(arguments: Sequence[str], runs: Mapping[str, Run]) -> argparse.Namesp
     return options
 
 
-def _parser(runs: Mapping[str, Run]) -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
     """The parser of all command lines, and those of the options of each command."""
     parser = argparse.ArgumentParser(
         prog="gshard", description="See how a JAX program is partitioned, and what it costs."
     )
-    shown = f"gshard {version('gshard')} (jax {jax.__version__}, Python {platform.python_version()})"
+    shown = f"gshard {version('gshard')} (jax {version('jax')}, Python {platform.python_version()})"
     parser.add_argument("--version", action="version", version=shown)
     parser.add_argument("--traceback", action="store_true", help="show where an error comes from")
     commands = parser.add_subparsers(required=True, metavar="command")
@@ -108,7 +105,7 @@ def _parser(runs: Mapping[str, Run]) -> tuple[argparse.ArgumentParser, Mapping[s
     command.add_argument(
         "--seconds",
         type=float,
-        default=SECONDS,
+        default=TRIAL_SECONDS,
         help="how long to try marks that would lower what is sent, or for XLA's partitioner other shardings of "
         "arguments and sharding constraints inside, half of the time each (default: 10)",
     )
@@ -116,7 +113,7 @@ def _parser(runs: Mapping[str, Run]) -> tuple[argparse.ArgumentParser, Mapping[s
     command.add_argument(
         "--baseline", metavar="main.json", help="fail if bytes sent, FLOPs or memory grew since this --json was written"
     )
-    command.set_defaults(run=runs["explain"])
+    command.set_defaults(command="explain")
 
     command = commands.add_parser(
         "search",
@@ -170,10 +167,11 @@ def _parser(runs: Mapping[str, Run]) -> tuple[argparse.ArgumentParser, Mapping[s
     command.add_argument(
         "--export-as",
         metavar="FORM",
-        help=f"the form of --export: {', '.join(FORMS)}; layout-map:params is about arguments at params",
+        help="the form of --export: shardings, patch, rules, layout-map, metadata, stablehlo or jax-export; "
+        "layout-map:params is about arguments at params",
     )
     command.add_argument("--save", type=Path, metavar="plan.json", help="write the plan, for gshard.jit(plan=...)")
-    command.set_defaults(run=runs["search"])
+    command.set_defaults(command="search")
 
     command = commands.add_parser(
         "configure",
@@ -211,7 +209,7 @@ def _parser(runs: Mapping[str, Run]) -> tuple[argparse.ArgumentParser, Mapping[s
     command.add_argument("--json", type=Path, metavar="found.json", help="write the table and the bounds")
     command.add_argument("--save", type=Path, metavar="best.json", help="write the best for gshard.Configuration.load")
     _static_and_donated(command)
-    command.set_defaults(run=runs["configure"])
+    command.set_defaults(command="configure")
 
     command = commands.add_parser(
         "plan",
@@ -237,11 +235,11 @@ def _parser(runs: Mapping[str, Run]) -> tuple[argparse.ArgumentParser, Mapping[s
         "--search", action="store_true", help="search for the plan, without the model's marks (gshard search)"
     )
     command.add_argument("--compile", action="store_true", help="compile with libtpu (pip install libtpu) and compare")
-    command.set_defaults(run=runs["plan"])
+    command.set_defaults(command="plan")
 
     command = commands.add_parser("calibrate", help="measure the machine at hand")
     command.add_argument("--out", type=Path, help="where to write it, for --machine")
-    command.set_defaults(run=runs["calibrate"])
+    command.set_defaults(command="calibrate")
     return parser, commands.choices
 
 

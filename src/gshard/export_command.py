@@ -21,7 +21,6 @@ _FORMS: Mapping[str, Callable[[ExportedPlan, str], str | bytes]] = {
     "stablehlo": lambda plan, below: plan.stablehlo(),
     "jax-export": lambda plan, below: bytes(plan.jax_export().serialize()),
 }
-FORMS = tuple(_FORMS)
 _SUFFIXES = {".diff": "patch", ".patch": "patch", ".mlir": "stablehlo", ".jax_export": "jax-export"}
 _WITH_PATH = ("layout-map", "metadata")
 
@@ -42,7 +41,7 @@ def form_of(file: Path | None, form: str | None) -> tuple[str, str]:
     name, _, below = (form or "").partition(":")
     name = name or _SUFFIXES.get(file.suffix if file is not None else "", "shardings")
     if name not in _FORMS:
-        raise ArgumentError(f"a plan has no form {name!r}.", hint=known_names(name, FORMS, "--export-as takes"))
+        raise ArgumentError(f"a plan has no form {name!r}.", hint=known_names(name, _FORMS, "--export-as takes"))
     if below and name not in _WITH_PATH:
         raise ArgumentError(f"--export-as {name} takes no path of arguments.", got=form, hint=f"Write {name}.")
     if name == "jax-export" and file is None:

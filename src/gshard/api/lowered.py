@@ -14,13 +14,13 @@ import jax
 from jax.experimental.layout import Format
 
 from gshard.api.call_back import call_back
-from gshard.api.compiled_arguments import check_types, flat_arguments
+from gshard.api.compiled_arguments import as_compiled_for, check_types, flat_arguments
 from gshard.api.placement import placed_arguments
 from gshard.api.reference_arguments import write_back
 from gshard.api.standalone import standalone
 from gshard.api.static_leaves import fixed, freed, has_fixed
 from gshard.api.target import Target
-from gshard.core.errors import ArgumentError, warn_once
+from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_dispatch import kept_arguments
 from gshard.core.jax_adapter_tracebacks import without_our_frames, without_our_frames_in_methods
@@ -33,8 +33,7 @@ from gshard.core.sharding import Sharding
 from gshard.core.spmd import SpmdProgram
 from gshard.core.uneven import UnevenArray
 from gshard.emit.compile import Executable, named_sharding
-from gshard.explanation.layout_usage import mistaken_rows
-from gshard.explanation.returned import returned_in_fewer_shards
+from gshard.explanation.unexpected import warn_of
 from gshard.planning.propagate import Choice
 from gshard.search.planned import Planned
 
@@ -61,7 +60,8 @@ class Lowered:
         donated: arguments whose memory the results may take.
         padded: inputs that come in padded parts, and how they are cut.
         closed_over: the references that the function closes over; the program takes them after the arguments.
-        told: what warnings have told of the function.
+        told: the kinds of warnings that the function had.
+        moved: the committed arguments that calls have moved.
         flat: the same for flat arguments and results, whose stages are those of this one.
     """
 
@@ -73,6 +73,7 @@ class Lowered:
     padded: Mapping[int, Sharding] = dataclasses.field(default_factory=dict)
     closed_over: tuple[Any, ...] = ()
     told: set[str] = dataclasses.field(default_factory=set)
+    moved: set[int] = dataclasses.field(default_factory=set, init=False)
     flat: Lowered | None = dataclasses.field(default=None, init=False)  # ``dataclasses.replace`` leaves it out
 
     def structured(self, in_tree: Any, out_tree: Any) -> Lowered:
@@ -142,7 +143,7 @@ class Lowered:
         Where the compiler needs more memory than was modelled, it recomputes more than ``spmd`` to keep to the limit.
         """
         made = self.target.compiled(self.spmd, self._all_kept, self.donated)
-        self._warn()
+        warn_of(self.plan, self.told)
         if self.program.looks:
             made.when_compiled(lambda: call_back(self.plan, self.target))
         return made
@@ -162,25 +163,6 @@ class Lowered:
         if self.program.argument_marks == other.program.argument_marks:
             return True
         return self.plan.runs_as(other.plan)
-
-    def _warn(self) -> None:
-        """Warns of what marks and layout do not do, once for each function; ``explain`` lists all of it."""
-        program, mesh = self.program, self.mesh
-        marks = ((e.line, e.mark) for e in program.block.walk() if e.mark is not None)
-        foreign = (f"{line}: {mark.text_on(mesh)}" for line, mark in marks if mark.cuts_otherwise(mesh))
-        found = [
-            *program.unread_marks,
-            *mistaken_rows(program),
-            *dict.fromkeys(f"{mark} splits over parts of {mesh}" for mark in foreign),
-            *returned_in_fewer_shards(self.plan),
-        ]
-        hint = f"gshard.explain shows more. {program.name} is compiled at {user_line()}."
-        warn_once(program.name, self.told, "is not split as it may seem:", found, hint)
-
-    @functools.cached_property
-    def moved(self) -> set[int]:
-        """The committed arguments that calls have moved."""
-        return set()
 
     @functools.cached_property
     def unread(self) -> frozenset[int]:
@@ -308,25 +290,11 @@ class Compiled:
         if has_fixed(self.in_tree):
             args, kwargs = fixed(args, "arguments, "), fixed(kwargs, "arguments, ")
         leaves = flat_arguments(self._name, self.in_tree, args, kwargs)
-        leaves = [self._as_compiled_for(i, x) for i, x in enumerate(leaves)]
-        names = self.lowered.program.names[len(self.lowered.program.captured) :][: len(leaves)]
-        check_types(self._name, names, self.lowered.avals, leaves)
+        first, padded, mesh = len(self.lowered.program.captured), self.lowered.padded, self.lowered.mesh
+        leaves = [as_compiled_for(self._name, i, x, padded.get(first + i), mesh) for i, x in enumerate(leaves)]
+        check_types(self._name, self.lowered.program.names[first:][: len(leaves)], self.lowered.avals, leaves)
         results = self.lowered.executable(*placed_arguments(self.lowered, leaves).arrays)
         return freed(jax.tree.unflatten(self.out_tree, self.lowered.flat_results(results, leaves)))
-
-    def _as_compiled_for(self, i: int, x: Any) -> Any:
-        """An argument in padded parts if it was compiled for such parts, and only then."""
-        padded = self.lowered.padded.get(len(self.lowered.program.captured) + i)
-        if isinstance(x, UnevenArray) and (x.partitioning, x.mesh) != (padded, self.lowered.mesh):
-            x = x.whole()
-        if padded is None or isinstance(x, UnevenArray):
-            return x
-        raise ArgumentError(
-            f"argument {i} of {self._name} was compiled in padded parts, and is called with an array of another kind.",
-            user_line(),
-            f"{padded.format(self.lowered.mesh, x.shape, str(x.dtype))}",
-            "Lower it for such arguments too, or call what gshard.jit returned.",
-        )
 
     @property
     def _name(self) -> str:

@@ -115,11 +115,6 @@ class Mark:
         """Whether the mark refers to another mesh. gshard then resolves it by its devices."""
         return bool(self.axes) and self.axes not in (mesh.axes, tuple(mesh.atom_sizes.items()))
 
-    def cuts_otherwise(self, mesh: Mesh) -> bool:
-        """Whether the mark refers to a mesh that divides the devices into axes of other sizes."""
-        sizes = [[size for _, size in axes if size > 1] for axes in (self.axes, mesh.axes)]
-        return self.is_foreign(mesh) and sizes[0] != sizes[1]
-
     def text_on(self, mesh: Mesh) -> str:
         """The mark as text, with the axes of its own mesh if it refers to another mesh."""
         return f"{self} on a mesh of {_axes(self.axes)}" if self.is_foreign(mesh) else str(self)

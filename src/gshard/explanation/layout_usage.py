@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter
 
-from gshard.core.errors import PlanError, known_names
+from gshard.core.errors import PlanError
 from gshard.core.layout import Named
 from gshard.core.mesh import Mesh
 from gshard.core.program import Program
@@ -62,21 +61,6 @@ def unused_of_layout(program: Program, mesh: Mesh) -> tuple[str, ...]:
         if mesh.count(atoms) > 1 and not asked & set(atoms):
             found.append(f"axis {axis!r} of the mesh: no row and no mark of this program uses it")
     return tuple(dict.fromkeys(found))
-
-
-def mistaken_rows(program: Program) -> tuple[str, ...]:
-    """Rows of the layout that are probably mistakes: near names of the program, or rows of which none applies.
-
-    A layout may have rows for other functions, too, so rows that apply to nothing are no mistake in general.
-    """
-    names = {name for named in _under(program) for name in named.names.dims if name is not None}
-    rows = program.layout.rows if program.layout is not None and names else ()
-    unknown = [row for row in rows if row.name not in names]
-    near = {row: difflib.get_close_matches(row.name, names, n=1) for row in unknown}
-    wrong = [row for row in unknown if near[row] or len(unknown) == len(rows)]
-    return tuple(
-        f"{row}: nothing is called {row.name!r}. " + known_names(row.name, sorted(names), "There are") for row in wrong
-    )
 
 
 def refuse_unused(program: Program, mesh: Mesh) -> None:

@@ -25,9 +25,8 @@ from gshard.explanation.bounds import format_seconds
 from gshard.explanation.changes import changes_of
 from gshard.explanation.proposal import Proposal
 from gshard.explanation.what_if import Planner, replanned
-from gshard.search.time_budget import Watch
+from gshard.search.time_budget import TRIAL_SECONDS, Watch
 
-SECONDS = 10.0  # for all trials, if nothing else is asked for
 _SCREENING = 0.5  # of the seconds, in which changes are tried by bytes where the plan is for a machine
 
 
@@ -68,7 +67,7 @@ def trials(
     marked: Planner,
     *,
     by_bytes: Planner | None = None,
-    seconds: float = SECONDS,
+    seconds: float = TRIAL_SECONDS,
     clock: Callable[[], float] = time.thread_time,
 ) -> Trials:
     """Plans the program again with changes of marks, those at which most bytes are at stake first.
