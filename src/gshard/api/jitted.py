@@ -15,6 +15,7 @@ import logging
 import types
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
 import jax
@@ -23,6 +24,7 @@ from gshard.api.boundary import (
     marks_of_arguments,
     marks_of_in_shardings,
     memories,
+    shardings_of_results,
     with_marked_arguments,
     with_marked_results,
 )
@@ -197,11 +199,8 @@ class Jitted(Generic[P, R]):
     @without_our_frames
     def lower(self, /, *args: Any, **kwargs: Any) -> Lowered:
         """The chain for these arguments (arrays or ``jax.ShapeDtypeStruct``): program, plan, spmd, executable."""
-        signature, leaves = self._parameters.signature(*self._on_this_mesh(args, kwargs))
-        lowered = self._lowered(signature, self._options.target())
-        if lowered.target.recorded is not None:
-            lowered.plan  # noqa: B018  the plan of another program is refused here
-        return lowered
+        signature, _ = self._parameters.signature(*self._on_this_mesh(args, kwargs))
+        return self._lowered(signature, self._options.target())
 
     def lower_for_search(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lowered:
         """The chain whose program ``search`` plans: a program that is the same wherever the arguments are."""
@@ -212,17 +211,16 @@ class Jitted(Generic[P, R]):
     def trace(self, /, *args: Any, **kwargs: Any) -> Traced:
         """The function's jaxpr for these arguments, before anything is planned."""
         args, kwargs = self._on_this_mesh(args, kwargs)
-        signature, leaves = self._parameters.signature(args, kwargs)
-        jaxpr, out_tree = self._closed(signature)
-        lowered = functools.partial(self.lower, *args, **kwargs)
-        by_axes = functools.partial(self._with, leaves_by_axes=True)
-        by_jax = functools.partial(self._parameters.traced_by_jax, by_axes, self._options.keep_unused, args, kwargs)
-        donated = self._parameters.donated(signature)
-        return Traced(jaxpr, signature.tree, out_tree, name_of(self._f), donated, lowered, by_jax)
+        signature, _ = self._parameters.signature(args, kwargs)
+        (jaxpr, out_tree), donated = self._closed(signature), self._parameters.donated(signature)
+        lowered, said = partial(self.lower, *args, **kwargs), partial(shardings_of_results, self._options)
+        by_axes = partial(self._with, leaves_by_axes=True)
+        by_jax = partial(self._parameters.traced_by_jax, by_axes, self._options.keep_unused, args, kwargs)
+        return Traced(jaxpr, signature.tree, out_tree, name_of(self._f), donated, lowered, said, by_jax)
 
     @without_our_frames
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Shapes and dtypes of the results, as ``jax.eval_shape``; nothing is planned."""
+        """Shapes, dtypes and ``out_shardings`` of the results; nothing is planned."""
         return self.trace(*args, **kwargs).out_info
 
     def _cache_size(self) -> int:
@@ -344,6 +342,8 @@ class Jitted(Generic[P, R]):
             signature = self._as_searched(signature)
         signature = signature.closing_over(references_in(self._closed(signature)[0]))
         made: Lowered = self._made.get((signature, target), lambda: self._lower(signature, target))
+        if target.recorded is not None:
+            made.plan  # noqa: B018  the plan of another program is refused here
         self._seen_last = signature
         return made
 
