@@ -61,3 +61,20 @@ def test_rules_of_users_come_after_those_of_gshard() -> None:
     asked = "import gshard\ntry:\n    gshard.rule('sin')('a -> a')\nexcept gshard.RuleError as error:\n    print(error)"
     found = subprocess.run([sys.executable, "-c", asked], check=True, capture_output=True, text=True).stdout
     assert "gshard has a rule for primitive 'sin'" in found
+
+
+def test_names_may_be_read_first_while_jax_traces() -> None:
+    """What is imported then keeps no value of that program."""
+    asked = """
+import sys, jax, gshard
+def f(x):
+    for name in gshard.__all__:
+        getattr(gshard, name)
+    return gshard.split(x, 0, 1) * 2
+with jax.checking_leaks(), jax.enable_x64(True):
+    jax.jit(f)(jax.numpy.arange(8.0))
+values = [v for name, m in list(sys.modules.items()) if name.startswith("gshard") for v in vars(m).values()]
+print(len(values) > 1000, any(isinstance(v, jax.core.Tracer) for v in values))
+"""
+    found = subprocess.run([sys.executable, "-c", asked], check=True, capture_output=True, text=True).stdout
+    assert found.split() == ["True", "False"]
