@@ -300,6 +300,32 @@ def test_a_function_is_planned_for_a_machine(model, capsys):
     assert "gshard search" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("made", ["gshard.jit(loss, mesh=MESH), X", "jax.jit(loss, in_shardings=ROWS), X",
+    "loss, jax.device_put(X, ROWS)"])  # fmt: skip
+def test_a_function_is_planned_on_its_own_mesh(made, model, capsys):
+    model.write_text(f"""{MODEL}
+X = jnp.ones((8, 4))
+MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+ROWS = jax.NamedSharding(MESH, jax.P("data"))
+def loss(x):
+    return jnp.sum(gshard.split(x, 0, "data") ** 2)
+def own():
+    return {made}
+""")
+    for command in (["plan"], ["explain", "--seconds", "0"], ["search", "--budget-seconds", "1"]):
+        assert main([command[0], f"{model}:own", *command[1:], "--machine", "h100:1x8"]) == 0
+        assert re.search(r"data=4,? model=2", capsys.readouterr().out)
+    assert main(["plan", f"{model}:own", "--machine", "h100:1x4"]) == 1
+    assert "h100:1x4 has 4 devices, and the mesh has 8." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", ["explan x.py:f", "plan x.py:f --machine v3 --serach"])
+def test_what_a_command_line_does_not_know_has_a_near_name(line, capsys):
+    with pytest.raises(SystemExit):
+        main(line.split())
+    assert f"Did you mean '{'explain' if 'explan' in line else '--search'}'?" in capsys.readouterr().err
+
+
 def test_texts_of_shapes_and_meshes():
     assert shape_of("pred[]").dtype == jnp.bool_
     assert shape_of("s32[4, 2]").shape == (4, 2)

@@ -30,147 +30,154 @@ Besides::
     GShardError                 the base of all errors raised on purpose
 """
 
+import importlib as _importlib
+import sys as _sys
+import types as _types
 import typing as _typing
 
-from gshard import testing as testing
-from gshard.api.attention_function import attention as attention
-from gshard.api.by_path import shard_by_path as shard_by_path
-from gshard.api.configuration import Configuration as Configuration
-from gshard.api.configurations import Configurations as Configurations
-from gshard.api.configure import configure as configure
-from gshard.api.dimensions import dimensions as dimensions
-from gshard.api.explained import explain as explain
-from gshard.api.export import export_plan as export_plan
-from gshard.api.instead_of_jit import instead_of_jit as instead_of_jit
-from gshard.api.jit import jit as jit
-from gshard.api.jitted import Jitted as Jitted
-from gshard.api.kernel_function import KernelFunction as KernelFunction
-from gshard.api.kernel_function import kernel as kernel
-from gshard.api.lowered import Compiled as Compiled
-from gshard.api.lowered import Lowered as Lowered
-from gshard.api.marks import name as name
-from gshard.api.marks import replicate as replicate
-from gshard.api.marks import shard as shard
-from gshard.api.marks import split as split
-from gshard.api.pipeline_mark import pipeline as pipeline
-from gshard.api.row_functions import put_rows as put_rows
-from gshard.api.row_functions import take_rows as take_rows
-from gshard.api.search import search as search
-from gshard.api.stage import stage as stage
-from gshard.comm.shards import Shards as Shards
-from gshard.core.errors import ArgumentError as ArgumentError
-from gshard.core.errors import GShardError as GShardError
-from gshard.core.errors import MeshError as MeshError
-from gshard.core.errors import PlanError as PlanError
-from gshard.core.errors import RuleError as RuleError
-from gshard.core.errors import ShardingError as ShardingError
-from gshard.core.errors import TraceError as TraceError
-from gshard.core.keywords import renamed_class as _renamed_class
-from gshard.core.layout import Layout as Layout
-from gshard.core.mesh import Mesh as Mesh
-from gshard.core.plan import Plan as Plan
-from gshard.core.program import Program as Program
-from gshard.core.rule import Rule as Rule
-from gshard.core.rule import RuleMaker as RuleMaker
-from gshard.core.sharding import Sharding as Sharding
-from gshard.core.spmd import SpmdProgram as SpmdProgram
-from gshard.core.uneven import UnevenArray as UnevenArray
-from gshard.device.cost import Cost as Cost
-from gshard.device.hardware import UnknownMachineWarning as UnknownMachineWarning
-from gshard.device.machine import Machine as Machine
-from gshard.device.machine import MachineError as MachineError
-from gshard.emit import compile as _compile
-from gshard.emit.compile import Executable as Executable
-from gshard.emit.partition import partition as partition
-from gshard.explanation.explain import Explanation as Explanation
-from gshard.explanation.found import SearchResult as SearchResult
-from gshard.language.custom import rule as rule
-from gshard.language.registry import Call as Call
-from gshard.naming.dimension_classes import Dimensions as Dimensions
-from gshard.planning.collective_matmuls import CollectiveMatmul as CollectiveMatmul
-from gshard.planning.propagate import propagate as propagate
-from gshard.planning.saved_plan import SavedPlan as SavedPlan
-from gshard.remat.rematerialise import MemoryLimitError as MemoryLimitError
-from gshard.search.layouts import LayoutResult as LayoutResult
-from gshard.tracing.trace import trace as trace
-from gshard.xla_programs.compiled_explanation import CompiledExplanation as CompiledExplanation
-from gshard.xla_programs.exported_plan import ExportedPlan as ExportedPlan
+if _typing.TYPE_CHECKING:
+    from gshard import testing as testing
+    from gshard.api.attention_function import attention as attention
+    from gshard.api.by_path import shard_by_path as shard_by_path
+    from gshard.api.configuration import Configuration as Configuration
+    from gshard.api.configurations import Configurations as Configurations
+    from gshard.api.configure import configure as configure
+    from gshard.api.dimensions import dimensions as dimensions
+    from gshard.api.explained import explain as explain
+    from gshard.api.export import export_plan as export_plan
+    from gshard.api.instead_of_jit import instead_of_jit as instead_of_jit
+    from gshard.api.jit import jit as jit
+    from gshard.api.jitted import Jitted as Jitted
+    from gshard.api.kernel_function import KernelFunction as KernelFunction
+    from gshard.api.kernel_function import kernel as kernel
+    from gshard.api.lowered import Compiled as Compiled
+    from gshard.api.lowered import Lowered as Lowered
+    from gshard.api.marks import name as name
+    from gshard.api.marks import replicate as replicate
+    from gshard.api.marks import shard as shard
+    from gshard.api.marks import split as split
+    from gshard.api.pipeline_mark import pipeline as pipeline
+    from gshard.api.row_functions import put_rows as put_rows
+    from gshard.api.row_functions import take_rows as take_rows
+    from gshard.api.search import search as search
+    from gshard.api.stage import stage as stage
+    from gshard.comm.shards import Shards as Shards
+    from gshard.core.errors import ArgumentError as ArgumentError
+    from gshard.core.errors import GShardError as GShardError
+    from gshard.core.errors import MeshError as MeshError
+    from gshard.core.errors import PlanError as PlanError
+    from gshard.core.errors import RuleError as RuleError
+    from gshard.core.errors import ShardingError as ShardingError
+    from gshard.core.errors import ShardingWarning as ShardingWarning
+    from gshard.core.errors import TraceError as TraceError
+    from gshard.core.layout import Layout as Layout
+    from gshard.core.mesh import Mesh as Mesh
+    from gshard.core.plan import Plan as Plan
+    from gshard.core.program import Program as Program
+    from gshard.core.rule import Rule as Rule
+    from gshard.core.rule import RuleMaker as RuleMaker
+    from gshard.core.sharding import Sharding as Sharding
+    from gshard.core.spmd import SpmdProgram as SpmdProgram
+    from gshard.core.uneven import UnevenArray as UnevenArray
+    from gshard.device.cost import Cost as Cost
+    from gshard.device.hardware import UnknownMachineWarning as UnknownMachineWarning
+    from gshard.device.machine import Machine as Machine
+    from gshard.device.machine import MachineError as MachineError
+    from gshard.emit import compile as _compile
+    from gshard.emit.compile import Executable as Executable
+    from gshard.emit.partition import partition as partition
+    from gshard.explanation.explain import Explanation as Explanation
+    from gshard.explanation.found import SearchResult as SearchResult
+    from gshard.language.registry import Call as Call
+    from gshard.naming.dimension_classes import Dimensions as Dimensions
+    from gshard.planning.collective_matmuls import CollectiveMatmul as CollectiveMatmul
+    from gshard.planning.propagate import propagate as propagate
+    from gshard.planning.saved_plan import SavedPlan as SavedPlan
+    from gshard.remat.rematerialise import MemoryLimitError as MemoryLimitError
+    from gshard.rules import rule as rule
+    from gshard.search.layouts import LayoutResult as LayoutResult
+    from gshard.tracing.trace import trace as trace
+    from gshard.xla_programs.compiled_explanation import CompiledExplanation as CompiledExplanation
+    from gshard.xla_programs.exported_plan import ExportedPlan as ExportedPlan
 
-compile = _compile.compile_spmd
+    compile = _compile.compile_spmd
 
-__all__ = [
-    "ArgumentError",
-    "Call",
-    "CollectiveMatmul",
-    "Compiled",
-    "CompiledExplanation",
-    "Configuration",
-    "Configurations",
-    "Cost",
-    "Dimensions",
-    "Executable",
-    "Explanation",
-    "ExportedPlan",
-    "GShardError",
-    "Jitted",
-    "KernelFunction",
-    "Layout",
-    "LayoutResult",
-    "Lowered",
-    "Machine",
-    "MachineError",
-    "MemoryLimitError",
-    "Mesh",
-    "MeshError",
-    "Plan",
-    "PlanError",
-    "Program",
-    "Rule",
-    "RuleError",
-    "RuleMaker",
-    "SavedPlan",
-    "SearchResult",
-    "Sharding",
-    "ShardingError",
-    "Shards",
-    "SpmdProgram",
-    "TraceError",
-    "UnevenArray",
-    "UnknownMachineWarning",
-    "attention",
-    "compile",
-    "configure",
-    "dimensions",
-    "explain",
-    "export_plan",
-    "instead_of_jit",
-    "jit",
-    "kernel",
-    "name",
-    "partition",
-    "pipeline",
-    "propagate",
-    "put_rows",
-    "replicate",
-    "rule",
-    "search",
-    "shard",
-    "shard_by_path",
-    "split",
-    "stage",
-    "take_rows",
-    "testing",
-    "trace",
-]
+# The public names of each module. A name is imported when it is first read, so that ``import gshard`` takes no time.
+_NAMES = {
+    "api.attention_function": "attention",
+    "api.by_path": "shard_by_path",
+    "api.configuration": "Configuration",
+    "api.configurations": "Configurations",
+    "api.configure": "configure",
+    "api.dimensions": "dimensions",
+    "api.explained": "explain",
+    "api.export": "export_plan",
+    "api.instead_of_jit": "instead_of_jit",
+    "api.jit": "jit",
+    "api.jitted": "Jitted",
+    "api.kernel_function": "KernelFunction kernel",
+    "api.lowered": "Compiled Lowered",
+    "api.marks": "name replicate shard split",
+    "api.pipeline_mark": "pipeline",
+    "api.row_functions": "put_rows take_rows",
+    "api.search": "search",
+    "api.stage": "stage",
+    "comm.shards": "Shards",
+    "core.errors": "ArgumentError GShardError MeshError PlanError RuleError ShardingError ShardingWarning TraceError",
+    "core.layout": "Layout",
+    "core.mesh": "Mesh",
+    "core.plan": "Plan",
+    "core.program": "Program",
+    "core.rule": "Rule RuleMaker",
+    "core.sharding": "Sharding",
+    "core.spmd": "SpmdProgram",
+    "core.uneven": "UnevenArray",
+    "device.cost": "Cost",
+    "device.hardware": "UnknownMachineWarning",
+    "device.machine": "Machine MachineError",
+    "emit.compile": "Executable compile",
+    "emit.partition": "partition",
+    "explanation.explain": "Explanation",
+    "explanation.found": "SearchResult",
+    "language.registry": "Call",
+    "naming.dimension_classes": "Dimensions",
+    "planning.collective_matmuls": "CollectiveMatmul",
+    "planning.propagate": "propagate",
+    "planning.saved_plan": "SavedPlan",
+    "remat.rematerialise": "MemoryLimitError",
+    "rules": "rule",
+    "search.layouts": "LayoutResult",
+    "tracing.trace": "trace",
+    "xla_programs.compiled_explanation": "CompiledExplanation",
+    "xla_programs.exported_plan": "ExportedPlan",
+}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
+
+__all__ = sorted([*_MODULES, "testing"])
 
 if not _typing.TYPE_CHECKING:  # type checkers see the new names only
     _OLD_NAMES = {"Windowed": "CollectiveMatmul", "Recorded": "SavedPlan", "Found": "SearchResult"}
 
     def __getattr__(name: str) -> _typing.Any:
-        if name not in _OLD_NAMES:
+        if name == "testing":
+            return _importlib.import_module("gshard.testing")
+        if name not in _MODULES and name not in _OLD_NAMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        _renamed_class(name, _OLD_NAMES[name])
-        return globals()[_OLD_NAMES[name]]
+        new = _OLD_NAMES.get(name, name)
+        if new != name:
+            _importlib.import_module("gshard.core.keywords").renamed_class(name, new)
+        module = _importlib.import_module(f"gshard.{_MODULES[new]}")
+        found = getattr(module, "compile_spmd" if new == "compile" else new)
+        return globals().setdefault(new, found)
+
+    class _Package(_types.ModuleType):
+        """The package. To import its folder ``search`` does not hide the function of this name."""
+
+        def __setattr__(self, name: str, value: _typing.Any) -> None:
+            if name != "search" or not isinstance(value, _types.ModuleType):
+                super().__setattr__(name, value)
+
+    _sys.modules[__name__].__class__ = _Package
 
 
 def __dir__() -> list[str]:

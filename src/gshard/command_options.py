@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import argparse
 import platform
+import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-import jax
-
-from gshard.explanation.trials import SECONDS
-from gshard.export_command import FORMS
+from gshard.core.errors import known_names
+from gshard.search.time_budget import TRIAL_SECONDS
 
 _OF_ARGUMENTS = {"--static": "--static-argnums", "--donate": "--donate-argnums"}
 _OLD_NAMES = {
@@ -26,15 +25,15 @@ _OLD_NAMES = {
 
 PRINTED = Path()  # --export without a file
 
-Run = Callable[[argparse.Namespace], None]
 
-
-def parsed(arguments: Sequence[str], runs: Mapping[str, Run]) -> argparse.Namespace:
+def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     """The options of a command line; old names of options are accepted with a warning on stderr.
 
     Args:
         arguments: the command line without the program's name.
-        runs: for each command its function, which is the ``run`` of the options.
+
+    Returns:
+        the options, the name of the command as ``command``.
     """
     command = next((text for text in arguments if not text.startswith("-")), "")
     made = []
@@ -45,14 +44,22 @@ def parsed(arguments: Sequence[str], runs: Mapping[str, Run]) -> argparse.Namesp
             told = f"{name} of gshard {command} is now called {new}; the old name works in this version only."
             print(f"DeprecationWarning: {told}", file=sys.stderr)
         made.append(new + equals + value)
-    return _parser(runs).parse_args(made)
+    parser, commands = _parser()
+    if command and command not in commands:
+        parser.error(f"there is no command {command!r}. {known_names(command, commands, 'Commands are')}")
+    options, unknown = parser.parse_known_args(made)
+    if unknown:
+        known = dict.fromkeys(re.findall(r"--[a-z-]+", commands[command].format_usage()))
+        parser.error(f"gshard {command} takes no {' '.join(unknown)}. {known_names(unknown[0], known, 'Options are')}")
+    return options
 
 
-def _parser(runs: Mapping[str, Run]) -> argparse.ArgumentParser:
+def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+    """The parser of all command lines, and those of the options of each command."""
     parser = argparse.ArgumentParser(
         prog="gshard", description="See how a JAX program is partitioned, and what it costs."
     )
-    shown = f"gshard {version('gshard')} (jax {jax.__version__}, Python {platform.python_version()})"
+    shown = f"gshard {version('gshard')} (jax {version('jax')}, Python {platform.python_version()})"
     parser.add_argument("--version", action="version", version=shown)
     parser.add_argument("--traceback", action="store_true", help="show where an error comes from")
     commands = parser.add_subparsers(required=True, metavar="command")
@@ -63,7 +70,9 @@ def _parser(runs: Mapping[str, Run]) -> argparse.ArgumentParser:
         epilog="exit status: 0; 1 an error; 2 wrong options; 3 more than --fail-above or --baseline allows",
     )
     _target(command, ", or a file with the text of a compiled program (also .gz)")
-    command.add_argument("--mesh", help="8 or data=4,model=2; they need not exist (default: those of --machine, or 8)")
+    command.add_argument(
+        "--mesh", help="8 or data=4,model=2; they need not exist (default: the function's, that of --machine, or 8)"
+    )
     command.add_argument("--machine", help=_MACHINES)
     command.add_argument(
         "--partitioner",
@@ -96,7 +105,7 @@ def _parser(runs: Mapping[str, Run]) -> argparse.ArgumentParser:
     command.add_argument(
         "--seconds",
         type=float,
-        default=SECONDS,
+        default=TRIAL_SECONDS,
         help="how long to try marks that would lower what is sent, or for XLA's partitioner other shardings of "
         "arguments and sharding constraints inside, half of the time each (default: 10)",
     )
@@ -104,7 +113,7 @@ def _parser(runs: Mapping[str, Run]) -> argparse.ArgumentParser:
     command.add_argument(
         "--baseline", metavar="main.json", help="fail if bytes sent, FLOPs or memory grew since this --json was written"
     )
-    command.set_defaults(run=runs["explain"])
+    command.set_defaults(command="explain")
 
     command = commands.add_parser(
         "search",
@@ -113,7 +122,8 @@ def _parser(runs: Mapping[str, Run]) -> argparse.ArgumentParser:
     )
     _target(command)
     command.add_argument(
-        "--mesh", help="data=4,model=2, or a number, which tries all shapes; they need not exist (default: 8)"
+        "--mesh",
+        help="data=4,model=2, or a number, which tries all shapes; they need not exist (default: the function's, or 8)",
     )
     command.add_argument("--machine", help=_MACHINES)
     command.add_argument(
@@ -157,10 +167,10 @@ def _parser(runs: Mapping[str, Run]) -> argparse.ArgumentParser:
     command.add_argument(
         "--export-as",
         metavar="FORM",
-        help=f"the form of --export: {', '.join(FORMS)}",
+        help="the form of --export: shardings, stablehlo or jax-export",
     )
     command.add_argument("--save", type=Path, metavar="plan.json", help="write the plan, for gshard.jit(plan=...)")
-    command.set_defaults(run=runs["search"])
+    command.set_defaults(command="search")
 
     command = commands.add_parser(
         "configure",
@@ -198,7 +208,7 @@ def _parser(runs: Mapping[str, Run]) -> argparse.ArgumentParser:
     command.add_argument("--json", type=Path, metavar="found.json", help="write the table and the bounds")
     command.add_argument("--save", type=Path, metavar="best.json", help="write the best for gshard.Configuration.load")
     _static_and_donated(command)
-    command.set_defaults(run=runs["configure"])
+    command.set_defaults(command="configure")
 
     command = commands.add_parser(
         "plan",
@@ -210,7 +220,9 @@ def _parser(runs: Mapping[str, Run]) -> argparse.ArgumentParser:
         "config", help='module:function, file.py:function, or a named model: "MoE(128E, 12L)", mixtral-8x7b'
     )
     _arguments(command)
-    command.add_argument("--mesh", help="for a function: data=4,model=2 (default: one axis of all devices)")
+    command.add_argument(
+        "--mesh", help="for a function: data=4,model=2 (default: the function's, or one axis of all devices)"
+    )
     command.add_argument("--machine", required=True, help="v3:32x32 names chips; v3 takes as many as there are experts")
     command.add_argument(
         "--remat", action=argparse.BooleanOptionalAction, default=None, help="recompute pairs of layers"
@@ -222,12 +234,12 @@ def _parser(runs: Mapping[str, Run]) -> argparse.ArgumentParser:
         "--search", action="store_true", help="search for the plan, without the model's marks (gshard search)"
     )
     command.add_argument("--compile", action="store_true", help="compile with libtpu (pip install libtpu) and compare")
-    command.set_defaults(run=runs["plan"])
+    command.set_defaults(command="plan")
 
     command = commands.add_parser("calibrate", help="measure the machine at hand")
     command.add_argument("--out", type=Path, help="where to write it, for --machine")
-    command.set_defaults(run=runs["calibrate"])
-    return parser
+    command.set_defaults(command="calibrate")
+    return parser, commands.choices
 
 
 _FITS = "exit status: 0; 1 an error; 2 wrong options; 3 it does not fit into the memory of a device"

@@ -16,7 +16,6 @@ _FORMS: Mapping[str, Callable[[ExportedPlan], str | bytes]] = {
     "stablehlo": lambda plan: plan.stablehlo(),
     "jax-export": lambda plan: bytes(plan.jax_export().serialize()),
 }
-FORMS = tuple(_FORMS)
 _SUFFIXES = {".mlir": "stablehlo", ".jax_export": "jax-export"}
 
 
@@ -35,7 +34,7 @@ def form_of(file: Path | None, form: str | None) -> str:
     """
     name = form or _SUFFIXES.get(file.suffix if file is not None else "", "shardings")
     if name not in _FORMS:
-        raise ArgumentError(f"a plan has no form {name!r}.", hint=known_names(name, FORMS, "--export-as takes"))
+        raise ArgumentError(f"a plan has no form {name!r}.", hint=known_names(name, _FORMS, "--export-as takes"))
     if name == "jax-export" and file is None:
         raise ArgumentError("--export-as jax-export writes bytes.", hint="Name a file: --export plan.jax_export.")
     return name

@@ -5,7 +5,7 @@
         collectives.baseline(jax.jit(step), (state, batch))
 
 pytest finds it where gshard is installed. Every run of pytest imports this module, so it imports neither JAX nor gshard
-before a test uses the fixture, and it is a package of its own, since ``import gshard.x`` imports all of gshard.
+before a test uses the fixture.
 """
 
 from __future__ import annotations

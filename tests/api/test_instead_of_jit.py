@@ -157,6 +157,32 @@ def test_what_a_function_was_jitted_with_is_kept() -> None:
             same(x, x)
 
 
+def test_shardings_over_an_abstract_mesh() -> None:
+    """They name no devices: results and arguments are split as on the mesh, also in shapes that are lowered."""
+    mesh = mesh_of("2x4")
+    rows, columns = (NamedSharding(mesh.abstract_mesh, P(*spec)) for spec in ("a", (None, "b")))
+    f = jax.jit(lambda x: x * 2, in_shardings=rows, out_shardings=columns)
+    with jax.set_mesh(mesh), gshard.instead_of_jit(mesh):
+        for x in (X, jnp.asarray(X), jax.device_put(X, NamedSharding(mesh, P("a")))):
+            assert_same(f(x), 2 * X)
+            assert f(x).sharding == NamedSharding(mesh, P(None, "b"))
+        assert is_partitioned(f, jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=rows))
+
+
+def test_a_function_that_is_lowered_first_is_compiled_once() -> None:
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(listener := lambda name, *_, **__: compiled.append(name))
+    f, mesh = jax.jit(lambda x: {"y": (gshard.split(x, 0, "a"), x.sum())}), mesh_of("8")
+    x = jax.device_put(np.arange(8.0), NamedSharding(mesh, P("a")))
+    with gshard.instead_of_jit(mesh):
+        lowered = f.lower(x)
+        assert_same([lowered.compile()(x)] + [f(x) for _ in range(3)], [{"y": (np.arange(8.0), 28.0)}] * 4)
+        with_options = lowered.compile({"xla_cpu_enable_fast_min_max": True})
+        assert_same(with_options(x)["y"][0], np.arange(8.0))
+    jax.monitoring.unregister_event_duration_listener(listener)
+    assert compiled.count("/jax/core/compile/backend_compile_duration") == 2
+
+
 def test_left_to_jax() -> None:
     """JAX's own functions, and what says that it runs elsewhere."""
     mesh = mesh_of("3")  # devices 0, 1, 2

@@ -169,6 +169,14 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str, str]] = {
         lambda: gshard.search(product, X, X, X, mesh=8, machine=H100), TypeError, "takes 2 positional arguments but 3",
         "gshard.search(f, x, mesh=8)",
     ),
+    "an argument with the name of an option": (
+        lambda: gshard.search(lambda x, *, machine: x * machine, X, mesh=8, machine=H100), TypeError,
+        "missing 1 required keyword-only argument: 'machine'", "functools.partial(<lambda>, machine=...)",
+    ),
+    "a machine that is a number": (
+        lambda: gshard.explain(product, X, X, mesh=8, machine=2.0), gshard.MachineError,  # type: ignore[call-overload]
+        "no machine is called '2.0'", "Write v3:32x32 (chips)",
+    ),
     "a dimension that is an axis": (
         lambda: gshard.jit(lambda x: gshard.split(x, "data"), mesh=MESH)(X), gshard.ShardingError,  # type: ignore[call-overload]
         "'data' is no dimension", "split(x, 0, 'data')",

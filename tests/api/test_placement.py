@@ -1,7 +1,8 @@
 """Arguments are brought to where the executable expects them, in every call, whatever JAX's dispatch takes as it is."""
 
 import gc
-import logging
+import re
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -68,10 +69,10 @@ def test_every_call_is_right_wherever_its_argument_is(way: str) -> None:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_what_lies_where_it_is_expected_goes_through_dispatch(place: str) -> None:
-    """So does what dispatch moves by itself, and nothing else."""
+    """So does what dispatch moves by itself, from the second time on, and nothing else."""
     x, expected = PLACES[place](), NamedSharding(MESH, P("a"))
     lowered = gshard.jit(lambda x: x + 1, mesh=MESH, in_shardings=P("a")).lower(x)
-    placed = placed_arguments(lowered, [x])
+    _, placed = (placed_arguments(lowered, [x]) for _ in range(2))
     assert placed.arrays[0].sharding.is_equivalent_to(lowered.argument_shardings[0], 2)
     taken = isinstance(x, jax.Array) and x.committed and len(x.sharding.device_set) == 8
     there = taken and x.sharding.is_equivalent_to(expected, 2) and place != "columns first"
@@ -88,13 +89,24 @@ def test_an_argument_of_another_mesh_of_the_same_devices_is_not_moved(spec: jax.
         assert x.sharding.is_equivalent_to(lowered.argument_shardings[0], 2), (mesh, own)
 
 
-def test_the_log_tells_once_of_an_argument_that_every_call_moves(caplog: pytest.LogCaptureFixture) -> None:
-    function = gshard.jit(lambda x, y: x + y, mesh=MESH, in_shardings=(P(None, "a"), None))
-    with caplog.at_level(logging.INFO, "gshard"):
+@pytest.mark.parametrize("place", ["rows", "one device"])
+@pytest.mark.parametrize("donated", [None, 0])
+def test_one_warning_of_an_argument_that_every_call_moves(place: str, donated: int | None) -> None:
+    """From the second call on. A state that comes back where the next call expects it is moved once."""
+    function = gshard.jit(lambda x, y: x + y, mesh=MESH, in_shardings=(P(None, "a"), None), donate_argnums=donated)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        state = PLACES[place]()
         for _ in range(3):
-            function(PLACES["rows"](), PLACES["whole"]())
+            state = function(state, PLACES["whole"]())
             function(X, X)
-    assert sum("moves x from" in record.getMessage() for record in caplog.records) == 1
+    for call in range(3):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            np.testing.assert_array_equal(function(PLACES[place](), X), 2 * X)
+        assert [one.category for one in told] == [gshard.ShardingWarning] * (call == 1)
+        text = r"(?s)moves arguments in each call:\n  x: from .* to .*P\(None, 'a'\).*test_placement.py:\d+ \(test_one"
+        assert all(re.search(text + ".*category=gshard.ShardingWarning", str(one.message)) for one in told)
 
 
 def test_donated_arguments_that_are_moved_stay() -> None:

@@ -61,6 +61,25 @@ def test_all_public_attributes_are_there(stage: str) -> None:
             assert shapes[0] == shapes[1], name
 
 
+@pytest.mark.parametrize(
+    "spec, memory", [(P(None, "a"), None), (P("b", "a"), None), (P(), "pinned_host"), (None, None)]
+)
+def test_shapes_have_the_shardings_that_are_given(spec: P | None, memory: str | None) -> None:
+    """Before anything is planned, so that checkpoints are restored to where results are; a spec is as good."""
+    on = None if spec is None else NamedSharding(MESH, spec, memory_kind=memory)
+    given = {"y": on, "sum": None}
+    expected = jax.jit(f, out_shardings=given)
+    runs = [gshard.jit(f, mesh=MESH, out_shardings=given), gshard.jit(expected)]
+    if on is None:
+        runs = [gshard.jit(f, mesh=MESH), gshard.jit(f)]
+    elif memory is None:
+        runs.append(gshard.jit(f, mesh=MESH, out_shardings={"y": spec, "sum": None}))
+    for run in runs:
+        for found in (run.eval_shape(W, {"w": W}), run.trace(W, {"w": W}).out_info):
+            assert found == expected.eval_shape(W, {"w": W})
+            assert on is None or found["y"].sharding == run.lower(W, {"w": W}).out_info["y"].sharding
+
+
 def test_methods_of_stages() -> None:
     theirs, ours = both(STAGES["Lowered"])
     for options in ({}, {"debug_info": True}, {"dialect": "hlo"}, {"dialect": "stablehlo", "debug_info": True}):

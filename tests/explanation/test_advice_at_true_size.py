@@ -8,7 +8,7 @@ import pytest
 
 import gshard
 from device.models import f32
-from gshard.explanation.trials import SECONDS
+from gshard.search.time_budget import TRIAL_SECONDS
 
 LAYERS, WIDTH, HEADS, VOCABULARY, BATCH, TIME = 12, 256, 4, 2048, 64, 128
 
@@ -69,7 +69,7 @@ def test_a_left_over_mark_is_found_in_a_large_step_within_seconds():
     without = gshard.explain(*step_of(lambda x: x, sharded=True), mesh=mesh)
     assert best.change.startswith("remove replicate(x) at test_advice_at_true_size.py:")
     assert best.before == found.total_bytes > best.after == without.total_bytes
-    assert took < 3 * SECONDS, "trials, and what the verdict takes besides"
+    assert took < 3 * TRIAL_SECONDS, "trials, and what the verdict takes besides"
     assert "None of them lowers this" not in str(verdict)
 
 
@@ -78,7 +78,7 @@ def test_a_missing_mark_is_found_in_a_large_step():
     """Data parallel: the sums of attention over the batch could stay split, in all layers at once."""
     found = gshard.explain(*step_of(lambda x: x, sharded=False), mesh=gshard.Mesh.abstract(data=8))
     assert found.equations > 3000
-    verdict = found.verdict("h100:1x8", seconds=2 * SECONDS)
+    verdict = found.verdict("h100:1x8", seconds=2 * TRIAL_SECONDS)
     assert verdict.trials.tried > 1
     best = verdict.proposal
     assert best.mark.startswith("gshard.shard(x, P(")

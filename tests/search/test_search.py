@@ -252,7 +252,7 @@ def test_a_saved_plan_runs_in_another_trace_and_refuses_another_program(tmp_path
     lowered = run.lower(w, x)
     assert list(lowered.plan.shardings.values()) == list(found.plan.shardings.values())
     with pytest.raises(gshard.PlanError, match=r"(?s)is not the program.*-.*tanh.*Search again"):
-        gshard.jit(lambda w, x: jnp.sin(x @ w), mesh=found.mesh, plan=plan)(w, x)
+        gshard.jit(lambda w, x: jnp.sin(x @ w), mesh=found.mesh, plan=plan).lower(w, x)
     with pytest.raises(gshard.MeshError, match=r"(?s)another mesh.*devices"):
         gshard.jit(small, mesh=8, plan=plan).on({"devices": 8})(w, x)
     with pytest.raises(gshard.PlanError, match=r"(?s)- .*f32\[64,32\].*\+ .*f32\[64,48\]"):  # what differs is shown
@@ -263,9 +263,10 @@ def test_a_saved_plan_runs_in_another_trace_and_refuses_another_program(tmp_path
     for wrong in (str(tmp_path / "plan.json"), found):
         with pytest.raises(gshard.PlanError, match=r"(?s)plan= takes a plan.*found\.plan.*SavedPlan\.load"):
             gshard.jit(small, mesh=found.mesh, plan=wrong)
-    (tmp_path / "none.json").write_text("{}")
-    with pytest.raises(gshard.PlanError, match=r"none\.json cannot be read"):
-        gshard.SavedPlan.load(tmp_path / "none.json")
+    for text, why in (("{}", "it has no 'format'"), ("[1]", "it is other JSON"), ("{", "Expecting property name")):
+        (tmp_path / "none.json").write_text(text)
+        with pytest.raises(gshard.PlanError, match=rf"none\.json cannot be read as a plan: {why}"):
+            gshard.SavedPlan.load(tmp_path / "none.json")
 
 
 def test_products_become_collective_matmuls_where_nothing_else_fits(tmp_path: Path) -> None:

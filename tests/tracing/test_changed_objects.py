@@ -68,6 +68,8 @@ def test_changes_that_would_be_lost_are_refused(name: str) -> None:
         REFUSED[name]()
     expected = {"statistics": "m.norm.mean", "counter of a key": "tree['m'].dropout.rngs.count"}
     assert expected.get(name, "o.opt_state" if "some" in name else "model.layer.bias") in str(e.value)
+    # A copy of random state, or of a counter of steps, would be the same in each step.
+    assert ("nnx.clone(model)" in str(e.value)) == (name == "statistics")
 
 
 def test_a_copy_may_change() -> None:

@@ -21,12 +21,13 @@ from gshard.api.specs import as_array, is_spec, memories_of, spread
 from gshard.api.specs import mark_of_spec as mark_of_spec
 from gshard.api.target import Options
 from gshard.core.errors import ArgumentError, ShardingError, counted
-from gshard.core.jax_adapter import user_line
-from gshard.core.mark import Mark
+from gshard.core.jax_adapter import mesh_of_context, user_line
+from gshard.core.mark import Mark, resolve
 from gshard.core.memory_kinds import is_in_host_space, is_on_host, kind_in_space, memory_of
 from gshard.core.mesh import Mesh
 from gshard.core.paths import positional_names
 from gshard.core.program import Program
+from gshard.emit.compile import named_sharding
 from gshard.language.mark_primitive import bind_mark
 from gshard.language.transfer import transferred
 from gshard.tracing.by_jax import name_of
@@ -208,6 +209,30 @@ def _in_memories(out_shardings: Any, tree: Any) -> Any:
         for kind, x in zip(said, leaves, strict=True)
     ]
     return jax.tree.unflatten(structure, moved)
+
+
+def shardings_of_results(options: Options, results: Any) -> list[NamedSharding | None]:
+    """What ``out_shardings`` says of each flat result, before anything is planned; None where it leaves something open.
+
+    Args:
+        options: what ``gshard.jit`` was asked for. Without a mesh, given or set, all is open.
+        results: a pytree of shapes and dtypes.
+
+    Raises:
+        ShardingError: as ``marks_of_specs``, or a spec does not fit the mesh.
+    """
+    marks = marks_of_specs("out_shardings", options.out_shardings, results)
+    if options.mesh is None and mesh_of_context() is None:
+        return [None] * len(marks)
+    mesh, found = Mesh.of(options.mesh), list[NamedSharding | None]()
+    for mark, (_, spec, x) in zip(marks, spread("out_shardings", options.out_shardings, results), strict=True):
+        demand = None if mark is None else resolve(mark, mesh, x.shape, user_line())
+        if demand is None or any(demand.open):
+            found.append(None)
+        else:
+            kind = memory_of(spec) or kind_in_space(False)
+            found.append(named_sharding(mesh.reordered(demand.order), demand.sharding, kind))
+    return found
 
 
 def memories(program: Program, signature: Signature, options: Options) -> dict[str, Any]:

@@ -49,12 +49,15 @@ def _clear(
         return error
     what = f"{name_of(f)}({', '.join(signature.parameters)})"
     known = signature.parameters
+    options = [p.name for p in inspect.signature(asker).parameters.values() if p.kind is p.KEYWORD_ONLY]
     wrong = next((k for k in kwargs if k not in known), None)
     if wrong is not None:
-        options = [p.name for p in inspect.signature(asker).parameters.values() if p.kind is p.KEYWORD_ONLY]
         hint = f"{what} has no such argument either."
         return unknown_keyword(f"gshard.{asker.__name__}", wrong, [*options, *known], hint)
     hint = f"Give its arguments, arrays or jax.ShapeDtypeStruct: gshard.{asker.__name__}(f, x, mesh=8)."
+    if taken := [name for name in options if name in known]:
+        hint += f"\n  {taken[0]}= is an option of gshard.{asker.__name__}: "
+        hint += f"bind the argument of this name with functools.partial({name_of(f)}, {taken[0]}=...)."
     return ArgumentError(str(error), user_line(), f"{len(args) + len(kwargs)} given to {what}", hint)
 
 

@@ -11,6 +11,9 @@ from gshard.api.signature import Leaf
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_references import is_reference_type
+from gshard.core.mesh import Mesh
+from gshard.core.sharding import Sharding
+from gshard.core.uneven import UnevenArray
 
 _HINT = "Lower it for such arguments too, or call what gshard.jit returned."
 
@@ -70,3 +73,21 @@ def check_types(name: str, names: Sequence[str], avals: Sequence[Any], leaves: I
             user_line(),
             hint=_HINT,
         )
+
+
+def as_compiled_for(name: str, i: int, x: Any, padded: Sharding | None, mesh: Mesh) -> Any:
+    """Argument ``i`` in padded parts if the program was compiled for such parts, and only then.
+
+    Raises:
+        ArgumentError: it was, and the argument is an array of another kind.
+    """
+    if isinstance(x, UnevenArray) and (x.partitioning, x.mesh) != (padded, mesh):
+        x = x.whole()
+    if padded is None or isinstance(x, UnevenArray):
+        return x
+    raise ArgumentError(
+        f"argument {i} of {name} was compiled in padded parts, and is called with an array of another kind.",
+        user_line(),
+        f"{padded.format(mesh, x.shape, str(x.dtype))}",
+        _HINT,
+    )

@@ -103,7 +103,8 @@ def explain(
         f: a marked function, or one that ``gshard.jit`` or ``jax.jit`` returned, or what ``.trace(...)``,
             ``.lower(...)`` and ``.lower(...).compile()`` of one of these returned. Or another compiled program: a
             ``jax.export.Exported``, the text of a compiled program, or the path of a file with it.
-        args, kwargs: its arguments: arrays or ``jax.ShapeDtypeStruct``, and values for static ones.
+        args, kwargs: its arguments: arrays or ``jax.ShapeDtypeStruct``, and values for static ones. An argument that
+            has the name of an option here is bound before: ``functools.partial(f, mesh=...)``.
         mesh: as for ``jit``, or an abstract mesh of any size (``gshard.Mesh.abstract(data=64, expert=32)``). None takes
             the mesh that ``gshard.jit`` was given, that of the shardings that ``jax.jit`` was given, the one that
             ``jax.set_mesh`` has set, the one on which an argument is placed, or that of a sharding inside the function.

@@ -91,11 +91,13 @@ class OfJaxpr(Jitted):
         leaves = tuple(Leaf.of_type(aval, sharding) for aval, sharding in types)
         flat = jax.tree.structure((tuple(0 for _ in leaves), {}))
         signature = Signature(flat, leaves, (len(leaves),), (trace_settings(), rules_version()))
-        found = self._lowered(signature, self._options.target())
-        in_tree, out_tree = trees
-        return dataclasses.replace(
-            found, in_tree=in_tree, program=dataclasses.replace(found.program, out_tree=out_tree)
-        )
+        return self._lowered(signature, self._options.target()).structured(*trees)
+
+
+def _device_sets(shardings: Sequence[Any]) -> list[Any]:
+    """The devices of each sharding that names some; an open one does not, nor one over an abstract mesh."""
+    abstract = jax.sharding.AbstractMesh
+    return [s.device_set for s in shardings if s is not None and not isinstance(getattr(s, "mesh", None), abstract)]
 
 
 def _or_none(shardings: Any) -> Any:
@@ -163,8 +165,8 @@ class Partitioner:
     def _partitioned(self, jaxpr: Any, jitted: by_jax.Jitted, committed: Sequence[Any]) -> OfJaxpr | None:
         """The partitioned function; None for one that says that it runs on other devices."""
         devices = set(Mesh.of(self.options.mesh).devices or ())
-        said = [s.device_set for s in (*jitted.in_shardings, *jitted.out_shardings) if s is not None]
-        if any(s != devices for s in said) or any(not s.device_set <= devices for s in committed):
+        said = _device_sets((*jitted.in_shardings, *jitted.out_shardings))
+        if any(s != devices for s in said) or any(not s <= devices for s in _device_sets(committed)):
             _log.info("gshard: %s runs on devices that are not those of the mesh, and is left to JAX", jitted.name)
             return None
         if jitted.has_layouts:

@@ -15,6 +15,7 @@ import logging
 import types
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
 import jax
@@ -23,6 +24,7 @@ from gshard.api.boundary import (
     marks_of_arguments,
     marks_of_in_shardings,
     memories,
+    shardings_of_results,
     with_marked_arguments,
     with_marked_results,
 )
@@ -103,6 +105,7 @@ class Jitted(Generic[P, R]):
         self._made, self._traced = _CACHES.of(f, (parameters.told, options.key))
         self._tables = Tables(_PLANS)
         self._seen_last: Signature | None = None
+        self._told: set[str] = set()
         self._kinds = 1  # of arguments that it was planned for
         emptied_by_jax(self._tables)
         numbers, names = parameters.static_numbers, parameters.static_names
@@ -196,7 +199,7 @@ class Jitted(Generic[P, R]):
     @without_our_frames
     def lower(self, /, *args: Any, **kwargs: Any) -> Lowered:
         """The chain for these arguments (arrays or ``jax.ShapeDtypeStruct``): program, plan, spmd, executable."""
-        signature, leaves = self._parameters.signature(*self._on_this_mesh(args, kwargs))
+        signature, _ = self._parameters.signature(*self._on_this_mesh(args, kwargs))
         return self._lowered(signature, self._options.target())
 
     def lower_for_search(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lowered:
@@ -208,17 +211,16 @@ class Jitted(Generic[P, R]):
     def trace(self, /, *args: Any, **kwargs: Any) -> Traced:
         """The function's jaxpr for these arguments, before anything is planned."""
         args, kwargs = self._on_this_mesh(args, kwargs)
-        signature, leaves = self._parameters.signature(args, kwargs)
-        jaxpr, out_tree = self._closed(signature)
-        lowered = functools.partial(self.lower, *args, **kwargs)
-        by_axes = functools.partial(self._with, leaves_by_axes=True)
-        by_jax = functools.partial(self._parameters.traced_by_jax, by_axes, self._options.keep_unused, args, kwargs)
-        donated = self._parameters.donated(signature)
-        return Traced(jaxpr, signature.tree, out_tree, name_of(self._f), donated, lowered, by_jax)
+        signature, _ = self._parameters.signature(args, kwargs)
+        (jaxpr, out_tree), donated = self._closed(signature), self._parameters.donated(signature)
+        lowered, said = partial(self.lower, *args, **kwargs), partial(shardings_of_results, self._options)
+        by_axes = partial(self._with, leaves_by_axes=True)
+        by_jax = partial(self._parameters.traced_by_jax, by_axes, self._options.keep_unused, args, kwargs)
+        return Traced(jaxpr, signature.tree, out_tree, name_of(self._f), donated, lowered, said, by_jax)
 
     @without_our_frames
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Shapes and dtypes of the results, as ``jax.eval_shape``; nothing is planned."""
+        """Shapes, dtypes and ``out_shardings`` of the results; nothing is planned."""
         return self.trace(*args, **kwargs).out_info
 
     def _cache_size(self) -> int:
@@ -340,6 +342,8 @@ class Jitted(Generic[P, R]):
             signature = self._as_searched(signature)
         signature = signature.closing_over(references_in(self._closed(signature)[0]))
         made: Lowered = self._made.get((signature, target), lambda: self._lower(signature, target))
+        if target.recorded is not None:
+            made.plan  # noqa: B018  the plan of another program is refused here
         self._seen_last = signature
         return made
 
@@ -382,7 +386,7 @@ class Jitted(Generic[P, R]):
         padded = {first + i: x.partitioning for i, x in enumerate(signature.leaves) if x.partitioning is not None}
         donated, closed_over = self._parameters.donated(signature), tuple(references_in(self._closed(signature)[0]))
         target = target.in_best_order(program)
-        made = Lowered(program, target, signature.tree, signature.avals, donated, padded, closed_over)
+        made = Lowered(program, target, signature.tree, signature.avals, donated, padded, closed_over, self._told)
         # The state that comes back from a first call has shardings of its own and mostly the same plan: one executable.
         known = next((known for known in self._made.values() if known.is_as(made)), made)
         if known is not made:

@@ -8,12 +8,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.experimental.layout import Format
 
-from gshard.api.compiled_arguments import check_types, flat_arguments
+from gshard.api.compiled_arguments import as_compiled_for, check_types, flat_arguments
 from gshard.api.placement import placed_arguments
 from gshard.api.reference_arguments import write_back
 from gshard.api.standalone import standalone
@@ -32,8 +32,18 @@ from gshard.core.sharding import Sharding
 from gshard.core.spmd import SpmdProgram
 from gshard.core.uneven import UnevenArray
 from gshard.emit.compile import Executable, named_sharding
+from gshard.explanation.unexpected import warn_of
 from gshard.planning.propagate import Choice
 from gshard.search.planned import Planned
+
+_T = TypeVar("_T")
+
+
+class _stage(functools.cached_property[_T]):
+    """A cached property that ``Lowered.structured`` shares with what it is made of, so that XLA compiles once."""
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return super().__get__(instance and (instance.flat or instance), owner)
 
 
 @without_our_frames_in_methods
@@ -49,6 +59,9 @@ class Lowered:
         donated: arguments whose memory the results may take.
         padded: inputs that come in padded parts, and how they are cut.
         closed_over: the references that the function closes over; the program takes them after the arguments.
+        told: the kinds of warnings that the function had.
+        moved: the committed arguments that calls have moved.
+        flat: the same for flat arguments and results, whose stages are those of this one.
     """
 
     program: Program
@@ -58,6 +71,15 @@ class Lowered:
     donated: frozenset[int]
     padded: Mapping[int, Sharding] = dataclasses.field(default_factory=dict)
     closed_over: tuple[Any, ...] = ()
+    told: set[str] = dataclasses.field(default_factory=set)
+    moved: set[int] = dataclasses.field(default_factory=set, init=False)
+    flat: Lowered | None = dataclasses.field(default=None, init=False)  # ``dataclasses.replace`` leaves it out
+
+    def structured(self, in_tree: Any, out_tree: Any) -> Lowered:
+        """The same program with other structures of arguments and results; both have the same stages."""
+        made = dataclasses.replace(self, in_tree=in_tree, program=dataclasses.replace(self.program, out_tree=out_tree))
+        object.__setattr__(made, "flat", self)
+        return made
 
     @property
     def mesh(self) -> Mesh:
@@ -69,7 +91,7 @@ class Lowered:
         """The sharding of every value, and why."""
         return self._planned.plan
 
-    @functools.cached_property
+    @_stage
     def _planned(self) -> Planned:
         donated = tuple(len(self.program.captured) + i for i in sorted(self.donated))
         with phase("planning", self.program.name, self.mesh.size):
@@ -85,7 +107,7 @@ class Lowered:
         """Poses the problem again that the plan is a solution of; None for a plan that was given."""
         return self._planned.choice
 
-    @functools.cached_property
+    @_stage
     def spmd(self) -> SpmdProgram:
         """The one program that all devices run."""
         known = self._planned.cost
@@ -94,7 +116,7 @@ class Lowered:
         self.target.check(self.plan, made)
         return made
 
-    @functools.cached_property
+    @_stage
     def _all_kept(self) -> SpmdProgram:
         return self.target.partitioned(self._planned)
 
@@ -117,13 +139,15 @@ class Lowered:
             if i >= first
         )
 
-    @functools.cached_property
+    @_stage
     def executable(self) -> Executable:
         """The program for XLA; call it with the flat arguments.
 
         Where the compiler needs more memory than was modelled, it recomputes more than ``spmd`` to keep to the limit.
         """
-        return self.target.compiled(self.spmd, self._all_kept, self.donated)
+        made = self.target.compiled(self.spmd, self._all_kept, self.donated)
+        warn_of(self.plan, self.told)
+        return made
 
     def is_as(self, other: Lowered) -> bool:
         """Whether another one is planned in the same way for the same program, so that this one will do for both.
@@ -140,11 +164,6 @@ class Lowered:
         if self.program.argument_marks == other.program.argument_marks:
             return True
         return self.plan.runs_as(other.plan)
-
-    @functools.cached_property
-    def told(self) -> set[int]:
-        """The arguments that the log has reported as moved in each call."""
-        return set()
 
     @functools.cached_property
     def unread(self) -> frozenset[int]:
@@ -272,25 +291,11 @@ class Compiled:
         if has_fixed(self.in_tree):
             args, kwargs = fixed(args, "arguments, "), fixed(kwargs, "arguments, ")
         leaves = flat_arguments(self._name, self.in_tree, args, kwargs)
-        leaves = [self._as_compiled_for(i, x) for i, x in enumerate(leaves)]
-        names = self.lowered.program.names[len(self.lowered.program.captured) :][: len(leaves)]
-        check_types(self._name, names, self.lowered.avals, leaves)
+        first, padded, mesh = len(self.lowered.program.captured), self.lowered.padded, self.lowered.mesh
+        leaves = [as_compiled_for(self._name, i, x, padded.get(first + i), mesh) for i, x in enumerate(leaves)]
+        check_types(self._name, self.lowered.program.names[first:][: len(leaves)], self.lowered.avals, leaves)
         results = self.lowered.executable(*placed_arguments(self.lowered, leaves).arrays)
         return freed(jax.tree.unflatten(self.out_tree, self.lowered.flat_results(results, leaves)))
-
-    def _as_compiled_for(self, i: int, x: Any) -> Any:
-        """An argument in padded parts if it was compiled for such parts, and only then."""
-        padded = self.lowered.padded.get(len(self.lowered.program.captured) + i)
-        if isinstance(x, UnevenArray) and (x.partitioning, x.mesh) != (padded, self.lowered.mesh):
-            x = x.whole()
-        if padded is None or isinstance(x, UnevenArray):
-            return x
-        raise ArgumentError(
-            f"argument {i} of {self._name} was compiled in padded parts, and is called with an array of another kind.",
-            user_line(),
-            f"{padded.format(self.lowered.mesh, x.shape, str(x.dtype))}",
-            "Lower it for such arguments too, or call what gshard.jit returned.",
-        )
 
     @property
     def _name(self) -> str:

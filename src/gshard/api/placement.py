@@ -12,7 +12,6 @@ lies where it is expected must not be given twice. XLA:CPU would write its memor
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -22,7 +21,7 @@ import numpy as np
 from jax.experimental.layout import Format
 
 from gshard.api.reference_arguments import arrays_of, refuse_twice
-from gshard.core.errors import ShardingError
+from gshard.core.errors import ShardingError, warn_once
 from gshard.core.jax_adapter import no_mesh_set, user_line
 from gshard.core.jax_adapter_dispatch import address_of, fast_path, input_layouts, layout_of, put_arguments
 from gshard.core.memory_kinds import is_host_kind
@@ -30,8 +29,6 @@ from gshard.core.mesh import Mesh
 from gshard.core.program import Program
 from gshard.core.uneven import UnevenArray
 from gshard.emit.compile import Executable
-
-_log = logging.getLogger("gshard")
 
 
 class Callee(Protocol):
@@ -54,7 +51,9 @@ class Callee(Protocol):
     @property
     def closed_over(self) -> Sequence[Any]: ...
     @property
-    def told(self) -> set[int]: ...
+    def told(self) -> set[str]: ...
+    @property
+    def moved(self) -> set[int]: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -90,8 +89,7 @@ def placed_arguments(callee: Callee, leaves: Sequence[Any]) -> Placed:
     moved = [i for i, x in enumerate(arrays) if i not in unread and not _lies_so(x, targets[i], layouts.get(i))]
     if not moved:
         return Placed(arrays, True)
-    _tell(callee, moved, arrays)
-    dispatched = True
+    dispatched = not _tell(callee, moved, arrays)
     with no_mesh_set():  # with one set JAX copies and moves no array of other devices, or of another order of them
         for i in moved:
             copied = i in donated and callee.mesh.size > 1
@@ -112,16 +110,16 @@ def _in_memory_of(target: Any, x: Any) -> Any:
     return jax.device_put(x, x.sharding.with_memory_kind(target.memory_kind))
 
 
-def _tell(callee: Callee, moved: Sequence[int], arrays: Sequence[Any]) -> None:
-    """Logs, once for each argument, that every call has to move what lies on all devices of the mesh."""
+def _tell(callee: Callee, moved: Sequence[int], arrays: Sequence[Any]) -> bool:
+    """Warns of committed arguments that are moved again; whether others are, so that the next call comes here too."""
     names, targets = callee.program.names[len(callee.program.captured) :], callee.argument_shardings
-    for i in moved:
-        x = arrays[i]
-        lies_there = isinstance(x, jax.Array) and x.committed and len(x.sharding.device_set) == callee.mesh.size
-        if lies_there and i not in callee.told:
-            callee.told.add(i)
-            text = "gshard: each call of %s moves %s from %s to %s"
-            _log.info(text, callee.program.name, names[i], x.sharding, targets[i])
+    committed = [i for i in moved if isinstance(arrays[i], jax.Array) and arrays[i].committed]
+    again = [f"{names[i]}: from {arrays[i].sharding} to {targets[i]}" for i in committed if i in callee.moved]
+    hint = f"Place them once before, with jax.device_put. The call is at {user_line()}." if again else ""
+    warn_once(callee.program.name, callee.told, "moves arguments in each call:", again, hint)
+    is_first = not callee.moved.issuperset(committed)
+    callee.moved.update(committed)
+    return is_first
 
 
 def by_dispatch(callee: Callee, placed: Placed, leaves: Sequence[Any], results: Sequence[Any]) -> Any:

@@ -90,7 +90,8 @@ def search(
         f: a function, or one that ``gshard.jit`` returned: then its mesh, machine, limit, marks, static and donated
             arguments count where others are not given. If ``jax.jit``, ``flax.nnx.jit`` or ``equinox.filter_jit``
             returned it, the options that it was jitted with count.
-        args, kwargs: its arguments: arrays or ``jax.ShapeDtypeStruct``, and values for static ones.
+        args, kwargs: its arguments: arrays or ``jax.ShapeDtypeStruct``, and values for static ones. An argument that
+            has the name of an option here is bound before: ``functools.partial(f, mesh=...)``.
         mesh: as for ``jit``, or an abstract mesh of any size, or a list of ``Mesh`` of one size to choose from; a
             number of devices tries all shapes with up to two axes, and shapes of three near the best of them.
         machine: what the devices are, such as ``"h100:4x8"``; by default what the mesh's devices are.

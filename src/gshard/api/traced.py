@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ class Traced:
         fun_name: the function's name.
         donated: the flat arguments whose memory the results may take.
         lowered: goes on to the per-device program.
+        out_shardings: gives what is said of each flat result of a pytree of shapes, None where nothing is.
         traced_by_jax: the same function traced as a part of a program of JAX's, in which it is one equation.
     """
 
@@ -32,6 +33,7 @@ class Traced:
     fun_name: str
     donated: frozenset[int]
     lowered: Callable[[], Lowered]
+    out_shardings: Callable[[Any], Sequence[Any]]
     traced_by_jax: Callable[[], Any]
 
     def lower(self, **options: Any) -> Any:
@@ -41,8 +43,10 @@ class Traced:
 
     @property
     def out_info(self) -> Any:
-        """Shapes and dtypes of the results, in their structure."""
+        """Shapes and dtypes of the results, and the shardings that ``out_shardings`` names, in their structure."""
         shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in self.jaxpr.out_avals]
+        said = self.out_shardings(jax.tree.unflatten(self.out_tree, shapes))
+        shapes = [x.update(sharding=sharding) for x, sharding in zip(shapes, said, strict=True)]
         return freed(jax.tree.unflatten(self.out_tree, shapes))
 
     @property

@@ -11,8 +11,11 @@ Every message contains, in this order: the problem, the user's source line, the 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Sequence
 from typing import Any, Self
+
+_SHOWN = 6  # lines of a warning
 
 
 class GShardError(Exception):
@@ -77,6 +80,29 @@ class RuleError(GShardError):
 
 class ArgumentError(GShardError, TypeError):
     """An argument of a call, or a specification that names arguments, is invalid."""
+
+
+class ShardingWarning(UserWarning):
+    """A function moves more data than its marks, its layout or its arguments suggest; one for each such function."""
+
+
+def warn_once(name: str, told: set[str], what: str, found: Sequence[str], hint: str) -> None:
+    """Warns of what a function does otherwise than its user may expect, unless ``told`` has a warning of this kind.
+
+    Args:
+        name: the function.
+        told: the kinds of warnings that the function had; ``what`` is added.
+        what: the kind, as a sentence without the name.
+        found: a line for each place.
+        hint: how to change it.
+    """
+    if not found or what in told:
+        return
+    told.add(what)
+    lines = [*found[:_SHOWN], *([f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else [])]
+    silence = "To silence this: warnings.filterwarnings('ignore', category=gshard.ShardingWarning)."
+    text = "\n  ".join([f"{name} {what}", *lines, hint, silence])
+    warnings.warn(text, ShardingWarning, stacklevel=2)
 
 
 def _also_of_type(gshard_type: Any, other_type: Any) -> Any:

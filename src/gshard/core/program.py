@@ -235,7 +235,7 @@ class Program:
         output_memories: the memory kind of each result, like ``input_memories``.
         dropped: features of the function that the program does not keep.
         fired: the rewrites that have changed the program (``gshard.rewrite``), in order.
-        unread_marks: texts of marks whose results nothing reads.
+        unread_marks: texts of marks whose results nothing reads, or only a mark that undoes them.
     """
 
     block: Block

@@ -134,6 +134,7 @@ class Machine:
         >>> Machine.of("h100", 16).network[1].size
         8
         """
+        text = str(text)  # of any type: what is no machine is refused below
         if text.endswith(".json"):
             return _fitted(_load(Path(text)), devices, f"Name a machine of {devices} devices.")
         match = re.fullmatch(r"(\w+)(?::(\d+(?:x\d+)*))?", text.lower())

@@ -37,11 +37,12 @@ from gshard.explanation.report.page import framed
 from gshard.explanation.row_text import collective_lines, lines_of_parts, tensor_lines
 from gshard.explanation.rows import TensorRow, row_called, text_of_rings
 from gshard.explanation.timeline import trace_of
-from gshard.explanation.trials import SECONDS, Trials, trials
+from gshard.explanation.trials import Trials, trials
 from gshard.explanation.unsplit_work import unsplit_work
 from gshard.explanation.value_costs import Compared, ValueCosts, value_costs
 from gshard.explanation.verdict import Verdict, verdict
 from gshard.explanation.what_if import Instead, instead
+from gshard.search.time_budget import TRIAL_SECONDS
 
 
 @without_our_frames_in_methods
@@ -82,7 +83,7 @@ class Explanation(ExplainedPlan):
         return cost(self.spmd, on, self.donated)
 
     @with_tables
-    def verdict(self, machine: Machine | str | None = None, seconds: float = SECONDS) -> Verdict:
+    def verdict(self, machine: Machine | str | None = None, seconds: float = TRIAL_SECONDS) -> Verdict:
         """What bounds a call, in a few sentences, and the mark that would lower what is sent.
 
         Args:
@@ -116,7 +117,7 @@ class Explanation(ExplainedPlan):
         return {}
 
     @with_tables
-    def data(self, machine: Machine | str | None = None, seconds: float = SECONDS) -> dict[str, Any]:
+    def data(self, machine: Machine | str | None = None, seconds: float = TRIAL_SECONDS) -> dict[str, Any]:
         """Everything the HTML report shows, as JSON can hold it; arguments as for ``verdict``."""
         found = self.cost(machine)
         return report_data(self, found, merged(self.spmd, found, self.names), self._verdict(found, seconds))
@@ -126,7 +127,7 @@ class Explanation(ExplainedPlan):
         path: str | Path,
         machine: Machine | str | None = None,
         against: Comparable | Mapping[str, Any] | None = None,
-        seconds: float = SECONDS,
+        seconds: float = TRIAL_SECONDS,
     ) -> Path:
         """Writes the report as one HTML file that needs no network.
 

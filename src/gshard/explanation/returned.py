@@ -15,12 +15,12 @@ from gshard.core.uneven import cut_evenly
 from gshard.naming.array_names import ArrayNames
 
 
-def returned_in_fewer_shards(plan: Plan, names: ArrayNames) -> tuple[str, ...]:
+def returned_in_fewer_shards(plan: Plan, names: ArrayNames | None = None) -> tuple[str, ...]:
     """A line for each such result: its sharding inside and as returned, the bytes on a device, and what avoids it."""
     return tuple(dict.fromkeys(_rows(plan, names)))
 
 
-def _rows(plan: Plan, names: ArrayNames) -> Iterator[str]:
+def _rows(plan: Plan, names: ArrayNames | None) -> Iterator[str]:
     mesh, block = plan.mesh, plan.program.block
     for i, (v, leave) in enumerate(zip(block.outputs, plan.leave, strict=True)):
         if not isinstance(v, Value):
@@ -31,6 +31,7 @@ def _rows(plan: Plan, names: ArrayNames) -> Iterator[str]:
             continue
         if mesh.count(_atoms(leave)) >= mesh.count(_atoms(inside)):
             continue
+        names = names or ArrayNames(plan.program)
         what = names.array(v).alike or f"result {i}"
         shown = [s.format(mesh, v.shape, v.dtype_name) for s in (inside, leave)]
         sizes = [format_bytes(local_bytes(v, s, mesh)) for s in (inside, leave)]

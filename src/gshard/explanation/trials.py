@@ -25,9 +25,8 @@ from gshard.device.cost import WORTH
 from gshard.explanation.changes import changes_of
 from gshard.explanation.proposal import Proposal
 from gshard.explanation.what_if import Planner, replanned
-from gshard.search.time_budget import Watch
+from gshard.search.time_budget import TRIAL_SECONDS, Watch
 
-SECONDS = 10.0  # for all trials, if nothing else is asked for
 _SCREENING = 0.5  # of the seconds, in which changes are tried by bytes where the plan is for a machine
 
 
@@ -72,7 +71,7 @@ def trials(
     marked: Planner,
     *,
     by_bytes: Planner | None = None,
-    seconds: float = SECONDS,
+    seconds: float = TRIAL_SECONDS,
     one: float = 0.0,
     clock: Callable[[], float] = time.thread_time,
 ) -> Trials:
@@ -94,7 +93,7 @@ def trials(
     found: list[tuple[int, Proposal]] = []
     changes = changes_of(rows, plan) if sent else []
     tried = 0
-    one = one if changes and max(seconds, SECONDS) < one else 0.0
+    one = one if changes and max(seconds, TRIAL_SECONDS) < one else 0.0
     to_prove = changes if seconds > 0 and not one else []
     if by_bytes is not None and to_prove:
         now = _sent(by_bytes, lambda: plan.program, Watch(began, clock))

@@ -192,11 +192,15 @@ class SavedPlan:
             name, shardings = str(data.get("name", "")), tuple(data["shardings"])
             schedules = tuple((int(i), _schedule(schedule)) for i, schedule in data.get("schedules", ()))
             return SavedPlan(data["program"], axes, shardings, splits, rings, read, leave, finite, name, schedules)
-        except (ValueError, KeyError, TypeError) as error:
+        except KeyError as error:
+            raise _unreadable(path, f"it has no {error}") from error
+        except TypeError as error:
+            raise _unreadable(path, "it is other JSON") from error
+        except ValueError as error:
             raise _unreadable(path, error) from error
 
 
-def _unreadable(path: str, error: Exception) -> PlanError:
+def _unreadable(path: str, error: Exception | str) -> PlanError:
     return PlanError(f"{path} cannot be read as a plan: {error}.", hint="Give a file that found.save wrote.")
 
 

@@ -18,6 +18,7 @@ from gshard.core.deadline import OutOfTime, until
 from gshard.core.errors import ArgumentError
 from gshard.search.progress import Progress
 
+TRIAL_SECONDS = 10.0  # of all trials of an explanation, if the user gives none
 DEFAULT_SECONDS = 300.0  # the time of a search, if the user gives none
 EQUATIONS = 20_000  # in all programs that are planned for the presets or for tables of names: few large programs
 EFFORT = 0.2  # of the solver, for problems after the first

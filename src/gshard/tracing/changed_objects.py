@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import closed, user_line
@@ -54,7 +55,8 @@ def with_kept_objects(f: Callable[..., Any], name: str) -> Callable[..., Any]:
             if lost:
                 has_all_leaves = len(leaves_before) == len(jax.tree.leaves(arguments))
                 names = leaf_names(f, arguments) if has_all_leaves else ()
-                raise _lost(f, name, [names[i] if names else f"leaf {i}" for i in lost])
+                lost_names = [names[i] if names else f"leaf {i}" for i in lost]
+                raise _lost(f, name, lost_names, any(_counts_or_is_key(leaves_before[i]) for i in lost))
         return results
 
     return checked
@@ -107,7 +109,12 @@ def _source(body: Any, out: Any) -> Any:
     return out
 
 
-def _lost(f: Callable[..., Any], name: str, names: Sequence[str]) -> ArgumentError:
+def _counts_or_is_key(x: Any) -> bool:
+    """Whether an array is an integer or a random key, as the state of random numbers is."""
+    return any(jax.dtypes.issubdtype(x.dtype, kind) for kind in (np.integer, jax.dtypes.prng_key))
+
+
+def _lost(f: Callable[..., Any], name: str, names: Sequence[str], random: bool) -> ArgumentError:
     code = getattr(inspect.unwrap(f), "__code__", None)  # outside of the traced function JAX has no user line
     line = user_line() if code is None else f"{os.path.basename(code.co_filename)}:{code.co_firstlineno} ({name})"
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -116,6 +123,6 @@ def _lost(f: Callable[..., Any], name: str, names: Sequence[str]) -> ArgumentErr
         line,
         f"changed: {', '.join(names[:3])}{more}",
         "Jit it with flax.nnx.jit and call it inside of gshard.instead_of_jit(mesh=...), or return what it changes "
-        "(nnx.state(model)) and update the object outside. If nothing needs the changes, change a copy "
-        "(nnx.clone(model)).",
+        "(nnx.state(model)) and update the object outside."
+        + ("" if random else " If nothing needs the changes, change a copy (nnx.clone(model))."),
     )
