@@ -1,7 +1,7 @@
 """A gather that the user knows to stay within each part (GShard paper, section 3.2): manual in the middle of automatic.
 
 A partitioner must assume that an index reaches anywhere. Here every token is looked up in its own group, and groups
-are what is split. So a ``jax.shard_map`` around the gather lets each device gather in its own part, and nothing is sent.
+are what is split. So a ``jax.shard_map`` around the gather lets each device gather in its own part. Nothing is sent.
 
     python examples/local_gather.py
 """
