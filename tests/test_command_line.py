@@ -104,8 +104,6 @@ def test_search_refuses_a_form_that_there_is_not(model, capsys):
     assert "a plan has no form 'patch'" in capsys.readouterr().err
     assert main([*command, "--export-as", "jax-export"]) == 1
     assert "writes bytes" in capsys.readouterr().err
-    assert main([*command, "--over", "layout", "--export-as", "stablehlo"]) == 1
-    assert "--export-as would tell of a plan" in capsys.readouterr().err
 
 
 def test_search_tries_the_shapes_of_a_number_of_devices(model, capsys):
@@ -116,20 +114,6 @@ def test_search_tries_the_shapes_of_a_number_of_devices(model, capsys):
     printed = capsys.readouterr().out
     assert "mesh (data=2, model=2)" in printed
     assert "ms without further marks" in printed
-
-
-def test_search_finds_a_table(model, tmp_path, capsys):
-    command = ["search", f"{model}:example", "--mesh", "data=4", "--machine", "h100:1x4", "--over", "layout"]
-    assert main(command) == 0
-    printed = capsys.readouterr().out
-    assert printed.startswith("Layout(")
-    assert "  named " in printed
-    assert "tables tried" in printed
-    assert main([*command, "--save", str(tmp_path / "plan.json"), "--marks"]) == 1
-    assert "--over layout finds a table, and --marks, --save would tell of a plan" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main([*command[:-1], "table"])
-    assert "invalid choice: 'table'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -215,9 +199,8 @@ def test_what_does_not_fit_is_told_by_the_exit_status(model, capsys):
     assert main(["plan", f"{model}:loss", *big, "--machine", "h100:1x8", "--mesh", "data=8"]) == 3
     assert "this does not fit: a device would hold 93.1 GiB, and may 74.5 GiB." in capsys.readouterr().err
     small = ["search", f"{model}:example", "--mesh", "data=4", "--machine", "h100:1x4", "--memory-limit", "40B"]
-    for over in ("plan", "layout"):
-        assert main([*small, "--over", over]) == 3
-        assert "this does not fit" in capsys.readouterr().err
+    assert main(small) == 3
+    assert "this does not fit" in capsys.readouterr().err
 
 
 def test_an_explanation_of_another_machine_is_not_compared(model, tmp_path, capsys):

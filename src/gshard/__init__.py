@@ -95,7 +95,6 @@ if _typing.TYPE_CHECKING:
     from gshard.planning.saved_plan import SavedPlan as SavedPlan
     from gshard.remat.rematerialise import MemoryLimitError as MemoryLimitError
     from gshard.rules import rule as rule
-    from gshard.search.layouts import LayoutResult as LayoutResult
     from gshard.tracing.trace import trace as trace
     from gshard.xla_programs.compiled_explanation import CompiledExplanation as CompiledExplanation
     from gshard.xla_programs.exported_plan import ExportedPlan as ExportedPlan
@@ -146,7 +145,6 @@ _NAMES = {
     "planning.saved_plan": "SavedPlan",
     "remat.rematerialise": "MemoryLimitError",
     "rules": "rule",
-    "search.layouts": "LayoutResult",
     "tracing.trace": "trace",
     "xla_programs.compiled_explanation": "CompiledExplanation",
     "xla_programs.exported_plan": "ExportedPlan",

@@ -130,12 +130,6 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
         "--memory-limit", metavar="70GiB", help="what a device may hold (default: the machine's memory)"
     )
     command.add_argument(
-        "--over",
-        choices=("plan", "layout"),
-        default="plan",
-        help="what is found: a plan, or a table of names and axes (default: plan)",
-    )
-    command.add_argument(
         "--budget-seconds",
         type=float,
         help="how long the whole search may take (default: as its size asks for, 300 at most)",

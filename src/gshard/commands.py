@@ -27,7 +27,7 @@ from gshard.baselines import SIGNALLED, CheckFailed, check_fits, check_sent, end
 from gshard.command_options import PRINTED
 from gshard.compiled_command import is_dump, mesh_of_arguments, of_dump, of_function
 from gshard.configure_command import run_configure
-from gshard.core.errors import ArgumentError, GShardError
+from gshard.core.errors import GShardError
 from gshard.core.mesh import Mesh
 from gshard.core.program import format_bytes
 from gshard.device.machine import Machine
@@ -46,7 +46,6 @@ from gshard.xla_programs.tried_constraints import TriedConstraints
 from gshard.xla_programs.tried_shardings import TriedShardings
 
 FAILED = 3  # exit status
-_OF_PLANS = ("why", "marks", "patch", "html", "export", "export_as", "save")  # options of search that are about a plan
 
 
 def _own_mesh(f: Any, arguments: Any) -> Mesh | None:
@@ -174,16 +173,6 @@ def _search(options: argparse.Namespace) -> None:
         "compile_best": options.compile_best,
         **told_by(f, len(arguments), options),
     }
-    if options.over == "layout":
-        if of_plans := [f"--{name.replace('_', '-')}" for name in _OF_PLANS if getattr(options, name)]:
-            raise ArgumentError(
-                f"--over layout finds a table, and {', '.join(of_plans)} would tell of a plan.",
-                hint="Leave one of them out.",
-            )
-        table = search(f, *arguments, over="layout", **asked)
-        print(table)
-        end_search(table.stopped, table.cost.peak, table.limit)
-        return
     found = search(f, *arguments, **asked)
     print(found)
     if options.marks:

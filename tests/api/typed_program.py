@@ -96,9 +96,6 @@ def searched(x: jax.Array) -> None:
     found = gshard.search(plain, x, 3, mesh=mesh, machine="h100:1x8")
     assert_type(found, gshard.SearchResult)
     assert_type(found.plan, gshard.Plan)
-    table = gshard.search(plain, x, 3, mesh=mesh, machine="h100:1x8", over="layout")
-    assert_type(table, gshard.LayoutResult)
-    assert_type(table.layout, gshard.Layout)
 
 
 def mistakes(state: State, x: jax.Array) -> None:

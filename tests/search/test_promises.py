@@ -255,7 +255,7 @@ def test_progress_tells_what_is_left() -> None:
 def test_what_is_found_later_prints_where_the_search_did() -> None:
     lines: list[str] = []
     found = gshard.search(small, shape(64, 64), shape(64, 64), mesh=EIGHT, machine=H100, progress=lines.append)
-    for later in (lambda: found.marks, lambda: found.layout, lambda: found.with_mark("w", P("data"))):
+    for later in (lambda: found.marks, lambda: found.with_mark("w", P("data"))):
         lines.clear()
         later()
         assert lines

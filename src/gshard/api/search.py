@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, overload
+from typing import Any
 
 from gshard.api.call_errors import clear_call_errors
 from gshard.api.jitted import Jitted
 from gshard.api.search_run import (
-    OfFramework,
     SearchRun,
     is_number_of_devices,
     meshes_to_try,
@@ -20,40 +19,10 @@ from gshard.core.jax_adapter_tracebacks import without_our_frames
 from gshard.device.machine import Machine
 from gshard.explanation.found import SearchResult
 from gshard.remat.rematerialise import bytes_of
-from gshard.search.layouts import LayoutResult, layout_of
 from gshard.search.priced import PricedPlan
 from gshard.search.stopping import stoppable
 from gshard.search.time_budget import TimeBudget, seconds_of
-from gshard.tracing.by_jax import name_of
 from gshard.xla_programs.compiled_ranking import devices_on, ranked
-
-_OVER = ("plan", "layout")
-_PLANS = 0.5  # of the time, what the search for a plan may take where a table is searched
-
-
-@overload
-def search(f: Callable[..., Any], *args: Any, over: Literal["layout"], **kwargs: Any) -> LayoutResult: ...
-
-
-@overload
-def search(
-    f: Callable[..., Any],
-    *args: Any,
-    mesh: Any = None,
-    machine: str | Machine | None = None,
-    memory_limit: int | str | None = None,
-    budget_seconds: float | None = None,
-    static_argnums: int | Sequence[int] | None = None,
-    static_argnames: str | Sequence[str] | None = None,
-    donate_argnums: int | Sequence[int] | None = None,
-    donate_argnames: str | Sequence[str] | None = None,
-    on_better: Callable[[PricedPlan], None] | None = None,
-    progress: bool | Callable[[str], object] | None = None,
-    over: Literal["plan"] = "plan",
-    finite: bool = False,
-    compile_best: int | None = None,
-    **kwargs: Any,
-) -> SearchResult: ...
 
 
 @without_our_frames
@@ -70,11 +39,10 @@ def search(
     donate_argnames: str | Sequence[str] | None = None,
     on_better: Callable[[PricedPlan], None] | None = None,
     progress: bool | Callable[[str], object] | None = None,
-    over: str = "plan",
     finite: bool = False,
     compile_best: int | None = None,
     **kwargs: Any,
-) -> SearchResult | LayoutResult:
+) -> SearchResult:
     """Searches for the plan of a function that takes least time on a machine, and tells how near the best it may be.
 
     What is proven is proven in a simplified model (``found.bound``, ``found.gap``); ``found.cost`` is the full price.
@@ -104,11 +72,8 @@ def search(
         static_argnums, static_argnames, donate_argnums, donate_argnames: as for ``jit``; donate a training state.
         on_better: called with each plan that is the best so far.
         progress: None prints lines on stderr once the search has taken two seconds; True prints all, False none; or a
-            function that is called with each line. ``found.marks``, ``found.layout``, ``found.patch`` and
-            ``found.with_mark`` do the same.
-        over: ``"plan"``, the sharding of every value and the split of every equation; or ``"layout"``, a table of names
-            of dimensions and mesh axes (``gshard.Layout``), which says less and is short. Names are those that the
-            function and its arguments have, and letters for the rest; rows of a layout that it has are kept.
+            function that is called with each line. ``found.marks``, ``found.patch`` and ``found.with_mark`` do the
+            same.
         finite: as for ``jit``; a function from ``gshard.jit`` has its own.
         compile_best: compiles so many of the best plans, and returns the one that is best as XLA compiled it, with the
             ranking (``found.compiled``): time on the machine with the kernels and the schedule that XLA chose, bytes,
@@ -116,17 +81,14 @@ def search(
             libtpu if ``machine`` is a TPU, and otherwise for the first devices that JAX has.
 
     Returns:
-        what was found; print it. ``gshard.jit(f, mesh=found.mesh, plan=found.plan)`` runs a plan,
-        ``gshard.jit(f, mesh=found.mesh, machine=..., layout=found.layout, names=found.names)`` a table. A function
-        that a framework jits runs it in a block of ``gshard.instead_of_jit(mesh=found.mesh, plan=found.plan)``.
+        what was found; print it. ``gshard.jit(f, mesh=found.mesh, plan=found.plan)`` runs the plan. A function that a
+        framework jits runs it in a block of ``gshard.instead_of_jit(mesh=found.mesh, plan=found.plan)``.
 
     Raises:
         MachineError: there is no such machine, or it has another number of devices; or none is given, and there is no
             model of the mesh's devices.
         ArgumentError: static or donated arguments or ``finite`` for a function that ``gshard.jit`` or a framework
-            returned, which has its own; ``over`` is another word, ``budget_seconds`` no time; a table for a function of
-            a framework, or for one with ordered rules (``Layout.of``); ``compile_best`` is no number from 1 on, or
-            given with ``over="layout"``.
+            returned, which has its own; ``budget_seconds`` is no time; ``compile_best`` is no number from 1 on.
         MeshError, PlanningError: there are no devices to compile for; libtpu is missing, for a TPU.
         ShardingError, TraceError: as ``jit``.
 
@@ -136,32 +98,17 @@ def search(
     >>> found = search(lambda w, x: x @ w, w, x, mesh=Mesh.abstract(devices=8), machine="h100:1x8")
     >>> found.plan.format(found.plan.program.block.inputs[0]), found.gap
     ('f32[8192,8192@devices]', 0.0)
-    >>> search(lambda w, x: x @ w, w, x, mesh=Mesh.abstract(x=8), machine="h100:1x8", over="layout").layout
-    Layout(b='x')
     """
     budget = TimeBudget.of(seconds_of(budget_seconds), progress)
     own: dict[str, Any] = {
         "static_argnums": static_argnums, "static_argnames": static_argnames,
         "donate_argnums": donate_argnums, "donate_argnames": donate_argnames,
     }  # fmt: skip
-    if over not in _OVER:
-        raise ArgumentError(
-            f"gshard.search knows nothing to search over that is called {over!r}.",
-            got=f"over={over!r}",
-            hint="Write over='plan', the sharding of every value, or over='layout', a table of names and axes.",
-        )
-    _check_number(compile_best, over)
+    _check_number(compile_best)
     searched = searched_of(f, args, kwargs, own, finite, search)
     if isinstance(f, Jitted):
         machine = f.options.machine if machine is None else machine
         memory_limit = f.options.memory_limit if memory_limit is None else memory_limit
-    elif isinstance(searched, OfFramework) and over == "layout":
-        raise ArgumentError(
-            f"a table of names is not searched for {name_of(f)}: its framework takes the arguments apart.",
-            user_line(),
-            got="over='layout'",
-            hint="Search with over='plan', or give a function of pytrees of arrays that is not jitted.",
-        )
     mesh = searched.mesh if mesh is None else mesh
     limit = None if memory_limit is None else bytes_of(memory_limit)
     run = SearchRun(
@@ -171,33 +118,20 @@ def search(
     if compile_best is not None:  # before the search, which takes long
         devices_on(run.meshes[0], run.machine_on(run.meshes[0]))
     with stoppable() as stop:
-        if over == "layout":
-            run.budget = budget.part(_PLANS)
         with clear_call_errors(search, f, args, kwargs):
             found = run.found(stop)
-        if found is not None and over == "plan":
-            return found if compile_best is None else ranked(found, compile_best)
         if found is not None:
-            budget.left_out = run.budget.left_out
-            bests = [(one, best) for one, best in run.bests(stop) if best.searched or best.chosen is found.best.chosen]
-            named = [(best, run.namable(one)) for one, best in bests]
-            tables = [layout_of(best, n, found.donated, budget, stop) for best, n in named if n is not None]
-            return min(tables, key=lambda table: table.priced.rank(table.limit))
+            return found if compile_best is None else ranked(found, compile_best)
     stop.deliver()
     raise KeyboardInterrupt
 
 
-def _check_number(compile_best: int | None, over: str) -> None:
-    """Refuses a number of plans to compile that is none, or that is given where tables are searched."""
+def _check_number(compile_best: int | None) -> None:
+    """Refuses a number of plans to compile that is none."""
     is_number = isinstance(compile_best, int) and not isinstance(compile_best, bool) and compile_best > 0
-    if compile_best is not None and (not is_number or over != "plan"):
+    if compile_best is not None and not is_number:
         raise ArgumentError(
-            f"compile_best={compile_best!r} is not a number of plans to compile."
-            if over == "plan"
-            else "a search for a layout compiles nothing.",
+            f"compile_best={compile_best!r} is not a number of plans to compile.",
             user_line(),
-            None if over == "plan" else f"compile_best={compile_best!r}, over={over!r}",
-            "Give a positive number, such as compile_best=3, or leave it out."
-            if over == "plan"
-            else "Leave out compile_best, or search with over='plan'.",
+            hint="Give a positive number, such as compile_best=3, or leave it out.",
         )

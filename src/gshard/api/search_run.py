@@ -19,21 +19,18 @@ from gshard.api.framework_jit import is_from_framework, lowered_instead_of_jit, 
 from gshard.api.jit import jit
 from gshard.api.jitted import Jitted
 from gshard.api.lowered import Lowered
-from gshard.api.names import paths_of_arguments, with_names_of_arguments
+from gshard.api.names import paths_of_arguments
 from gshard.core.errors import MeshError, ShardingError
-from gshard.core.layout import Layout, Names
 from gshard.core.mesh import Mesh, MeshLike
 from gshard.core.paths import place_of_definition
 from gshard.core.plan import Plan
 from gshard.core.planning_tables import tables
-from gshard.core.program import Program
 from gshard.device.hardware import machine_of
 from gshard.device.machine import Machine
-from gshard.explanation.found import SearchResult
+from gshard.explanation.found import FunctionSource, SearchResult
 from gshard.search.best import Best
 from gshard.search.find import ENOUGH, MeshSearch
 from gshard.search.how_near import to_gain
-from gshard.search.layouts import Namable
 from gshard.search.meshes import NAMES, axes_text, cut_in_two, meshes
 from gshard.search.priced import PricedPlan
 from gshard.search.stopping import Stop
@@ -65,21 +62,14 @@ class OfArrays:
         """Traces it for a mesh."""
         return self.made.on(mesh).lower_for_search(self.args, self.kwargs)
 
-    def namable(self, mesh: Mesh, lowered: Lowered) -> Namable:
-        """The function as its dimensions can be named: what ``jit`` would trace with a layout and with names."""
-        made, program = self.made.on(mesh), lowered.program
-        retraced = any(named.line for named in program.named)  # names inside become marks there
-
-        def under(layout: Layout, said: Sequence[Names | None]) -> Program:
-            base = dataclasses.replace(program, layout=layout)
-            if retraced:
-                base = made.under(layout).lower_for_search(self.args, self.kwargs).program
-            return with_names_of_arguments(base, said, ())
+    def source(self, lowered: Lowered) -> FunctionSource:
+        """What the function is in the user's files."""
 
         def jaxpr() -> Any:
-            return made.trace(*self.args, **self.kwargs).jaxpr
+            return self.made.trace(*self.args, **self.kwargs).jaxpr
 
-        return Namable(program, paths_of_arguments(program, lowered.in_tree), under, place_of_definition(made), jaxpr)
+        paths = paths_of_arguments(lowered.program, lowered.in_tree)
+        return FunctionSource(paths, place_of_definition(self.made), jaxpr)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -101,8 +91,8 @@ class OfFramework:
         """Traces it for a mesh."""
         return lowered_instead_of_jit(self.f, self.args, self.kwargs, mesh, {}, self.refused, self.caller)
 
-    def namable(self, mesh: Mesh, lowered: Lowered) -> None:
-        """None: a table of names cannot be searched for it."""
+    def source(self, lowered: Lowered) -> None:
+        """None: the framework takes the arguments apart."""
 
 
 Searched = OfArrays | OfFramework
@@ -193,7 +183,7 @@ class SearchRun:
         lowered = self.begun[one]
         donated = tuple(sorted(lowered.donated))
         return SearchResult(
-            best, tuple(best for _, best in bests), donated, lowered.in_tree, self.namable(one),
+            best, tuple(best for _, best in bests), donated, lowered.in_tree, self.searched.source(lowered),
             self.budget_seconds, progress=self.progress,
             jitted_by_framework=isinstance(self.searched, OfFramework),
         )  # fmt: skip
@@ -332,10 +322,6 @@ class SearchRun:
         """What was found on each mesh with a plan: first those that were finished."""
         ordered = dict.fromkeys((*self.finished, *self.begun))
         return [(one, one.best(stop.number)) for one in ordered if one.has_found]
-
-    def namable(self, one: MeshSearch) -> Namable | None:
-        """The function as its dimensions can be named."""
-        return self.searched.namable(one.mesh, self.begun[one])
 
 
 def _axes(one: MeshSearch) -> int:

@@ -35,7 +35,6 @@ from gshard.search.as_marks import Marks, marks_of
 from gshard.search.best import Best
 from gshard.search.find import best_plan
 from gshard.search.jit_keywords import jit_keywords
-from gshard.search.layouts import LayoutResult, Namable, layout_of
 from gshard.search.patch import Patch, patch_of
 from gshard.search.pipeline import as_run, plans_of
 from gshard.search.planned import Planned
@@ -47,6 +46,21 @@ _IN_A_BLOCK = "with gshard.instead_of_jit(mesh=found.mesh, plan=found.plan)"
 
 
 @without_our_frames_in_methods
+@dataclasses.dataclass(frozen=True, eq=False)
+class FunctionSource:
+    """A searched function in the user's files.
+
+    Attributes:
+        paths: the paths of its arguments.
+        defined: the file and first line of its definition; None if it is not in a file.
+        jaxpr: makes the closed jaxpr of the function as the user wrote it, before gshard rewrites anything.
+    """
+
+    paths: tuple[str, ...]
+    defined: tuple[str, int] | None
+    jaxpr: Callable[[], Any]
+
+
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class SearchResult:
     """The plan that was found for a function, and what is known of it.
@@ -67,7 +81,7 @@ class SearchResult:
     tried: tuple[Best, ...] = ()
     donated: tuple[int, ...] = ()
     in_tree: Any = None
-    function: Namable | None = None
+    function: FunctionSource | None = None
     budget_seconds: float | None = None
     compiled: Any = None
     progress: bool | Callable[[str], object] | None = None
@@ -164,19 +178,6 @@ class SearchResult:
             self.best.chosen, self.best.limit, lambda marked: self._priced("marks", marked), budget, can_write
         )
         return found.placed_by_user() if self.jitted_by_framework else found
-
-    @functools.cached_property
-    def layout(self) -> LayoutResult:
-        """The best table of names and axes that was found for the function (see ``gshard.Layout``). Takes a while.
-
-        Raises:
-            ArgumentError: the function has an ordered layout, or this was found by ``with_mark``.
-        """
-        self.refuse_framework()
-        if self.function is None:
-            what = "a plan with a mark that the function does not have is not said as a layout."
-            raise ArgumentError(what, hint="Write the mark into the function, and search again.")
-        return layout_of(self.best, self.function, self.donated, TimeBudget.of(self.budget_seconds, self.progress))
 
     def patch(
         self, *, budget_seconds: float | None = None, progress: bool | Callable[[str], object] | None = None

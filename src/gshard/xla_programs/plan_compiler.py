@@ -179,7 +179,7 @@ class PlanCompiler:
         Otherwise the compiled program contains gshard's rewrites that move less.
         """
         function = self.found.function
-        if function is None or function.jaxpr is None or not self._rewrites:
+        if function is None or not self._rewrites:
             return None
         first = len(self.program.captured)
         jitted = jax.jit(
