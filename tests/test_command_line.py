@@ -470,36 +470,10 @@ def test_explain_takes_the_plan_that_search_saved(model, tmp_path, capsys):
     assert "MemoryLimitError" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("command", "old", "new"),
-    [
-        (["plan", "--arg", "f32[8,4]", "--arg", "f32[4,2]"], ["--topology", "h100:1x4"], "--machine"),
-        (["plan", "--arg", "f32[8,4]", "--arg", "f32[4,2]"], ["--topology=h100:1x4"], "--machine"),
-        (["explain", "--arg", "f32[8,4]", "--arg", "f32[4,2]"], ["--donate", "1"], "--donate-argnums"),
-        (["explain", "--arg", "f32[8,4]", "--arg", "f32[4,2]"], ["--static", "9"], "--static-argnums"),
-        (["search", "--machine", "h100:1x4", "--mesh", "data=4", "--arg", "f32[8,4]", "--arg", "f32[4,2]"],
-         ["--seconds", "60"], "--budget-seconds"),
-    ],
-)  # fmt: skip
-def test_old_names_of_options_work_and_name_the_new_one(command, old, new, model, capsys):
-    name, *rest = command
-    mesh = [] if "--mesh" in command else ["--mesh", "data=4"]
-    status = main([name, f"{model}:loss", *rest, *mesh, *old])
-    printed = capsys.readouterr().err
-    assert f"DeprecationWarning: {old[0].split('=')[0]} of gshard {name} is now called {new}" in printed
-    assert status == (1 if "9" in old else 0), printed
-    assert ("--static-argnums 9: loss has 2 arguments" in printed) == ("9" in old)
-
-
 @pytest.mark.parametrize("given", [["--finite"], ["--arg", "f32[8]"], ["--mesh", "data=8"], ["--donate-argnums", "0"]])
 def test_options_of_functions_are_refused_for_named_models(given, capsys):
     assert main(["plan", "MoE(128E, 12L)", "--machine", "v3:8x8", *given]) == 1
     assert f"{given[0]} is for a function of yours." in capsys.readouterr().err
-
-
-def test_seconds_of_explain_is_no_old_name(model, capsys):
-    assert main(["explain", f"{model}:reduced", "--mesh", "devices=4", "--seconds", "1"]) == 0
-    assert "DeprecationWarning" not in capsys.readouterr().err
 
 
 PLACED = """

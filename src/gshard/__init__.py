@@ -153,20 +153,15 @@ _MODULES = {name: module for module, names in _NAMES.items() for name in names.s
 
 __all__ = sorted([*_MODULES, "testing"])
 
-if not _typing.TYPE_CHECKING:  # type checkers see the new names only
-    _OLD_NAMES = {"Windowed": "CollectiveMatmul", "Recorded": "SavedPlan", "Found": "SearchResult"}
+if not _typing.TYPE_CHECKING:
 
     def __getattr__(name: str) -> _typing.Any:
         if name == "testing":
             return _importlib.import_module("gshard.testing")
-        if name not in _MODULES and name not in _OLD_NAMES:
+        if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        new = _OLD_NAMES.get(name, name)
-        if new != name:
-            _importlib.import_module("gshard.core.keywords").renamed_class(name, new)
-        module = _importlib.import_module(f"gshard.{_MODULES[new]}")
-        found = getattr(module, "compile_spmd" if new == "compile" else new)
-        return globals().setdefault(new, found)
+        module = _importlib.import_module(f"gshard.{_MODULES[name]}")
+        return globals().setdefault(name, getattr(module, "compile_spmd" if name == "compile" else name))
 
     class _Package(_types.ModuleType):
         """The package. To import its folder ``search`` does not hide the function of this name."""

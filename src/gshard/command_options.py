@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import platform
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -16,18 +15,11 @@ from pathlib import Path
 from gshard.core.errors import known_names
 from gshard.search.time_budget import TRIAL_SECONDS
 
-_OF_ARGUMENTS = {"--static": "--static-argnums", "--donate": "--donate-argnums"}
-_OLD_NAMES = {
-    "explain": _OF_ARGUMENTS,
-    "search": {**_OF_ARGUMENTS, "--seconds": "--budget-seconds"},
-    "plan": {"--topology": "--machine"},
-}
-
 PRINTED = Path()  # --export without a file
 
 
 def parsed(arguments: Sequence[str]) -> argparse.Namespace:
-    """The options of a command line; old names of options are accepted with a warning on stderr.
+    """The options of a command line.
 
     Args:
         arguments: the command line without the program's name.
@@ -36,18 +28,10 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
         the options, the name of the command as ``command``.
     """
     command = next((text for text in arguments if not text.startswith("-")), "")
-    made = []
-    for text in arguments:
-        name, equals, value = text.partition("=")
-        new = _OLD_NAMES.get(command, {}).get(name, name)
-        if new != name:
-            told = f"{name} of gshard {command} is now called {new}; the old name works in this version only."
-            print(f"DeprecationWarning: {told}", file=sys.stderr)
-        made.append(new + equals + value)
     parser, commands = _parser()
     if command and command not in commands:
         parser.error(f"there is no command {command!r}. {known_names(command, commands, 'Commands are')}")
-    options, unknown = parser.parse_known_args(made)
+    options, unknown = parser.parse_known_args(arguments)
     if unknown:
         known = dict.fromkeys(re.findall(r"--[a-z-]+", commands[command].format_usage()))
         parser.error(f"gshard {command} takes no {' '.join(unknown)}. {known_names(unknown[0], known, 'Options are')}")

@@ -212,7 +212,7 @@ class InsteadOfJit(contextlib.ContextDecorator):
         return self._entered.blocks.pop().__exit__(*error)  # type: ignore[no-any-return]
 
 
-@keywords(windowed="collective_matmul")
+@keywords()
 def instead_of_jit(
     mesh: MeshLike = None,
     *,

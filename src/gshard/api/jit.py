@@ -69,7 +69,7 @@ def jit(f: Callable[P, R], mesh: MeshLike = None, **options: Unpack[JitOptions])
 def jit(f: None = None, mesh: MeshLike = None, **options: Unpack[JitOptions]) -> Decorator: ...
 
 
-@keywords(windowed="collective_matmul")
+@keywords()
 def jit(
     f: Callable[..., Any] | None = None,
     mesh: MeshLike = None,

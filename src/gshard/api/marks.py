@@ -69,7 +69,7 @@ def split(x: T, dim: int, over: int | str | Sequence[str], *, send: Any = None) 
 def split(x: T, dim: Mapping[int, str | Sequence[str]], *, send: Any = None) -> T: ...
 
 
-@keywords("Write split(x, 0, 'data'), split(x, 0, 8) or split(x, {0: 'data', 1: 'model'}).", num_partitions="over")
+@keywords("Write split(x, 0, 'data'), split(x, 0, 8) or split(x, {0: 'data', 1: 'model'}).")
 def split(x: Any, dim: Any, over: Any = None, *, send: Any = None) -> Any:
     """Marks dimension ``dim`` of an array to be split over mesh axes or in a number of parts, all others whole.
 
@@ -162,7 +162,7 @@ def _having(dims: Sequence[int], x: Any, leaves: Sequence[tuple[str, Any]], call
     return ndims, has
 
 
-@keywords("Write shard(x, P('data', None)).", device_assignment="spec")
+@keywords("Write shard(x, P('data', None)).")
 def shard(x: T, spec: Any, *, send: Any = None) -> T:
     """Marks how an array is cut along all its dimensions.
 

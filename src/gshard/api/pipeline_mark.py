@@ -26,7 +26,7 @@ from gshard.core.pipeline_schedule import Schedule
 T = TypeVar("T")  # an array or a pytree of arrays
 
 
-@keywords("Write pipeline(stacked, 'stage', micro_batches=8).", num_micro_batches="micro_batches")
+@keywords("Write pipeline(stacked, 'stage', micro_batches=8).")
 def pipeline(
     x: T,
     over: int | str | Sequence[str],

@@ -25,7 +25,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-@keywords("Write stage(layer, 'stage', micro_batches=8)(x, weights).", num_micro_batches="micro_batches")
+@keywords("Write stage(layer, 'stage', micro_batches=8)(x, weights).")
 def stage(
     f: Callable[P, R],
     over: int | str | Sequence[str],
