@@ -182,12 +182,12 @@ class SearchResult:
     def patch(
         self, *, budget_seconds: float | None = None, progress: bool | Callable[[str], object] | None = None
     ) -> str:
-        """The marks as a change of the source files, for ``git apply``, which then run the plan.
+        """The marks as a change of the source files, for ``git apply``.
 
-        Marks are written after statements, and for arguments in front of the function's first statement. Where its file
-        jits the function, ``gshard.jit`` takes the place of ``jax.jit``, with the mesh, the machine and the limit.
-        In front of it, in lines that begin with ``#``, are the time of a call with the marks beside that of the plan,
-        and the marks that cannot be written. If ``marks`` are known and all was tried, they are not sought again.
+        Marks are written after statements, and for arguments in front of the function's first statement. In front of
+        the diff, in lines that begin with ``#``, are the time of a call with the marks beside that of the plan, the
+        marks that cannot be written, and the call of ``gshard.jit`` that runs the patched function. If ``marks`` are
+        known and all was tried, they are not sought again.
 
         Args:
             budget_seconds: how long finding the marks may take; by default what the search was given, or 300 seconds.

@@ -2,9 +2,8 @@
 
 A mark on what a statement assigns (``h = x @ w``) becomes a statement after it (``h = gshard.shard(h, P("x"))``), one
 on what is returned is put around it. Marks of arguments are statements in front of the function's first
-(``search.argument_marks``). Where the function is jitted, ``gshard.jit`` takes the place of ``jax.jit``, under which
-marks have no effect. Other marks (of parts of expressions) are listed in front of the diff, where ``git apply`` and
-``patch`` pass over them.
+(``search.argument_marks``). Other marks (of parts of expressions), and the call of ``gshard.jit`` under which
+marks have an effect, are listed in front of the diff, where ``git apply`` and ``patch`` pass over them.
 """
 
 from __future__ import annotations
@@ -54,7 +53,10 @@ def patch_of(
         others = [v for v in mark.shardings if v not in of_arguments or v in unsaid]
         if others and not patch.mark(others, mark.text):
             left.append(f"{mark.text} {mark.at}: not written, do it by hand")
-    return patch.text([*notes, *left, *(patch.run_by_gshard(defined, keywords) if keywords else [])])
+    if keywords:
+        given = ", ".join(f"{name}={value}" for name, value in keywords.items())
+        left.append(f"run it by gshard.jit({program.name}, {given})")
+    return patch.text([*notes, *left])
 
 
 class Patch:
@@ -109,36 +111,6 @@ class Patch:
             return []
         of = f"the function {self._name} is in no file, or not in this form: write in front of its first statement"
         return [of, *(f"  {line}" for text in statements.values() for line in text.splitlines())]
-
-    def jit(self, defined: tuple[str, int] | None, keywords: Mapping[str, str]) -> list[str]:
-        """Adds keywords where a function is jitted by ``jax.jit``; else these, as lines of text.
-
-        Args:
-            defined: file and first line of the function.
-            keywords: by name, as source text.
-        """
-        if not (reason := self._jitted(defined, keywords, "jax.jit")):
-            return []
-        rows = [f"  {line}" for name, value in keywords.items() for line in f"{name}={value},".splitlines()]
-        return [f"{reason}: give jax.jit", *rows]
-
-    def run_by_gshard(self, defined: tuple[str, int] | None, keywords: Mapping[str, str]) -> list[str]:
-        """Puts ``gshard.jit`` in the place of ``jax.jit``; else how to call it, as a line of text.
-
-        Args:
-            defined: file and first line of the function.
-            keywords: by name, as source text; those that are there already are kept.
-        """
-        if not (reason := self._jitted(defined, keywords, "gshard.jit")):
-            return []
-        given = ", ".join(f"{name}={value}" for name, value in keywords.items())
-        return [f"{reason}: run it by gshard.jit({self._name}, {given})"]
-
-    def _jitted(self, defined: tuple[str, int] | None, keywords: Mapping[str, str], by: str) -> str:
-        file = None if defined is None else self._file(defined[0])
-        if file is None or defined is None:
-            return f"the function {self._name} is in no file"
-        return file.jit(defined[1], keywords, by=by)
 
     def text(self, notes: Sequence[str]) -> str:
         """The diff of all files, behind notes in lines that begin with ``#``."""

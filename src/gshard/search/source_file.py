@@ -1,7 +1,6 @@
 """Source file: a file of the user's that is being changed, and the change as a unified diff.
 
-Statements are put after others and in front of a function's first, expressions are put around what is returned, and
-keywords are added where a function is jitted.
+Statements are put after others and in front of a function's first, and expressions around what is returned.
 """
 
 from __future__ import annotations
@@ -10,10 +9,9 @@ import ast
 import difflib
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-_WIDE = 100  # columns of a line
 _SPEC = "from jax.sharding import PartitionSpec as P"
 
 
@@ -98,74 +96,6 @@ class SourceFile:
     def _edit(self, line: int, begin: int, end: int, text: str) -> None:
         self.edits.setdefault(line, []).append((begin, end, text))
 
-    def jit(self, line: int, keywords: Mapping[str, str], *, by: str = "jax.jit") -> str:
-        """Adds keywords where the function that is defined at a line is jitted, those that are not there yet.
-
-        Args:
-            line: the first line of the definition.
-            keywords: by name, as source text.
-            by: ``"jax.jit"``, which must have none of the keywords; or ``"gshard.jit"``, which takes the place of
-                ``jax.jit`` and keeps keywords that it has.
-
-        Returns:
-            nothing; or why that cannot be said.
-        """
-        node = self._function(line)
-        if node is None:
-            return f"no def statement is at line {line} of its file, where the function was when it was loaded"
-        if [n.name for n in ast.walk(self.tree) if isinstance(n, ast.FunctionDef)].count(node.name) > 1:
-            return f"the file has several functions called {node.name}"
-        names = ("jax.jit", "jit") if by == "jax.jit" else ("jax.jit", "jit", "gshard.jit")
-        places = [(d, jit) for d in node.decorator_list if (jit := self._jit_in(d, names)) is not None]
-        places += [
-            (call, call.func)
-            for call in ast.walk(self.tree)
-            if isinstance(call, ast.Call)
-            and self._is_jit(call.func, names)
-            and call.args
-            and isinstance(call.args[0], ast.Name)
-            and call.args[0].id == node.name
-        ]
-        if len(places) != 1:
-            return f"{node.name} is jitted at {len(places)} places of its file" if places else (
-                f"{node.name} is not jitted by {by} in its file"
-            )  # fmt: skip
-        place, jit = places[0]
-        given = [k.arg for k in place.keywords] if isinstance(place, ast.Call) else []
-        there = [name for name in given if name in keywords or name is None]
-        if there and (by == "jax.jit" or None in there):
-            return f"line {place.lineno} has {there[0] or '**keywords'} already"
-        donates = "donate_argnums" in given
-        missing = {
-            name: self._spelled(value)
-            for name, value in keywords.items()
-            if name not in given and not (donates and name == "donate_argnames")
-        }
-        if by == "gshard.jit" and ast.unparse(jit) != by:
-            self._edit(jit.lineno, jit.col_offset, jit.end_col_offset or 0, by)
-            self.written.append(f"{by}(")
-        if missing:
-            self._insert(place, missing)
-        return ""
-
-    def _insert(self, place: ast.expr, keywords: Mapping[str, str]) -> None:
-        """Writes keywords into a call, or after an expression that becomes one."""
-        row = f"{', '.join(f'{name}={value}' for name, value in keywords.items())}"
-        line, column = place.end_lineno or 0, place.end_col_offset or 0
-        indent = " " * (len(self.lines[place.lineno - 1]) - len(self.lines[place.lineno - 1].lstrip()) + 4)
-        if len(row) + column > _WIDE or "\n" in row:
-            values = {name: value.replace("\n", f"\n{indent}") for name, value in keywords.items()}
-            row = ",".join(f"\n{indent}{name}={value}" for name, value in values.items())
-        if not isinstance(place, ast.Call):
-            text = f"({row},\n{indent[4:]})" if row.startswith("\n") else f"({row})"
-        elif last := [*place.args, *(k.value for k in place.keywords)]:
-            end = max(last, key=lambda part: (part.end_lineno or 0, part.end_col_offset or 0))
-            line, column = end.end_lineno or 0, end.end_col_offset or 0
-            text = f",{row}" if row.startswith("\n") else f", {row}"
-        else:
-            column, text = column - 1, row
-        self._edit(line, column, column, text)
-
     def _function(self, line: int) -> ast.FunctionDef | None:
         """The function that is defined, or whose first decorator is, at a line."""
         for node in ast.walk(self.tree):
@@ -173,17 +103,6 @@ class SourceFile:
                 if min((node.lineno, *(decorator.lineno for decorator in node.decorator_list))) == line:
                     return node
         return None
-
-    def _is_jit(self, node: ast.expr, names: Sequence[str]) -> bool:
-        text = ast.unparse(node)
-        return text in names and (text != "jit" or self._imports("jax", "jit", "jit"))
-
-    def _jit_in(self, node: ast.expr, names: Sequence[str]) -> ast.expr | None:
-        """What jits in a decorator: ``jax.jit``, ``jax.jit(...)`` or ``functools.partial(jax.jit, ...)``."""
-        if isinstance(node, ast.Call):
-            is_partial = ast.unparse(node.func) in ("functools.partial", "partial") and bool(node.args)
-            node = node.args[0] if is_partial else node.func
-        return node if self._is_jit(node, names) else None
 
     def diff(self) -> Iterator[str]:
         """The change as lines of a unified diff."""
