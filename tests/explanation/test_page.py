@@ -13,7 +13,8 @@ import gshard
 from device.models import explained, f32, model
 from gshard.device.network import groups
 
-pytestmark = pytest.mark.skipif(chromium.FOUND is None, reason="no Chromium on the path. To run this: apt-get install chromium")
+HOW = "no Chromium on the path. To run this: apt-get install chromium"
+pytestmark = pytest.mark.skipif(chromium.FOUND is None, reason=HOW)
 
 
 @pytest.fixture(scope="module")
