@@ -14,6 +14,7 @@ import pytest
 
 import gshard
 from gshard.core.errors import ArgumentError
+from gshard.core.number_text import significant
 from gshard.core.program import Value
 from gshard.core.sharding import Sharding
 from gshard.device.cost import cost
@@ -121,7 +122,7 @@ def test_a_patch_keeps_to_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     bare = found.marks.bare.cost.seconds
     assert not found.marks.marks
     assert bare > 1.1 * found.cost.seconds
-    above = f"{100 * (bare / found.cost.seconds - 1):.2g} % above the plan"
+    above = f"{significant(100 * (bare / found.cost.seconds - 1), 2)} % above the plan"
     assert f"{bare * 1e3:.4g} ms without a further mark, {above}" in told
     assert "# the time was over after" in told
     assert "not tried, or cut: further marks" in told
