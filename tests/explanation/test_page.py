@@ -13,9 +13,7 @@ import gshard
 from device.models import explained, f32, model
 from gshard.device.network import groups
 
-pytestmark = pytest.mark.skipif(
-    chromium.FOUND is None, reason="no Chromium on the path. To run this: apt-get install chromium"
-)
+pytestmark = pytest.mark.skipif(chromium.FOUND is None, reason="no Chromium on the path: apt-get install chromium")
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from gshard.comm.collectives import KINDS, sent_bytes, sent_sizes
 from gshard.core.mesh import Atoms, Mesh
-from gshard.core.number_text import format_ms, significant
+from gshard.core.number_text import format_ms, format_seconds
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import Equation, Value, format_bytes, format_flops, type_text
 from gshard.core.spmd import SpmdProgram
@@ -169,8 +169,8 @@ class CallTotals:
         return (first,) if shares[first] > MOST or not shares[second] else (first, second)
 
     def __str__(self) -> str:
-        bounds = ", ".join(f"{what} {significant(s * 1e3, 3)} ms" for what, s in self.by_bound.items())
-        beside = f"; {significant(self.overlapped * 1e3, 3)} ms of network beside them" if self.overlapped else ""
+        bounds = ", ".join(f"{what} {format_seconds(s)}" for what, s in self.by_bound.items())
+        beside = f"; {format_seconds(self.overlapped)} of network beside them" if self.overlapped else ""
         return (
             f"{format_ms(self.seconds)} a call on {self.machine.name} ({bounds}{beside}); "
             f"{format_flops(self.flops)}, {format_bytes(self.sent)} sent, "

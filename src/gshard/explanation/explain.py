@@ -101,7 +101,8 @@ class Explanation(ExplainedPlan):
 
     def _verdict(self, found: Cost, seconds: float) -> Verdict:
         rows = merged(self.spmd, found, self.names)
-        unsplit = unsplit_work(self.plan, found, self.names, self.marked_by_bytes)
+        takes_long = self.planning_seconds > max(seconds, SECONDS)
+        unsplit = unsplit_work(self.plan, found, self.names, None if takes_long else self.marked_by_bytes)
         return verdict(self.plan, found, rows, self._trials(seconds), self.by_bytes, self.machine, unsplit)
 
     def _trials(self, seconds: float) -> Trials:

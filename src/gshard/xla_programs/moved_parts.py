@@ -125,8 +125,8 @@ def _name(
         read = program.weights, program.differentiated
         weights = next(filter(None, ([n for n in known if n in numbers] for numbers in read)), known)
         if weights and (reach.results or origin.is_backward):
-            before, shorts = GRADIENT if origin.is_backward else UPDATE, [program.arguments[n].short for n in weights]
-            short = common_name([short for short in shorts if short.alike == shorts[0].alike])
+            before = GRADIENT if origin.is_backward else UPDATE
+            short = common_name([program.arguments[n].short for n in weights])
             return ShortName(before + short.text, before + short.alike), True
         named = sorted(r for r in reach.results if r < len(program.results))
         if named and origin.is_backward:
