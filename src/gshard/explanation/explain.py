@@ -101,7 +101,7 @@ class Explanation(ExplainedPlan):
 
     def _verdict(self, found: Cost, seconds: float) -> Verdict:
         rows = merged(self.spmd, found, self.names)
-        takes_long = self.planning_seconds > max(seconds, SECONDS)
+        takes_long = self.planning_seconds > max(seconds, TRIAL_SECONDS)
         unsplit = unsplit_work(self.plan, found, self.names, None if takes_long else self.marked_by_bytes)
         return verdict(self.plan, found, rows, self._trials(seconds), self.by_bytes, self.machine, unsplit)
 
