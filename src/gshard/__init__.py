@@ -83,8 +83,8 @@ if _typing.TYPE_CHECKING:
     from gshard.device.hardware import UnknownMachineWarning as UnknownMachineWarning
     from gshard.device.machine import Machine as Machine
     from gshard.device.machine import MachineError as MachineError
-    from gshard.emit import compile as _compile
     from gshard.emit.compile import Executable as Executable
+    from gshard.emit.compile import compile as compile
     from gshard.emit.partition import partition as partition
     from gshard.explanation.explain import Explanation as Explanation
     from gshard.explanation.found import SearchResult as SearchResult
@@ -98,8 +98,6 @@ if _typing.TYPE_CHECKING:
     from gshard.tracing.trace import trace as trace
     from gshard.xla_programs.compiled_explanation import CompiledExplanation as CompiledExplanation
     from gshard.xla_programs.exported_plan import ExportedPlan as ExportedPlan
-
-    compile = _compile.compile_spmd
 
 # The public names of each module. A name is imported when it is first read, so that ``import gshard`` takes no time.
 _NAMES = {
@@ -151,17 +149,19 @@ _NAMES = {
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-__all__ = sorted([*_MODULES, "testing"])
-
-if not _typing.TYPE_CHECKING:
+if not _typing.TYPE_CHECKING:  # type checkers read the imports above
+    __all__ = sorted([*_MODULES, "testing"])
 
     def __getattr__(name: str) -> _typing.Any:
         if name == "testing":
             return _importlib.import_module("gshard.testing")
         if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        module = _importlib.import_module(f"gshard.{_MODULES[name]}")
-        return globals().setdefault(name, getattr(module, "compile_spmd" if name == "compile" else name))
+        return globals().setdefault(name, getattr(_importlib.import_module(f"gshard.{_MODULES[name]}"), name))
+
+    def __dir__() -> list[str]:
+        """The public names, so that completion leaves out the internal packages."""
+        return [*__all__, *(name for name in globals() if name.startswith("__") or name == "moe")]
 
     class _Package(_types.ModuleType):
         """The package. To import its folder ``search`` does not hide the function of this name."""
@@ -171,8 +171,3 @@ if not _typing.TYPE_CHECKING:
                 super().__setattr__(name, value)
 
     _sys.modules[__name__].__class__ = _Package
-
-
-def __dir__() -> list[str]:
-    """The public names, so that completion leaves out the internal packages."""
-    return [*__all__, *(name for name in globals() if name.startswith("__") or name == "moe")]

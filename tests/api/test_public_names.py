@@ -62,9 +62,8 @@ def test_a_name_is_the_same_for_type_checkers() -> None:
     pairs = [(alias.asname, f"{node.module}.{alias.name}") for node in checked.body if isinstance(node, ast.ImportFrom)
         for alias in node.names]  # fmt: skip
     for name, origin in pairs:
-        thing = vars(gshard)["__getattr__"](name.removeprefix("_"))
-        assert thing is pkgutil.resolve_name(origin) or name == "_compile", name
-    assert {name.removeprefix("_") for name, _ in pairs} == set(gshard.__all__)
+        assert vars(gshard)["__getattr__"](name) is pkgutil.resolve_name(origin), name
+    assert {name for name, _ in pairs} == set(gshard.__all__)
 
 
 def test_the_folder_search_does_not_hide_the_function() -> None:

@@ -67,6 +67,7 @@ def stages(state: State, shape: jax.ShapeDtypeStruct) -> None:
     assert_type(lowered.plan, gshard.Plan)
     assert_type(lowered.spmd, gshard.SpmdProgram)
     assert_type(lowered.compile(), gshard.Compiled)
+    assert_type(gshard.compile(lowered.spmd), gshard.Executable)
     assert_type(lowered.as_text(), str)
     step.trace(state, shape).lower()
     assert_type(step.eval_shape(state, shape), Any)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 from jax.experimental.layout import Format
@@ -42,8 +42,10 @@ _T = TypeVar("_T")
 class _stage(functools.cached_property[_T]):
     """A cached property that ``Lowered.structured`` shares with what it is made of, so that XLA compiles once."""
 
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
-        return super().__get__(instance and (instance.flat or instance), owner)
+    if not TYPE_CHECKING:  # its type is that of a cached property
+
+        def __get__(self, instance: Any, owner: Any = None) -> Any:
+            return super().__get__(instance and (instance.flat or instance), owner)
 
 
 @without_our_frames_in_methods

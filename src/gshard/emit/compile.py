@@ -158,6 +158,9 @@ def compile_spmd(
     return Executable(spmd, _jitted(spmd, (), donated, keep_unused, compiler_options))
 
 
+compile = compile_spmd  # its public name, which hides one of Python's
+
+
 def _jitted(
     spmd: SpmdProgram,
     constants: Sequence[Any],
