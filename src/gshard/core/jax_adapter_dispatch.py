@@ -119,24 +119,15 @@ def named_arguments(
 
 
 def put_arguments(arrays: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
-    """Places the arguments of a call. ``jax.transfer_guard("disallow")`` refuses those on the host or other devices.
+    """Places the arguments of a call. ``jax.transfer_guard("disallow")`` refuses those that are on other devices.
 
-    ``jax.device_put`` is explicit, and only ``"disallow_explicit"`` refuses it.
+    Such moves are implicit, as those of ``jax.jit``. ``jax.device_put`` is explicit.
     """
-    placed = list(arrays)
-    on_mesh = [isinstance(x, jax.Array) and x.sharding.device_set == s.device_set for x, s in zip(arrays, shardings)]
-    for put, chosen in ((jax.device_put, True), (_put_implicitly, False)):
-        numbers = [i for i, there in enumerate(on_mesh) if there == chosen]
-        moved = put([arrays[i] for i in numbers], [shardings[i] for i in numbers]) if numbers else ()
-        for i, x in zip(numbers, moved, strict=True):
-            placed[i] = x
-    return placed
-
-
-def _put_implicitly(arrays: Sequence[Any], shardings: Sequence[Any]) -> Any:
-    semantics = (_dispatch.ArrayCopySemantics.REUSE_INPUT,) * len(arrays)
-    params = {"devices": tuple(shardings), "srcs": (None,) * len(arrays), "copy_semantics": semantics}
-    return _dispatch.device_put_p.bind(*arrays, **params)
+    placed, reuse = list(arrays), _dispatch.ArrayCopySemantics.REUSE_INPUT
+    for i, (x, s) in enumerate(zip(arrays, shardings, strict=True)):
+        if not isinstance(x, jax.Array) or x.sharding.device_set != s.device_set:
+            (placed[i],) = _dispatch.device_put_p.bind(x, devices=(s,), srcs=(None,), copy_semantics=(reuse,))
+    return list(jax.device_put(placed, list(shardings)))
 
 
 def without_constants(closed: Any) -> tuple[Any, tuple[Any, ...]]:
