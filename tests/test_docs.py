@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import gshard
 import pages
@@ -112,6 +113,36 @@ def test_the_reference_has_every_public_name() -> None:
     told = re.findall(r"^\.\. auto(?:function|class|exception):: gshard\.(\w+)$", text, flags=re.MULTILINE)
     public = set(gshard.__all__)
     assert sorted(told) == sorted(public - {"testing"}), "docs/api.md lists each public name once"
+
+
+def test_figures_are_those_of_the_benchmarks() -> None:
+    """The README and the comparison with other projects quote the table of the 228 programs."""
+    rows = re.findall(r"^\| ([^|]+) \| \*\*([\d.]+)\*\*", (ROOT / "docs" / "benchmarks.md").read_text(), re.MULTILINE)
+    table: dict[str, str] = {}
+    for name, figure in rows:
+        table.setdefault(name, figure)  # the first table is the one of the 228 programs
+    memory = f"needs {table['geometric mean of temporary memory']} times"
+    sent, more = table["geometric mean of bytes"], table["programs in which we send more"]
+    readme, comparison = (ROOT / "README.md").read_text(), (ROOT / "docs" / "comparison.md").read_text()
+    assert f"sends {sent} times the bytes over 228 programs" in readme
+    assert f"sends more in {more}" in readme
+    assert f"it sends {sent} times the bytes (geometric mean; more in {more})" in comparison
+    assert f"computes {table['geometric mean of the FLOPs that a device executes']} times the FLOPs" in comparison
+    assert memory in readme
+    assert memory in comparison
+
+
+def test_what_the_readme_says_of_sampling() -> None:
+    mesh = jax.make_mesh((8,), ("vocabulary",), axis_types=(jax.sharding.AxisType.Auto,))
+    logits, split = jax.ShapeDtypeStruct((64, 151936), "float32"), P(None, "vocabulary")
+
+    def sample(logits: jax.Array) -> list[jax.Array]:
+        return jax.lax.top_k(logits, 64)
+
+    ours = gshard.explain(gshard.jit(sample, mesh=mesh, in_shardings=split), logits)
+    theirs = jax.jit(sample, in_shardings=jax.NamedSharding(mesh, split)).lower(logits).compile()
+    sent = [found.total_bytes / 1e6 for found in (ours, gshard.explain(theirs))]
+    assert f"sends {sent[0]:.2f} MB a device, and {sent[1]:.1f} MB under" in (ROOT / "README.md").read_text()
 
 
 def test_links_of_the_readme_lead_somewhere() -> None:
