@@ -57,7 +57,7 @@ def gradients(config: TransformerConfig) -> Any:
     return jax.value_and_grad(loss, (0, 1))
 
 
-def explained(config: TransformerConfig, x: Any, mesh: Any, machine: str | None = None) -> gshard.Explanation:
+def explained(config: TransformerConfig, x: Any, mesh: Any, machine: str | None = None) -> gshard.stages.Explanation:
     return gshard.explain(gradients(config), shapes(expert_specs(config)), x, mesh=mesh, machine=machine)
 
 

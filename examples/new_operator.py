@@ -58,7 +58,7 @@ gshard.rule("score")("token feature, feature head -> token head; add over featur
 @gshard.rule("relative")
 def relative(call):
     """All dimensions are independent but the one whose maximum is taken."""
-    make = gshard.RuleMaker()
+    make = gshard.rules.RuleMaker()
     (shape,) = call.in_shapes
     dims = [make.replicate(n) if d == call.params["axis"] else make.factor(n) for d, n in enumerate(shape)]
     return make.rule([dims], [dims])

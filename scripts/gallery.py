@@ -50,15 +50,15 @@ device sends. [Beside XLA's partitioner](#beside-xla-s-partitioner) compares fiv
 
 def section(path: Path) -> str:
     """Runs an example in this process, and tells of it."""
-    programs: list[gshard.Explanation] = []
-    compiled: list[gshard.CompiledExplanation] = []
+    programs: list[gshard.stages.Explanation] = []
+    compiled: list[gshard.stages.CompiledExplanation] = []
 
     def explain(*args: Any, **kwargs: Any) -> Any:
         found: Any = real_explain(*args, **kwargs)
-        (compiled if isinstance(found, gshard.CompiledExplanation) else programs).append(found)
+        (compiled if isinstance(found, gshard.stages.CompiledExplanation) else programs).append(found)
         return found
 
-    def search(*args: Any, **kwargs: Any) -> gshard.SearchResult:
+    def search(*args: Any, **kwargs: Any) -> gshard.stages.SearchResult:
         found = real_search(*args, **kwargs)
         programs.append(found.explain())
         return found
@@ -81,7 +81,7 @@ def section(path: Path) -> str:
     ])  # fmt: skip
 
 
-def _row(found: gshard.Explanation) -> str:
+def _row(found: gshard.stages.Explanation) -> str:
     counts: dict[str, int] = {}
     for row in found.collectives:
         counts[row.kind] = counts.get(row.kind, 0) + row.times
@@ -90,7 +90,9 @@ def _row(found: gshard.Explanation) -> str:
     return f"| `{name}` | {found.mesh} | {told} | {found.total_bytes:,} bytes |"
 
 
-def _beside(xla: gshard.CompiledExplanation, ours: gshard.CompiledExplanation, plan: gshard.Explanation) -> list[str]:
+def _beside(
+    xla: gshard.stages.CompiledExplanation, ours: gshard.stages.CompiledExplanation, plan: gshard.stages.Explanation
+) -> list[str]:
     """One function partitioned by XLA and by gshard: the figures of both, their largest rows, and what differs most."""
     assert (xla.name, str(xla.mesh)) == (ours.name, str(ours.mesh)), "one function on one mesh"
     data = [found.data() for found in (xla, ours)]

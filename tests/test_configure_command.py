@@ -41,7 +41,7 @@ def test_it_prints_and_writes(target: str, capsys: pytest.CaptureFixture[str]) -
     assert main(["configure", target, *COMMON, "--choice", "micro_batches=1,2", *files]) == 0
     out = capsys.readouterr().out
     assert "examples/s" in out
-    assert "wrote best.json: gshard.Configuration.load('best.json', build) reads it" in out
+    assert "wrote best.json: gshard.stages.Configuration.load('best.json', build) reads it" in out
     data = json.loads(Path("found.json").read_text())
     assert data["configurations"][0]["keywords"] == {"micro_batches": 1}
     assert data["bound"] > 0
@@ -52,7 +52,7 @@ def test_it_prints_and_writes(target: str, capsys: pytest.CaptureFixture[str]) -
         exec(PROGRAM, space)
         return space["build"](global_batch, micro_batches)  # type: ignore[operator]
 
-    assert gshard.Configuration.load("best.json", build).keywords == {"micro_batches": 1}
+    assert gshard.stages.Configuration.load("best.json", build).keywords == {"micro_batches": 1}
 
 
 def test_how_it_ends(target: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,21 +11,14 @@ Mark a few tensors of a program written for one device, and run it on all of the
     search                      the fastest plan found for a machine, with no marks or some, and how near the best
     export_plan                 such a plan as shardings for jax.jit, compared with what XLA compiles
 
-What ``jit`` does, verb by verb, each from one noun to the next::
-
-    f, args --trace--> Program --propagate--> Plan --partition--> SpmdProgram --compile--> Executable --> results
-
-``propagate`` is (propagate marks <-> rewrite where split) --> choose --> collective matmuls; recomputation and
-prefetching follow ``partition`` (``search.pipeline``).
-
 Besides::
 
-    Mesh, Sharding              the devices, and how an array is cut over them
-    Machine, Cost               what a program takes on given devices; CollectiveMatmul: which products run so
+    Mesh, Machine               the devices, and what they are; CollectiveMatmul: which products run so
     attention                   dot-product attention, split by batch, heads or sequence (ring attention)
     put_rows, take_rows         rows that move to places of their own, as tokens do to experts (ragged all-to-all)
     kernel                      a fast function (Pallas, cuDNN, ...) that is partitioned as a plain one
-    rule                        register a rule of an operator (RuleMaker, Call, Shards, Rule)
+    rule                        register a rule of an operator; rules: its parts (RuleMaker, Call, Shards, Rule)
+    stages                      what jit does, verb by verb, and the classes of what gshard returns
     testing                     check a rule; limits and baselines of what a jitted function sends, for your tests
     GShardError                 the base of all errors raised on purpose
 """
@@ -36,22 +29,18 @@ import types as _types
 import typing as _typing
 
 if _typing.TYPE_CHECKING:
+    from gshard import rules as rules
+    from gshard import stages as stages
     from gshard import testing as testing
     from gshard.api.attention_function import attention as attention
     from gshard.api.by_path import shard_by_path as shard_by_path
-    from gshard.api.configuration import Configuration as Configuration
-    from gshard.api.configurations import Configurations as Configurations
     from gshard.api.configure import configure as configure
     from gshard.api.dimensions import dimensions as dimensions
     from gshard.api.explained import explain as explain
     from gshard.api.export import export_plan as export_plan
     from gshard.api.instead_of_jit import instead_of_jit as instead_of_jit
     from gshard.api.jit import jit as jit
-    from gshard.api.jitted import Jitted as Jitted
-    from gshard.api.kernel_function import KernelFunction as KernelFunction
     from gshard.api.kernel_function import kernel as kernel
-    from gshard.api.lowered import Compiled as Compiled
-    from gshard.api.lowered import Lowered as Lowered
     from gshard.api.marks import name as name
     from gshard.api.marks import replicate as replicate
     from gshard.api.marks import shard as shard
@@ -61,7 +50,6 @@ if _typing.TYPE_CHECKING:
     from gshard.api.row_functions import take_rows as take_rows
     from gshard.api.search import search as search
     from gshard.api.stage import stage as stage
-    from gshard.comm.shards import Shards as Shards
     from gshard.core.errors import ArgumentError as ArgumentError
     from gshard.core.errors import GShardError as GShardError
     from gshard.core.errors import MeshError as MeshError
@@ -72,89 +60,51 @@ if _typing.TYPE_CHECKING:
     from gshard.core.errors import TraceError as TraceError
     from gshard.core.layout import Layout as Layout
     from gshard.core.mesh import Mesh as Mesh
-    from gshard.core.plan import Plan as Plan
-    from gshard.core.program import Program as Program
-    from gshard.core.rule import Rule as Rule
-    from gshard.core.rule import RuleMaker as RuleMaker
-    from gshard.core.sharding import Sharding as Sharding
-    from gshard.core.spmd import SpmdProgram as SpmdProgram
     from gshard.core.uneven import UnevenArray as UnevenArray
-    from gshard.device.cost import Cost as Cost
     from gshard.device.hardware import UnknownMachineWarning as UnknownMachineWarning
     from gshard.device.machine import Machine as Machine
     from gshard.device.machine import MachineError as MachineError
-    from gshard.emit.compile import Executable as Executable
-    from gshard.emit.compile import compile as compile
-    from gshard.emit.partition import partition as partition
-    from gshard.explanation.explain import Explanation as Explanation
-    from gshard.explanation.found import SearchResult as SearchResult
-    from gshard.language.registry import Call as Call
-    from gshard.naming.dimension_classes import Dimensions as Dimensions
     from gshard.planning.collective_matmuls import CollectiveMatmul as CollectiveMatmul
-    from gshard.planning.propagate import propagate as propagate
     from gshard.planning.saved_plan import SavedPlan as SavedPlan
     from gshard.remat.rematerialise import MemoryLimitError as MemoryLimitError
     from gshard.rules import rule as rule
-    from gshard.tracing.trace import trace as trace
-    from gshard.xla_programs.compiled_explanation import CompiledExplanation as CompiledExplanation
-    from gshard.xla_programs.exported_plan import ExportedPlan as ExportedPlan
 
 # The public names of each module. A name is imported when it is first read, so that ``import gshard`` takes no time.
 _NAMES = {
     "api.attention_function": "attention",
     "api.by_path": "shard_by_path",
-    "api.configuration": "Configuration",
-    "api.configurations": "Configurations",
     "api.configure": "configure",
     "api.dimensions": "dimensions",
     "api.explained": "explain",
     "api.export": "export_plan",
     "api.instead_of_jit": "instead_of_jit",
     "api.jit": "jit",
-    "api.jitted": "Jitted",
-    "api.kernel_function": "KernelFunction kernel",
-    "api.lowered": "Compiled Lowered",
+    "api.kernel_function": "kernel",
     "api.marks": "name replicate shard split",
     "api.pipeline_mark": "pipeline",
     "api.row_functions": "put_rows take_rows",
     "api.search": "search",
     "api.stage": "stage",
-    "comm.shards": "Shards",
     "core.errors": "ArgumentError GShardError MeshError PlanError RuleError ShardingError ShardingWarning TraceError",
     "core.layout": "Layout",
     "core.mesh": "Mesh",
-    "core.plan": "Plan",
-    "core.program": "Program",
-    "core.rule": "Rule RuleMaker",
-    "core.sharding": "Sharding",
-    "core.spmd": "SpmdProgram",
     "core.uneven": "UnevenArray",
-    "device.cost": "Cost",
     "device.hardware": "UnknownMachineWarning",
     "device.machine": "Machine MachineError",
-    "emit.compile": "Executable compile",
-    "emit.partition": "partition",
-    "explanation.explain": "Explanation",
-    "explanation.found": "SearchResult",
-    "language.registry": "Call",
-    "naming.dimension_classes": "Dimensions",
     "planning.collective_matmuls": "CollectiveMatmul",
-    "planning.propagate": "propagate",
     "planning.saved_plan": "SavedPlan",
     "remat.rematerialise": "MemoryLimitError",
     "rules": "rule",
-    "tracing.trace": "trace",
-    "xla_programs.compiled_explanation": "CompiledExplanation",
-    "xla_programs.exported_plan": "ExportedPlan",
 }
+_PACKAGES = ("rules", "stages", "testing")
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 if not _typing.TYPE_CHECKING:  # type checkers read the imports above
-    __all__ = sorted([*_MODULES, "testing"])
+    __all__ = sorted([*_MODULES, *_PACKAGES])
 
     def __getattr__(name: str) -> _typing.Any:
-        if name == "testing":
-            return _importlib.import_module("gshard.testing")
+        if name in _PACKAGES:
+            return _importlib.import_module(f"gshard.{name}")
         if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return globals().setdefault(name, getattr(_importlib.import_module(f"gshard.{_MODULES[name]}"), name))

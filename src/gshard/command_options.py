@@ -184,7 +184,7 @@ def _parser() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentPa
     command.add_argument("--budget-seconds", type=float, help="how long everything may take (default: 300)")
     command.add_argument("--html", type=Path, metavar="page.html", help="write the report of the best plan as one page")
     command.add_argument("--json", type=Path, metavar="found.json", help="write the table and the bounds")
-    command.add_argument("--save", type=Path, metavar="best.json", help="write the best for gshard.Configuration.load")
+    command.add_argument("--save", type=Path, metavar="best.json", help="write the best, for Configuration.load")
     _static_and_donated(command)
     command.set_defaults(command="configure")
 

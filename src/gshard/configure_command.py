@@ -53,7 +53,7 @@ def run_configure(options: argparse.Namespace) -> None:
     if options.save:
         found.best.save(options.save)
         builder_name = options.target.rpartition(":")[2]
-        print(f"wrote {options.save}: gshard.Configuration.load({str(options.save)!r}, {builder_name}) reads it")
+        print(f"wrote {options.save}: gshard.stages.Configuration.load({str(options.save)!r}, {builder_name}) reads it")
     end_search(found.stopped, found.best.cost.peak, found.limit)
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from gshard import CompiledExplanation
+    from gshard.stages import CompiledExplanation
 
 FOLDER = "collectives"  # of baselines, beside the file of the test
 

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import gshard
-from gshard import Configuration, Configurations, Mesh
+from gshard import Mesh
+from gshard.stages import Configuration, Configurations
 
 BATCH = 64
 ROW = [Mesh.of({"data": 8})]

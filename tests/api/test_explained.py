@@ -38,11 +38,11 @@ def test_a_function_of_gshard_is_explained_at_each_stage(mesh: Any) -> None:
     assert expected.bytes_by_kind == {"all_reduce": 64 * 32 * 4}
     for stage in jitted.trace(*given), lowered, lowered.compile():
         found = gshard.explain(stage)
-        assert isinstance(found, gshard.Explanation)
+        assert isinstance(found, gshard.stages.Explanation)
         assert told(found) == told(expected)
         assert found.cost().memory.shared == expected.cost().memory.shared == 64 * 32 * 4, "the donated argument"
         by_xla = gshard.explain(stage, partitioner="xla", machine="h100")
-        assert isinstance(by_xla, gshard.CompiledExplanation)
+        assert isinstance(by_xla, gshard.stages.CompiledExplanation)
         assert by_xla.total_bytes == expected.total_bytes
         assert [a.name for a in by_xla.arguments] == ["w", "x"]
         assert "h100" in str(by_xla.machine)

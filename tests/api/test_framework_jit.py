@@ -73,7 +73,7 @@ FRAMEWORKS = {"nnx": of_nnx, "equinox": of_equinox}
 def test_it_is_explained_with_the_names_of_the_user(framework: str) -> None:
     f, arguments, weights = FRAMEWORKS[framework]()
     found = gshard.explain(f, *arguments)
-    assert isinstance(found, gshard.CompiledExplanation)
+    assert isinstance(found, gshard.stages.CompiledExplanation)
     assert found.attributed == 1
     assert {row.line.partition(":")[0] for row in found.collectives} == {"test_framework_jit.py"}
     rows = {row.array for row in found.collectives}
@@ -93,7 +93,7 @@ def test_gshard_partitions_it_where_it_is_told_to(framework: str) -> None:
     f, arguments, weights = FRAMEWORKS[framework]()
     for options in ({"partitioner": "gshard"}, {"mesh": MESH, "machine": "h100"}, {"memory_limit": "1GiB"}):
         found = gshard.explain(f, *arguments, **options)
-        assert isinstance(found, gshard.Explanation)
+        assert isinstance(found, gshard.stages.Explanation)
         assert found.total_bytes > 0
         names = [row.array for row in found.collectives]
         assert any(any(weight in name for weight in weights) for name in names), names
@@ -116,16 +116,16 @@ def test_a_wrapper_that_lowers_is_explained_as_xla_compiles_it() -> None:
 
     step, x = Wrapper(lambda x: jnp.tanh(x)), placed(jnp.ones((64, 32)))
     found = gshard.explain(step, x)
-    assert isinstance(found, gshard.CompiledExplanation)
+    assert isinstance(found, gshard.stages.CompiledExplanation)
     assert found.total_bytes == gshard.explain(step.jitted, x).total_bytes > 0
-    assert isinstance(gshard.explain(step, x, partitioner="gshard", mesh=MESH), gshard.Explanation)
+    assert isinstance(gshard.explain(step, x, partitioner="gshard", mesh=MESH), gshard.stages.Explanation)
 
 
 def test_in_a_block_a_function_of_jax_is_explained_as_gshard_partitions_it() -> None:
     f, x = jax.jit(lambda x: x.sum()), jax.ShapeDtypeStruct((64, 32), "float32", sharding=SPLIT)
     with gshard.instead_of_jit(mesh=MESH):
-        assert isinstance(gshard.explain(f, x), gshard.Explanation)
-        assert isinstance(gshard.explain(f, x, partitioner="xla"), gshard.CompiledExplanation)
+        assert isinstance(gshard.explain(f, x), gshard.stages.Explanation)
+        assert isinstance(gshard.explain(f, x, partitioner="xla"), gshard.stages.CompiledExplanation)
 
 
 def test_a_limit_on_what_it_sends_names_the_weight() -> None:

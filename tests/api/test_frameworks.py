@@ -151,7 +151,7 @@ def test_equinox_lowered() -> None:
     state = OPTIMIZER.init(eqx.filter(model, eqx.is_array))
     with gshard.instead_of_jit(mesh=MESH):
         lowered = jitted_eqx_step.lower(model, state, jax.device_put(X, SPLIT), "train")
-        assert isinstance(lowered.lowered, gshard.Lowered)
+        assert isinstance(lowered.lowered, gshard.stages.Lowered)
         compiled = lowered.compile()
         found = compiled(model, state, jax.device_put(X, SPLIT), "train")[2]
     np.testing.assert_allclose(found, loss_of(model, X), rtol=1e-5)

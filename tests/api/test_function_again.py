@@ -96,7 +96,7 @@ STEPS: dict[str, tuple[Any, tuple[Any, ...], str]] = {
 def test_shardings_of_its_arguments_are_tried(name: str) -> None:
     f, arguments, weight = STEPS[name]
     found = gshard.explain(f, *arguments)
-    assert isinstance(found, gshard.CompiledExplanation)
+    assert isinstance(found, gshard.stages.CompiledExplanation)
     tried = found.try_shardings(seconds=1e-3)
     assert (tried.tried, tried.refused) == (1, 0)
     again = found.again
@@ -135,4 +135,4 @@ def test_arrays_of_a_framework_are_not_kept_either() -> None:
 
 def test_a_plain_partial_is_partitioned_by_gshard() -> None:
     found = gshard.explain(functools.partial(lambda a, b: a @ b, put(8, 8)), put(8, 8), mesh=8)
-    assert isinstance(found, gshard.Explanation)
+    assert isinstance(found, gshard.stages.Explanation)

@@ -30,7 +30,7 @@ def mesh_of(name: str, kind: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
 
 
 def is_partitioned(f: Any, *args: Any, **kwargs: Any) -> bool:
-    return isinstance(f.lower(*args, **kwargs), gshard.Lowered)
+    return isinstance(f.lower(*args, **kwargs), gshard.stages.Lowered)
 
 
 def layer(x: Any, w: Any) -> Any:

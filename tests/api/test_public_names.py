@@ -22,13 +22,18 @@ def test_the_chain_by_hand(rng: np.random.Generator) -> None:
         return jnp.sin(gshard.split(x, 0, 8) @ w)
 
     mesh = gshard.Mesh.of(8)
-    program = gshard.trace(f, x, w)
-    plan = gshard.propagate(program, mesh)
-    spmd = gshard.partition(plan)
-    executable = gshard.compile(spmd)
+    program = gshard.stages.trace(f, x, w)
+    plan = gshard.stages.propagate(program, mesh)
+    spmd = gshard.stages.partition(plan)
+    executable = gshard.stages.compile(spmd)
     placed = [jax.device_put(a, s) for a, s in zip((x, w), executable.compiled.input_shardings[0], strict=True)]
     kinds = program, plan, spmd, executable
-    assert [type(k) for k in kinds] == [gshard.Program, gshard.Plan, gshard.SpmdProgram, gshard.Executable]
+    assert [type(k) for k in kinds] == [
+        gshard.stages.Program,
+        gshard.stages.Plan,
+        gshard.stages.SpmdProgram,
+        gshard.stages.Executable,
+    ]
     (found,) = executable(*placed)
     for expected in (f(x, w), gshard.jit(f, mesh=8)(x, w)):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
@@ -40,7 +45,7 @@ def test_what_is_exported_is_documented() -> None:
     assert not [name for name, thing in own.items() if not thing.__doc__]
     folders = {path.name for path in Path(gshard.__file__).parent.iterdir() if path.is_dir()}
     assert len(folders) > 10
-    assert folders & own.keys() == {"search", "testing"}, "a folder hides the public function of its name"
+    assert folders & own.keys() == {"search", "rules", "testing"}, "a folder hides the public function of its name"
 
 
 def test_completion_lists_the_public_names_only() -> None:

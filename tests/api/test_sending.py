@@ -134,8 +134,8 @@ def test_the_simulator_has_the_same_bits(
 ) -> None:
     w = rng.standard_normal(shape).astype(np.float32)
     mesh = gshard.Mesh.abstract(data=2, model=3)
-    spmd = gshard.partition(
-        gshard.propagate(gshard.trace(lambda w: 2 * gshard.replicate(MARKS[mark](w, send)), w), mesh)
+    spmd = gshard.stages.partition(
+        gshard.stages.propagate(gshard.stages.trace(lambda w: 2 * gshard.replicate(MARKS[mark](w, send)), w), mesh)
     )
     (mapped,) = (e for e in spmd.jaxpr.jaxpr.eqns if e.primitive.name == "shard_map")
     arrays = dict(zip(spmd.jaxpr.jaxpr.constvars, spmd.jaxpr.consts, strict=True))

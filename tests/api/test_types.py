@@ -64,7 +64,7 @@ def test_the_options_for_type_checkers_are_those_of_jit() -> None:
 
 def test_jitted_is_a_type_that_can_be_named() -> None:
     f = gshard.jit(lambda x: x, mesh=8)
-    assert isinstance(f, gshard.Jitted)
-    assert not isinstance(lambda x: x, gshard.Jitted)
-    assert isinstance(f.on(4), gshard.Jitted)
-    assert gshard.Jitted[[int], str] is not None
+    assert isinstance(f, gshard.stages.Jitted)
+    assert not isinstance(lambda x: x, gshard.stages.Jitted)
+    assert isinstance(f.on(4), gshard.stages.Jitted)
+    assert gshard.stages.Jitted[[int], str] is not None

@@ -46,8 +46,8 @@ class Model:
         return x
 
 
-def trained(run: gshard.Jitted[[State, jax.Array], State], state: State, x: jax.Array) -> State:
-    assert isinstance(run, gshard.Jitted)
+def trained(run: gshard.stages.Jitted[[State, jax.Array], State], state: State, x: jax.Array) -> State:
+    assert isinstance(run, gshard.stages.Jitted)
     return run(state, x)
 
 
@@ -63,11 +63,11 @@ def calls(state: State, x: jax.Array) -> None:
 
 def stages(state: State, shape: jax.ShapeDtypeStruct) -> None:
     lowered = step.lower(state, shape)
-    assert_type(lowered, gshard.Lowered)
-    assert_type(lowered.plan, gshard.Plan)
-    assert_type(lowered.spmd, gshard.SpmdProgram)
-    assert_type(lowered.compile(), gshard.Compiled)
-    assert_type(gshard.compile(lowered.spmd), gshard.Executable)
+    assert_type(lowered, gshard.stages.Lowered)
+    assert_type(lowered.plan, gshard.stages.Plan)
+    assert_type(lowered.spmd, gshard.stages.SpmdProgram)
+    assert_type(lowered.compile(), gshard.stages.Compiled)
+    assert_type(gshard.stages.compile(lowered.spmd), gshard.stages.Executable)
     assert_type(lowered.as_text(), str)
     step.trace(state, shape).lower()
     assert_type(step.eval_shape(state, shape), Any)
@@ -86,8 +86,8 @@ def marks(x: jax.Array, tree: dict[str, jax.Array], spec: jax.P) -> None:
 
 def explained(state: State, x: jax.Array) -> None:
     found = gshard.explain(update, state, x, mesh=gshard.Mesh.abstract(data=8), machine="h100:1x8")
-    assert_type(found, gshard.Explanation)
-    assert_type(found.cost(), gshard.Cost)
+    assert_type(found, gshard.stages.Explanation)
+    assert_type(found.cost(), gshard.stages.Cost)
     assert_type(found.total_bytes, int)
     assert_type(found.unused, tuple[str, ...])
 
@@ -95,8 +95,8 @@ def explained(state: State, x: jax.Array) -> None:
 def searched(x: jax.Array) -> None:
     mesh = gshard.Mesh.abstract(data=8)
     found = gshard.search(plain, x, 3, mesh=mesh, machine="h100:1x8")
-    assert_type(found, gshard.SearchResult)
-    assert_type(found.plan, gshard.Plan)
+    assert_type(found, gshard.stages.SearchResult)
+    assert_type(found.plan, gshard.stages.Plan)
 
 
 def mistakes(state: State, x: jax.Array) -> None:

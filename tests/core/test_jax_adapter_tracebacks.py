@@ -47,7 +47,7 @@ PUBLIC: dict[str, Callable[[], Any]] = {
     "split": lambda: gshard.split(jnp.ones(8), 5, "data"),
     "replicate": lambda: gshard.replicate("text"),
     "name": lambda: gshard.name(jnp.ones(8), "a b"),
-    "gshard.trace": lambda: gshard.trace(bad_mark, X),
+    "gshard.stages.trace": lambda: gshard.stages.trace(bad_mark, X),
     "explain": lambda: gshard.explain(bad_mark, X, mesh=MESH),
     "search": lambda: gshard.search(bad_mark, X, mesh=MESH, machine="h100:1x8"),
     "explanation": lambda: gshard.explain(jnp.sin, X, mesh=MESH).why("nothing"),

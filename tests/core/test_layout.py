@@ -239,7 +239,7 @@ def test_pytrees_and_prefixes(arguments: Any) -> None:
     params, x = arguments
 
     def names(tree: Any, said: Any) -> list[Any]:
-        program = gshard.trace(lambda t: jax.tree.map(lambda a: a * 2, name(t, said)), tree)
+        program = gshard.stages.trace(lambda t: jax.tree.map(lambda a: a * 2, name(t, said)), tree)
         return [n.names.dims for n in program.named]
 
     tree = {"a": params, "b": x}

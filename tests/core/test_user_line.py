@@ -18,7 +18,7 @@ def test_layers_of_a_framework_are_at_the_lines_that_call_them() -> None:
         h = up(x)
         return down(h)
 
-    program = gshard.trace(model, jnp.ones((4, 16)))
+    program = gshard.stages.trace(model, jnp.ones((4, 16)))
     lines = [e.line for e in program.block.equations if e.name == "dot_general"]
     first = model.__code__.co_firstlineno
     assert lines == [f"test_user_line.py:{first + i} ({model.__qualname__})" for i in (1, 2)]
@@ -26,5 +26,5 @@ def test_layers_of_a_framework_are_at_the_lines_that_call_them() -> None:
 
 def test_a_framework_that_is_called_by_nobody_else_has_its_own_lines() -> None:
     optax = pytest.importorskip("optax")
-    program = gshard.trace(optax.squared_error, jnp.ones(4))
+    program = gshard.stages.trace(optax.squared_error, jnp.ones(4))
     assert all(e.line for e in program.block.equations)

@@ -123,7 +123,7 @@ def lowered(name: str) -> Any:
 
 
 @functools.cache
-def explained(name: str) -> gshard.Explanation:
+def explained(name: str) -> gshard.stages.Explanation:
     """The explanation of the same plan."""
     _, args, *_ = model(name)
     return gshard.explain(_jitted(name), *args)

@@ -34,7 +34,7 @@ def arguments() -> tuple[Any, ...]:
     return {"up": f32(LAYERS, WIDTH, HIDDEN), "down": f32(LAYERS, HIDDEN, WIDTH)}, f32(2048, WIDTH)
 
 
-def peak_of(explanation: gshard.Explanation) -> tuple[Held, ...]:
+def peak_of(explanation: gshard.stages.Explanation) -> tuple[Held, ...]:
     cost = explanation.cost("h100:1x8")
     rows = held_at_peak(cost.memory, cost.program.block, explanation.plan.program, explanation.names)
     assert sum(row.bytes for row in rows) == sum(v.bytes for v, _ in cost.memory.alive)

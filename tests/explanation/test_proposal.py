@@ -158,7 +158,7 @@ def test_no_mark_is_written_on_arrays_that_are_not_the_users():
     def flattened(x, w):
         return jnp.sum(jnp.tanh(gshard.split(x, 1, "data").reshape(-1, 256) @ gshard.split(w, 1, "model")), -1)
 
-    program = gshard.trace(flattened, f32(8, 64, 256), f32(256, 512))
+    program = gshard.stages.trace(flattened, f32(8, 64, 256), f32(256, 512))
     made = [v for v in program.block.values() if v.made]
     assert {len(v.shape) for v in made} == {2, 3}
     assert all(with_marks(program, {v: Mark("replicate")}) is None for v in made)

@@ -122,7 +122,7 @@ def test_a_cost_is_that_of_the_best_plan_with_its_sharding_and_the_sum_of_its_pa
 def test_causes_add_up_to_what_states_cost(name: str, rng: np.random.Generator) -> None:
     f, arguments = PROGRAMS[name]
     machine = gshard.Machine.of("h100:1x8")
-    choice = choose(settled(gshard.trace(f, *arguments), on_machine(GRID, machine)), seconds_on(machine))
+    choice = choose(settled(gshard.stages.trace(f, *arguments), on_machine(GRID, machine)), seconds_on(machine))
     assert choice is not None
     causes = Causes(choice.graph)
     for _ in range(5):

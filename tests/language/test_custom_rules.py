@@ -54,12 +54,12 @@ def test_a_function_of_the_equation_with_its_own_local() -> None:
     seen = []
 
     @gshard.rule("custom_outer")
-    def rule(call: gshard.Call) -> Rule:
-        make = gshard.RuleMaker()
+    def rule(call: gshard.rules.Call) -> Rule:
+        make = gshard.rules.RuleMaker()
         (n, k), (_, m) = call.in_shapes
         a, b, c = make.factor(n), make.factor(k, "reduce", "add"), make.factor(m)
 
-        def local(shards: gshard.Shards, x: Any, y: Any) -> list[Any]:
+        def local(shards: gshard.rules.Shards, x: Any, y: Any) -> list[Any]:
             seen.append((x.shape, y.shape, shards.out_shape()))
             return [x @ jnp.tanh(y)]
 
@@ -94,8 +94,8 @@ def test_a_rule_of_ones_own_is_replaced_and_one_of_ours_only_if_asked() -> None:
         ("a b, c b -> a c; add over b", "has 'b' be 5 in dimension 1 of operand 0 and 6 in dimension 1 of operand 1"),
         (lambda call: None, "gave NoneType"),
         (lambda call: call.params["axis"], "failed: KeyError: 'axis'"),
-        (lambda call: gshard.RuleMaker().rule([[], []], [[]]), "operand 0: the rule gives it 0 dimensions"),
-        (lambda call: gshard.RuleMaker().rule([], []), "it is for 0 operands, and there are 2"),
+        (lambda call: gshard.rules.RuleMaker().rule([[], []], [[]]), "operand 0: the rule gives it 0 dimensions"),
+        (lambda call: gshard.rules.RuleMaker().rule([], []), "it is for 0 operands, and there are 2"),
     ],
 )
 def test_a_rule_that_does_not_fit_blames_the_users_line(rule: Any, message: str) -> None:
@@ -109,8 +109,8 @@ def test_a_rule_that_does_not_fit_blames_the_users_line(rule: Any, message: str)
 
 def test_wrong_sizes_in_a_function_name_dimension_and_factors() -> None:
     @gshard.rule("custom_outer")
-    def rule(call: gshard.Call) -> Rule:
-        make = gshard.RuleMaker()
+    def rule(call: gshard.rules.Call) -> Rule:
+        make = gshard.rules.RuleMaker()
         a, b, c, d = (make.factor(n) for n in (7, 5, 3, 2))
         return make.rule([[a, b], [b, c + d + d]], [[a, c + d]])
 
@@ -118,8 +118,8 @@ def test_wrong_sizes_in_a_function_name_dimension_and_factors() -> None:
         gshard.jit(outer, mesh=8)(X, Y)
 
     @gshard.rule("custom_outer")
-    def other(call: gshard.Call) -> Rule:
-        make = gshard.RuleMaker()
+    def other(call: gshard.rules.Call) -> Rule:
+        make = gshard.rules.RuleMaker()
         a, b, c, d = (make.factor(n) for n in (7, 5, 4, 2))
         return make.rule([[a, b], [b, c + d]], [[a, c + d]])
 

@@ -44,7 +44,7 @@ def positions(x: Any) -> Any:
 @pytest.mark.parametrize("dim", [0, 2])
 @pytest.mark.parametrize("f", [rolled, rotated, prefixes, bands, positions])
 def test_a_traced_function_can_be_mapped(f: Callable[..., Any], dim: int) -> None:
-    block = gshard.trace(f, X[0]).block
+    block = gshard.stages.trace(f, X[0]).block
     mapped = jax.vmap(lambda x: Interpreter().run(block, [x])[0], dim)(np.moveaxis(X, 0, dim))
     np.testing.assert_allclose(mapped, jax.vmap(f)(X), rtol=1e-5, atol=1e-6)
 

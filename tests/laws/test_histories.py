@@ -137,7 +137,7 @@ class Histories(RuleBasedStateMachine):
             given = arguments
             if k.donated:
                 given = jax.tree.map(lambda v: v.copy() if isinstance(v, jax.Array) else v, arguments)
-            said = None if isinstance(k.call, gshard.Compiled) else said_by(k.jitted, given)
+            said = None if isinstance(k.call, gshard.stages.Compiled) else said_by(k.jitted, given)
             with allowed_to_refuse(k.small.function, given, k.under):
                 got = called(k.call, given, want, donated=k.donated, said=said, where=f"{k!r}, {where}, call {i}")
                 self.results = [x for x in leaves_of(got) if x.dtype == np.int32 and x.ndim == 2][:2] or self.results

@@ -25,7 +25,7 @@ ON: dict[str, tuple[dict[str, int], str | None]] = {
     "three axes": ({"a": 2, "b": 2, "c": 2}, None),
     "four axes": ({"a": 2, "b": 2, "c": 2, "d": 2}, None),
 }
-PLANNED = gshard.Program, gshard.Plan, gshard.Lowered, gshard.SpmdProgram
+PLANNED = gshard.stages.Program, gshard.stages.Plan, gshard.stages.Lowered, gshard.stages.SpmdProgram
 KIB = 2**10
 
 

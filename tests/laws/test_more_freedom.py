@@ -93,7 +93,7 @@ def test_no_preset_is_better_than_what_is_found(name: str) -> None:
 
 
 def priced_again(
-    found: gshard.SearchResult, mesh: Mesh, function: Callable[..., Any], arguments: Any, names: set[str]
+    found: gshard.stages.SearchResult, mesh: Mesh, function: Callable[..., Any], arguments: Any, names: set[str]
 ) -> list[PricedPlan]:
     """The presets of a mesh as marks of the program, planned for the machine."""
     lowered = gshard.jit(function, mesh=mesh, donate_argnums=0).lower_for_search(arguments, {})
@@ -262,7 +262,7 @@ def test_a_bound_of_some_choices_is_said_to_be_of_these() -> None:
 
 
 def test_a_choice_is_limited_as_its_plan() -> None:
-    program = gshard.trace(lambda x, w: gshard.split(x, 0, "a") @ w, *(shape((64, 64), "float32"),) * 2)
+    program = gshard.stages.trace(lambda x, w: gshard.split(x, 0, "a") @ w, *(shape((64, 64), "float32"),) * 2)
     for axes in ({"a": 8}, dict.fromkeys("abcd", 2)):
         choice = choose(settled(program, gshard.Mesh.abstract(**axes)))
         assert choice is not None

@@ -41,7 +41,7 @@ def explained(
     w: Any = JOINT,
     x: Any = X,
     **options: Any,
-) -> gshard.Explanation:
+) -> gshard.stages.Explanation:
     """A training step whose weights, new weights and batch are marked so."""
 
     def marked(weights: Any) -> Any:
@@ -53,7 +53,7 @@ def explained(
         return marked(jax.tree.map(lambda a, da: a - 0.1 * da, w, jax.grad(loss)(w, x)))
 
     found = gshard.explain(step, w, x, mesh=gshard.Mesh.abstract(**axes), **options)
-    assert isinstance(found, gshard.Explanation)
+    assert isinstance(found, gshard.stages.Explanation)
     return found
 
 

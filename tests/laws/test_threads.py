@@ -62,9 +62,9 @@ def program(m: int) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
     return f, [jax.ShapeDtypeStruct(shape, "float32") for shape in ((m, 64), (64, 128), (128, m), (m, 32))]
 
 
-def traced_program(m: int) -> gshard.Program:
+def traced_program(m: int) -> gshard.stages.Program:
     f, arguments = program(m)
-    return gshard.trace(f, *arguments)
+    return gshard.stages.trace(f, *arguments)
 
 
 @pytest.mark.parametrize(
@@ -78,8 +78,8 @@ def test_plans_made_at_once_are_those_made_alone(axes: dict[str, int]) -> None:
     mesh = gshard.Mesh.abstract(**axes)
     for first in (16, 64, 112):
         traced = [traced_program(first + 8 * k) for k in range(THREADS)]
-        found = at_once([lambda p=p: str(gshard.propagate(p, mesh)) for p in traced])
-        assert found == [str(gshard.propagate(p, mesh)) for p in traced]
+        found = at_once([lambda p=p: str(gshard.stages.propagate(p, mesh)) for p in traced])
+        assert found == [str(gshard.stages.propagate(p, mesh)) for p in traced]
 
 
 def test_functions_are_traced_and_planned_at_once() -> None:
@@ -93,8 +93,8 @@ def test_functions_are_traced_and_planned_at_once() -> None:
 
 def test_one_traced_program_is_planned_at_once() -> None:
     traced = traced_program(40)
-    found = at_once([lambda: str(gshard.propagate(traced, MESH)) for _ in range(THREADS)])
-    assert found == [str(gshard.propagate(traced, MESH))] * THREADS
+    found = at_once([lambda: str(gshard.stages.propagate(traced, MESH)) for _ in range(THREADS)])
+    assert found == [str(gshard.stages.propagate(traced, MESH))] * THREADS
 
 
 def test_one_function_is_called_at_once_with_arguments_of_many_shapes() -> None:

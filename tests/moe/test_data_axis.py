@@ -129,12 +129,14 @@ def test_replicas_are_layers_beside_each_other(dispatch: str, factor: float) -> 
     assert_trees_close(gradients[1], jnp.concatenate([g[1] for _, g in halves]))
 
 
-def explained(config: TransformerConfig, mesh: dict[str, int], *, backward: bool) -> gshard.Explanation:
+def explained(config: TransformerConfig, mesh: dict[str, int], *, backward: bool) -> gshard.stages.Explanation:
     return _explained(config, tuple(mesh.items()), backward)
 
 
 @functools.cache
-def _explained(config: TransformerConfig, axes: tuple[tuple[str, int], ...], backward: bool) -> gshard.Explanation:
+def _explained(
+    config: TransformerConfig, axes: tuple[tuple[str, int], ...], backward: bool
+) -> gshard.stages.Explanation:
     """Two groups on each device that holds tokens; arguments and results are split as the tokens."""
     mesh = dict(axes)
     tokens = {0: tuple(axis for axis in mesh if axis != "model")}

@@ -61,7 +61,7 @@ def test_the_layer_is_the_same_program() -> None:
 def test_without_a_layout_nothing_is_marked() -> None:
     config = dataclasses.replace(CONFIG, partitions=1)
     params, x = moe.shapes(expert_specs(config)), jax.ShapeDtypeStruct((8, 12, 8), "float32")
-    program = gshard.trace(lambda p, x: expert_layer(config, p, x)[0], params, x)
+    program = gshard.stages.trace(lambda p, x: expert_layer(config, p, x)[0], params, x)
     assert not [e for e in program.block.walk() if e.mark is not None]
     assert {str(n.names) for n in program.named} == {
         "groups tokens model", "model gates", "experts model hidden", "experts hidden model",

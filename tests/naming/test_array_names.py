@@ -28,7 +28,7 @@ def split(tree: Any) -> Any:
 
 
 @functools.cache
-def of_nnx() -> gshard.Explanation:
+def of_nnx() -> gshard.stages.Explanation:
     class Block(nnx.Module):
         def __init__(self, rngs: Any) -> None:
             self.up, self.down = nnx.Linear(32, 64, rngs=rngs), nnx.Linear(64, 32, rngs=rngs)
@@ -61,7 +61,7 @@ def of_nnx() -> gshard.Explanation:
 
 
 @functools.cache
-def of_linen(scanned: bool) -> gshard.Explanation:
+def of_linen(scanned: bool) -> gshard.stages.Explanation:
     class Block(nn.Module):
         @nn.compact
         def __call__(self, x: Any, _: Any) -> Any:

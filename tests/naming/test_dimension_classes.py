@@ -192,7 +192,7 @@ def test_equal_layers_have_one_class_with_their_moments(layers: int, in_lists: b
         updates, moments = adam.update(jax.grad(loss)(state["params"]), state["adam"], state["params"])
         return {"params": optax.apply_updates(state["params"], updates), "adam": moments}
 
-    names = DimensionNames(gshard.trace(step, state, shape(16, 24)))
+    names = DimensionNames(gshard.stages.trace(step, state, shape(16, 24)))
     hidden = [c for c in names.dimensions.classes if c.size == 64]
     assert len(hidden) == 1
     assert len(hidden[0].arguments) == layers * 2 * 3  # up and down, each with two moments
@@ -206,6 +206,6 @@ def test_dimensions_of_one_layer_stay_apart() -> None:
     def f(ws: Any, x: Any) -> Any:
         return x @ ws[0] @ ws[1] @ ws[2]
 
-    names = DimensionNames(gshard.trace(f, [shape(8, 8)] * 3, shape(4, 8)))
+    names = DimensionNames(gshard.stages.trace(f, [shape(8, 8)] * 3, shape(4, 8)))
     labels = [names.dimensions.arguments[f"ws/{i}"].split() for i in range(3)]
     assert all(a != b for a, b in labels)

@@ -80,7 +80,7 @@ def update_of(function: Callable[[Any], Any], dim: int = 0) -> Callable[..., Any
     return update
 
 
-def batches_of(program: gshard.Program) -> int:
+def batches_of(program: gshard.stages.Program) -> int:
     return [fired.rewrite for fired in program.fired].count(NAME)
 
 
@@ -106,12 +106,12 @@ def test_numbers_of_the_batched_program_in_every_call(name: str, count: int, axe
     trees = [[normal(n, n) for _ in range(count)] for _ in range(3)]
     jax_mesh = mesh_of(**axes)
     mesh = Mesh.of(jax_mesh)
-    program = settled(gshard.trace(update, *trees), mesh).program
+    program = settled(gshard.stages.trace(update, *trees), mesh).program
     changed = batched(program, mesh)
     assert batches_of(changed) == 1
     assert batched(changed, mesh) is changed, "once"
     assert batched(program, mesh).block is changed.block, "values are compared by identity"
-    f = gshard.jit(update, mesh=jax_mesh, plan=gshard.propagate(changed, mesh))
+    f = gshard.jit(update, mesh=jax_mesh, plan=gshard.stages.propagate(changed, mesh))
     wanted = jax.jit(update)(*trees)
     for arguments in placements(trees, jax_mesh):
         assert_near(f(*arguments), wanted)
@@ -126,9 +126,9 @@ def test_integers_and_what_is_not_finite() -> None:
     floats = [normal(16, 16) for _ in range(5)]
     floats[1][3, 3], floats[2][0, 1], floats[4][5, 5] = np.nan, np.inf, -np.inf
     for xs in (integers, floats):
-        program = batched(settled(gshard.trace(f, xs), Mesh.of(mesh)).program, Mesh.of(mesh))
+        program = batched(settled(gshard.stages.trace(f, xs), Mesh.of(mesh)).program, Mesh.of(mesh))
         assert batches_of(program) == 1
-        got = gshard.jit(f, mesh=mesh, plan=gshard.propagate(program, Mesh.of(mesh)))(xs)
+        got = gshard.jit(f, mesh=mesh, plan=gshard.stages.propagate(program, Mesh.of(mesh)))(xs)
         for a, b in zip(got, jax.jit(f)(xs), strict=True):
             np.testing.assert_allclose(a, b, rtol=0 if a.dtype == np.int32 else 1e-4)  # equal infinities and NaNs
 
@@ -207,9 +207,9 @@ def test_steps_in_a_loop() -> None:
 
     weights, gradients = [normal(16, 16) for _ in range(4)], [normal(4, 16, 16) for _ in range(4)]
     mesh = mesh_of(data=4, model=2)
-    program = batched(settled(gshard.trace(steps, weights, gradients), Mesh.of(mesh)).program, Mesh.of(mesh))
+    program = batched(settled(gshard.stages.trace(steps, weights, gradients), Mesh.of(mesh)).program, Mesh.of(mesh))
     assert batches_of(program) == 1
-    f = gshard.jit(steps, mesh=mesh, plan=gshard.propagate(program, Mesh.of(mesh)))
+    f = gshard.jit(steps, mesh=mesh, plan=gshard.stages.propagate(program, Mesh.of(mesh)))
     for arguments in placements((weights, gradients), mesh)[:3]:
         assert_near(f(*arguments), jax.jit(steps)(weights, gradients))
 

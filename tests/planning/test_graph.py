@@ -137,7 +137,7 @@ def test_no_plan_is_better(name: str) -> None:
     """All choices of a sharding for every group are planned, partitioned and priced."""
     f, arguments = SMALL[name]
     mesh, machine = gshard.Mesh.abstract(x=4), Machine.of("h100:1x4")
-    program = gshard.trace(f, *arguments)
+    program = gshard.stages.trace(f, *arguments)
     graph = problem_of(program, mesh, machine)
     best = best_plan(program, mesh, machine)
     assert best.searched.cost.seconds <= least_of_all(program, graph, machine) * 1.01
@@ -207,7 +207,7 @@ def test_no_plan_of_small_programs_is_better() -> None:
         f, arguments = any_small_program(rng)
         mesh = gshard.Mesh.abstract(x=2, y=2) if seed % 4 == 0 else gshard.Mesh.abstract(x=4)
         machine = Machine.of("h100:1x4")
-        program = gshard.trace(f, *arguments)
+        program = gshard.stages.trace(f, *arguments)
         graph = problem_of(program, mesh, machine)
         if np.prod([float(len(states)) for states in graph.states]) > 600:
             continue
@@ -224,7 +224,7 @@ def test_elementwise_equations_tie_values_and_boundaries_do_not() -> None:
         h = jnp.exp(x + 1) * y
         return gshard.split(h, 0, 2) - 1
 
-    program = gshard.trace(f, shape(8, 4), shape(8, 4))
+    program = gshard.stages.trace(f, shape(8, 4), shape(8, 4))
     groups = sharding_groups_of(program, {*program.block.inputs})
     x, y = program.block.inputs
     assert groups.of[x] != groups.of[y]
@@ -240,7 +240,7 @@ def test_what_others_read_is_not_tied_to_a_sum_of_it(fused: bool) -> None:
         x = jnp.tanh(a)
         return jnp.exp(x + jnp.cos(b)), jnp.sin(x) * 2
 
-    program = gshard.trace(f, shape(8, 8), shape(8, 8))
+    program = gshard.stages.trace(f, shape(8, 8), shape(8, 8))
     groups = sharding_groups_of(program, {*program.block.inputs}, fused=fused)
     made = {e.name: groups.of[e.outputs[0]] for e in program.block.equations}
     assert made["cos"] == made["add"] == made["exp"]
@@ -264,13 +264,13 @@ def test_parts_of_sums_go_where_all_are_linear() -> None:
     def f(a: Any, b: Any, c: Any) -> Any:
         return jnp.exp(-(a @ b + a @ c)) + 1
 
-    program = gshard.trace(f, shape(8, 4), shape(4, 8), shape(4, 8))
+    program = gshard.stages.trace(f, shape(8, 4), shape(4, 8), shape(4, 8))
     inputs = {*program.block.inputs}
     groups = sharding_groups_of(program, inputs, inputs)
     sums, turned = (groups.of[program.block.equations[i].outputs[0]] for i in (0, 3))
     assert {groups.of[e.outputs[0]] for e in program.block.equations} == {sums, turned}
     assert set(groups.unreduced) == {sums}, "an exponential, and a negation, are of what is finished"
-    program = gshard.trace(lambda a, b, c: (a @ b + a @ c).T, shape(8, 4), shape(4, 8), shape(4, 8))
+    program = gshard.stages.trace(lambda a, b, c: (a @ b + a @ c).T, shape(8, 4), shape(4, 8), shape(4, 8))
     groups = sharding_groups_of(program, {*program.block.inputs}, {*program.block.inputs})
     total = next(e.outputs[0] for e in program.block.equations if e.name == "add")
     assert groups.of[total] in groups.unreduced
@@ -281,7 +281,7 @@ def test_what_others_read_is_not_tied_to_a_product_with_a_sum() -> None:
         x = jnp.tanh(a)
         return jnp.sin(x), x * (b @ c)
 
-    program = gshard.trace(f, shape(8, 8), shape(8, 4), shape(4, 8))
+    program = gshard.stages.trace(f, shape(8, 8), shape(8, 4), shape(4, 8))
     inputs = {*program.block.inputs}
     groups = sharding_groups_of(program, inputs, inputs)
     made = {e.name: groups.of[e.outputs[0]] for e in program.block.equations}
@@ -313,7 +313,7 @@ def test_ways() -> None:
     assert "[8@x,6]{U:y}" in {s.format(FOUR, (8, 6)) for s in shardings((8, 6), FOUR, AXES, unreduced="add")}
     assert "[17@x]" in {s.format(FOUR, (17,)) for s in shardings((17,), FOUR, AXES)}
     assert [s.format(FOUR, (17,)) for s in shardings((17,), FOUR, AXES, even=True)] == ["[17]"]
-    (e,) = gshard.trace(lambda a, b: a @ b, shape(8, 16), shape(16, 8)).block.equations
+    (e,) = gshard.stages.trace(lambda a, b: a @ b, shape(8, 16), shape(16, 8)).block.equations
     assert e.rule is not None
     chosen = splits(e.rule, *components(e.rule), FOUR, AXES)
     assert {} in chosen
@@ -349,8 +349,8 @@ def test_a_loop_counts_as_often_as_it_runs() -> None:
         return jax.lax.fori_loop(0, 12, lambda _, x: once(x, w), x)
 
     arguments = (shape(32, 32), shape(32, 32))
-    one = best_plan(gshard.trace(once, *arguments), FOUR, slow())
-    twelve = best_plan(gshard.trace(often, *arguments), FOUR, slow())
+    one = best_plan(gshard.stages.trace(once, *arguments), FOUR, slow())
+    twelve = best_plan(gshard.stages.trace(often, *arguments), FOUR, slow())
     assert 8 < twelve.solution.value / one.solution.value < 14
     assert twelve.solution.value / twelve.searched.cost.seconds == pytest.approx(1, abs=0.1)
 
@@ -360,7 +360,7 @@ def test_what_is_donated_comes_back_as_it_was() -> None:
         return state + (x.T @ x).reshape(state.shape), x.sum()
 
     arguments = (shape(16, 64), shape(128, 32))
-    program = gshard.trace(step, *arguments)
+    program = gshard.stages.trace(step, *arguments)
     best = best_plan(program, FOUR, slow(), donated=[0])
     plan = best.searched.plan
     assert plan.sharding(program.block.inputs[0]) == plan.sharding(program.block.outputs[0])
@@ -379,7 +379,7 @@ LAYERED = (shape(6, 1024, 4096), shape(6, 4096, 1024)), shape(512, 1024)
 
 def test_each_operand_of_a_barrier_is_split_for_itself() -> None:
     """What is recomputed in the backward pass goes through one barrier, weights and activations together."""
-    program = gshard.trace(jax.grad(layered), *LAYERED)
+    program = gshard.stages.trace(jax.grad(layered), *LAYERED)
     barrier = next(e for e in program.block.walk() if e.rule is not None and e.rule.passes and len(e.inputs) > 2)
     found = components(barrier.rule)
     assert [(component.operands, component.results) for component in found] == [
@@ -395,7 +395,7 @@ def test_each_operand_of_a_barrier_is_split_for_itself() -> None:
 @pytest.mark.parametrize("limit", [None, 0.9])
 def test_what_a_loop_holds_is_known(limit: float | None) -> None:
     """Stacks that are gathered before a loop, and those that it makes, are there while it runs."""
-    program = gshard.trace(jax.grad(layered), *LAYERED)
+    program = gshard.stages.trace(jax.grad(layered), *LAYERED)
     machine = Machine.of("h100:1x8")
     free = best_plan(program, EIGHT, machine)
     best = free if limit is None else best_plan(program, EIGHT, machine, memory_limit=limit * free.searched.kept)
@@ -412,7 +412,7 @@ def test_a_sum_over_two_axes_is_cut_over_both_in_one_message() -> None:
 
 
 def test_presets_split_one_dimension_of_all_that_have_it() -> None:
-    program = gshard.trace(lambda w, v, x: jnp.tanh(x @ w) @ v, shape(64, 256), shape(256, 16), shape(32, 64))
+    program = gshard.stages.trace(lambda w, v, x: jnp.tanh(x @ w) @ v, shape(64, 256), shape(256, 16), shape(32, 64))
     found = {preset.name: preset.planned(FOUR, None, AS_MARKED)[0].plan for preset in marked_presets(program, FOUR)}
     w, v, x = program.block.inputs
     hidden = found["dimension 1 of w (256) over all devices"]

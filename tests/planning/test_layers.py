@@ -174,7 +174,7 @@ def test_a_bound_that_is_known_early_changes_no_plan(
 ) -> None:
     """Every problem counts as large here, and none is solved exactly."""
     x = f32(2, 64, 128, WIDTH) if accumulates else f32(64, 128, WIDTH)
-    program = gshard.trace(step_of(layer, "float32", accumulates), weights(layer, 4), x)
+    program = gshard.stages.trace(step_of(layer, "float32", accumulates), weights(layer, 4), x)
     propagated = settled(program, MESH)
     graph = graph_of(propagated.program, bytes_on(MESH, axes_of(MESH)), propagated=propagated)
     known_early: list[bool] = []
@@ -200,7 +200,9 @@ def test_a_bound_that_is_known_early_changes_no_plan(
 
 
 def test_classes_are_of_nodes_with_the_same_states() -> None:
-    program = gshard.trace(step_of(feed_forward, "bfloat16", True), weights(feed_forward, 3), f32(2, 64, 128, WIDTH))
+    program = gshard.stages.trace(
+        step_of(feed_forward, "bfloat16", True), weights(feed_forward, 3), f32(2, 64, 128, WIDTH)
+    )
     propagated = settled(program, MESH)
     graph = of_propagate.graph_of(
         propagated.program, of_propagate.bytes_on(MESH, tuple((a,) for a in MESH.atoms)), propagated=propagated
@@ -211,7 +213,7 @@ def test_classes_are_of_nodes_with_the_same_states() -> None:
     sizes: dict[int, int] = {}
     for k, cost in zip(classes.tolist(), graph.problem.costs, strict=True):
         assert sizes.setdefault(k, cost.size) == cost.size
-    nothing = gshard.trace(lambda x, w: jnp.tanh(gshard.split(x, 0, "data") @ w), f32(64, 32), f32(32, 16))
+    nothing = gshard.stages.trace(lambda x, w: jnp.tanh(gshard.split(x, 0, "data") @ w), f32(64, 32), f32(32, 16))
     propagated = settled(nothing, MESH)
     graph = of_propagate.graph_of(
         propagated.program, of_propagate.bytes_on(MESH, tuple((a,) for a in MESH.atoms)), propagated=propagated

@@ -389,7 +389,7 @@ def test_the_dense_transformer_of_the_paper() -> None:
 
 def test_a_settled_program_is_a_fixed_point() -> None:
     mesh = Mesh.abstract(stage=4)
-    program = gshard.trace(loss_of(of_remat, marked(micro_batches=4)), W)
+    program = gshard.stages.trace(loss_of(of_remat, marked(micro_batches=4)), W)
     once = settled(program, mesh).program
     assert settled(once, mesh).program is once
     assert pipelined(once, mesh) is once

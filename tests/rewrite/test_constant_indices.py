@@ -75,7 +75,7 @@ LOOKED_UP: dict[str, tuple[Callable[..., Any], set[str]]] = {
 @pytest.mark.parametrize("name", LOOKED_UP)
 def test_what_they_become(name: str) -> None:
     f, left = LOOKED_UP[name]
-    names = {e.name for e in gshard.trace(f, X).block.walk()}
+    names = {e.name for e in gshard.stages.trace(f, X).block.walk()}
     assert names & {"gather", "scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"} == left
 
 
@@ -84,7 +84,7 @@ def test_what_they_become(name: str) -> None:
 def test_whatever_is_looked_up(dtype: Any) -> None:
     functions = {name: LOOKED_UP[name][0] for name in ("labels", "each twice", "turned", "mixed", "one row read")}
     x = jnp.abs(jnp.nan_to_num(X)).astype(dtype)
-    assert "gather" not in {e.name for e in gshard.trace(functions["turned"], x).block.walk()}
+    assert "gather" not in {e.name for e in gshard.stages.trace(functions["turned"], x).block.walk()}
     expected = jax.jit(all_of(functions, None))(x)
     for name, found in gshard.jit(all_of(functions, 0), mesh=8)(x).items():
         np.testing.assert_array_equal(np.asarray(found), np.asarray(expected[name]), name)
@@ -137,7 +137,7 @@ def test_nothing_is_gathered(name: str, most: int) -> None:
 
 
 def test_indices_that_the_program_does_not_tell_stay_look_ups() -> None:
-    program = gshard.trace(lambda x, i: x[i], X, LABELS)
+    program = gshard.stages.trace(lambda x, i: x[i], X, LABELS)
     assert "gather" in {e.name for e in program.block.walk()}
 
 
@@ -239,7 +239,7 @@ def test_images_made_larger_and_smaller(size: int, dtype: Any) -> None:
 
 def known_of(f: Callable[..., Any]) -> bool:
     """Whether the indices that a function computes are known."""
-    program = gshard.trace(lambda x: x[f()], jnp.zeros((8, 2)))
+    program = gshard.stages.trace(lambda x: x[f()], jnp.zeros((8, 2)))
     return "gather" not in {e.name for e in program.block.walk()}
 
 

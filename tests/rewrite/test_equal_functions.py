@@ -29,7 +29,7 @@ def orthogonal(x: Any, steps: int = 2) -> Any:
 
 
 def groups(f: Any, *arguments: Any) -> list[list[Function]]:
-    return equal_functions(gshard.trace(f, *arguments).block)
+    return equal_functions(gshard.stages.trace(f, *arguments).block)
 
 
 SQUARES = [f32(16, 16)] * 3
@@ -40,7 +40,7 @@ def test_a_function_begins_where_arrays_meet_and_ends_where_they_do() -> None:
         momenta = [0.9 * m + g for m, g in zip(momenta, gradients, strict=True)]
         return [w - 0.1 * orthogonal(m) for w, m in zip(weights, momenta, strict=True)], momenta
 
-    program = gshard.trace(update, SQUARES, SQUARES, SQUARES)
+    program = gshard.stages.trace(update, SQUARES, SQUARES, SQUARES)
     ((first, *others),) = equal_functions(program.block)
     assert len(others) == 2
     producer = {v: e for e in program.block.equations for v in e.outputs}
@@ -80,7 +80,7 @@ def test_a_function_of_another_one_is_in_another_batch() -> None:
         return a, orthogonal(a * b), orthogonal(b), orthogonal(c)
 
     (group,) = groups(f, *SQUARES)
-    program = gshard.trace(f, *SQUARES)
+    program = gshard.stages.trace(f, *SQUARES)
     assert len(group) == 3
     assert len(equal_functions(program.block)[0]) == 3
 
@@ -121,7 +121,7 @@ def test_a_number_that_all_arrays_decide_begins_new_functions() -> None:
     (group,) = groups(f, SQUARES)
     assert len(group) == 3
     assert len({v.root for v in group}) == 3
-    assert not any(v.root in gshard.trace(f, SQUARES).block.inputs for v in group)
+    assert not any(v.root in gshard.stages.trace(f, SQUARES).block.inputs for v in group)
 
 
 def test_values_from_outside() -> None:

@@ -132,7 +132,7 @@ EXAMPLES: Mapping[str, Example] = {
 
 
 def rewritten(f: Callable[..., Any], arguments: tuple[np.ndarray, ...]) -> Program:
-    return gshard.propagate(gshard.trace(f, *arguments), MESH).program
+    return gshard.stages.propagate(gshard.stages.trace(f, *arguments), MESH).program
 
 
 def fired(program: Program) -> set[str]:
@@ -157,7 +157,7 @@ def test_it_does_not_fire_on_a_near_miss(name: str) -> None:
 @pytest.mark.one_in(2)
 def test_it_computes_the_same(name: str) -> None:
     f, _, arguments = EXAMPLES[name]
-    program = gshard.trace(f, *arguments)
+    program = gshard.stages.trace(f, *arguments)
     with jax.disable_jit():
         want = jax.tree.leaves(f(*arguments))
     for got, one in zip(Interpreter().run(program.block, [*program.captured, *arguments]), want, strict=True):
@@ -167,7 +167,7 @@ def test_it_computes_the_same(name: str) -> None:
 def test_what_fired_is_shown(caplog: pytest.LogCaptureFixture) -> None:
     f, _, arguments = EXAMPLES["sink_pad"]
     with caplog.at_level(logging.DEBUG, "gshard"):
-        (one,) = gshard.trace(f, *arguments).fired
+        (one,) = gshard.stages.trace(f, *arguments).fired
     assert str(one).startswith("sink_pad at test_fires.py:")
     assert "pad -> 2 pad, add" in str(one)
     assert f"Rewrote {one}" in caplog.messages
@@ -175,5 +175,5 @@ def test_what_fired_is_shown(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_fixed_point_is_reached() -> None:
     for f, _, arguments in EXAMPLES.values():
-        block = gshard.trace(f, *arguments).block
+        block = gshard.stages.trace(f, *arguments).block
         assert not run(TRACE, block.equations, block.outputs, Builder(itertools.count(10_000)))[1]

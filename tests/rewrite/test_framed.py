@@ -109,7 +109,7 @@ def test_whatever_is_computed(dtype: Any) -> None:
 
 
 def test_a_small_window_stays_one() -> None:
-    program = gshard.trace(lambda x: jnp.pad(jnp.sin(x[:2]), ((0, 30), (0, 0))), data(32))
+    program = gshard.stages.trace(lambda x: jnp.pad(jnp.sin(x[:2]), ((0, 30), (0, 0))), data(32))
     (sines,) = (e for e in program.block.equations if e.name == "sin")
     assert sines.outputs[0].shape == (2, M)
 
@@ -118,7 +118,7 @@ def test_what_is_marked_is_made() -> None:
     def f(x: Any) -> Any:
         return jnp.pad(gshard.replicate(jnp.sin(x[1:-1])) * 2, ((1, 1), (0, 0)))
 
-    assert [e for e in gshard.trace(f, data(32)).block.equations if e.mark is not None]
+    assert [e for e in gshard.stages.trace(f, data(32)).block.equations if e.mark is not None]
     np.testing.assert_array_equal(gshard.jit(f, mesh=8)(data(32)), jax.jit(f)(data(32)))
 
 
@@ -141,7 +141,7 @@ def test_what_is_computed_in_many_steps_is_followed_no_further_than_is_worth_it(
             y = lax.sin(y)
         return jnp.pad(y, ((1, 1), (0, 0)))
 
-    assert gshard.trace(f, data(32)).block.equations[0].name == "slice"
+    assert gshard.stages.trace(f, data(32)).block.equations[0].name == "slice"
 
 
 def test_keys_of_random_numbers_are_compared_in_windows() -> None:
@@ -179,7 +179,7 @@ def test_padding_is_made_where_it_is_read(first: int, last: int, step: int) -> N
     x, f = data(32), chosen_at(first, last, step)
     rows = np.arange(32)
     read = (rows >= first) & (rows <= last) & ((rows - first) % step == 0)
-    chosen = [e for e in gshard.trace(f, x).block.equations if e.name == "select_n"]
+    chosen = [e for e in gshard.stages.trace(f, x).block.equations if e.name == "select_n"]
     assert len(chosen) == (2 if read[0] or read[-1] else 1)
     got = gshard.jit(lambda x: f(gshard.split(x, 0, 8)), mesh=8)(x)
     np.testing.assert_allclose(got, jax.jit(f)(x), rtol=1e-6)
@@ -187,4 +187,4 @@ def test_padding_is_made_where_it_is_read(first: int, last: int, step: int) -> N
 
 def test_an_update_of_the_inside_is_one_choice() -> None:
     for f in (ROWS["a stencil"][0], ROWS["every third"][0]):
-        assert [e.name for e in gshard.trace(f, data(32)).block.equations].count("select_n") == 1
+        assert [e.name for e in gshard.stages.trace(f, data(32)).block.equations].count("select_n") == 1

@@ -85,7 +85,7 @@ ROWS: dict[str, tuple[Callable[..., Any], list[str], int]] = {
 
 
 def moves_of(f: Callable[..., Any], *arguments: Any) -> list[str]:
-    return [e.name for e in gshard.trace(f, *arguments).block.equations if e.name in MOVES]
+    return [e.name for e in gshard.stages.trace(f, *arguments).block.equations if e.name in MOVES]
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -172,7 +172,7 @@ def test_derivatives_in_three_pieces_are_one() -> None:
 
     x = np.array([1, -0.0, np.nan, 3, -4, 5, np.inf, -0.0, 8, -9], np.float32)
     assert moves_of(f, x) == ["concatenate_slices"]
-    assert not any(e.name in ("add", "add_any") for e in gshard.trace(f, x).block.equations)
+    assert not any(e.name in ("add", "add_any") for e in gshard.stages.trace(f, x).block.equations)
     same_bits(gshard.jit(lambda x: f(gshard.split(x, 0, 8)), mesh=8)(x), jax.jit(f)(x), "sum of pieces")
 
 
@@ -184,7 +184,7 @@ def test_sums_that_are_more_than_pieces_side_by_side_stay() -> None:
         lambda x: lax.pad(x[:5], 1.0, [(0, 5, 0)]) + lax.pad(x[5:], 1.0, [(5, 0, 0)]),
         lambda x: lax.pad(x[:5], x[0], [(0, 5, 0)]) + lax.pad(x[5:], x[1], [(5, 0, 0)]),
     ):
-        assert {e.name for e in gshard.trace(f, x).block.equations} & {"add", "add_any"}
+        assert {e.name for e in gshard.stages.trace(f, x).block.equations} & {"add", "add_any"}
 
 
 def test_what_others_read_is_not_taken_apart_again() -> None:
@@ -197,7 +197,7 @@ def test_what_others_read_is_not_taken_apart_again() -> None:
             kept.append(states.sum(0))
         return states, kept
 
-    equations = gshard.trace(grown, X).block.equations
+    equations = gshard.stages.trace(grown, X).block.equations
     assert max(len(e.inputs) for e in equations if e.name in MOVES) <= 4
     found, expected = gshard.jit(lambda x: grown(gshard.split(x, 0, 8)), mesh=8)(X), jax.jit(grown)(X)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected)
@@ -218,7 +218,7 @@ def test_in_the_body_of_a_loop() -> None:
 
     x = RNG.integers(-9, 9, (N, M)).astype(np.int32)
     np.testing.assert_array_equal(gshard.jit(lambda x: f(gshard.split(x, 0, 8)), mesh=8)(x), jax.jit(f)(x))
-    (loop,) = [e for e in gshard.trace(f, x).block.equations if e.blocks]
+    (loop,) = [e for e in gshard.stages.trace(f, x).block.equations if e.blocks]
     assert "concatenate" not in {e.name for body in loop.blocks for e in body.equations}
 
 

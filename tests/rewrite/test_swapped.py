@@ -62,7 +62,7 @@ OTHERS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
 
 
 def names(f: Callable[..., Any], arguments: tuple[Any, ...]) -> list[str]:
-    return [e.name for e in gshard.trace(f, *arguments).block.walk()]
+    return [e.name for e in gshard.stages.trace(f, *arguments).block.walk()]
 
 
 @pytest.mark.parametrize("name", SWAPPED)

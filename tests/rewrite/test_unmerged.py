@@ -104,7 +104,7 @@ def split(f: Callable[..., Any], dim: int | None) -> Callable[..., Any]:
 
 def merged(f: Callable[..., Any], *arguments: Any) -> list[tuple[int, ...]]:
     """What is merged."""
-    equations = [e for e in gshard.trace(f, *arguments).block.walk() if e.name == "reshape"]
+    equations = [e for e in gshard.stages.trace(f, *arguments).block.walk() if e.name == "reshape"]
     return [
         e.outputs[0].shape
         for e in equations
@@ -184,7 +184,7 @@ def test_sums_and_what_is_elementwise(f: Callable[..., Any]) -> None:
     ],
 )
 def test_what_is_merged_all_the_same_is_merged_where_it_was(f: Callable[..., Any]) -> None:
-    program = gshard.trace(f, X)
+    program = gshard.stages.trace(f, X)
     made = [e for e in program.block.equations if e.outputs[0].shape in ((B * S, D), (B, S, D))]
     assert made[0].name == "reshape"
     assert made[0].inputs == program.block.inputs
@@ -285,6 +285,6 @@ def test_rotary_halves_stay_as_they_are() -> None:
         a, b = jnp.split(x, 2, -1)
         return jnp.concatenate([-b, a], -1)
 
-    names = [e.name for e in gshard.trace(rotated, X).block.equations]
+    names = [e.name for e in gshard.stages.trace(rotated, X).block.equations]
     assert "reshape" not in names
     assert "squeeze" not in names

@@ -53,7 +53,7 @@ def fired(program: Program) -> list[str]:
 
 def check(f: Callable[..., Any], *args: Any) -> Program:
     """Traces a function, and compares the rewritten program with the function."""
-    program = gshard.trace(f, *args)
+    program = gshard.stages.trace(f, *args)
     want = jax.tree.leaves(f(*args))
     for got, one in zip(Interpreter().run(program.block, [*program.captured, *args]), want, strict=True):
         # Sums of 15 terms of up to 400. Where XLA fuses a product and a sum, the product is not rounded (1.5e-5 each).
@@ -171,7 +171,7 @@ def test_a_stack_in_host_memory_stays_there(narrow: np.ndarray, scale: np.ndarra
         wide = jax.device_put(widened(q, s), jax.memory.Space.Host)
         return lax.scan(lambda c, x: (c * 0.5 + jax.device_put(x, jax.memory.Space.Device).sum(), c), 1.0, wide)
 
-    program = gshard.trace(f, narrow, scale)
+    program = gshard.stages.trace(f, narrow, scale)
     assert "widen_slices" not in fired(program)
     got, want = gshard.jit(f, mesh={"data": 8})(narrow, scale), jax.jit(f)(narrow, scale)
     np.testing.assert_allclose(got[0], want[0], rtol=1e-6)

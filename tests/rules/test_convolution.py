@@ -78,7 +78,7 @@ POOLS = {(2, 2, "VALID"): 0, (3, 2, "SAME"): 2, (3, 1, "SAME"): 4, (2, 4, "VALID
 @pytest.mark.one_in(2)
 def test_derivatives_of_averages_pad_by_themselves(pool: tuple[int, int, str]) -> None:
     f = pooled(*pool)
-    program = gshard.trace(f, IMAGE)
+    program = gshard.stages.trace(f, IMAGE)
     assert "pad" not in {e.name for e in program.block.equations}
     x = RNG.integers(-9, 9, IMAGE.shape).astype(np.float32)
     run = gshard.jit(lambda x: gshard.split(f(gshard.split(x, 1, 8)), 1, 8), mesh=8)
@@ -99,7 +99,7 @@ def test_windows_pad_with_what_their_monoid_does_not_notice_and_nothing_else() -
         (over(lax.add, 0.0, 0.0, (-1, 2, 0)), False), (over(lax.add, 0.0, np.nan, (1, 0, 0)), False),
     ]  # fmt: skip
     for f, gone in cases:
-        assert ("pad" in {e.name for e in gshard.trace(f, x).block.equations}) != gone
+        assert ("pad" in {e.name for e in gshard.stages.trace(f, x).block.equations}) != gone
 
     def every(x: Any) -> Any:
         return [f(x) for f, _ in cases]

@@ -21,7 +21,7 @@ NUMBERS = np.concatenate([SORTED[::5], [-9, 9, np.inf, -np.inf, np.nan, -0.0, 0.
 
 
 def names(f: Any, *arguments: Any) -> set[str]:
-    return {e.name for e in gshard.trace(f, *arguments).block.walk()}
+    return {e.name for e in gshard.stages.trace(f, *arguments).block.walk()}
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -175,10 +175,10 @@ def test_the_patched_program_has_the_plan_of_the_marks(
     plan = gshard.jit(after.step, mesh=MESH, static_leaves=form == "equinox").lower(*after.arguments()).plan
     marked = with_marks(program, {v: mark_of_cut(s.dims, MESH) for v, s in marks.items()})
     assert marked is not None
-    expected = gshard.propagate(marked, MESH)
+    expected = gshard.stages.propagate(marked, MESH)
     shardings = [[p.format(v) for v in p.program.block.inputs] for p in (plan, expected)]
     assert shardings[0] == shardings[1]
-    sent = [sum(c.total_bytes for c in gshard.partition(p).collectives) for p in (plan, expected)]
+    sent = [sum(c.total_bytes for c in gshard.stages.partition(p).collectives) for p in (plan, expected)]
     assert sent[0] == sent[1] > 0
 
 
@@ -206,7 +206,7 @@ def test_patterns_are_exact_where_others_would_say_too_much() -> None:
     cut, other = Sharding((MODEL, ())), Sharding(((), MODEL))
 
     def statements(paths: dict[str, Sharding | None]) -> tuple[dict[str, str], int]:
-        inputs = gshard.trace(lambda *xs: xs, *[shape(8, 8)] * len(paths)).block.inputs
+        inputs = gshard.stages.trace(lambda *xs: xs, *[shape(8, 8)] * len(paths)).block.inputs
         marks = {v: s for v, s in zip(inputs, paths.values(), strict=True) if s is not None}
         told, unsaid = argument_marks(marks, inputs, list(paths), mesh)
         return told, len(unsaid)
@@ -226,7 +226,7 @@ def test_what_is_in_no_file_is_told_with_the_statement(tmp_path: Path) -> None:
     def loss(params: Any, x: Any) -> Any:
         return jnp.sum(x @ params["w"])
 
-    program = gshard.trace(loss, {"w": shape(64, 64)}, shape(8, 64))
+    program = gshard.stages.trace(loss, {"w": shape(64, 64)}, shape(8, 64))
     mark = FoundMark("w", "", 0.0, {program.block.inputs[0]: Sharding((MODEL, ()))})
     told = patch_of([mark], program, ("params/w", "x"), ("<string>", 1), MESH)
     assert "loss is in no file" in told
@@ -246,7 +246,7 @@ def test_marks_by_path() -> None:
         assert marked["f"] is jnp.tanh
         return marked["layers"]
 
-    program = gshard.trace(f, tree["layers"])
+    program = gshard.stages.trace(f, tree["layers"])
     assert [str(e.mark) for e in program.block.walk()] == ["shard(x, P('data'))", "shard(x, P('model'))"]
     for patterns, text in (
         ({"layers/*/v": P("data")}, "matches no path"),

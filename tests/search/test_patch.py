@@ -57,14 +57,16 @@ def mark_of(v: Value, text: str) -> FoundMark:
     return FoundMark("here", text, 0.0, {v: Sharding(((), ()))})
 
 
-def made_at(program: gshard.Program, primitive: str, times: int = 0) -> Value:
+def made_at(program: gshard.stages.Program, primitive: str, times: int = 0) -> Value:
     return [e.outputs[0] for e in program.block.walk() if e.name == primitive][times]
 
 
 def test_marks_go_after_assignments_and_around_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model.py").write_text(SOURCE)
-    program = gshard.trace(loaded(tmp_path / "model.py", "model_before").net, shape(8, 16), shape(16, 32), shape(32, 8))
+    program = gshard.stages.trace(
+        loaded(tmp_path / "model.py", "model_before").net, shape(8, 16), shape(16, 32), shape(32, 8)
+    )
     product = made_at(program, "dot_general", 1)
     told = patch_of(
         [
@@ -82,7 +84,9 @@ def test_marks_go_after_assignments_and_around_results(tmp_path: Path, monkeypat
     subprocess.run(["git", "apply", "marks.diff"], cwd=tmp_path, check=True)
     after = loaded(tmp_path / "model.py", "model_after").net
     marks = [
-        str(e.mark) for e in gshard.trace(after, *(shape(8, 16), shape(16, 32), shape(32, 8))).block.walk() if e.mark
+        str(e.mark)
+        for e in gshard.stages.trace(after, *(shape(8, 16), shape(16, 32), shape(32, 8))).block.walk()
+        if e.mark
     ]
     assert marks == ["shard(x, P(None, 'x'))", "replicate(x)"]
 

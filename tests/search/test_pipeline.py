@@ -81,8 +81,8 @@ def test_nothing_is_formatted_while_the_log_is_off(monkeypatch: pytest.MonkeyPat
     def fail(self: object) -> str:
         raise AssertionError("formatted")
 
-    monkeypatch.setattr(gshard.Plan, "__str__", fail)
-    monkeypatch.setattr(gshard.Program, "__str__", fail)
+    monkeypatch.setattr(gshard.stages.Plan, "__str__", fail)
+    monkeypatch.setattr(gshard.stages.Program, "__str__", fail)
     with jax.log_compiles(False):
         gshard.jit(products, mesh=MESH).lower(f32(64, 64), f32(64, 64)).spmd  # noqa: B018  made
 
@@ -90,28 +90,28 @@ def test_nothing_is_formatted_while_the_log_is_off(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("name", REWRITTEN)
 def test_a_settled_program_stays(name: str) -> None:
     f, arguments = REWRITTEN[name]
-    program = gshard.trace(f, *arguments)
+    program = gshard.stages.trace(f, *arguments)
     propagated = settled(program, MESH)
     assert propagated.program.block is not program.block, "the example is rewritten"
     again = settled(propagated.program, MESH)
     assert again.program is propagated.program
     assert again.shardings == propagated.shardings
     assert settled(program, MESH).program.block is propagated.program.block
-    plan = gshard.propagate(program, MESH)
+    plan = gshard.stages.propagate(program, MESH)
     assert plan.program.block is propagated.program.block
 
 
 @pytest.mark.parametrize("name", REWRITTEN)
 def test_propagation_leaves_the_program_unchanged(name: str) -> None:
     f, arguments = REWRITTEN[name]
-    program = gshard.trace(f, *arguments)
+    program = gshard.stages.trace(f, *arguments)
     assert propagated_from(program, MESH).program is program
 
 
 @pytest.mark.parametrize("name", REWRITTEN)
 def test_a_plan_of_a_rewritten_program_is_read_back(name: str) -> None:
     f, arguments = REWRITTEN[name]
-    program = gshard.trace(f, *arguments)
+    program = gshard.stages.trace(f, *arguments)
     settings = Settings(MESH)
     made = run(PLANNING, Draft(program), settings).best
     recorded = gshard.SavedPlan.of_json(gshard.SavedPlan.of(made.plan).as_json())

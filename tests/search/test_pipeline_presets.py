@@ -76,7 +76,7 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture(scope="module")
-def found(step: Any) -> gshard.SearchResult:
+def found(step: Any) -> gshard.stages.SearchResult:
     return gshard.search(
         gshard.jit(step.__wrapped__, mesh={"data": 2, "model": 4}, donate_argnums=0), *ARGUMENTS,
         machine=slow_network(), progress=False,
@@ -118,7 +118,7 @@ def test_rounds_are_tried_and_run(step: Any) -> None:
     check_steps(gshard.jit(step.__wrapped__, mesh=found.mesh, plan=other.plan, donate_argnums=0), step, arguments)
 
 
-def test_a_pipeline_is_found_and_runs(step: Any, found: gshard.SearchResult, tmp_path: Path) -> None:
+def test_a_pipeline_is_found_and_runs(step: Any, found: gshard.stages.SearchResult, tmp_path: Path) -> None:
     assert found.best.chosen.name.startswith("pipeline over ")
     others = [
         other.cost.seconds
@@ -138,13 +138,13 @@ def test_a_pipeline_is_found_and_runs(step: Any, found: gshard.SearchResult, tmp
         assert layers.shard_shape((LAYERS, UNITS, HIDDEN))[0] < LAYERS
 
 
-def test_a_plan_with_a_pipeline_is_for_its_program_only(found: gshard.SearchResult, step: Any) -> None:
+def test_a_plan_with_a_pipeline_is_for_its_program_only(found: gshard.stages.SearchResult, step: Any) -> None:
     run = gshard.jit(lambda s, x, y: step.__wrapped__(s, 2 * x, y), mesh=found.mesh, plan=found.plan)
     with pytest.raises(gshard.PlanError, match="is not the program"):
         run(*ARGUMENTS)
 
 
-def test_a_saved_plan_without_schedules_is_read(found: gshard.SearchResult) -> None:
+def test_a_saved_plan_without_schedules_is_read(found: gshard.stages.SearchResult) -> None:
     """Files of versions before pipelines."""
     saved = gshard.SavedPlan.of(found.plan)
     data = json.loads(saved.as_json())
@@ -155,7 +155,7 @@ def test_a_saved_plan_without_schedules_is_read(found: gshard.SearchResult) -> N
 
 
 def test_the_patch_has_the_pipeline(
-    found: gshard.SearchResult, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    found: gshard.stages.SearchResult, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "model.py"
@@ -175,12 +175,12 @@ def test_the_patch_has_the_pipeline(
     np.testing.assert_allclose(patched(*ARGUMENTS)[1], module.step(*ARGUMENTS)[1], rtol=1e-5)
 
 
-def test_alternatives_of_a_plan_with_a_pipeline_are_refused(found: gshard.SearchResult) -> None:
+def test_alternatives_of_a_plan_with_a_pipeline_are_refused(found: gshard.stages.SearchResult) -> None:
     with pytest.raises(ArgumentError, match="without the plan's pipelines"):
         found.why("first")
 
 
-def names_of(found: gshard.SearchResult) -> list[str]:
+def names_of(found: gshard.stages.SearchResult) -> list[str]:
     return [other.name for other in found.best.others]
 
 
@@ -220,7 +220,7 @@ def test_an_empty_batch_has_no_pipeline() -> None:
 
 
 def stacks_of(f: Any, *args: Any) -> LayerStacks | None:
-    return layer_stacks(settled(gshard.trace(f, *args), gshard.Mesh.abstract(stage=4)).program)
+    return layer_stacks(settled(gshard.stages.trace(f, *args), gshard.Mesh.abstract(stage=4)).program)
 
 
 def plain(x: Any, w: Any) -> Any:
@@ -261,7 +261,7 @@ def test_the_larger_of_two_stacks_is_found() -> None:
 
 
 def test_stages_are_not_added_to_a_marked_argument() -> None:
-    program = gshard.trace(lambda w, x: jax.lax.scan(plain, x, w)[0], normal(4, 8, 8), normal(4, 8))
+    program = gshard.stages.trace(lambda w, x: jax.lax.scan(plain, x, w)[0], normal(4, 8, 8), normal(4, 8))
     schedule = Schedule("stage", 2)
     marked = with_schedules(program, {0: schedule})
     assert marked is not None
@@ -293,7 +293,7 @@ def test_paths_choose_the_stacks() -> None:
         gshard.pipeline(params, "stage", micro_batches=4, paths=["first", "layers"])
 
 
-def test_one_more_mark_keeps_the_pipeline(found: gshard.SearchResult) -> None:
+def test_one_more_mark_keeps_the_pipeline(found: gshard.stages.SearchResult) -> None:
     again = found.with_mark("first", jax.P(), progress=False)
     assert again.plan.program.pipelines == found.plan.program.pipelines
     assert schedules_of(again.plan.program) == schedules_of(found.plan.program)

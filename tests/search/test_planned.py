@@ -29,9 +29,9 @@ def column_sums(x: Any, w: Any, *, x_split: bool) -> Any:
 @functools.cache
 def priced(*, x_split: bool) -> Planned:
     arguments = ShapeDtypeStruct((65536, 256), "float32"), ShapeDtypeStruct((256, 256), "float32")
-    program = gshard.trace(functools.partial(column_sums, x_split=x_split), *arguments)
+    program = gshard.stages.trace(functools.partial(column_sums, x_split=x_split), *arguments)
     planned = plans_of(program, MESH, MACHINE)[0]
-    spmd = gshard.partition(planned.plan)
+    spmd = gshard.stages.partition(planned.plan)
     return dataclasses.replace(planned, spmd=spmd, cost=cost(spmd, MACHINE))
 
 

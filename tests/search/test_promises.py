@@ -63,7 +63,7 @@ def arguments() -> Any:
     return ([one], [one]), shape(16, 32, WIDE)
 
 
-def searched(seconds: float | None, **options: Any) -> gshard.SearchResult:
+def searched(seconds: float | None, **options: Any) -> gshard.stages.SearchResult:
     return gshard.search(
         step, *arguments(), mesh=EIGHT, machine=H100, donate_argnums=0, budget_seconds=seconds, **options
     )  # fmt: skip
@@ -78,7 +78,7 @@ class CountedCalls:
     def now(self) -> float:
         return self.calls * 1e-6
 
-    def seconds_of(self, search: Callable[[], gshard.SearchResult]) -> tuple[float, gshard.SearchResult]:
+    def seconds_of(self, search: Callable[[], gshard.stages.SearchResult]) -> tuple[float, gshard.stages.SearchResult]:
         """What a search takes by this clock, and what it finds."""
 
         def count(frame: Any, event: str, argument: Any) -> None:
@@ -273,9 +273,12 @@ def test_progress_is_printed_where_a_search_takes_long(capsys: pytest.CaptureFix
     assert capsys.readouterr().err == "gshard.search   0.0 s: the problem\n"
     by_default.better("data parallel: 3 ms")
     assert capsys.readouterr().err == "", "it has not taken two seconds yet"
-    by_default.since = late
+    by_default.since, by_default.end = late, late + 60
     by_default.beat()
-    assert capsys.readouterr().err == "gshard.search   3.0 s: still the problem; best so far: data parallel: 3 ms\n"
+    printed = capsys.readouterr().err
+    assert (
+        printed == "gshard.search   3.0 s: still the problem (ends in 57 s at most); best so far: data parallel: 3 ms\n"
+    )
     by_default.beat()
     assert capsys.readouterr().err == "", "one line in ten seconds is enough"
 

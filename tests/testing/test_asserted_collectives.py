@@ -39,7 +39,7 @@ WEIGHT = MODEL * MODEL * 4
 
 
 @pytest.fixture(scope="module")
-def fsdp() -> gshard.CompiledExplanation:
+def fsdp() -> gshard.stages.CompiledExplanation:
     return assert_collectives(jax.jit(step), fsdp_arguments(), total=range(100))
 
 
@@ -134,18 +134,18 @@ def test_arguments_may_have_names() -> None:
         ({"max_peak": "1KiB"}, "peak memory"),
     ],
 )
-def test_limits_are_kept_or_told(fsdp: gshard.CompiledExplanation, limits: dict[str, Any], words: str) -> None:
+def test_limits_are_kept_or_told(fsdp: gshard.stages.CompiledExplanation, limits: dict[str, Any], words: str) -> None:
     assert words in refused(fsdp, **limits)
 
 
-def test_limits_themselves_are_allowed(fsdp: gshard.CompiledExplanation) -> None:
+def test_limits_themselves_are_allowed(fsdp: gshard.stages.CompiledExplanation) -> None:
     assert_collectives(
         fsdp, all_gather=range(13), at_most={"total": 18, "all_gather": 12, "ragged_all_to_all": 0},
         max_bytes=fsdp.total_bytes, max_peak=fsdp.peak, max_whole=0,
     )  # fmt: skip
 
 
-def test_what_a_message_proposes_is_accepted(fsdp: gshard.CompiledExplanation) -> None:
+def test_what_a_message_proposes_is_accepted(fsdp: gshard.stages.CompiledExplanation) -> None:
     text = refused(fsdp, all_gather=0, at_most={"all_reduce": 1}, max_bytes=3, max_peak=5)
     (proposed,) = re.findall(r"If this is meant, allow it: (.*)\.$", text)
     assert_collectives(fsdp, **eval(f"dict({proposed})"))
@@ -227,7 +227,7 @@ def test_an_argument_that_each_device_holds_whole_is_named() -> None:
     assert "max_whole=8192" in text
 
 
-def test_messages(golden: Callable[[str, str], None], fsdp: gshard.CompiledExplanation) -> None:
+def test_messages(golden: Callable[[str, str], None], fsdp: gshard.stages.CompiledExplanation) -> None:
     whole = array((BATCH, MODEL), DATA, "data"), array((MODEL, HIDDEN), DATA), array((HIDDEN, MODEL), DATA)
     texts = [
         refused(fsdp, all_gather=0, max_bytes="100KiB", at_most={"all_reduce": 5}),
@@ -238,7 +238,7 @@ def test_messages(golden: Callable[[str, str], None], fsdp: gshard.CompiledExpla
     golden("asserted_collectives", without_lines("\n\n".join(texts)))
 
 
-def test_mistakes_are_told(fsdp: gshard.CompiledExplanation) -> None:
+def test_mistakes_are_told(fsdp: gshard.stages.CompiledExplanation) -> None:
     def told(*args: Any, **limits: Any) -> str:
         with pytest.raises(gshard.GShardError) as error:
             assert_collectives(*args, **limits)

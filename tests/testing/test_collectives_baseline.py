@@ -41,7 +41,7 @@ PROGRAMS = {
 
 
 @pytest.fixture(scope="module")
-def fsdp() -> gshard.CompiledExplanation:
+def fsdp() -> gshard.stages.CompiledExplanation:
     return PROGRAMS["fsdp"]()
 
 
@@ -94,18 +94,18 @@ def test_a_record_is_read_as_it_was_written(sums: Any, rows: Any, peak: int) -> 
     assert SentRecord.read(record.text()) == record
 
 
-def test_the_file(golden: Callable[[str, str], None], fsdp: gshard.CompiledExplanation) -> None:
+def test_the_file(golden: Callable[[str, str], None], fsdp: gshard.stages.CompiledExplanation) -> None:
     """Without the peak and the version, which depend on JAX."""
     record = dataclasses.replace(SentRecord.of(fsdp), peak=100_000, jax="0.10.2")
     golden("collectives_baseline", record.text())
 
 
-def test_lines_of_the_source_are_not_in_it(fsdp: gshard.CompiledExplanation) -> None:
+def test_lines_of_the_source_are_not_in_it(fsdp: gshard.stages.CompiledExplanation) -> None:
     assert ".py" in str(fsdp)
     assert ".py" not in SentRecord.of(fsdp).text()
 
 
-def test_more_is_refused_and_less_only_if_asked(file: Path, fsdp: gshard.CompiledExplanation) -> None:
+def test_more_is_refused_and_less_only_if_asked(file: Path, fsdp: gshard.stages.CompiledExplanation) -> None:
     record = SentRecord.of(fsdp)
     gathers = ("all_gather", "data")
     times, size = record.sums[gathers]
@@ -125,7 +125,7 @@ def test_more_is_refused_and_less_only_if_asked(file: Path, fsdp: gshard.Compile
     assert "was 0, 0 B" in differs(fsdp, file)
 
 
-def test_memory_has_a_tolerance(file: Path, fsdp: gshard.CompiledExplanation) -> None:
+def test_memory_has_a_tolerance(file: Path, fsdp: gshard.stages.CompiledExplanation) -> None:
     record = SentRecord.of(fsdp)
     for part, exact, tolerance, passes in (
         (0.99, False, 0.02, True), (0.97, False, 0.02, False), (0.97, False, 0.05, True), (0.5, True, 0.02, False),
@@ -138,14 +138,14 @@ def test_memory_has_a_tolerance(file: Path, fsdp: gshard.CompiledExplanation) ->
             assert "peak memory: " in differs(fsdp, file, exact=exact, tolerance=tolerance)
 
 
-def test_other_arrays_differ_only_if_asked(file: Path, fsdp: gshard.CompiledExplanation) -> None:
+def test_other_arrays_differ_only_if_asked(file: Path, fsdp: gshard.stages.CompiledExplanation) -> None:
     record = SentRecord.of(fsdp)
     written(file, record, rows={(k, axes, "another", module): of for (k, axes, _, module), of in record.rows.items()})
     assert_no_more_collectives(fsdp, baseline=file)
     assert "other arrays, or other modules" in differs(fsdp, file, exact=True)
 
 
-def test_an_update_leaves_a_file_that_is_as_good(file: Path, fsdp: gshard.CompiledExplanation) -> None:
+def test_an_update_leaves_a_file_that_is_as_good(file: Path, fsdp: gshard.stages.CompiledExplanation) -> None:
     record = SentRecord.of(fsdp)
     written(file, record, peak=int(record.peak * 1.01), jax="0.0.1", platform="tpu")
     before = file.read_text()
@@ -156,7 +156,9 @@ def test_an_update_leaves_a_file_that_is_as_good(file: Path, fsdp: gshard.Compil
     assert SentRecord.read(file.read_text()) == record
 
 
-def test_another_mesh_another_jax_and_other_devices_are_told(file: Path, fsdp: gshard.CompiledExplanation) -> None:
+def test_another_mesh_another_jax_and_other_devices_are_told(
+    file: Path, fsdp: gshard.stages.CompiledExplanation
+) -> None:
     written(file, SentRecord.of(fsdp), mesh="data=4", jax="0.0.1", platform="tpu")
     text = differs(fsdp, file)
     assert "mesh: data=8, was data=4" in text
@@ -174,7 +176,7 @@ def test_what_a_difference_says(golden: Callable[[str, str], None], file: Path) 
     golden("collectives_difference", without_lines(text))
 
 
-def test_a_file_that_is_no_baseline_is_told(file: Path, fsdp: gshard.CompiledExplanation) -> None:
+def test_a_file_that_is_no_baseline_is_told(file: Path, fsdp: gshard.stages.CompiledExplanation) -> None:
     file.parent.mkdir(parents=True)
     for text, words in (
         ("hello", "cannot read 'hello'"),

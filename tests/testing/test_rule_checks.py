@@ -87,8 +87,8 @@ def test_a_lie_about_several_factors_at_once() -> None:
 def test_padding_that_is_not_masked() -> None:
     """Ten elements over three devices: two of twelve are padding."""
 
-    def rule(call: gshard.Call) -> Rule:
-        make = gshard.RuleMaker()
+    def rule(call: gshard.rules.Call) -> Rule:
+        make = gshard.rules.RuleMaker()
         a, b = make.factor(call.in_shapes[0][0]), make.factor(call.in_shapes[0][1], "reduce", "add")
         return make.rule([[a, b]], [[a]], masks_itself=True)
 
@@ -99,8 +99,8 @@ def test_padding_that_is_not_masked() -> None:
 
 
 def test_what_passes_uncombined_must_be_linear() -> None:
-    def rule(call: gshard.Call) -> Rule:
-        make = gshard.RuleMaker()
+    def rule(call: gshard.rules.Call) -> Rule:
+        make = gshard.rules.RuleMaker()
         dims = make.parallel(call.in_shapes[0])
         return make.rule([dims], [dims], linear=[("add", (0,))])
 
@@ -115,7 +115,7 @@ def test_a_local_that_forgets_its_neighbour() -> None:
     with pytest.raises(RuleError, match=r"not true of factor 'a'[^$]*Does local fetch all"):
         check_rule(lambda x: shifted_p.bind(x), X[:6], primitive="told_shifted", mesh=2)
 
-    def local(shards: gshard.Shards, x: Any) -> list[Any]:
+    def local(shards: gshard.rules.Shards, x: Any) -> list[Any]:
         atoms = shards.atoms(0)
         if not atoms:
             return shards.bind(x)

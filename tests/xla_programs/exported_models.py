@@ -56,7 +56,7 @@ def linen_step() -> tuple[Callable[..., Any], Any]:
 
 def exported(
     step: Callable[..., Any], *args: Any, mesh: Any, in_shardings: Any = None, **options: Any
-) -> gshard.ExportedPlan:
+) -> gshard.stages.ExportedPlan:
     """The plan in which positional arguments have these shardings, exported; without much of a search."""
     kwargs = options.pop("kwargs", {})
     made = gshard.jit(step, mesh=mesh, in_shardings=in_shardings, **options)

@@ -51,7 +51,7 @@ def unoptimised(mesh: Mesh) -> str:
 
 def test_each_collective_has_its_axes_array_module_and_line(mesh: Mesh) -> None:
     found = gshard.explain(jax.jit(step, donate_argnums=0), *tensor_parallel(mesh))
-    assert isinstance(found, gshard.CompiledExplanation)
+    assert isinstance(found, gshard.stages.CompiledExplanation)
     rows = {row.array: row for row in found.collectives}
     up, down = rows["gradient of params.up"], rows["gradient of params.down"]
     assert (up.kind, up.axes, up.module, up.why) == ("all_reduce", "data", "mlp", "result of dot_general, backward")
@@ -132,9 +132,9 @@ def test_one_program_in_all_its_forms(mesh: Mesh, tmp_path: Path) -> None:
 def test_gshard_partitions_where_it_is_told_to(mesh: Mesh) -> None:
     arguments = tensor_parallel(mesh)
     for options in ({"partitioner": "gshard"}, {"mesh": mesh}, {"finite": True}):
-        assert isinstance(gshard.explain(jax.jit(step), *arguments, **options), gshard.Explanation)
+        assert isinstance(gshard.explain(jax.jit(step), *arguments, **options), gshard.stages.Explanation)
     one_device = [jax.ShapeDtypeStruct((8, 8), jnp.float32)] * 2
-    assert isinstance(gshard.explain(jax.jit(jnp.matmul), *one_device, mesh=8), gshard.Explanation)
+    assert isinstance(gshard.explain(jax.jit(jnp.matmul), *one_device, mesh=8), gshard.stages.Explanation)
 
 
 def test_arrays_that_every_device_holds_come_first(mesh: Mesh) -> None:

@@ -31,7 +31,7 @@ def arguments(rows: int = 64) -> tuple[Params, jax.Array]:
 
 
 @pytest.fixture(scope="module")
-def exported() -> gshard.ExportedPlan:
+def exported() -> gshard.stages.ExportedPlan:
     def marked(params: Params, x: jax.Array) -> tuple[Params, jax.Array]:
         params = {"up": gshard.split(params["up"], 1, "model"), "down": gshard.split(params["down"], 0, "model")}
         return step(params, gshard.split(x, 0, "data"))
@@ -39,14 +39,14 @@ def exported() -> gshard.ExportedPlan:
     return gshard.export_plan(gshard.search(marked, *arguments(), mesh={"data": 2, "model": 4}, machine="h100:1x8"))
 
 
-def test_the_shardings_are_those_of_the_plan(exported: gshard.ExportedPlan) -> None:
+def test_the_shardings_are_those_of_the_plan(exported: gshard.stages.ExportedPlan) -> None:
     params, x = exported.in_shardings
     assert params == {"up": P(None, "model"), "down": P("model", None)}
     assert x == P("data", None)
     assert jax.tree.structure(exported.out_shardings) == jax.tree.structure((params, x))
 
 
-def test_jax_jit_runs_it_and_sends_what_is_told(exported: gshard.ExportedPlan) -> None:
+def test_jax_jit_runs_it_and_sends_what_is_told(exported: gshard.stages.ExportedPlan) -> None:
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     ins, outs = exported.named(mesh)
     jitted = jax.jit(step, in_shardings=ins, out_shardings=outs)
@@ -70,7 +70,7 @@ def test_a_plan_that_xla_follows_needs_no_constraint() -> None:
     assert "in_shardings = (P(None, 'data'), P(None, None))" in str(exported)
 
 
-def test_constraints_are_tried_where_xla_sends_more(exported: gshard.ExportedPlan) -> None:
+def test_constraints_are_tried_where_xla_sends_more(exported: gshard.stages.ExportedPlan) -> None:
     alone = exported.tried["shardings alone"]
     assert (alone > 1.05 * exported.planned) == (len(exported.tried) > 1)
     assert exported.compiled.total_bytes == min(exported.tried.values())

@@ -43,7 +43,7 @@ def with_written_constraint(mesh: Any) -> Any:
     return jax.jit(step)
 
 
-def tried_all(found: gshard.CompiledExplanation, specs: int) -> TriedConstraints:
+def tried_all(found: gshard.stages.CompiledExplanation, specs: int) -> TriedConstraints:
     """Tries the first shardings of each value, however long that takes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(constraint_candidates, "_SPECS", specs)
@@ -99,7 +99,7 @@ def test_activations_of_fsdp_stay_where_they_are(machine: str | None) -> None:
     """With the batch split again, XLA gathers the weights and no activations, in a loop and on an abstract mesh."""
     mesh = AbstractMesh((2, 4), ("data", "model"))
     found = gshard.explain(jax.jit(step_of_fsdp), *arguments_of_fsdp(mesh))
-    found = found.on(machine) if machine else gshard.CompiledExplanation(found.program, None, found.again)
+    found = found.on(machine) if machine else gshard.stages.CompiledExplanation(found.program, None, found.again)
     tried = tried_all(found, specs=2)
     best = tried.helping[0]
     assert best.figures.sent < 0.25 * tried.before.sent

@@ -88,8 +88,8 @@ def configure(
 
     Returns:
         the configurations, the best first; print them. ``found.best.jit()`` is the partitioned step,
-        ``found.best.save(path)`` writes the configuration for ``gshard.Configuration.load``. Ctrl-C and SIGTERM end the
-        search early, as they end ``gshard.search``.
+        ``found.best.save(path)`` writes the configuration for ``gshard.stages.Configuration.load``. Ctrl-C and SIGTERM
+        end the search early, as they end ``gshard.search``.
 
     Raises:
         ArgumentError: the builder has no keyword to choose, or returns no step; a keyword has no values;

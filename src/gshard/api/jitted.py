@@ -96,7 +96,7 @@ class Jitted(Generic[P, R]):
     """What ``gshard.jit`` returns: call it like the function itself. Its attributes are those of ``jax.jit``'s.
 
     ``Jitted[[Params, Batch], Params]`` is the type of a partitioned step in annotations, with the types of its
-    arguments and of its result; ``isinstance(f, gshard.Jitted)`` tells whether a function is partitioned by gshard.
+    arguments and of its result; ``isinstance(f, gshard.stages.Jitted)`` is whether a function is partitioned by gshard.
     """
 
     def __init__(self, f: Callable[P, R], parameters: Parameters, options: Options):

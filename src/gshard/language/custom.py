@@ -8,8 +8,8 @@ A rule is a text if the primitive runs unchanged on smaller arrays:
 It is a function of the equation if it depends on parameters or shapes:
 
     @gshard.rule("my_cumsum")
-    def my_cumsum(call: gshard.Call):
-        make = gshard.RuleMaker()
+    def my_cumsum(call: gshard.rules.Call):
+        make = gshard.rules.RuleMaker()
         dims = make.parallel(call.in_shapes[0])
         dims[call.params["axis"]] = make.replicate(call.in_shapes[0][call.params["axis"]])
         return make.rule([dims], [dims])
@@ -55,9 +55,10 @@ def rule(primitive: Any, *, target: Any = None, replace: bool = False) -> Callab
             plans functions that it has planned before again at their next call.
 
     Returns:
-        a function that registers the rule. Its argument is the text of the rule, or a function from a ``gshard.Call``
-        to the result of ``RuleMaker.rule``. With a text, ``local=`` may be a function ``local(shards, *arrays) ->
-        results`` that runs the primitive on one device's parts, with a ``gshard.Shards``. Without ``local=`` the
+        a function that registers the rule. Its argument is the text of the rule, or a function from a
+        ``gshard.rules.Call`` to the result of ``RuleMaker.rule``. With a text, ``local=`` may be a function
+        ``local(shards, *arrays) -> results`` that runs the primitive on one device's parts, with a
+        ``gshard.rules.Shards``. Without ``local=`` the
         primitive runs unchanged on smaller arrays.
 
     Raises:

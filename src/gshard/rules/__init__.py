@@ -3,7 +3,11 @@
 import importlib
 import pkgutil
 
+from gshard.comm.shards import Shards as Shards
+from gshard.core.rule import Rule as Rule
+from gshard.core.rule import RuleMaker as RuleMaker
 from gshard.language.custom import rule as rule
+from gshard.language.registry import Call as Call
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")

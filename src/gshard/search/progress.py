@@ -8,6 +8,7 @@ silent search looks like a hanging one.
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -27,6 +28,7 @@ class Progress:
         doing: the present step.
         best: the best plan so far, as text.
         name: what the lines begin with.
+        end: when the search ends at the latest (``time.monotonic``).
     """
 
     write: Callable[[str], object] | None
@@ -35,6 +37,7 @@ class Progress:
     doing: str = ""
     best: str = ""
     name: str = "gshard.search"
+    end: float = math.inf
     _last: float = -float("inf")  # the time of the last line
 
     @staticmethod
@@ -62,7 +65,8 @@ class Progress:
     def beat(self) -> None:
         """Prints the present step again if ten seconds have passed without a line. A long step calls it often."""
         if self.write is not None and time.monotonic() - self._last > _BEAT:
-            self._print(f"still {self.doing}")
+            left = f" (ends in {max(self.end - time.monotonic(), 0):.0f} s at most)" if self.end < math.inf else ""
+            self._print(f"still {self.doing}{left}")
 
     def _print(self, text: str) -> None:
         now = time.monotonic()

@@ -47,6 +47,7 @@ class TimeBudget:
 
     def __post_init__(self) -> None:
         self.end = min(self.end, self.progress.since + self.seconds)
+        self.progress.end = min(self.progress.end, self.progress.since + self.seconds)
 
     @staticmethod
     def of(seconds: float | None, progress: bool | Callable[[str], object] | None = None) -> TimeBudget:
