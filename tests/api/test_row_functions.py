@@ -238,10 +238,10 @@ def test_sorted_rows_are_sent_as_they_lie(mesh: dict[str, int], batches: int, as
 
     def gradient(x: Any, places: Any, parts: int) -> Any:
         def loss(x: Any) -> Any:
-            x = gshard.split(x, {0: "b", 1: "a"} if "b" in mesh else {1: "a"})
+            dims = {0: "b", 1: "a"} if "b" in mesh else {1: "a"}
             put = functools.partial(gshard.put_rows, size=size, sorted_parts=parts)
             take = functools.partial(gshard.take_rows, sorted_parts=parts)
-            sent = jax.vmap(put)(x, places)
+            sent = gshard.split(jax.vmap(put)(gshard.split(x, dims), places), dims)
             back = jax.vmap(take)(jnp.sin(sent) * weights, places)
             return jnp.sum(back**3), (sent, back)
 

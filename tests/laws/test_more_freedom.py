@@ -258,7 +258,7 @@ def test_a_bound_of_some_choices_is_said_to_be_of_these() -> None:
     assert not one.best.is_limited
     assert "optimal for the simplified model" in str(one)
     slower = dataclasses.replace(one, best=dataclasses.replace(one.best, bound=one.best.bound / 2, is_limited=True))
-    assert "at most 1e+02 % slower than the best of the choices compared" in str(slower)
+    assert "at most 100 % slower than the best of the choices compared" in str(slower)
 
 
 def test_a_choice_is_limited_as_its_plan() -> None:

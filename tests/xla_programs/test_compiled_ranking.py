@@ -78,7 +78,6 @@ def test_nothing_is_proven_of_a_plan_that_the_model_did_not_choose() -> None:
     [
         ({"compile_best": 0}, "Give a positive number"),
         ({"compile_best": True}, "Give a positive number"),
-        ({"compile_best": 2, "over": "layout"}, "Leave out compile_best"),
     ],
 )
 def test_what_compiles_nothing(options: dict[str, Any], hint: str) -> None:
