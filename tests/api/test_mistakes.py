@@ -22,6 +22,11 @@ def product(x: Any, w: Any) -> Any:
     return x @ w
 
 
+def on_explicit_axes(x: Any) -> Any:
+    x = jax.sharding.reshard(x, jax.NamedSharding(jax.make_mesh((8,), ("a",)), jax.P("a")))
+    return jnp.vdot(x[:, 0], x[:, 0]) if x.ndim > 1 else jnp.vdot(x, x)
+
+
 def left_over_from_pmap(x: Any) -> Any:
     return jax.lax.pmean(2 * x, "devices")
 
@@ -54,6 +59,10 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str, str]] = {
     "shapes that do not fit": (
         lambda: gshard.jit(product, mesh=8)(X, X[:3]), TypeError,
         "product cannot be traced: dot_general requires contracting dimensions", "print(x.shape, x.dtype)",
+    ),
+    "a mesh as jax.make_mesh makes it": (
+        lambda: gshard.jit(on_explicit_axes, mesh=8)(X), Exception,
+        "Contracting dimensions are sharded", "axis_types=(jax.sharding.AxisType.Auto,) * n",
     ),
     "shapes that do not broadcast": (
         lambda: gshard.jit(lambda x: jnp.broadcast_to(x, (3, 8)), mesh=8)(X), ValueError,

@@ -44,6 +44,9 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 for _folder in sorted(entry.name for entry in os.scandir(_PACKAGE) if entry.is_dir() and entry.name != "moe"):
     _public_source_info.register_exclusion(os.path.join(_PACKAGE, _folder))
 
+# JAX refuses to choose the sharding of a result, on a mesh with axes of type Explicit.
+ShardingTypeError = _core.ShardingTypeError
+
 
 @tabulated(64)
 def _user_frame(traceback: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from gshard.core.errors import TraceError
-from gshard.core.jax_adapter import line_of_exception, user_line
+from gshard.core.jax_adapter import ShardingTypeError, line_of_exception, user_line
 from gshard.core.jax_adapter_transformations import arrays_alone
 
 
@@ -24,7 +24,8 @@ def closed_of(f: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, An
     try:
         jaxpr, shapes = jax.make_jaxpr(f, return_shape=True)(*args, **kwargs)
     except (
-        jax.errors.NonConcreteBooleanIndexError, jax.errors.UnexpectedTracerError, TypeError, ValueError, NameError,
+        jax.errors.NonConcreteBooleanIndexError, jax.errors.UnexpectedTracerError, ShardingTypeError, TypeError,
+        ValueError, NameError,
     ) as error:  # fmt: skip
         translated = _translated(f, error)
         if translated is error:
@@ -54,6 +55,12 @@ def _translated(f: Callable[..., Any], error: Exception) -> Exception:
         return _unbound_axis(error, name, line)
     if isinstance(error, jax.errors.UnexpectedTracerError):
         return leaked(error, name, line)
+    if isinstance(error, ShardingTypeError):
+        hint = (
+            "jax.make_mesh makes axes of type Explicit, for which JAX wants such shardings from you. On a mesh with "
+            "axis_types=(jax.sharding.AxisType.Auto,) * n, n axes, gshard chooses them."
+        )
+        return TraceError.like(error, f"{name} cannot be traced: {text}", line, hint=hint)
     if re.match(r"unsupported format string passed to \w*Tracer\.__format__", text):
         return TraceError.like(
             error,
