@@ -74,7 +74,7 @@ class Demo:
 
     run: Path = Path("runs/demo")
     devices: int = 8
-    minutes: float = 4.5
+    minutes: float = 3.75
     sentences: int | None = None
     corpus: tyro.conf.OmitArgPrefixes[PrepareConfig] = dataclasses.field(default_factory=_corpus)
     model: tyro.conf.OmitArgPrefixes[ModelChoice] = dataclasses.field(default_factory=ModelChoice)
