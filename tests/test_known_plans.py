@@ -9,7 +9,7 @@ import known_plans
 from sampled import sampled
 
 KNOWN = known_plans.known_rows()
-DRAWN = sampled(known_plans.NAMES, lambda name: name.split("/")[0], lambda name: 20, "known plans")
+DRAWN = sampled(known_plans.NAMES, lambda name: name.split("/")[0], lambda name: 60, "known plans")
 
 
 @pytest.mark.skipif(not jax.__version__.startswith("0.10."), reason="other versions of JAX trace other programs")

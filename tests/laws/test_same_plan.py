@@ -141,7 +141,7 @@ def perceptron(w: Any, x: Any) -> Any:
     return jnp.mean(jnp.einsum("btf,fd->btd", hidden, w["down"]) ** 2)
 
 
-@pytest.mark.parametrize("timed", [False, True])
+@pytest.mark.parametrize("timed", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "axes, up, down, x",
     [
