@@ -420,7 +420,7 @@ def test_both_packages_are_typed() -> None:
 BUDGET = {
     "lines of src/gshard": 74_455,
     "lines of code of src/gshard": 41_130,
-    "lines of tests": 61_215,
+    "lines of tests": 61_230,
     "lines of packages/m4": 11_029,
     "words of README and docs": 102_900,
     "pages of docs": 58,

@@ -180,3 +180,13 @@ def test_a_policy_of_checkpoint_selects_values_inside(name: str, rng: np.random.
             np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
     text = run.trace(w, x).lower(lowering_platforms=("tpu",)).as_text()
     assert text.count("annotate_device_placement") == (2 if name == "offload" else 0)
+
+
+@pytest.mark.parametrize("wrapped", [lambda f: f, jax.jit, gshard.jit(mesh=8)])
+def test_a_reducer_can_be_partitioned(wrapped: Callable[..., Any]) -> None:
+    """XLA takes no region for all devices as a reducer: a call of scalars is as the function itself."""
+    reducer = gshard.jit(lambda a, b: a + b, mesh=8)
+    f = wrapped(lambda x: jax.lax.reduce(x, np.float32(0), reducer, (0,)))
+    x = np.arange(64, dtype=np.float32)
+    for got in three_calls(f, mesh_of(d=8), x):
+        assert got == x.sum()
