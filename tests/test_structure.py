@@ -418,13 +418,13 @@ def test_both_packages_are_typed() -> None:
 
 # Counts of today: a change may only lower them. What it adds is paid for by what goes.
 BUDGET = {
-    "lines of src/gshard": 74_455,
-    "lines of code of src/gshard": 41_130,
-    "lines of tests": 61_230,
+    "lines of src/gshard": 74_447,
+    "lines of code of src/gshard": 41_122,
+    "lines of tests": 61_205,
     "lines of packages/m4": 11_029,
-    "words of README and docs": 102_900,
+    "words of README and docs": 102_878,
     "pages of docs": 58,
-    "public names": 40,
+    "public names": 39,
     "files of src/gshard": 478,
 }
 

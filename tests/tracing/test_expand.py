@@ -180,7 +180,9 @@ def test_values_of_a_type_of_hijax_are_the_arrays_they_consist_of(inside: str, o
 
 def test_arguments_and_results_of_types_of_hijax_are_refused() -> None:
     x = jnp.ones((8, 4))
-    with pytest.raises(ArgumentError, match=r"(?s)Narrow.* at path x\['a'\].*test_expand.py.*Pass the arrays of which"):
+    with pytest.raises(
+        ArgumentError, match=r"(?s)Narrow.* at path x\['a'\].*test_expand.py.*Pass the arrays that this value"
+    ):
         gshard.jit(lambda x: converted(x["a"]), mesh=8)({"a": HELD})
     with pytest.raises(TraceError, match=r"(?s)returns a value of the type NarrowType.*test_expand.py.*Return the arr"):
         gshard.jit(converted, mesh=8)(x)

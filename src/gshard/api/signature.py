@@ -36,7 +36,7 @@ from gshard.tracing.by_jax import name_of
 from gshard.tracing.changed_objects import has_objects, with_kept_objects
 
 _OF_HIJAX = (
-    "Pass the arrays of which this value of jax.experimental.hijax consists, and make it inside of the function."
+    "Pass the arrays that this value of jax.experimental.hijax is made of, and make the value inside the function."
 )
 
 

@@ -47,7 +47,7 @@ def _sizes(of: Mark | Mesh) -> list[int]:
 
 
 def _mistaken_rows(program: Program) -> Iterator[str]:
-    """Rows of the layout that are probably mistakes: near names of the program, or rows of which none applies.
+    """Rows of the layout that are probably mistakes: those near a name of the program, or all rows if none applies.
 
     A layout may have rows for other functions, too, so rows that apply to nothing are no mistake in general.
     """

@@ -32,7 +32,7 @@ _MANY = 20_000
 def axes_of(mesh: Mesh, shardings: Iterable[Sharding] = ()) -> tuple[Atoms, ...]:
     """The axes that move as wholes: those of the mesh, divided where one of these shardings uses a part of an axis.
 
-    Axes stand in the mesh's order, or in that of the dimensions that they split: most shardings decide.
+    Axes stand in the mesh's order, or in the order in which most shardings split a dimension over them.
 
     >>> mesh = Mesh.abstract(data=8, model=3)
     >>> axes_of(mesh)
@@ -59,7 +59,7 @@ def axes_of(mesh: Mesh, shardings: Iterable[Sharding] = ()) -> tuple[Atoms, ...]
 
 
 def _ordered(mesh: Mesh, counts: collections.Counter[Sharding]) -> list[Atoms]:
-    """The atoms of each axis, in an order of axes in which as many dimensions as possible use them."""
+    """The atoms of each axis. The dimensions that most shardings have determine the order of axes."""
     axes = [atoms for atoms in mesh.atoms_of.values() if atoms]
     axis_of = {a: atoms for atoms in axes for a in atoms}
     rows: collections.Counter[tuple[Atoms, ...]] = collections.Counter()

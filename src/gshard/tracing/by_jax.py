@@ -34,7 +34,7 @@ def closed_of(f: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, An
     result = next((a for a in jaxpr.out_avals if a.is_high), None)
     if result is not None:
         what = f"{name_of(f)} returns a value of the type {result} (jax.experimental.hijax), which is no array."
-        raise TraceError(what, user_line(), hint="Return the arrays of which it consists.")
+        raise TraceError(what, user_line(), hint="Return the arrays that it is made of.")
     return arrays_alone(jaxpr), jax.tree.structure(shapes)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
@@ -16,7 +16,7 @@ from gshard.naming.short_names import ShortName, short_names
 from gshard.xla.buffers import HeldMemory, aliased_results, held_by
 from gshard.xla.dataflow import PRODUCTS, Array, Dataflow
 from gshard.xla.hlo_collectives import Sent, sent_by
-from gshard.xla.hlo_parser import Module, read_module
+from gshard.xla.hlo_parser import Instruction, Module, read_module
 from gshard.xla.kernels import arrays_of
 from gshard.xla_programs.read_shardings import ReadSharding, read_sharding
 
@@ -98,23 +98,24 @@ class CompiledProgram:
     @functools.cached_property
     def weights(self) -> frozenset[int]:
         """The arguments that products and look-ups read."""
-        return frozenset(
-            number
-            for name, computation in self.module.computations.items()
-            for made in computation.instructions.values()
-            if made.opcode in PRODUCTS or ("custom_call_target" in made.attributes and "dot" in made.attributes)
-            for operand in made.operands
-            for number in self.flow.arguments(Array(name, operand))
+        return self._read_by(
+            lambda made: (
+                made.opcode in PRODUCTS or ("custom_call_target" in made.attributes and "dot" in made.attributes)
+            )
         )
 
     @functools.cached_property
     def differentiated(self) -> frozenset[int]:
         """The arguments that a differentiated function reads: weights, biases and data, but no moments."""
+        return self._read_by(lambda made: "jvp(" in made.op_name)
+
+    def _read_by(self, reads: Callable[[Instruction], bool]) -> frozenset[int]:
+        """The arguments that some instructions read."""
         return frozenset(
             number
             for name, computation in self.module.computations.items()
             for made in computation.instructions.values()
-            if "jvp(" in made.op_name
+            if reads(made)
             for operand in made.operands
             for number in self.flow.arguments(Array(name, operand))
         )
