@@ -32,14 +32,12 @@ LONG = {
     "spatial_unet.py",
     "translating.md",
     "haiku_batch_norm.py",
-    "orbax_restore.py",
     "local_gather.py",
     "pipeline.py",
     "layout_transformer.py",
     "explained_transformer.py",
     "decoder_moe.py",
     "beside_xla.py",
-    "megatron.md",
 }
 
 
@@ -106,6 +104,9 @@ def test_example_runs_and_is_in_the_gallery(path: Path, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     assert done.stdout.strip() in (ROOT / "docs" / "gallery.md").read_text(), f"run make gallery:\n{done.stdout}"
+    page = ROOT / "docs" / "tutorials" / f"{path.stem}.md"
+    shown = re.search(r"^```text\n(.*?)^```", page.read_text(), re.M | re.S) if page.exists() else None
+    assert shown is None or not pages.differs(f"[...]{shown[1]}[...]", done.stderr), done.stderr
 
 
 def test_the_reference_has_every_public_name() -> None:
