@@ -7,7 +7,7 @@
 First the throughput table, docs/gpu_throughput.md: tokens a second of a training step (``gpu_step``) of dense and MoE
 models, with ``einsum``, ``gather`` and the dispatches that drop nothing, under ``gshard.jit`` and ``jax.jit``. Then
 ``scripts/scaling.py`` with the size ``gpu``, which trains each model on at least 100 million target tokens and writes
-docs/results.md. Both resume; the exit code is 75 while there is more to do, and 2 where there is no GPU.
+packages/m4/docs/results.md. Both resume; the exit code is 75 while there is more to do, and 2 where there is no GPU.
 """
 
 from __future__ import annotations
