@@ -5,7 +5,7 @@ machine. ``make machines`` writes the rows into ``docs/machines.md``.
 
     v3        two cores a chip that are devices of their own: 123 TFLOP/s, 900 GB/s and 32 GiB a chip, four links of
               656 Gbit/s; the share of a link that collectives reach and the order of an all-to-all: figure 9 of the
-              GShard paper (docs/benchmarks.md)
+              GShard paper (benchmarks/RESULTS.md)
     v5e, v5p, links are the bandwidth of a chip in both directions divided by its ports and by two
     v6e
     tpu7x     two cores a chip that are devices of their own: 2307 TFLOP/s, 7380 GB/s and 192 GiB a chip, 1200 GB/s over
@@ -176,12 +176,13 @@ class Kind:
 
 _T, _G, _GIB = 1e12, 1e9, 2**30
 
-# The share of a vendor's figures that XLA's kernels reach on a GPU. On one H100 (docs/gpu.md), 695 of 989 TFLOP/s in
-# bfloat16, 371 of 494 in TF32; 2.8 to 3.2 of 3.35 TB/s in elementwise kernels and reductions. Links were not measured.
+# The share of a vendor's figures that XLA's kernels reach on a GPU. On one H100 (benchmarks/RESULTS.md), 695 of 989
+# TFLOP/s in bfloat16, 371 of 494 in TF32; 2.8 to 3.2 of 3.35 TB/s in elementwise kernels and reductions. Links were not
+# measured.
 REACHED_PRODUCTS = 0.7
 REACHED_MEMORY = 0.9
 # The share of the links of TPU v3 that collectives reach: 0.69 for AllReduces and AllToAlls in figure 9 of the GShard
-# paper, without AllReduces on rectangles (docs/benchmarks.md). No other links were measured.
+# paper, without AllReduces on rectangles (benchmarks/RESULTS.md). No other links were measured.
 REACHED_LINKS = 0.7
 
 
