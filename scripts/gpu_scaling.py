@@ -5,9 +5,10 @@
     python scripts/gpu_scaling.py --dry-run                                 # on CPU, tiny; pages stay in --output
 
 First the throughput table, gpu_throughput.md in the folder of --output: tokens a second of a training step of dense
-and MoE models (``gpu_step``), with ``einsum``, ``gather`` and the dispatches that drop nothing, under ``gshard.jit`` and ``jax.jit``. Then
-``scripts/scaling.py`` with the size ``gpu``, which trains each model on at least 100 million target tokens and writes
-packages/m4/docs/results.md. Both resume; the exit code is 75 while there is more to do, and 2 where there is no GPU.
+and MoE models (``gpu_step``), with ``einsum``, ``gather`` and the dispatches that drop nothing, under ``gshard.jit``
+and ``jax.jit``. Then ``scripts/scaling.py`` with the size ``gpu``, which trains each model on at least 100 million
+target tokens and writes packages/m4/docs/results.md. Both resume; the exit code is 75 while there is more to do, and 2
+where there is no GPU.
 """
 
 from __future__ import annotations
