@@ -26,16 +26,7 @@ from gshard.language.transfer import is_transfer, transferred
 
 
 def put_apart(params: dict[str, Any], in_avals: list[Any], mark_of: Callable[..., Mark]) -> Any | None:
-    """The closed jaxpr of marks and transfers that replaces a ``device_put``; None if it is a single transfer.
-
-    Args:
-        params: the parameters of the ``device_put``.
-        in_avals: the types of its operands.
-        mark_of: returns the mark for a ``NamedSharding`` and a number of dimensions.
-
-    Raises:
-        ShardingError: it names a memory, a layout or a kind of sharding for which gshard has no mark.
-    """
+    """The closed jaxpr of marks and transfers that replaces a ``device_put``; None if it is a single transfer."""
     if is_transfer(params, in_avals):
         return None
     targets = zip(params["devices"], in_avals, strict=True)
