@@ -248,7 +248,7 @@ def laid_out(x: Any, received_chunks: Sequence[Any], dim: int, atoms: Atoms, win
 
 
 def add_windows(x: Any, dim: int, atoms: Atoms, mesh: Mesh, window: Window, size: int) -> Any:
-    """Adds the elements of all windows to the elements of the array that they cover: the transpose of ``fetch_window``."""
+    """Adds the elements of all windows to the array elements that they cover: the transpose of ``fetch_window``."""
     part = jax.ShapeDtypeStruct((*x.shape[:dim], size, *x.shape[dim + 1 :]), x.dtype)
     (sums,) = jax.linear_transpose(lambda y: fetch_window(y, dim, atoms, mesh, window), part)(x)
     return sums

@@ -23,7 +23,7 @@ from gshard.core.xla_workarounds import ragged_all_to_all
 
 
 class RowRoutes(NamedTuple):
-    """The routes of one device's rows. Each of ``P`` devices has ``n`` rows and ``m`` places, and can receive ``room``."""
+    """Routes of one device's rows. Each of ``P`` devices has ``n`` rows and ``m`` places, and can receive ``room``."""
 
     order: Any  # int32 [n], the rows sorted by the device that holds their place; rows without a place come last
     starts: Any  # starts, sizes: int32 [P], the chunk of ``order`` that each device receives

@@ -19,10 +19,11 @@ from collections.abc import Hashable, Mapping, Sequence
 import numpy as np
 
 from gshard.comm.collectives import KINDS
+from gshard.comm.steps import PERMUTE
 from gshard.core.mesh import Mesh
 from gshard.device.fusion_model import COLLECTIVE, PRODUCT, REGION, Kernel, Kernels
 from gshard.device.machine import Machine
-from gshard.device.machine_kinds import PERMUTE, Compiler
+from gshard.device.machine_kinds import Compiler
 from gshard.device.network import goes_one_way
 
 

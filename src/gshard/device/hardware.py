@@ -87,7 +87,7 @@ def machine_to_plan_for(mesh: Mesh) -> Machine | None:
 
 
 def machine_to_order(mesh: Mesh) -> Machine:
-    """A machine whose times only rank alternatives: that of the devices, or one that counts bytes if there is no model."""
+    """A machine whose times only rank alternatives: that of the devices, or one that counts bytes."""
     called = unknown_devices(mesh)
     if called is None:
         return machine_of(mesh)

@@ -40,8 +40,9 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 
+from gshard.comm.steps import PERMUTE
+
 RING, LINE, SWITCH, DIRECT = "ring", "line", "switch", "direct"
-PERMUTE = "collective_permute"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from gshard.core.program import Constant, Value
-
-Array = Value | Constant
+from gshard.core.program import Constant
+from gshard.rewrite.equation_graph import Array
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

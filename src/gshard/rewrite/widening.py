@@ -22,7 +22,7 @@ _BROADCAST = "broadcast_in_dim"
 
 
 def narrow_sources(graph: Graph, x: Value, length: int | None = None) -> tuple[Value, ...] | None:
-    """The arrays from which elementwise equations compute an array, with the fewest bytes; None if it is itself best."""
+    """The arrays from which elementwise equations compute an array, with the fewest bytes; None if it is best."""
     best: dict[Value, tuple[Value, ...]] = {}
     for v in operands_first([x], lambda v: _operands(graph, v, length) or ()):
         operands = _operands(graph, v, length)

@@ -59,7 +59,7 @@ _NEAR = 1.02  # ratio of limits of memory: between nearer ones no further limit 
 
 
 class MeshSearch:
-    """The search on one mesh, in steps. Results are kept, so that a search that is ended early returns the best so far."""
+    """The search on one mesh, in steps. Results are kept, so that an early end returns the best so far."""
 
     def __init__(
         self,

@@ -205,7 +205,7 @@ def _slots(operands: Iterable[Operand]) -> set[int]:
 
 
 def _place(operations: list[tuple[Operation, bool]], needed: set[int]) -> PlacedRun:
-    """The run of these operations. Slots are numbered in the order of first use, so that equal runs are equal values."""
+    """The run of these operations. Slots are numbered by first use, so that equal runs are equal values."""
     computed = {slot for op, _ in operations for slot in op.results}
     slots = (x for op, _ in operations for x in op.operands if isinstance(x, int))
     reads = list(dict.fromkeys(slot for slot in slots if slot not in computed))

@@ -61,7 +61,7 @@ def permitted(block: Block, *, finite: bool) -> Block:
 
 
 def permit_from(first: int, equations: list[Equation], target: Any) -> None:
-    """Permits all ways for the equations from position ``first`` on, if their partitioned function has ``finite=True``."""
+    """Permits all ways for the equations from position ``first`` on, if the function has ``finite=True``."""
     if getattr(target, "finite", False):
         equations[first:] = permitted(Block((), tuple(equations[first:]), ()), finite=True).equations
 
