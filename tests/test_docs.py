@@ -21,24 +21,16 @@ from test_structure import FILES, name_of
 
 ROOT = Path(__file__).resolve().parent.parent
 WITH_DOCTESTS = [path for path in FILES if ">>> " in path.read_text()]
-PAGES = [path for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))] if "_build" not in path.parts]
+SITES = (ROOT / "docs", ROOT / "packages" / "m4" / "docs")
+PAGES = [path for site in SITES for path in sorted(site.rglob("*.md")) if "_build" not in path.parts]
+PAGES = [ROOT / "README.md", *PAGES]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 # What these show is tested elsewhere in the fast tests too.
-LONG = {
-    "configure.md",
-    "exporting.md",
-    "routing.md",
-    "sequence_parallel.py",
-    "spatial_unet.py",
-    "translating.md",
-    "haiku_batch_norm.py",
-    "local_gather.py",
-    "pipeline.py",
-    "layout_transformer.py",
-    "explained_transformer.py",
-    "decoder_moe.py",
-    "beside_xla.py",
-}
+LONG = """
+    configure.md exporting.md moe.md translating.md
+    beside_xla.py decoder_moe.py explained_transformer.py haiku_batch_norm.py layout_transformer.py local_gather.py
+    pipeline.py sequence_parallel.py spatial_unet.py
+""".split()
 
 
 def module_name(path: Path) -> str:
