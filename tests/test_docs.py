@@ -27,9 +27,9 @@ PAGES = [ROOT / "README.md", *PAGES]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 # What these show is tested elsewhere in the fast tests too.
 LONG = """
-    configure.md exporting.md megatron.md moe.md translating.md
+    configure.md exporting.md moe.md translating.md
     beside_xla.py decoder_moe.py explained_transformer.py haiku_batch_norm.py layout_transformer.py local_gather.py
-    orbax_restore.py pipeline.py sequence_parallel.py spatial_unet.py
+    pipeline.py sequence_parallel.py spatial_unet.py
 """.split()
 
 
@@ -96,6 +96,9 @@ def test_example_runs_and_is_in_the_gallery(path: Path, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     assert done.stdout.strip() in (ROOT / "docs" / "gallery.md").read_text(), f"run make gallery:\n{done.stdout}"
+    page = ROOT / "docs" / "tutorials" / f"{path.stem}.md"
+    shown = re.search(r"^```text\n(.*?)^```", page.read_text(), re.M | re.S) if page.exists() else None
+    assert shown is None or not pages.differs(f"[...]{shown[1]}[...]", done.stderr), done.stderr
 
 
 def test_the_reference_has_every_public_name() -> None:
