@@ -21,8 +21,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from gshard.core.fired import Fired
-from gshard.core.program import Equation, Program, Value
+from gshard.core.program import Equation, Fired, Program, Value
 from gshard.rewrite.equation_graph import Array, Graph, Others, Writer
 
 _MOST = 1000  # largest number of rewrites of one block
