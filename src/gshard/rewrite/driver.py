@@ -40,20 +40,21 @@ class Rewrite:
     helps_xla: bool = True  # whether XLA's partitioner sends less after it
 
 
+OfEquation = Callable[[Graph, Equation], Sequence[Equation] | Others | None]
+
+
 def over(*names: str) -> Callable[[Callable[[Graph], Others]], Rewrite]:
     """A decorator for a rewrite of whole blocks that contain equations of these names."""
     return lambda function: Rewrite(function.__name__, frozenset(names), function)
 
 
-def at(
-    *names: str, helps_xla: bool = True
-) -> Callable[[Callable[[Graph, Equation], Sequence[Equation] | Others | None]], Rewrite]:
+def at(*names: str, helps_xla: bool = True) -> Callable[[OfEquation], Rewrite]:
     """A decorator for a rewrite of single equations of these names. Marks are skipped.
 
     The function returns the equations that replace this one, or a mapping that replaces several equations.
     """
 
-    def decorate(function: Callable[[Graph, Equation], Sequence[Equation] | Others | None]) -> Rewrite:
+    def decorate(function: OfEquation) -> Rewrite:
         def others(graph: Graph) -> Others:
             replacements: dict[Equation, Sequence[Equation]] = {}
             for e in graph.equations:
