@@ -24,6 +24,7 @@ from gshard.core.errors import ArgumentError, MeshError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_given import axes_of_exported
 from gshard.core.mesh import Mesh, MeshLike
+from gshard.core.paths import path_of
 from gshard.device.hardware import kind_of_devices, machine_of
 from gshard.device.machine import Machine
 from gshard.xla_programs.compiled_explanation import CompiledExplanation
@@ -227,4 +228,4 @@ def _word(entry: Any) -> str:
 
 def _results(tree: Any) -> list[str]:
     paths = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(tree, range(tree.num_leaves)))[0]
-    return [f"result{jax.tree_util.keystr(path)}" for path, _ in paths]
+    return [path_of("result", path) for path, _ in paths]

@@ -17,7 +17,7 @@ from gshard.core.plan import Plan
 from gshard.core.program import Equation, Value, format_bytes
 from gshard.core.spmd import Collective
 from gshard.device.fusion_model import is_product
-from gshard.naming.array_names import GRADIENT, UPDATE, ArrayNames
+from gshard.naming.array_names import UPDATE, ArrayNames
 
 _PRODUCT = "sums partial results of products (tensor parallelism: row-parallel forward, column-parallel backward)"
 _SCATTERED = f"{_PRODUCT[:-1]}, with sequence parallelism)"
@@ -78,7 +78,7 @@ def _purpose(
     atoms_of_data: set[str],
 ) -> str:
     name = names.array(c.value).text
-    if name.startswith(GRADIENT):
+    if names.is_gradient(c.value):
         if c.kind == "reduce_scatter" and atoms_of_data.isdisjoint(c.atoms):
             return "sums gradients of weights that products gathered over an axis that splits no input"
         if c.kind == "reduce_scatter":

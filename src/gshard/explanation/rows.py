@@ -13,8 +13,8 @@ from gshard.core.number_text import format_ms, significant
 from gshard.core.plan import Plan, local_bytes
 from gshard.core.program import Block, Value
 from gshard.core.spmd import Collective
+from gshard.naming.argument_names import without_numbers
 from gshard.naming.array_names import ArrayNames
-from gshard.naming.short_names import without_numbers
 
 _NAMED = 24  # names of arguments in a message
 

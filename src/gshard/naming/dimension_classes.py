@@ -20,6 +20,7 @@ from typing import Any
 
 from gshard.core.program import Block, Equation, Program, Value
 from gshard.core.rule import Dims, Rule
+from gshard.naming.argument_names import path_of_name
 
 _SHOWN = 4  # arguments of a class in the text
 
@@ -101,7 +102,8 @@ def dimensions_of(program: Program, paths: Sequence[str] = ()) -> Dimensions:
     label = _labels(ranked, user_names)
     labels = {v: _with_primes(v, classes, label) for v in program.block.values()}
     inputs = program.block.inputs[len(program.captured) :]
-    named_inputs = dict(zip(inputs, paths or program.names[len(program.captured) :], strict=True))
+    names = program.names[len(program.captured) :]
+    named_inputs = dict(zip(inputs, paths or map(path_of_name, names), strict=True))
     producers = {v: e for e in program.block.walk() for v in e.outputs}
 
     def class_of(root: Hashable) -> DimensionClass:

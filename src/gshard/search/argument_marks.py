@@ -17,7 +17,7 @@ from gshard.core.paths import is_below
 from gshard.core.pipeline_schedule import Schedule
 from gshard.core.program import Value
 from gshard.core.sharding import Sharding
-from gshard.naming.short_names import equal_layers
+from gshard.naming.argument_names import equal_layers
 from gshard.planning.added_marks import spec_of_cut
 
 _WIDE = 100  # columns; a longer statement is written on several lines
@@ -82,12 +82,12 @@ def _text(sharding: Sharding, mesh: Mesh) -> str:
 
 def _patterns(specs: Mapping[str, str], values: Mapping[str, Value]) -> dict[str, str] | None:
     """Patterns that give each path its spec and match no other path; None if there are none."""
-    parts = {path: tuple(f"[{w}]" if w.isdecimal() else w for w in path.split("/")) for path in values}
+    parts = {path: tuple(path.split("/")) for path in values}
     pattern_words = equal_layers({parts[path]: (v.shape, v.dtype, specs.get(path)) for path, v in values.items()})
     patterns: dict[str, str] = {}
     for path, spec in specs.items():
         words = pattern_words.get(parts[path], parts[path])
-        patterns.setdefault("/".join(word.strip("[]") for word in words), spec)
+        patterns.setdefault("/".join(words), spec)
     ends = {path.rpartition("/")[2] for path in values}
     common_end = f"/{next(iter(ends))}" if len(ends) == 1 and len(values) > 1 else ""  # a pattern is for all below it
     shorter = {pattern.removesuffix(common_end): spec for pattern, spec in patterns.items()}

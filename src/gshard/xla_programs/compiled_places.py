@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from gshard.explanation.report.places import Places
-from gshard.naming.short_names import equal_layers
+from gshard.naming.argument_names import equal_layers
 from gshard.tracing.files import names_of_files
 from gshard.xla.dataflow import Array
 from gshard.xla.hlo_parser import Instruction

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 
 from gshard.explanation.rows import CollectiveRow
-from gshard.naming.short_names import equal_layers
+from gshard.naming.argument_names import equal_layers
 from gshard.xla_programs.compiled_program import CompiledProgram
 from gshard.xla_programs.moved_parts import Part, axes_text
 

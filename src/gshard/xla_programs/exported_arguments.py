@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
@@ -15,7 +16,6 @@ from gshard.core.partition_spec import axes_of_entry
 from gshard.core.paths import path_inside, path_of
 from gshard.core.program import Value
 from gshard.core.sharding import Sharding
-from gshard.naming.dimension_metadata import boxes_of
 from gshard.planning.added_marks import spec_of_cut
 from gshard.xla_programs.plan_compiler import PlanCompiler, spec_text
 
@@ -46,7 +46,7 @@ def arguments_of(made: PlanCompiler) -> tuple[ExportedArgument, ...]:
     numbered = jax.tree.unflatten(tree, range(tree.num_leaves))
     flat = [keys for keys, _ in jax.tree_util.tree_leaves_with_path(numbered)]
     rows = []
-    for keys, node in boxes_of(numbered):
+    for keys, node in jax.tree_util.tree_leaves_with_path(numbered, is_leaf=_is_box):
         (i,) = jax.tree.leaves(node)
         v, name = inputs[first + i], program.names[first + i]
         parameter = name.removesuffix(jax.tree_util.keystr(flat[i][2:]))
@@ -55,6 +55,11 @@ def arguments_of(made: PlanCompiler) -> tuple[ExportedArgument, ...]:
         memory = program.input_memory(first + i)
         rows.append(ExportedArgument(path_of(parameter, keys[2:]), v, spec, memory))
     return tuple(rows)
+
+
+def _is_box(x: Any) -> bool:
+    """Whether a node of a pytree is one array with metadata: a box of Linen or a variable of NNX."""
+    return hasattr(type(x), "get_metadata") or (hasattr(x, "names") and hasattr(x, "value") and hasattr(x, "unbox"))
 
 
 def less_split(made: PlanCompiler) -> Iterator[str]:
