@@ -7,7 +7,7 @@ prefetching follow ``partition`` (``search.pipeline``).
 """
 
 from gshard.api.configuration import Configuration as Configuration
-from gshard.api.configurations import Configurations as Configurations
+from gshard.api.configuration import Configurations as Configurations
 from gshard.api.jitted import Jitted as Jitted
 from gshard.api.kernel_function import KernelFunction as KernelFunction
 from gshard.api.lowered import Compiled as Compiled

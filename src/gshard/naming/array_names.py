@@ -279,8 +279,8 @@ def _results(program: Program) -> list[ArrayName]:
     names = [f"result[{i}]" for i in range(len(outputs))]
     with contextlib.suppress(Exception):  # of a class of the user that accepts only arrays
         leaves = [] if tree is None else jax.tree.unflatten(tree, [0] * tree.num_leaves)
-        paths = jax.tree_util.tree_leaves_with_path(leaves)
-        names[: len(paths)] = [f"result{jax.tree_util.keystr(keys)}" for keys, _ in paths]
+        paths = [f"result{jax.tree_util.keystr(keys)}" for keys, _ in jax.tree_util.tree_leaves_with_path(leaves)]
+        names = [*paths, *names[len(paths) :]][: len(outputs)]
     found = argument_names({name: (v.shape, v.dtype) for name, v in zip(names, outputs, strict=True)})
     return [found[name] for name in names]
 

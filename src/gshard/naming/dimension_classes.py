@@ -1,12 +1,7 @@
-"""Finds the dimensions of a program that are the same, and joins them to classes.
-
-In an equation, all dimensions with the same factor are the same, such as the columns of ``x`` and the rows of ``w`` in
-``x @ w``. The closure of this relation over a program has few classes, such as the batch, the length and the
-vocabulary. So the names of some dimensions of arguments name all dimensions.
-
-Products of dimensions (``(batch length)`` after a reshape) have their own classes. Products of the same classes are the
-same, and equal products that are split in the same sizes have the same factors. The iterations of a loop are one
-dimension, with the stacked dimensions of all its operands and results.
+"""Finds the dimensions of a program that are the same, and joins them to classes: those with the same factor in an
+equation, such as the columns of ``x`` and the rows of ``w`` in ``x @ w``. Products of dimensions, such as ``(batch
+length)`` after a reshape, have their own classes; equal products that are split in equal sizes have the same factors.
+The iterations of a loop are one dimension, with the stacked dimensions of all its operands and results.
 """
 
 from __future__ import annotations
