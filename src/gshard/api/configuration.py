@@ -430,13 +430,9 @@ class Configurations:
                 " ".join(f"{name}={size}" for name, size in row.mesh.axes),
                 *(_shown(row.keywords, key) for key in keywords),
                 "yes" if row.recomputes else "-",
-                _percent(self._gap_of(row)),
+                _percent(None if row.found is None else row.found.gap),
             ])  # fmt: skip
         return "\n".join(_columns(lines))
-
-    def _gap_of(self, row: Configuration) -> float | None:
-        """The share of its time in the model that a plan of the same configuration could save."""
-        return None if row.found is None else row.found.gap
 
     def data(self) -> dict[str, Any]:
         """The result as plain data, for JSON."""
@@ -446,7 +442,7 @@ class Configurations:
                 "seconds": row.seconds, "examples_per_second": row.examples_per_second, "peak": row.cost.peak,
                 "fits": row.cost.peak <= self.limit, "sent": row.cost.sent, "flops": row.cost.flops,
                 "bytes_on_host": row.bytes_on_host, "mesh": dict(row.mesh.axes), "recomputes": row.recomputes,
-                "gap": self._gap_of(row), "by_bound": row.cost.by_bound,
+                "gap": None if row.found is None else row.found.gap, "by_bound": row.cost.by_bound,
             }
             for row in self.rows
         ]  # fmt: skip

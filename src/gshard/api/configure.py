@@ -19,6 +19,7 @@ import jax
 from gshard.api.call_errors import clear_call_errors
 from gshard.api.configuration import BuiltStep, Configuration, Configurations, NotSearched, built_by
 from gshard.api.jitted import Jitted
+from gshard.api.lowered import Lowered
 from gshard.api.search_run import (
     EFFORT,
     FINISHED,
@@ -114,9 +115,10 @@ class EstimatedStep:
     run: SearchRun | None = None
     why: str = "not begun, because the time was over"
 
-    def promise(self, limit: float) -> float:
+    @property
+    def promise(self) -> float:
         """Orders configurations, the most promising one first."""
-        return self.estimate.seconds * (_RECOMPUTES if self.estimate.peak > limit else 1.0)
+        return self.estimate.seconds * (_RECOMPUTES if self.estimate.peak > self.limit else 1.0)
 
     def least_seconds(self, meshes: int) -> float:
         """Seconds that it takes at least in the simplified model, on any mesh."""
@@ -129,29 +131,25 @@ class EstimatedStep:
         plans = [] if self.run is None else [one.chosen for one in self.run.begun if one.has_found]
         return min(plans, key=lambda plan: plan.rank(self.limit), default=None)
 
-    def is_better(self, other: EstimatedStep, limit: float) -> bool:
+    def is_better(self, other: EstimatedStep) -> bool:
         """Whether a configuration that fits by its estimate is no slower than another one by theirs.
 
         They differ in one keyword, or in the memory of the state.
         """
         ours, theirs = self.built.keywords, other.built.keywords
         changed = sum(ours[key] != theirs[key] for key in ours) + (bool(self.built.host) != bool(other.built.host))
-        fits = self.estimate.peak <= limit
-        return changed == 1 and fits and self.estimate.seconds <= other.estimate.seconds
+        return changed == 1 and self.estimate.peak <= self.limit and self.estimate.seconds <= other.estimate.seconds
 
-    def fits_as_it_is(self, limit: float) -> bool:
+    @property
+    def fits_as_it_is(self) -> bool:
         """Whether its best plan so far fits without recomputed values."""
-        return self.chosen is not None and self.chosen.cost.peak <= limit and not self.chosen.recomputed
+        return self.chosen is not None and self.chosen.cost.peak <= self.limit and not self.chosen.recomputed
 
-    def expected(self, limit: float) -> float:
+    @property
+    def expected(self) -> float:
         """Seconds of the best plan by hand; longer if values have to be recomputed to fit."""
         assert self.chosen is not None
-        return self.chosen.cost.seconds * (_RECOMPUTES if self.chosen.cost.peak > limit else 1.0)
-
-    def left_out(self, limit: float) -> NotSearched:
-        """The configuration as one without a plan."""
-        fits = self.estimate.least_bytes <= limit
-        return NotSearched(self.built.text, self.why, fits, self.estimate.least_seconds)
+        return self.chosen.cost.seconds * (_RECOMPUTES if self.chosen.cost.peak > self.limit else 1.0)
 
     @property
     def solved(self) -> list[MeshSearch]:
@@ -273,19 +271,18 @@ class ConfigureRun:
             text = text_of(keywords)
             self.others.append(NotSearched(text, "for which the builder returns None", False))
             return
-        searched = self._searched(built)
         with clear_call_errors(self.caller, built.step, built.arguments, {}):
-            lowered = searched.lower(self.meshes[0])
-        program, donated = lowered.program, lowered.donated
-        yield EstimatedStep(built, searched, estimated(program, self.meshes[0], self.machine, donated), self.limit)
-        if self.offload and donated and self._can_offload(built, searched):
-            pairs = state_to_offload(program, donated)
-            if pairs:
-                on_host = built.with_host(pairs)
-                searched = self._searched(on_host)
-                lowered = searched.lower(self.meshes[0])
-                figures = estimated(lowered.program, self.meshes[0], self.machine, lowered.donated)
-                yield EstimatedStep(on_host, searched, figures, self.limit)
+            one, lowered = self._traced(built)
+        yield one
+        if self.offload and lowered.donated and self._can_offload(built, one.searched):
+            if pairs := state_to_offload(lowered.program, lowered.donated):
+                yield self._traced(built.with_host(pairs))[0]
+
+    def _traced(self, built: BuiltStep) -> tuple[EstimatedStep, Lowered]:
+        searched = self._searched(built)
+        lowered = searched.lower(self.meshes[0])
+        figures = estimated(lowered.program, self.meshes[0], self.machine, lowered.donated)
+        return EstimatedStep(built, searched, figures, self.limit), lowered
 
     def _searched(self, built: BuiltStep) -> Any:
         own = {key: value for key, value in self.own.items() if key != "finite"}
@@ -310,8 +307,8 @@ class ConfigureRun:
     def _explore(self) -> None:
         """Prices plans that people write by hand, on the first mesh, for the most promising configurations first."""
         limit, share = self.limit, self.budget.part(_EXPLORING)
-        better = {one: sum(other.is_better(one, limit) for other in self.candidates) for one in self.candidates}
-        for candidate in sorted(self.candidates, key=lambda one: (better[one], one.promise(limit))):
+        better = {one: sum(other.is_better(one) for other in self.candidates) for one in self.candidates}
+        for candidate in sorted(self.candidates, key=lambda one: (better[one], one.promise)):
             if candidate.estimate.least_bytes > limit:
                 least = format_bytes(int(candidate.estimate.least_bytes))
                 candidate.why = f"for which a device holds at least {least} of arguments and results"
@@ -327,7 +324,7 @@ class ConfigureRun:
     def _solve(self) -> None:
         """Solves the problems of the configurations with the best prices, and prices their solutions."""
         begun = [candidate for candidate in self.candidates if candidate.chosen is not None]
-        for candidate in sorted(begun, key=lambda one: one.expected(self.limit)):
+        for candidate in sorted(begun, key=lambda one: one.expected):
             if self._is_slower(candidate):
                 continue
             if self.budget.is_over:
@@ -359,7 +356,7 @@ class ConfigureRun:
     def _prove(self) -> None:
         """Solves the problems of the configurations that were left out, too, as long as there is time."""
         left = [one for one in self.candidates if not one.solved and one.estimate.least_bytes <= self.limit]
-        for candidate in sorted(left, key=lambda one: one.promise(self.limit)):
+        for candidate in sorted(left, key=lambda one: one.promise):
             if not self.budget.is_over:
                 self._solve_on_all(candidate)
 
@@ -421,15 +418,13 @@ class ConfigureRun:
 
     def _is_slower(self, candidate: EstimatedStep) -> bool:
         """Whether a configuration is estimated to be no faster than the fastest, or than a similar one that fits."""
-        limit = self.limit
         if self.fastest is None or self.fastest is candidate or self.fastest.chosen is None:
             return False
         if candidate.estimate.seconds >= self.fastest.chosen.cost.seconds:
             candidate.why = "estimated to be no faster than the best"
             return True
         if any(
-            other.is_better(candidate, limit) and (other.fits_as_it_is(limit) or other in self.covered)
-            for other in self.candidates
+            other.is_better(candidate) and (other.fits_as_it_is or other in self.covered) for other in self.candidates
         ):
             self.covered.add(candidate)
             candidate.why = "estimated to be no faster than a similar one that fits"
@@ -477,7 +472,10 @@ class ConfigureRun:
             raise self.error
         if not rows or rows[0].cost.peak > limit:
             raise self._fits_nowhere(rows)
-        others = [*self.others, *(c.left_out(limit) for c, row in made if row is None)]
+        others = list(self.others)
+        for c in [c for c, row in made if row is None]:
+            fits = c.estimate.least_bytes <= limit
+            others.append(NotSearched(c.built.text, c.why, fits, c.estimate.least_seconds))
         possible = [c for c in self.candidates if c.estimate.least_bytes <= limit]
         unknown = any(other.fits and not other.is_estimated for other in self.others)
         solved = [c.least_seconds(meshes) for c in possible if len(c.solved) == meshes]
