@@ -11,8 +11,7 @@ from typing import Any
 
 import jax
 
-from gshard.api.jit import jit
-from gshard.api.jitted import Jitted
+from gshard.api.jit import Jitted, jit
 from gshard.api.signature import Parameters
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import put_all, user_line
@@ -24,11 +23,11 @@ from gshard.core.plan import Plan, local_bytes
 from gshard.core.program import format_bytes
 from gshard.device.cost import Cost
 from gshard.device.machine import Machine
-from gshard.explanation.bounds import headline
-from gshard.explanation.found import SearchResult
+from gshard.explanation.search_result import SearchResult
+from gshard.explanation.verdict import headline
 from gshard.planning.saved_plan import SavedPlan
 from gshard.search.builder_choices import text_of
-from gshard.search.how_near import ended, how_near
+from gshard.search.find import ended, how_near
 from gshard.search.state_on_host import with_state_on_host
 from gshard.tracing.by_jax import name_of
 

@@ -16,11 +16,10 @@ from typing import Any
 
 import jax
 
-from gshard.api.call_errors import clear_call_errors
 from gshard.api.configuration import BuiltStep, Configuration, Configurations, NotSearched, built_by
-from gshard.api.jitted import Jitted
+from gshard.api.jit import Jitted
 from gshard.api.lowered import Lowered
-from gshard.api.search_run import (
+from gshard.api.search import (
     EFFORT,
     FINISHED,
     OfArrays,
@@ -30,30 +29,27 @@ from gshard.api.search_run import (
     meshes_to_try,
     searched_of,
 )
-from gshard.core.deadline import OutOfTime
+from gshard.api.wrapped import clear_call_errors
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames
 from gshard.core.memory_kinds import PINNED_HOST
 from gshard.core.mesh import Mesh
+from gshard.core.phases import OutOfTime
 from gshard.core.planning_tables import tables, with_tables
 from gshard.core.program import Equation, Program, Value, format_bytes
 from gshard.core.rule import PARALLEL, REDUCE
 from gshard.device.compiled_kernels import as_compiled
 from gshard.device.cost import cost_of_kernels
 from gshard.device.fusion_model import PRODUCT, Kernel, kernels_of
-from gshard.device.hardware import machine_of
-from gshard.device.machine import Machine
+from gshard.device.machine import Machine, machine_of
 from gshard.device.roofline import kernel_roofline
 from gshard.remat.rematerialise import MemoryLimitError, bytes_of
 from gshard.search.builder_choices import choices_of, combinations, text_of
-from gshard.search.find import MeshSearch
-from gshard.search.meshes import axes_text
-from gshard.search.priced import PricedPlan
-from gshard.search.progress import Progress
+from gshard.search.find import MeshSearch, axes_text
+from gshard.search.pipeline import PricedPlan
 from gshard.search.state_on_host import state_to_offload
-from gshard.search.stopping import Stop, stoppable
-from gshard.search.time_budget import TimeBudget, in_a_line, seconds_of
+from gshard.search.time_budget import Progress, Stop, TimeBudget, in_a_line, seconds_of, stoppable
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

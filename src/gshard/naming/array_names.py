@@ -20,7 +20,7 @@ from gshard.core.mark import Mark
 from gshard.core.program import Block, Equation, Program, Value, type_text
 from gshard.core.rule import REDUCE
 from gshard.core.spmd import Collective
-from gshard.language.low_precision import steps_of_rounding
+from gshard.language.mark_primitive import steps_of_rounding
 from gshard.naming.argument_names import ArrayName, Path, argument_names, common_name, equal_layers
 
 GRADIENT, UPDATE = "gradient of ", "update of "

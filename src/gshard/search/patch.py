@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec
 
 from gshard.core.jax_adapter import is_transposed, user_places
 from gshard.core.library_files import is_of_library
+from gshard.core.mark import text_of_spec
 from gshard.core.mesh import Mesh
-from gshard.core.partition_spec import text_of_spec
 from gshard.core.paths import is_below
 from gshard.core.program import Program, Value
 from gshard.naming.argument_names import equal_layers
