@@ -220,10 +220,8 @@ def test_patterns_are_exact_where_others_would_say_too_much() -> None:
     assert statements({"p/a*": cut, "p/ab": other}) == ({}, 2), "the first pattern would say it of both"
     assert statements({"p/ab": other, "p/a*": cut}) == by_path('"ab": P(None, "model")', '"a*": P("model", None)')
     assert statements({"p/a/*": cut, "p/a/b": None}) == ({}, 1)
-    assert statements({"xs[0]": cut, "p/s": "pipeline(x, 'stage')"}) == (
-        {"p": ['p = gshard.pipeline(p, "stage", paths=["s"])']},
-        1,
-    )
+    stages = {"p": ['p = gshard.pipeline(p, "stage", paths=["s"])']}
+    assert statements({"xs[0]": cut, "p/s": "pipeline(x, 'stage')"}) == (stages, 1)
 
 
 def test_what_is_in_no_file_is_told_with_the_statement(tmp_path: Path) -> None:
