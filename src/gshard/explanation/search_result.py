@@ -400,7 +400,7 @@ class SearchResult:
         model if everything else is chosen optimally again; for a few rows that is solved exactly.
 
         Args:
-            what: a part of an argument's name (``"mlp.w1"``; ``"['w1']"`` of its whole path) or of a line
+            what: a part of an argument's name (``"mlp/w1"``, or ``"['w1']"``) or of a line
                 (``"model.py:38"``).
 
         Raises:
