@@ -11,9 +11,10 @@ import optax
 import pytest
 
 import gshard
-from gshard import Layout, dimensions
+from gshard import Layout
 from gshard.core.errors import ArgumentError, ShardingError
 from gshard.naming.dimension_classes import Dimensions, dimensions_of, of_equal_layers
+from gshard.stages import dimensions
 
 
 def shape(*sizes: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:

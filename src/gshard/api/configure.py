@@ -30,12 +30,12 @@ from gshard.api.search import (
     searched_of,
 )
 from gshard.api.wrapped import clear_call_errors
+from gshard.core.deadline import OutOfTime
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames
 from gshard.core.memory_kinds import PINNED_HOST
 from gshard.core.mesh import Mesh
-from gshard.core.phases import OutOfTime
 from gshard.core.planning_tables import tables, with_tables
 from gshard.core.program import Equation, Program, Value, format_bytes
 from gshard.core.rule import PARALLEL, REDUCE
