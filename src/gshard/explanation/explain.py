@@ -210,7 +210,7 @@ class Explanation(ExplainedPlan):
         """The chain of reasons for one tensor, from its sharding back to a mark.
 
         Args:
-            name: a printed name: an argument, by its short name or its whole path, ``%2`` for a value inside,
+            name: a printed name: an argument, ``params/up`` or ``params['up']``, ``%2`` for a value inside,
                 ``train.py:9`` for the largest value that the line makes, or the array of a collective, such as
                 ``gradient of w``.
 
