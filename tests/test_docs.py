@@ -108,7 +108,7 @@ def test_the_reference_has_every_public_name() -> None:
     )
     public = [name for name in gshard.__all__ if name not in ("rules", "stages", "testing")]
     public += [f"stages.{name}" for name in gshard.stages.__all__]
-    public += [f"rules.{name}" for name in ("Call", "Rule", "RuleMaker", "Shards")]
+    public += [f"rules.{name}" for name in ("Call", "Rule", "RuleError", "RuleMaker", "Shards")]
     assert sorted(told) == sorted(public), "docs/api.md lists each public name once"
 
 
