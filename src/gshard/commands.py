@@ -42,8 +42,7 @@ from gshard.planning.saved_plan import SavedPlan
 from gshard.xla.calibrate import calibrate
 from gshard.xla_programs.compiled_explanation import CompiledExplanation
 from gshard.xla_programs.compiled_report import NO_MACHINE
-from gshard.xla_programs.tried_constraints import TriedConstraints
-from gshard.xla_programs.tried_shardings import TriedShardings
+from gshard.xla_programs.tried_changes import Tried
 
 FAILED = 3  # exit status
 
@@ -134,7 +133,7 @@ def _tell_compiled(
     data = found.data()
     print(found.format(collectives=8) if options.html else found)
     print(f"\n{NO_MACHINE if found.machine is None else found.cost()}")
-    tried: list[TriedShardings | TriedConstraints] = []
+    tried: list[Tried] = []
     if found.again is not None and took <= options.seconds:
         tried = [found.try_shardings(options.seconds / 2), found.try_constraints(options.seconds / 2, progress=None)]
         print("", *tried, sep="\n")

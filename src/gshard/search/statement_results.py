@@ -12,8 +12,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Collection
 
-from gshard.core.jax_adapter import is_transposed, user_place, user_places
-from gshard.core.library_files import is_of_library
+from gshard.core.jax_adapter import is_of_library, is_transposed, user_place, user_places
 from gshard.core.program import Equation, Program, Value
 
 

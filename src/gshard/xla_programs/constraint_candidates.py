@@ -15,12 +15,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jax.sharding import NamedSharding, PartitionSpec
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from gshard.core.jax_adapter_operations import Expression
+from gshard.core.jax_adapter import Expression
 from gshard.core.partition_spec import axes_of_entry, spec_of_axes
+from gshard.core.program import format_bytes
 from gshard.xla_programs.compiled_rows import CompiledRow
-from gshard.xla_programs.traced_expressions import Constraint, TracedExpression
+from gshard.xla_programs.traced_expressions import Constraint, TracedExpression, TracedProgram
 
 _SPECS = 12  # shardings of one value that are tried
 
@@ -34,29 +36,30 @@ class Candidates:
     """The constraints to try."""
 
     constraints: tuple[Constraint, ...]  # the most promising first
-    matched: int  # how many collectives move a value of an expression;
-    collectives: int  # of how many
-    unmatched_bytes: int  # that each device sends in the others
+    notes: tuple[str, ...]  # what cannot be constrained, as text
 
 
 def candidates_of(
     rows: Sequence[CompiledRow],
-    expressions: Sequence[TracedExpression],
+    program: TracedProgram,
     leaves: Iterable[Any],
-    sizes: Mapping[str, int],
+    mesh: Mesh,
     planned: Planned,
 ) -> Candidates:
     """The constraints to try on the values that collectives move."""
-    by_place = {expression.place: expression for expression in expressions}
+    is_auto = [kind == jax.sharding.AxisType.Auto for kind in mesh.axis_types]
+    axes = zip(mesh.axis_names, mesh.axis_sizes, is_auto, strict=True)
+    sizes = {str(name): size for name, size, is_open in axes if is_open and size > 1}
+    by_place = {expression.place: expression for expression in program.expressions}
     stakes: dict[TracedExpression, float] = {}
-    matched = unmatched = 0
+    others = sent = 0
     for row in rows:
-        moved = list(_moved(row, expressions, by_place, math.prod(sizes.values())))
-        matched += bool(moved) * row.times
-        unmatched += 0 if moved else row.bytes
+        moved = list(_moved(row, by_place, mesh.size))
+        others += row.times * (not moved)
+        sent += 0 if moved else row.bytes
         for expression in moved:
             stakes[expression] = stakes.get(expression, 0.0) + (row.exposed or row.seconds or row.bytes)
-    for expression in expressions:
+    for expression in program.expressions:
         if expression.spec is not None:
             stakes.setdefault(expression, 0.0)  # what it makes XLA send may be at another line
     given = _Given.of(leaves)
@@ -66,12 +69,14 @@ def candidates_of(
         for i, spec in enumerate(itertools.islice(_specs(expression, given, sizes, planned), _SPECS))
     ]
     ranked.sort(key=lambda pair: -pair[0])
-    return Candidates(tuple(c for _, c in ranked), matched, sum(row.times for row in rows), unmatched)
+    every = sum(row.times for row in rows)
+    moves = f"{others} of {every} collectives ({format_bytes(sent)}) move arguments, or no value of one expression"
+    left_out = f"{program.left_out} expressions have no one array as their value, or are in jax.vmap"
+    return Candidates(tuple(c for _, c in ranked), (*[moves] * bool(others), *[left_out] * bool(program.left_out)))
 
 
 def _moved(
     row: CompiledRow,
-    expressions: Sequence[TracedExpression],
     by_place: Mapping[Expression, TracedExpression],
     devices: int,
 ) -> Iterator[TracedExpression]:
@@ -79,17 +84,14 @@ def _moved(
     file, _, line = row.place.rpartition(":")
     if not file or not line.isdigit():
         return
-    at = [e for e in expressions if e.place.file == file and e.place.line <= int(line) <= _end(e.place)]
+    lines = {place: range(place.line, max(place.line, place.end_line) + 1) for place in by_place if place.file == file}
+    at = [by_place[place] for place, span in lines.items() if int(line) in span]
     read = [by_place[place] for e in at for place in e.reads if place in by_place]
     local = math.prod(row.parts[0].type.shape)
     for expression in dict.fromkeys([*at, *read]):
         parts, rest = divmod(math.prod(expression.shape or ()), max(local, 1))
         if expression.shape is not None and not rest and parts and devices % parts == 0:
             yield expression
-
-
-def _end(place: Expression) -> int:
-    return place.end_line or place.line
 
 
 @dataclasses.dataclass(frozen=True)
