@@ -40,7 +40,7 @@ from gshard.xla_programs.compiled_text import (
     whole_lines,
 )
 from gshard.xla_programs.compiled_verdict import CompiledVerdict
-from gshard.xla_programs.constraint_candidates import Planned, candidates_of
+from gshard.xla_programs.constraint_candidates import Planned, constraints_to_try
 from gshard.xla_programs.moved_parts import Part, parts_of
 from gshard.xla_programs.traced_expressions import TracedProgram
 from gshard.xla_programs.tried_changes import (
@@ -49,7 +49,6 @@ from gshard.xla_programs.tried_changes import (
     Figures,
     Specs,
     Tried,
-    constraint_changes,
     constraint_helps,
     sharding_changes,
     sharding_helps,
@@ -257,8 +256,9 @@ class CompiledExplanation(Comparable):
         if seconds <= 0:
             return try_changes(before, "sharding constraints inside", (), lambda _: None, sharding_helps, seconds)
         program = TracedProgram(again.traced())
-        found = candidates_of(self.collectives, program, again.leaves, mesh, again.planned(seconds / 4))
-        changes = constraint_changes(found.constraints)
+        planned = again.planned(seconds / 4)
+        found, notes = constraints_to_try(self.collectives, program, again.leaves, mesh, planned)
+        changes = [Change(f"{c.text}  ({c.expression.type})", c.spec, constraint=c) for c in found]
         shown = dataclasses.replace(Progress.of(progress), name="gshard.explain")
         numbers = itertools.count(1)
 
@@ -271,7 +271,7 @@ class CompiledExplanation(Comparable):
         left = max(seconds - (time.monotonic() - began), 1e-3)
         return try_changes(
             before, "sharding constraints inside", changes, compiled,
-            lambda now, then: constraint_helps(now, then, before.peak), left, found.notes,
+            lambda now, then: constraint_helps(now, then, before.peak), left, notes,
         )  # fmt: skip
 
     def _again(self, what: str) -> CompiledAgain:

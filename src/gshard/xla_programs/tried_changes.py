@@ -1,7 +1,7 @@
 """Tried changes: compiles a program with changes, one by one, and puts those together that help, the best first.
 
 A change is another sharding of arguments, equal layers together (``sharding_changes``), or a sharding constraint on a
-value inside (``constraint_changes``). The figures of all together are those of one program that was compiled with them.
+value inside. The figures of all together are those of one program that was compiled with them.
 """
 
 from __future__ import annotations
@@ -177,11 +177,6 @@ def sharding_helps(now: Figures, then: Figures) -> bool:
     """Whether something is lower than before, and nothing higher."""
     pairs = [(now.sent, then.sent), (now.peak, then.peak), (now.seconds, then.seconds)]
     return all(after <= _SAME * before for after, before in pairs) and any(a < _WORTH * b for a, b in pairs)
-
-
-def constraint_changes(constraints: Sequence[Constraint]) -> list[Change]:
-    """Sharding constraints as changes."""
-    return [Change(f"{c.text}  ({c.expression.type})", c.spec, constraint=c) for c in constraints]
 
 
 def sharding_changes(program: CompiledProgram, moved: Sequence[Part], leaves: Sequence[Any]) -> Iterator[Change]:
