@@ -20,8 +20,10 @@ from gshard.core.partition_spec import axes_of_entry, spec_of_axes
 from gshard.core.program import format_bytes
 from gshard.xla_programs.compiled_rows import CompiledRow
 from gshard.xla_programs.traced_expressions import Constraint, TracedExpression, TracedProgram
+from gshard.xla_programs.tried_changes import MORE_PEAK
 
 _SPECS = 12  # shardings of one value that are tried
+_LIMIT = f"the peak may rise by {100 * (MORE_PEAK - 1):.0f} %"
 
 Axes = tuple[str, ...]
 # Shardings that are planned for values, by the path of the file, the line, and the shape.
@@ -52,8 +54,10 @@ def constraints_to_try(
     every = sum(row.times for row in rows)
     moves = f"{others} of {every} collectives ({format_bytes(sent)}) move arguments, or no value of one expression"
     left_out = f"{program.left_out} expressions have no one array as their value, or are in jax.vmap"
-    notes = [note for note, is_so in ((moves, others), (left_out, program.left_out)) if is_so]
-    return [constraint for _, constraint in sorted(ranked, key=lambda pair: -pair[0])], notes
+    notes = [(_LIMIT, ranked), (moves, others), (left_out, program.left_out)]
+    return [constraint for _, constraint in sorted(ranked, key=lambda pair: -pair[0])], [
+        note for note, is_so in notes if is_so
+    ]
 
 
 def _moved(
