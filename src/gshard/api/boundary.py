@@ -183,7 +183,7 @@ def _in_memories(out_shardings: Any, tree: Any) -> Any:
 
 
 def shardings_of_results(options: Options, results: Any) -> list[NamedSharding | None]:
-    """What ``out_shardings`` says of each flat result, before anything is planned; None where it leaves something open."""
+    """What ``out_shardings`` requires of each flat result, before planning; None where it leaves something open."""
     marks = marks_of_specs("out_shardings", options.out_shardings, results)
     if options.mesh is None and mesh_of_context() is None:
         return [None] * len(marks)

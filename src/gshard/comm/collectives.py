@@ -25,7 +25,7 @@ KINDS = {
 
 
 def collectives_of(jaxpr: Any, sizes: Mapping[str, int], times: int = 1) -> Iterator[tuple[str, Atoms, int, Any]]:
-    """Every collective of a per-device jaxpr: kind, axes, bytes that a device sends in all runs, type of the operand."""
+    """Every collective of a per-device jaxpr: kind, axes, bytes that a device sends in all runs, operand type."""
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         name, params = eqn.primitive.name, eqn.params
         if name in KINDS:

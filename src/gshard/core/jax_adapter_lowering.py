@@ -319,7 +319,7 @@ def _mesh(reference: Any, symbols: Any) -> Any:
 
 
 def _first(values: Iterable[Any], result: Sequence[int], call: _Call | None) -> _Reading:
-    """The sharding that a result of this shape has from the first operand that is split, or from the first known one."""
+    """The sharding that a result of this shape has from the first operand that is split, or the first known one."""
     has_unknown = False
     first_known = None
     for x in values:

@@ -103,7 +103,7 @@ def _fold(
     in_layer: bool,
     folded: dict[Path, Path],
 ) -> None:
-    """Replaces the numbers of equal layers in word ``at`` and later words of these paths, and adds them to ``folded``."""
+    """Replaces the numbers of equal layers in words ``at`` and later of these paths, and adds them to ``folded``."""
     children: dict[str, list[Path]] = {}
     for path in paths:
         if len(path) > at:

@@ -219,7 +219,7 @@ def _calls(module: Module, computation: Computation, instruction: Instruction) -
 def collective_of(
     module: Module, computation: Computation, made: Instruction, opcode: str, starts: bool, times: int, exact: bool
 ) -> CompiledCollective:
-    """One collective instruction: ``opcode`` without the suffix of those that only start it, and whether that is there."""
+    """One collective instruction. ``opcode`` is without the suffix of a start; ``starts`` is whether it was there."""
     kind = opcode.replace("-", "_")
     types = [computation.instructions[o].type for o in made.operands if o in computation.instructions]
     sizes = sent_sizes(kind, list(map(type_bytes, types)))

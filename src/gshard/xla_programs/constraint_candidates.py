@@ -16,7 +16,7 @@ from typing import Any
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from gshard.core.jax_adapter import Expression
-from gshard.core.partition_spec import axes_of_entry, spec_of_axes
+from gshard.core.mark import axes_of_entry, spec_of_axes
 from gshard.core.program import format_bytes
 from gshard.xla_programs.compiled_rows import CompiledRow
 from gshard.xla_programs.traced_expressions import Constraint, TracedExpression, TracedProgram

@@ -30,15 +30,24 @@ from gshard.core.planning_tables import with_tables
 from gshard.core.program import Program, Value, format_bytes
 from gshard.core.sharding import Sharding
 from gshard.core.spmd import SpmdProgram
-from gshard.explanation.found import SearchResult
+from gshard.explanation.search_result import SearchResult
 from gshard.language.mark_primitive import mark_p
 from gshard.planning.added_marks import spec_of_cut, with_marks
 from gshard.search.as_marks import FoundMark
 from gshard.xla.peer import xla_function
 from gshard.xla_programs.compiled_explanation import CompiledExplanation
-from gshard.xla_programs.exported_arguments import ExportedArgument, arguments_of, less_split
-from gshard.xla_programs.exported_module import exported_module
-from gshard.xla_programs.plan_compiler import NEAR, PlanCompiler, WorseLine, has_explicit_axes, mesh_for_jit, worse_text
+from gshard.xla_programs.plan_compiler import (
+    NEAR,
+    ExportedArgument,
+    PlanCompiler,
+    WorseLine,
+    arguments_of,
+    exported_module,
+    has_explicit_axes,
+    less_split,
+    mesh_for_jit,
+    worse_text,
+)
 
 _ALONE, _OWN, _FEW, _EVERYWHERE = (
     "shardings alone",

@@ -28,7 +28,7 @@ from gshard.core.jax_adapter import (
     user_expression,
 )
 from gshard.core.jax_adapter_retracing import EachJaxpr
-from gshard.core.partition_spec import text_of_spec
+from gshard.core.mark import text_of_spec
 
 _LONG = 60  # characters of an expression that are printed
 _ASSIGNED = re.compile(r"\s*(\w+)(?:\s*:[^=]*)?\s+=\s+")  # in front of the value of a variable, not of a keyword
