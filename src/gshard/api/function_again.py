@@ -7,7 +7,6 @@ matched by their names. Arrays are kept as shapes.
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -31,6 +30,7 @@ from gshard.xla_programs.compiled_explanation import CompiledAgain, CompiledExpl
 from gshard.xla_programs.tried_changes import Specs
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+_Traced = tuple[Any, list[Any], list[int | None]]
 
 
 def with_bound_arguments(f: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Arguments]:
@@ -55,16 +55,12 @@ def compiled_again(
     numbers = _numbers(found, f, given, shapes)
     del leaves, given
 
-    @functools.cache
-    def traced() -> tuple[Any, list[Any], list[int | None]]:
-        args, kwargs = jax.tree.unflatten(tree, shapes)
-        whole, arrays = traced_call(f, args, kwargs)
-        calls = calls_of_jit(whole)
-        if len(calls) != 1:
-            raise ArgumentError(f"{name_of(f)} calls {len(calls)} jitted functions, so no change of it is compiled.")
-        passed = [None if i is None else arrays[i] for i in operands_of_call(whole, calls[0])]
-        types = [shape_of_type(v.aval) for v in calls[0].invars]
-        return calls[0], [x if i is None else shapes[i] for x, i in zip(types, passed, strict=True)], passed
+    once: list[_Traced] = []
+
+    def traced() -> _Traced:
+        if not once:
+            once.append(_traced(f, *jax.tree.unflatten(tree, shapes), shapes))
+        return once[0]
 
     def lower(jaxpr: Any, specs: Specs) -> Any:
         call, operands, passed = traced()
@@ -78,6 +74,17 @@ def compiled_again(
 
     leaves_of = tuple(None if n is None else shapes[n] for n in numbers)
     return CompiledAgain(leaves_of, lambda: traced()[0].params["jaxpr"], lower, read, planned)
+
+
+def _traced(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Sequence[Any]) -> _Traced:
+    """What a function gives to ``jax.jit``: the equation, its operands, and which leaves of its arguments they are."""
+    whole, arrays = traced_call(f, args, kwargs)
+    calls = calls_of_jit(whole)
+    if len(calls) != 1:
+        raise ArgumentError(f"{name_of(f)} calls {len(calls)} jitted functions, so no change of it is compiled.")
+    passed = [None if i is None else arrays[i] for i in operands_of_call(whole, calls[0])]
+    types = [shape_of_type(v.aval) for v in calls[0].invars]
+    return calls[0], [x if i is None else shapes[i] for x, i in zip(types, passed, strict=True)], passed
 
 
 def _shape_of(leaf: Any) -> Any:
