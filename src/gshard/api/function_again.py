@@ -27,6 +27,7 @@ from gshard.core.phases import OutOfTime, until
 from gshard.planning.added_marks import spec_of_cut
 from gshard.tracing.by_jax import name_of
 from gshard.xla_programs.compiled_explanation import CompiledAgain, CompiledExplanation
+from gshard.xla_programs.constraint_candidates import Planned
 from gshard.xla_programs.tried_changes import Specs
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -54,7 +55,6 @@ def compiled_again(
     shapes = [_shape_of(leaf) for leaf in leaves]
     numbers = _numbers(found, f, given, shapes)
     del leaves, given
-
     once: list[_Traced] = []
 
     def traced() -> _Traced:
@@ -68,7 +68,7 @@ def compiled_again(
         pairs = zip(operands, passed, strict=True)
         return jitted_as(call, jaxpr).lower(*(_with_spec(x, changed[i]) if i in changed else x for x, i in pairs))
 
-    def planned(seconds: float) -> dict[tuple[str, int, tuple[int, ...]], list[Any]]:
+    def planned(seconds: float) -> Planned:
         call, operands, _ = traced()
         return _planned(jaxpr_as_fun(call.params["jaxpr"]), operands, found.mesh, seconds)
 
@@ -91,18 +91,13 @@ def _shape_of(leaf: Any) -> Any:
     """An array as a shape with its sharding; what is no array itself."""
     if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         return leaf
-    is_placed = getattr(leaf, "committed", True)
-    sharding = leaf.sharding if is_placed else None
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=_is_weak(leaf))
-
-
-def _is_weak(leaf: Any) -> bool:
-    return bool(getattr(leaf, "weak_type", False))  # keys have no such type
+    sharding = leaf.sharding if getattr(leaf, "committed", True) else None
+    is_weak = bool(getattr(leaf, "weak_type", False))  # keys have no such type
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=is_weak)
 
 
 def _with_spec(leaf: Any, spec: Any) -> Any:
-    sharding = in_memory(NamedSharding(leaf.sharding.mesh, spec), leaf.sharding.memory_kind)
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=_is_weak(leaf))
+    return leaf.update(sharding=in_memory(NamedSharding(leaf.sharding.mesh, spec), leaf.sharding.memory_kind))
 
 
 def _numbers(found: CompiledExplanation, f: Any, given: Arguments, shapes: list[Any]) -> list[int | None]:
@@ -115,21 +110,17 @@ def _numbers(found: CompiledExplanation, f: Any, given: Arguments, shapes: list[
     return [number_of.get(argument.name) for argument in arguments]
 
 
-def _planned(
-    f: Any, operands: Sequence[Any], mesh: Mesh, seconds: float
-) -> dict[tuple[str, int, tuple[int, ...]], list[Any]]:
+def _planned(f: Any, operands: Sequence[Any], mesh: Mesh, seconds: float) -> Planned:
     """The shardings that gshard plans for the values of a function; none if it cannot plan it in so many seconds."""
     try:
         with until(time.monotonic() + seconds):
             plan = jit(f, mesh=mesh.user_jax_mesh).lower(*operands).plan
     except (GShardError, OutOfTime):
         return {}
-    found: dict[tuple[str, int, tuple[int, ...]], list[Any]] = {}
+    found: dict[tuple[str, int, tuple[int, ...]], Any] = {}
     for e in plan.program.block.walk():
         place = None if is_transposed(e.source_info) else user_place(e.source_info)
         for v in e.outputs if place is not None else ():
-            spec = spec_of_cut(plan.sharding(v), plan.mesh)
-            same = found.setdefault((*place, v.shape), []) if place is not None and spec is not None else []
-            if spec is not None and spec not in same:
-                same.append(spec)
+            if place is not None and (spec := spec_of_cut(plan.sharding(v), plan.mesh)) is not None:
+                found.setdefault((*place, v.shape), spec)
     return found

@@ -422,6 +422,11 @@ def bodies_as_written(eqn: Any) -> tuple[Any, ...]:
     return sub_jaxprs(eqn.params) if is_call or eqn.primitive.name in ("scan", "while", "cond") else ()
 
 
+def is_accumulation(eqn: Any) -> bool:
+    """Whether an equation adds up the cotangents of a value that several equations read."""
+    return bool(eqn.primitive.name == "add_any")
+
+
 def constraint_of(eqn: Any) -> jax.sharding.PartitionSpec | None:
     """The spec of an equation that is a sharding constraint; None for other equations."""
     sharding = eqn.params.get("sharding") if eqn.primitive.name == "sharding_constraint" else None

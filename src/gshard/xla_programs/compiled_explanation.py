@@ -74,8 +74,7 @@ class CompiledAgain:
     traced: Callable[[], Any]  # the jaxpr of the function
     lower: Callable[[Any, Specs], Any]  # lowers a jaxpr in its place, with other shardings of some arguments
     read: Callable[[Any], CompiledExplanation]  # compiles and explains what is lowered
-    # the shardings that gshard plans for values of the function, by the path of the file, the line, and the shape. It
-    # takes the seconds after which it gives up.
+    # the sharding that gshard plans for each value; it takes the seconds after which it gives up
     planned: Callable[[float], Planned]
 
     def compiled(self, specs: Specs, changed: Callable[[Any], Any] = lambda jaxpr: jaxpr) -> CompiledExplanation | None:
@@ -235,8 +234,8 @@ class CompiledExplanation(Comparable):
         """Compiles the function with sharding constraints on values inside, and tells which lower time or bytes.
 
         For the values that collectives move, and for the constraints that the function has, a few shardings are tried.
-        Each is applied where the expression is evaluated while the function is traced again, as if you had written
-        ``jax.lax.with_sharding_constraint`` there, so it also holds for the gradient. A constraint helps if it lowers
+        Each is put into the traced program as if you had written ``jax.lax.with_sharding_constraint`` there: on the
+        value of the expression, and on its cotangent in the gradient. A constraint helps if it lowers
         the modelled time, or the bytes sent at no more time, and raises the peak of memory by 5 % at most. Without a
         machine it helps if it lowers the bytes sent, and at most 2 % more is computed.
 

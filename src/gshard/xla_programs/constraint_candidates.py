@@ -26,8 +26,8 @@ _SPECS = 12  # shardings of one value that are tried
 _LIMIT = f"the peak may rise by {100 * (MORE_PEAK - 1):.0f} %"
 
 Axes = tuple[str, ...]
-# Shardings that are planned for values, by the path of the file, the line, and the shape.
-Planned = Mapping[tuple[str, int, tuple[int, ...]], Sequence[PartitionSpec]]
+# The sharding that is planned for a value, by the path of the file, the line, and the shape.
+Planned = Mapping[tuple[str, int, tuple[int, ...]], PartitionSpec]
 
 
 def constraints_to_try(
@@ -94,9 +94,9 @@ def _specs(
         yield None
     if shape is None:
         return
-    known = planned.get((place.file, place.line, shape), ())[:1]
+    known = planned.get((place.file, place.line, shape))
     seen = [] if now is None else [_dims(now, len(shape))]
-    for dims in (*(_dims(spec, len(shape)) for spec in known), *_guesses(shape, split, sizes)):
+    for dims in itertools.chain([] if known is None else [_dims(known, len(shape))], _guesses(shape, split, sizes)):
         used = [axis for axes in dims for axis in axes]
         is_new = dims not in seen and len(set(used)) == len(used) and set(used) <= sizes.keys()
         if is_new and all(n % math.prod(sizes[a] for a in axes) == 0 for n, axes in zip(shape, dims, strict=True)):

@@ -23,6 +23,7 @@ from gshard.core.jax_adapter import (
     bodies_as_written,
     closed,
     constraint_of,
+    is_accumulation,
     is_backward,
     is_of_vmap,
     user_expression,
@@ -124,27 +125,34 @@ class TracedProgram:
 class _Body:
     """One body of the program: its equations by expression, those of the backward half of a gradient apart."""
 
-    def __init__(self, body: Any, is_back: Sequence[bool], is_mapped: Sequence[bool], outer: frozenset[Expression]):
-        self.body, self.is_back, self.is_mapped, self.outer = body, is_back, is_mapped, outer
+    def __init__(self, body: Any, is_back: bool, is_mapped: bool, outer: frozenset[Expression]):
+        self.body, self.is_inside_back, self.outer = body, is_back, outer
+        self.is_back = [is_backward(e.source_info, is_back) for e in body.eqns]
+        self.is_mapped = [is_mapped or is_of_vmap(e.source_info) for e in body.eqns]
         self.places = [user_expression(e.source_info) for e in body.eqns]
         self.at: dict[tuple[Expression, bool], list[int]] = {}  # equations of an expression, forward and backward
         self.maker = {v: i for i, e in enumerate(body.eqns) for v in e.outvars}
+        self.inputs = [[v for v in e.invars if isinstance(v, Var)] for e in body.eqns]
         self.readers: dict[Any, list[int]] = collections.defaultdict(list)
-        for i, e in enumerate(body.eqns):
-            if (place := self.places[i]) is not None:
-                self.at.setdefault((place, is_back[i]), []).append(i)
-            for v in filter(_is_variable, e.invars):
+        for i, place in enumerate(self.places):
+            if place is not None:
+                self.at.setdefault((place, self.is_back[i]), []).append(i)
+            for v in self.inputs[i]:
                 self.readers[v].append(i)
 
     def places_read(self, i: int) -> frozenset[Expression]:
         """The expressions whose values an equation reads, or a call around it."""
-        made = {self.places[self.maker[v]] for v in self.body.eqns[i].invars if _is_variable(v) and v in self.maker}
+        made = {self.places[self.maker[v]] for v in self.inputs[i] if v in self.maker}
         return frozenset(place for place in made if place is not None) | self.outer
 
     def are_alike(self, place: Expression) -> bool:
-        """Whether each equation of an expression makes a value of it, also of x = x @ w in a Python loop."""
+        """Whether each equation of an expression makes a value of it, as x = x @ w in a Python loop."""
         own = [self.body.eqns[i] for i in self.at.get((place, False), ())]
         return len({(e.primitive, *map(_type_of, e.outvars)) for e in own}) == 1 == max(len(e.outvars) for e in own)
+
+    def is_chain(self, place: Expression) -> bool:
+        """Whether an expression may read its own value."""
+        return len(self.at.get((place, False), ())) > 1 and self.are_alike(place)
 
     def values(self, place: Expression) -> list[Any]:
         """The variables that are the values of an expression, without what only its derivative reads."""
@@ -152,7 +160,9 @@ class _Body:
         if not made or self.are_alike(place):
             return made
         read = [v for v in made if any(self.places[i] != place for i in self.readers[v])]
-        return read or [v for v in self.body.outvars if v in made][:1]  # what a derivative reads is behind the results
+        results = [v for v in self.body.outvars if v in made]  # what a derivative reads is behind the results
+        kinds = [self.body.eqns[self.maker[v]].primitive for v in results]
+        return read or [v for v, kind in zip(results, kinds, strict=True) if kind is kinds[0]]
 
     def readers_of(self, place: Expression) -> set[Expression | None]:
         """The expressions that read the values of an expression in the forward half."""
@@ -160,18 +170,19 @@ class _Body:
 
     def added(self, place: Expression) -> set[Expression]:
         """The expressions whose values the equations that make a value read, of the same type."""
-        pairs = [(v, u) for v in self.values(place) for u in self.body.eqns[self.maker[v]].invars if _is_variable(u)]
+        pairs = [(v, u) for v in self.values(place) for u in self.inputs[self.maker[v]]]
         found = {self.places[self.maker[u]] for v, u in pairs if u in self.maker and _type_of(u) == _type_of(v)}
         return {q for q in found if q is not None and q != place}
 
     def entering(self, place: Expression, type_of: Type) -> Iterator[tuple[int, Any]]:
         """The cotangents that enter the transposed equations of an expression, with these equations."""
-        is_chain = len(self.at.get((place, False), ())) > 1 and self.are_alike(place)
+        is_chain = self.is_chain(place)
         for i in self.at.get((place, True), ()):
-            for v in filter(_is_variable, self.body.eqns[i].invars):
+            for v in () if is_accumulation(self.body.eqns[i]) else self.inputs[i]:
                 maker = self.maker.get(v)
                 is_own = maker is not None and self.places[maker] == place and not is_chain
-                if (maker is None or self.is_back[maker]) and not is_own and _type_of(v) == type_of:
+                is_back = self.is_inside_back if maker is None else self.is_back[maker]
+                if is_back and not is_own and _type_of(v) == type_of:
                     yield i, v
                     break
 
@@ -179,12 +190,10 @@ class _Body:
 def _bodies(jaxpr: Any, is_back: bool, is_mapped: bool, outer: frozenset[Expression]) -> Iterator[_Body]:
     """The bodies in which constraints can be written, from outside to inside."""
     body, _ = closed(jaxpr)
-    back = [is_backward(e.source_info, is_back) for e in body.eqns]
-    mapped = [is_mapped or is_of_vmap(e.source_info) for e in body.eqns]
-    yield (found := _Body(body, back, mapped, outer))
+    yield (found := _Body(body, is_back, is_mapped, outer))
     for i, e in enumerate(body.eqns):
         for inner in bodies_as_written(e):
-            yield from _bodies(inner, back[i], mapped[i], found.places_read(i))
+            yield from _bodies(inner, found.is_back[i], found.is_mapped[i], found.places_read(i))
 
 
 class _Constraining(EachJaxpr):
@@ -193,6 +202,7 @@ class _Constraining(EachJaxpr):
         self._program, self._mesh = program, mesh
         self._written = {c.expression.place: c.spec for c in constraints if c.expression.spec is not None}
         self._added = [c for c in constraints if c.expression.spec is None]
+        self._places = {c.expression.place for c in self._added}
         self._cotangents = {c: program.cotangents(c.expression) for c in self._added}
 
     def body(self, body: Any) -> Any:
@@ -200,14 +210,18 @@ class _Constraining(EachJaxpr):
         if (read := self._program.bodies.get(id(body))) is None:
             return body
         everywhere, inside = self._wanted(read)
+        # What the derivative of an expression reads is its value without the constraint.
+        own = {v: p for p in self._places for v in read.values(p) if not read.is_chain(p)}
         eqns: list[Any] = []
         instead: dict[Any, Any] = {}  # the constrained variable
         once: dict[Any, Any] = {}  # the same for the transposed equations of one expression
 
+        def now(v: Any) -> Any:
+            return instead.get(v, v) if isinstance(v, Var) else v
+
         def constrain(v: Any, spec: PartitionSpec, like: Any) -> Any:
-            new, read = Var(v.aval), instead.get(v, v)
-            made = self._constraint(v.aval, spec).replace(source_info=like.source_info, ctx=like.ctx)
-            eqns.append(made.replace(invars=[read], outvars=[new]))
+            new, made = Var(v.aval), self._constraint(v.aval, spec)
+            eqns.append(made.replace(invars=[now(v)], outvars=[new], source_info=like.source_info, ctx=like.ctx))
             return new
 
         for v in body.invars:
@@ -215,18 +229,18 @@ class _Constraining(EachJaxpr):
                 instead[v] = constrain(v, everywhere[v], body.eqns[0])
         for i, old in enumerate(body.eqns):
             e, place = self.equation(old), read.places[i]
-            inputs = [instead.get(v, v) if _is_variable(v) else v for v in e.invars]
+            inputs = [v if isinstance(v, Var) and own.get(v, -1) == place else now(v) for v in e.invars]
             if place in self._written and constraint_of(e) is not None:
                 spec = self._written[place]
                 if spec is None:
                     instead[e.outvars[0]] = inputs[0]
                     continue
                 e = e.replace(params=self._constraint(e.outvars[0].aval, spec).params)
-            for n, v in enumerate(e.invars):
-                if _is_variable(v) and (i, v) in inside:
+            for v in read.inputs[i]:
+                if (i, v) in inside:
                     if (place, v) not in once:
                         once[place, v] = constrain(v, inside[i, v], old)
-                    inputs[n] = once[place, v]
+                    inputs = [once[place, v] if u is v else new for u, new in zip(e.invars, inputs, strict=True)]
             is_same = all(map(operator.is_, inputs, e.invars))
             eqns.append(e if is_same else e.replace(invars=inputs))
             for v in e.outvars:
@@ -234,8 +248,7 @@ class _Constraining(EachJaxpr):
                     instead[v] = constrain(v, everywhere[v], old)
         if len(eqns) == len(body.eqns) and all(map(operator.is_, eqns, body.eqns)):
             return body
-        results = [instead.get(v, v) if _is_variable(v) else v for v in body.outvars]
-        return body.replace(eqns=eqns, outvars=results)
+        return body.replace(eqns=eqns, outvars=list(map(now, body.outvars)))
 
     def _wanted(self, read: _Body) -> tuple[dict[Any, PartitionSpec], dict[tuple[int, Any], PartitionSpec]]:
         """The variables to constrain: for all that read them, and for one equation."""
@@ -260,10 +273,6 @@ class _Constraining(EachJaxpr):
             jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
         )
         return closed(made)[0].eqns[0]
-
-
-def _is_variable(v: Any) -> bool:
-    return isinstance(v, Var)
 
 
 def _type_of(v: Any) -> Type | None:
