@@ -17,13 +17,13 @@ from jax.sharding import NamedSharding
 
 from gshard.api.compiled_programs import is_from_framework, is_from_jax_jit, on_first_devices, traced_call
 from gshard.api.jit import jit
+from gshard.core.deadline import OutOfTime, until
 from gshard.core.errors import ArgumentError, GShardError
 from gshard.core.jax_adapter import is_transposed, user_place
 from gshard.core.jax_adapter_jit import calls_of_jit, jitted_as, operands_of_call
 from gshard.core.memory_kinds import in_memory, shape_of_type
 from gshard.core.mesh import Mesh
 from gshard.core.paths import leaf_names
-from gshard.core.phases import OutOfTime, until
 from gshard.planning.added_marks import spec_of_cut
 from gshard.tracing.by_jax import name_of
 from gshard.xla_programs.compiled_explanation import CompiledAgain, CompiledExplanation
