@@ -59,7 +59,8 @@ def compiled_again(
 
     def traced() -> _Traced:
         if not once:
-            once.append(_traced(f, *jax.tree.unflatten(tree, shapes), shapes))
+            args, kwargs = jax.tree.unflatten(tree, shapes)
+            once.append(_traced(f, args, kwargs, shapes))
         return once[0]
 
     def lower(jaxpr: Any, specs: Specs) -> Any:
