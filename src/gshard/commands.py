@@ -49,8 +49,7 @@ from gshard.xla.calibrate import calibrate
 from gshard.xla_programs.compiled_explanation import CompiledExplanation
 from gshard.xla_programs.compiled_report import NO_MACHINE
 from gshard.xla_programs.exported_plan import ExportedPlan
-from gshard.xla_programs.tried_constraints import TriedConstraints
-from gshard.xla_programs.tried_shardings import TriedShardings
+from gshard.xla_programs.tried_changes import Tried
 
 # Export command: ``gshard search --export``: writes a plan in the form that is given, or prints it.
 
@@ -427,7 +426,7 @@ def _tell_compiled(
     data = found.data()
     print(found)
     print(f"\n{NO_MACHINE if found.machine is None else found.cost()}")
-    tried: list[TriedShardings | TriedConstraints] = []
+    tried: list[Tried] = []
     if found.again is not None and took <= options.seconds:
         tried = [found.try_shardings(options.seconds / 2), found.try_constraints(options.seconds / 2, progress=None)]
         print("", *tried, sep="\n")

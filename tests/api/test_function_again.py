@@ -106,7 +106,7 @@ def test_shardings_of_its_arguments_are_tried(name: str) -> None:
     changed = again.compiled({number: P(None, "model")})
     assert changed is not None
     assert changed.program.arguments[number].sharding == "P(None, model)"
-    assert [a.name for a in changed.program.arguments] == [a.name for a in found.program.arguments]
+    assert [a.bytes for a in changed.program.arguments] == [a.bytes for a in found.program.arguments]
     assert changed.peak < found.peak
 
 
@@ -118,7 +118,7 @@ def test_a_constraint_inside_is_removed(name: str) -> None:
     tried = found.try_constraints(seconds=1e-3)
     assert (tried.tried, tried.refused) == (1, 0)
     every = found.try_constraints(seconds=20)
-    assert any(one.text.endswith("remove the constraint P()") for one in every.helping)
+    assert any(": remove the constraint P()" in one.text for one in every.helping)
 
 
 def test_arrays_of_a_framework_are_not_kept_either() -> None:
@@ -130,7 +130,7 @@ def test_arrays_of_a_framework_are_not_kept_either() -> None:
     gc.collect()
     assert reference() is None
     tried = found.try_shardings(seconds=1e-3)
-    assert tried.refused == tried.tried == 1, "equinox takes no shapes"
+    assert (tried.tried, tried.refused) == (1, 0)
 
 
 def test_a_plain_partial_is_partitioned_by_gshard() -> None:

@@ -16,8 +16,7 @@ from pathlib import Path
 
 from jax.sharding import PartitionSpec
 
-from gshard.core.jax_adapter import is_transposed, user_places
-from gshard.core.library_files import is_of_library
+from gshard.core.jax_adapter import is_of_library, is_transposed, user_places
 from gshard.core.mark import text_of_spec
 from gshard.core.mesh import Mesh
 from gshard.core.paths import is_below
