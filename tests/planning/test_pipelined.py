@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 import gshard
 from gshard import moe
+from gshard.core.mark import Schedule
 from gshard.core.mesh import Mesh
-from gshard.core.pipeline_schedule import Schedule
 from gshard.planning.pipelined import pipelined
 from gshard.planning.settled import settled
 from placed import mesh_of, three_calls

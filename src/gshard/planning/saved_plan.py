@@ -16,8 +16,8 @@ from typing import Any
 
 from gshard.core.device_order import Order
 from gshard.core.errors import MeshError, PlanError
+from gshard.core.mark import Schedule
 from gshard.core.mesh import Mesh
-from gshard.core.pipeline_schedule import Schedule
 from gshard.core.plan import Plan, Reason
 from gshard.core.program import Equation, Program, Value, format_block
 from gshard.core.program_boundary import AS_MARKED, Boundary

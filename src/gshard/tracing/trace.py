@@ -34,7 +34,6 @@ from gshard.tracing.by_jax import closed_of, name_of
 from gshard.tracing.files import with_names_of_files
 from gshard.tracing.permitted import permitted
 from gshard.tracing.references import without_references
-from gshard.tracing.stage_loops import with_stage_loops
 from gshard.tracing.unread_marks import unread_marks
 
 assert _rules  # the import registers the rules
@@ -96,7 +95,7 @@ def program_of(
     jaxpr, consts = closed(whole)
     builder = Builder(layout=layout)
     with wide_enough_for(dtypes_in(jaxpr)):
-        body = jaxpr_without_dead_code(with_stage_loops(as_traced_here(jaxpr)))
+        body = jaxpr_without_dead_code(as_traced_here(jaxpr))
         block = builder.block(body, captured=consts)
         block = builder.marked_by_type(block, jaxpr.outvars, as_typed)
     block = permitted(block, finite=finite)
