@@ -17,21 +17,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from gshard.core.errors import ShardingError
-from gshard.core.fired import RUN_AS_PIPELINE, Fired
 from gshard.core.jax_adapter import no_mesh_set, scan_counts, user_line
 from gshard.core.mark import Schedule, atoms_of_partitions
 from gshard.core.mesh import Mesh
-from gshard.core.program import Block, Constant, Equation, Program, Value
-from gshard.language.interpret import Interpreter, value_of
-from gshard.language.region import with_edges
+from gshard.core.program import RUN_AS_PIPELINE, Block, Constant, Equation, Fired, Program, Value
+from gshard.language.region import Interpreter, value_of, with_edges
 from gshard.language.traits import traits_of
 from gshard.planning.layer_stacks import all_schedules, entering, hands_on, layers_handed_on, schedules_of
 from gshard.planning.micro_batches import Mixed, Rows, micro_body
 from gshard.planning.pipeline_loop import PipelinedLoop, StageLayout
-from gshard.rewrite.cse import common_key, is_pure
-from gshard.rewrite.dce import without_dead_code
 from gshard.rewrite.driver import recorded
-from gshard.rewrite.equation_graph import Array, written
+from gshard.rewrite.equation_graph import Array, common_key, is_pure, without_dead_code, written
 from gshard.rewrite.shard_scan import only_added_to, shard_scan
 from gshard.tracing.builder import Builder
 from gshard.tracing.permitted import permitted
