@@ -15,8 +15,9 @@ import numpy as np
 
 from gshard.api.marks import arrays_of, listed, marked, partitions_of, unused_pattern
 from gshard.api.specs import describe
-from gshard.core.errors import ShardingError, keywords
+from gshard.core.errors import ShardingError
 from gshard.core.jax_adapter import user_line
+from gshard.core.keywords import keywords
 from gshard.core.mark import Schedule, mark_of_stack
 from gshard.core.paths import is_below, path_inside
 
