@@ -397,7 +397,7 @@ def _explain(options: argparse.Namespace) -> None:
     }  # fmt: skip
     found = explain(f, *arguments, partitioner=options.partitioner, **({} if isinstance(f, STAGES) else how))
     data = found.data(options.machine, options.seconds)
-    print(found.format(tensors=0, collectives=8) if options.html else found)
+    print(found)
     print(f"\n{found.verdict(options.machine, options.seconds)}\n\n{found.cost(options.machine)}")
     for name in options.why:
         others = found.instead(name, options.machine) or ["no mark can say otherwise: it has one, or enters a body"]
@@ -425,7 +425,7 @@ def _tell_compiled(
     if options.trace:
         found.cost()  # refuses a program without a machine before anything is printed
     data = found.data()
-    print(found.format(collectives=8) if options.html else found)
+    print(found)
     print(f"\n{NO_MACHINE if found.machine is None else found.cost()}")
     tried: list[TriedShardings | TriedConstraints] = []
     if found.again is not None and took <= options.seconds:

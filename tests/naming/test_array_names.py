@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import gshard
 from device.models import f32
-from gshard.naming.short_names import equal_layers, short_names, tokens_of
+from gshard.naming.argument_names import argument_names, equal_layers
 
 nn = pytest.importorskip("flax.linen")
 nnx = pytest.importorskip("flax.nnx")
@@ -106,14 +106,13 @@ def test_rows_of_equal_layers_leave_nothing_out(of: Any) -> None:
 def test_weights_of_nnx_are_named_and_counted() -> None:
     found = of_nnx()
     rows = {(row.kind, row.array): row for row in found.collectives}
-    for name in ("blocks[*].up.kernel", "blocks[*].down.kernel"):
+    for name in ("state/0/blocks/*/up/kernel/value", "state/0/blocks/*/down/kernel/value"):
         assert rows["all_gather", name].arrays == rows["reduce_scatter", f"gradient of {name}"].arrays == LAYERS
-    assert rows["reduce_scatter", "gradient of embed.embedding"].arrays == 1
-    assert {row.array for row in found.all_rows} >= {f"blocks[{i}].up.kernel" for i in range(LAYERS)}
-    assert rows["all_gather", "blocks[*].up.kernel"].module == "blocks[*]/up", "NNX opens no scopes: of the weight"
-    assert "blocks[*].up.kernel  x3" in str(found)
+    assert rows["reduce_scatter", "gradient of state/0/embed/embedding/value"].arrays == 1
+    assert {row.array for row in found.all_rows} >= {f"state/0/blocks/{i}/up/kernel/value" for i in range(LAYERS)}
+    assert "state/0/blocks/*/up/kernel/value  x3" in str(found)
     assert "['kernel'].value" not in str(found)
-    assert found.why("blocks[1].up.kernel") == found.why("state[0]['blocks'][1]['up']['kernel'].value")
+    assert found.why("state/0/blocks/1/up/kernel/value") == found.why("state[0]['blocks'][1]['up']['kernel'].value")
 
 
 def test_modules_of_linen_without_transformations() -> None:
@@ -121,7 +120,7 @@ def test_modules_of_linen_without_transformations() -> None:
     assert {"Net/layers_*/wi_0", "Net/layers_*/wo"} <= written
     scanned = of_linen(True)
     assert {"Net/layers/wi_0", "Net/layers/wo"} <= {row.module for row in scanned.collectives}
-    inside = [row for row in scanned.collectives if row.array == "gradient of layers.wi_0.kernel"]
+    inside = [row for row in scanned.collectives if row.array == "gradient of params/params/layers/wi_0/kernel"]
     assert inside, "the gradient of a stack is made slice by slice, inside of the loop"
     text = str(scanned).partition("collectives (")[2]
     assert not any(word in text for word in ("rematted", "jvp", "transpose("))
@@ -137,11 +136,11 @@ def test_haiku_has_paths_in_keys() -> None:
     params = jax.eval_shape(f.init, jax.random.key(0), f32(8, 64))
     step = jax.grad(lambda params, x: jnp.sum(f.apply(split(params), gshard.split(x, 0, 8)) ** 2))
     found = gshard.explain(step, params, f32(4096, 64), mesh=MESH)
-    gathered = {(row.array, row.module) for row in found.all_rows if row.kind == "all_gather" and ".w" in row.array}
-    assert gathered == {(f"linear_{i}.w", f"decoder/linear_{i}") for i in range(3)}
+    gathered = {(row.array, row.module) for row in found.all_rows if row.kind == "all_gather" and "/w" in row.array}
+    assert gathered == {(f"params/decoder/~/linear_{i}/w", f"decoder/linear_{i}") for i in range(3)}
     rows = {(row.kind, row.array): (row.module, row.arrays) for row in found.collectives}
-    assert rows["all_gather", "linear_*.w"] == rows["reduce_scatter", "gradient of linear_*.w"]
-    assert rows["all_gather", "linear_*.w"] == ("decoder/linear_*", 3)
+    assert rows["all_gather", "params/decoder/~/linear_*/w"] == ("decoder/linear_*", 3)
+    assert rows["reduce_scatter", "result/decoder/~/linear_*/w"] == ("decoder/linear_*", 3)
 
 
 def test_a_value_is_named_after_the_argument_it_is_added_to() -> None:
@@ -155,8 +154,8 @@ def test_a_value_is_named_after_the_argument_it_is_added_to() -> None:
 
     found = gshard.explain(step, (f32(64, 64), f32(64, 64)), f32(512, 64), mesh=MESH)
     gathered = {row.array for row in found.all_rows if row.kind == "all_gather"}
-    assert gathered == {"state[0]", "update of state[1]"}
-    assert {row.array for row in found.all_rows if "reduce" in row.kind} == {"gradient of state[0]"}
+    assert gathered == {"state/0", "update of state/1"}
+    assert {row.array for row in found.all_rows if "reduce" in row.kind} == {"gradient of state/0"}
 
 
 def test_gradients_that_are_results_are_named_by_their_path() -> None:
@@ -167,7 +166,8 @@ def test_gradients_that_are_results_are_named_by_their_path() -> None:
         return jax.grad(lambda p: jnp.sum(jnp.tanh(jnp.tanh(gshard.split(x, 0, 8) @ p["a"]["w"]) @ p["b"]["w"])))(p)
 
     found = gshard.explain(gradients, params, f32(512, 64), mesh=MESH)
-    assert {row.array for row in found.all_rows if "reduce" in row.kind} == {"gradient of a.w", "gradient of b.w"}
+    assert {row.array for row in found.all_rows if "reduce" in row.kind} == {"result/a/w", "result/b/w"}
+    assert all("gradients of weights" in row.purpose for row in found.purposes if "reduce" in row.kind)
 
 
 def test_what_is_written_into_a_cache_is_no_gradient() -> None:
@@ -195,29 +195,23 @@ def test_one_line_for_all_products_is_told_apart() -> None:
     found = gshard.explain(net, params, f32(4096, 64), mesh=MESH)
     gathers = [(row.array, row.module, row.arrays) for row in found.collectives if row.kind == "all_gather"]
     assert len({row.line for row in found.collectives}) == 1
-    assert sorted(gathers) == [
-        ("params[*].in", "layer_*/mlp", 2),
-        ("params[*].out", "layer_*/mlp", 2),
-    ]
+    assert sorted(gathers) == [("params/*/in", "layer_*/mlp", 2), ("params/*/out", "layer_*/mlp", 2)]
 
 
 KEYS = st.one_of(
-    st.integers(0, 3).map(lambda i: f"[{i}]"), st.sampled_from(["['a']", "['layers_0']", "['layers_1']", ".value"])
+    st.integers(0, 3).map(lambda i: f"[{i}]"), st.sampled_from(["['a']", "['b/a']", "['b']", "['l0']", "['l1']", ".b"])
 )
 
 
-@given(st.lists(st.lists(KEYS, min_size=0, max_size=5), min_size=1, max_size=12), st.integers(0, 11), st.integers(0, 2))
-def test_short_names_are_different_whatever_the_tree(paths: list[list[str]], weights: int, start: int) -> None:
+@given(st.lists(st.lists(KEYS, min_size=0, max_size=5), min_size=1, max_size=12), st.integers(0, 2))
+def test_names_are_different_whatever_the_tree(paths: list[list[str]], start: int) -> None:
     arguments = ["state", "params", "x"]
     names = dict.fromkeys(f"{arguments[(start + len(path)) % 3]}{''.join(path)}" for path in paths)
-    kinds = {name: len(name) % 2 for name in names}
-    found = short_names(kinds, list(names)[:weights])
+    found = argument_names({name: len(name) % 2 for name in names})
     assert len({name.text for name in found.values()}) == len(names)
-    assert all(name.text for name in found.values())
-    for name, short in found.items():
-        assert "".join(tokens_of(name)) == name
-        alike = [other for other in found.values() if other.alike == short.alike]
-        assert short.alike == short.text or len(alike) > 1
+    for name in found.values():
+        alike = [other for other in found.values() if other.alike == name.alike]
+        assert name.alike == name.text or len(alike) > 1
 
 
 @pytest.mark.parametrize("partitioner", ["gshard", "xla"])
@@ -251,9 +245,9 @@ def test_weights_that_are_stacked_inside_keep_their_names(partitioner: str) -> N
     jitted = jax.jit(step, out_shardings=jax.tree.map(lambda x: x.sharding, state), donate_argnums=0)
     found = gshard.explain(jitted, state, at(128, 64, spec=("data",)), partitioner=partitioner)
     names = {row.array for row in found.collectives}
-    weights = {f"{of}block_*.{w}" for of in ("", "gradient of ") for w in ("up", "down")}
-    assert weights | {"gradient of block_*.bias"} <= names, names
-    assert not any("m." in name or "stack" in name for name in names)
+    weights = {f"{of}state/params/block_*/{w}" for of in ("", "gradient of ") for w in ("up", "down")}
+    assert weights | {"gradient of state/params/block_*/bias"} <= names, names
+    assert not any("/m/" in name or "stack" in name for name in names)
 
 
 def test_the_number_of_a_layer_may_stand_before_another() -> None:
@@ -284,13 +278,13 @@ def test_what_moves_inside_an_operator_is_named() -> None:
 
 def test_siblings_that_differ_inside_are_no_equal_layers() -> None:
     dense, mixed = {("w",): 1}, {("w",): 1, ("router",): 2}
-    paths = {("layers", f"[{i}]", *p): k for i in range(4) for p, k in (mixed if i % 2 else dense).items()}
+    paths = {("layers", f"{i}", *p): k for i in range(4) for p, k in (mixed if i % 2 else dense).items()}
     folded = equal_layers(paths)
-    assert set(folded.values()) == {("layers", "[*]", "w"), ("layers", "[*]", "router")}
-    assert equal_layers({("layers", "[0]", "w"): 1, ("layers", "[1]", "w"): 2}) == {}
-    staged = {("stages", f"[{i}]", f"layers_{j}", *w): 1 for i in range(2) for j in range(3) for w in [("mlp", "w_0")]}
-    assert set(equal_layers(staged).values()) == {("stages", "[*]", "layers_*", "mlp", "w_0")}
-    pairs = {("layers", f"[{i}]", f"wi_{j}", "kernel"): 1 for i in range(2) for j in range(2)}
+    assert set(folded.values()) == {("layers", "*", "w"), ("layers", "*", "router")}
+    assert equal_layers({("layers", "0", "w"): 1, ("layers", "1", "w"): 2}) == {}
+    staged = {("stages", f"{i}", f"layers_{j}", *w): 1 for i in range(2) for j in range(3) for w in [("mlp", "w_0")]}
+    assert set(equal_layers(staged).values()) == {("stages", "*", "layers_*", "mlp", "w_0")}
+    pairs = {("layers", f"{i}", f"wi_{j}", "kernel"): 1 for i in range(2) for j in range(2)}
     assert len(set(equal_layers(pairs).values())) == 2, "the gate is another weight than what it gates"
     assert equal_layers({("w_0",): 1, ("w_1",): 1}) == {}, "two weights, not two layers"
 
@@ -323,4 +317,4 @@ def test_gradients_of_micro_batches_are_those_of_weights(scanned: bool) -> None:
     p = {"up": f32(64, 128), "bias": f32(128), "down": f32(128, 64)}
     found = gshard.explain(step, p, p, p, f32(4, 4096, 64), mesh=MESH)
     reduced = {row.array for row in found.all_rows if row.kind == "reduce_scatter"}
-    assert reduced == {"gradient of p.up", "gradient of p.bias", "gradient of p.down"}
+    assert reduced == {"gradient of p/up", "gradient of p/bias", "gradient of p/down"}

@@ -13,8 +13,7 @@ import pytest
 import gshard
 from gshard import Layout
 from gshard.core.errors import ArgumentError, ShardingError
-from gshard.naming.dimension_classes import Dimensions
-from gshard.naming.dimension_names import DimensionNames
+from gshard.naming.dimension_classes import Dimensions, dimensions_of, of_equal_layers
 from gshard.stages import dimensions
 
 
@@ -193,12 +192,12 @@ def test_equal_layers_have_one_class_with_their_moments(layers: int, in_lists: b
         updates, moments = adam.update(jax.grad(loss)(state["params"]), state["adam"], state["params"])
         return {"params": optax.apply_updates(state["params"], updates), "adam": moments}
 
-    names = DimensionNames(gshard.stages.trace(step, state, shape(16, 24)))
-    hidden = [c for c in names.dimensions.classes if c.size == 64]
+    found = of_equal_layers(dimensions_of(gshard.stages.trace(step, state, shape(16, 24))))
+    hidden = [c for c in found.classes if c.size == 64]
     assert len(hidden) == 1
     assert len(hidden[0].arguments) == layers * 2 * 3  # up and down, each with two moments
-    marked = {v for v, labels in names.dimensions.labels.items() if hidden[0].label in labels}
-    assert sum(v in marked for v in names.dimensions.labels if v.shape in sizes.values()) >= layers * 2 * 3
+    marked = {v for v, labels in found.labels.items() if hidden[0].label in labels}
+    assert sum(v in marked for v in found.labels if v.shape in sizes.values()) >= layers * 2 * 3
 
 
 def test_dimensions_of_one_layer_stay_apart() -> None:
@@ -207,6 +206,6 @@ def test_dimensions_of_one_layer_stay_apart() -> None:
     def f(ws: Any, x: Any) -> Any:
         return x @ ws[0] @ ws[1] @ ws[2]
 
-    names = DimensionNames(gshard.stages.trace(f, [shape(8, 8)] * 3, shape(4, 8)))
-    labels = [names.dimensions.arguments[f"ws/{i}"].split() for i in range(3)]
+    found = of_equal_layers(dimensions_of(gshard.stages.trace(f, [shape(8, 8)] * 3, shape(4, 8))))
+    labels = [found.arguments[f"ws/{i}"].split() for i in range(3)]
     assert all(a != b for a, b in labels)

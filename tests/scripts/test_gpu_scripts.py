@@ -125,15 +125,6 @@ def test_the_page_has_failures_and_what_was_not_reached(scripts: SimpleNamespace
     assert "```python" not in text, "the tests run those"
 
 
-def test_a_page_gets_into_the_index_once(scripts: SimpleNamespace, tmp_path: Path) -> None:
-    index = (ROOT / "docs" / "index.md").read_text()
-    (tmp_path / "index.md").write_text(index)
-    for _ in range(2):
-        scripts.gpu_page.put(tmp_path / "gpu_new.md", "text")
-    assert (tmp_path / "index.md").read_text().replace("\nbenchmarks\ngpu_new\n", "\nbenchmarks\n") == index
-    assert "\nbenchmarks\n" in index
-
-
 def test_parts_have_names_of_their_own_and_fit_into_a_slice(scripts: SimpleNamespace) -> None:
     for mode in ("gpu", "described", "dry-run"):
         every = scripts.gpu.parts_of(mode)
@@ -176,7 +167,6 @@ def test_the_dry_run_writes_its_page_and_resumes(tmp_path: Path) -> None:
     first = json.loads((tmp_path / "state.json").read_text())
     assert " ... " not in dry_run("gpu.py", tmp_path, *chosen)
     assert json.loads((tmp_path / "state.json").read_text()) == first
-    assert not (ROOT / "docs" / "gpu.md").exists() or "Dry run" not in (ROOT / "docs" / "gpu.md").read_text()
 
 
 @pytest.mark.slow

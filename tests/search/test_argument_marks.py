@@ -19,9 +19,8 @@ from gshard.core.sharding import Sharding
 from gshard.device.cost import cost
 from gshard.device.machine import Machine
 from gshard.planning.added_marks import spec_of_cut, with_marks
-from gshard.search.argument_marks import argument_marks
 from gshard.search.as_marks import FoundMark
-from gshard.search.patch import patch_of
+from gshard.search.patch import argument_statements, patch_of
 from search.test_patch import loaded
 from search.test_search import shape
 
@@ -134,7 +133,7 @@ def arguments():
 
 FORMS = {
     "plain": (PLAIN, None, "layers/*/up", ("layers", "up")),
-    "nnx": (NNX, "flax", "0/blocks/*/up/kernel", ("state[0]", "'up'", "kernel")),
+    "nnx": (NNX, "flax", "0/blocks/*/up/kernel/value", ("state[0]", "'up'", "kernel")),
     "linen": (LINEN, "flax", "params/up_*/kernel", (".params['up_", "kernel")),
     "equinox": (EQUINOX, "equinox", "layers/*/weight", (".layers[", "weight")),
 }
@@ -164,13 +163,13 @@ def test_the_patched_program_has_the_plan_of_the_marks(
         marks |= {v: Sharding(((), ())) for name, v in named.items() if "down" in name}
     written = [FoundMark("weights", "", 0.0, {v: s}) for v, s in marks.items()]
     paths = paths_of_arguments(program, lowered.in_tree)
-    told = patch_of(written, program, paths, place_of_definition(step), MESH)
+    told = patch_of(written, program, MESH, paths, place_of_definition(step))
     assert "not written" not in told
     assert "by_path" in told
     (tmp_path / "marks.diff").write_text(told)
     subprocess.run(["git", "apply", "marks.diff"], cwd=tmp_path, check=True)
     if form != "equinox":
-        assert f'"{pattern}": P(None, "model")' in told, "equal layers in one pattern, without the box of a state"
+        assert f'"{pattern}": jax.P(None, "model")' in told, "equal layers in one pattern"
     after = loaded(tmp_path / "model.py", f"{form}_after")
     plan = gshard.jit(after.step, mesh=MESH, static_leaves=form == "equinox").lower(*after.arguments()).plan
     marked = with_marks(program, {v: mark_of_cut(s.dims, MESH) for v, s in marks.items()})
@@ -202,24 +201,27 @@ def test_what_search_found_runs_when_it_is_written(tmp_path: Path, monkeypatch: 
 
 def test_patterns_are_exact_where_others_would_say_too_much() -> None:
     """Layers that are not alike, keys with a star in them, and arrays that no pattern can tell apart."""
-    mesh = gshard.Mesh.abstract(data=4, model=2)
-    cut, other = Sharding((MODEL, ())), Sharding(((), MODEL))
+    cut, other = 'shard(x, P("model", None))', 'shard(x, P(None, "model"))'
 
-    def statements(paths: dict[str, Sharding | None]) -> tuple[dict[str, str], int]:
+    def statements(paths: dict[str, str | None]) -> tuple[dict[str, list[str]], int]:
         inputs = gshard.stages.trace(lambda *xs: xs, *[shape(8, 8)] * len(paths)).block.inputs
-        marks = {v: s for v, s in zip(inputs, paths.values(), strict=True) if s is not None}
-        told, unsaid = argument_marks(marks, inputs, list(paths), mesh)
+        calls = {v: text for v, text in zip(inputs, paths.values(), strict=True) if text is not None}
+        told, unsaid = argument_statements(calls, inputs, list(paths))
         return told, len(unsaid)
 
-    assert statements({"x": cut}) == ({"x": 'x = gshard.shard(x, P("model", None))'}, 0)
-    two = 'p = gshard.shard_by_path(p, {"l/0/w": P("model", None), "l/1/w": P("model", None)})'
-    assert statements({"p/l/0/w": cut, "p/l/1/w": cut, "p/l/2/w": None, "p/l/2/b": None}) == ({"p": two}, 0)
-    every = 'p = gshard.shard_by_path(p, {"l/*/w": P("model", None)})'
-    assert statements({f"p/l/{i}/{w}": cut if w == "w" else None for i in range(3) for w in "wb"}) == ({"p": every}, 0)
+    def by_path(*rows: str) -> tuple[dict[str, list[str]], int]:
+        return {"p": ["p = gshard.shard_by_path(p, {", *(f"    {row}," for row in rows), "})"]}, 0
+
+    assert statements({"x": cut}) == ({"x": ['x = gshard.shard(x, P("model", None))']}, 0)
+    two = by_path('"l/0/w": P("model", None)', '"l/1/w": P("model", None)')
+    assert statements({"p/l/0/w": cut, "p/l/1/w": cut, "p/l/2/w": None, "p/l/2/b": None}) == two
+    every = {"p": ['p = gshard.shard_by_path(p, {"l/*/w": P("model", None)})']}
+    assert statements({f"p/l/{i}/{w}": cut if w == "w" else None for i in range(3) for w in "wb"}) == (every, 0)
     assert statements({"p/a*": cut, "p/ab": other}) == ({}, 2), "the first pattern would say it of both"
-    last = 'p = gshard.shard_by_path(p, {"ab": P(None, "model"), "a*": P("model", None)})'
-    assert statements({"p/ab": other, "p/a*": cut}) == ({"p": last}, 0)
+    assert statements({"p/ab": other, "p/a*": cut}) == by_path('"ab": P(None, "model")', '"a*": P("model", None)')
     assert statements({"p/a/*": cut, "p/a/b": None}) == ({}, 1)
+    stages = {"p": ['p = gshard.pipeline(p, "stage", paths=["s"])']}
+    assert statements({"xs[0]": cut, "p/s": "pipeline(x, 'stage')"}) == (stages, 1)
 
 
 def test_what_is_in_no_file_is_told_with_the_statement(tmp_path: Path) -> None:
@@ -228,13 +230,13 @@ def test_what_is_in_no_file_is_told_with_the_statement(tmp_path: Path) -> None:
 
     program = gshard.stages.trace(loss, {"w": shape(64, 64)}, shape(8, 64))
     mark = FoundMark("w", "", 0.0, {program.block.inputs[0]: Sharding((MODEL, ()))})
-    told = patch_of([mark], program, ("params/w", "x"), ("<string>", 1), MESH)
+    told = patch_of([mark], program, MESH, ("params/w", "x"), ("<string>", 1))
     assert "loss is in no file" in told
-    assert '#   params = gshard.shard_by_path(params, {"w": P("model", None)})' in told
+    assert '#   params = gshard.shard_by_path(params, {"w": jax.P("model", None)})' in told
     (tmp_path / "one.py").write_text("loss = lambda params, x: params\ndef other(params, x): return x\n")
     for line in (1, 2):
         assert "write in front of" in patch_of(
-            [mark], program, ("params/w", "x"), (str(tmp_path / "one.py"), line), MESH
+            [mark], program, MESH, ("params/w", "x"), (str(tmp_path / "one.py"), line)
         )
 
 

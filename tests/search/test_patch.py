@@ -61,7 +61,7 @@ def made_at(program: gshard.stages.Program, primitive: str, times: int = 0) -> V
     return [e.outputs[0] for e in program.block.walk() if e.name == primitive][times]
 
 
-def test_marks_go_after_assignments_and_around_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_marks_go_after_assignments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model.py").write_text(SOURCE)
     program = gshard.stages.trace(
@@ -73,13 +73,15 @@ def test_marks_go_after_assignments_and_around_results(tmp_path: Path, monkeypat
             mark_of(product, "gshard.shard(x, P(None, 'x'))"),
             mark_of(made_at(program, "mul"), "gshard.replicate(x)"),
             mark_of(made_at(program, "max"), "gshard.shard(x, P('x', None))"),
-            mark_of(program.block.inputs[0], "gshard.shard(x, P('x', None))"),
+            mark_of(made_at(program, "dot_general"), "gshard.shard(x, P('x', None))"),
         ],
         program,
+        MESH,
     )
-    assert "+    y = gshard.shard(y, P(None, 'x'))" in told
-    assert "+    return gshard.replicate(y * 2)" in told
-    assert told.count("not written, do it by hand") == 2, "a part of an expression, and an argument"
+    assert "+    y = gshard.shard(y, jax.P(None, 'x'))" in told
+    assert "+    h = gshard.shard(h, jax.P('x', None))" in told
+    assert told.count("not written, do it by hand") == 2, "a part of an expression, and a result"
+    assert "# gshard.replicate(x) here: not written" in told
     (tmp_path / "marks.diff").write_text(told)
     subprocess.run(["git", "apply", "marks.diff"], cwd=tmp_path, check=True)
     after = loaded(tmp_path / "model.py", "model_after").net
@@ -88,7 +90,7 @@ def test_marks_go_after_assignments_and_around_results(tmp_path: Path, monkeypat
         for e in gshard.stages.trace(after, *(shape(8, 16), shape(16, 32), shape(32, 8))).block.walk()
         if e.mark
     ]
-    assert marks == ["shard(x, P(None, 'x'))", "replicate(x)"]
+    assert marks == ["shard(x, P('x', None))", "shard(x, P(None, 'x'))"]
 
 
 def test_the_patched_program_takes_what_the_marks_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

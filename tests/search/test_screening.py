@@ -11,7 +11,7 @@ import pytest
 
 import gshard
 from gshard import Machine, Mesh
-from gshard.search.screening import estimated
+from gshard.api.configure import estimated
 
 ARRAY = jax.ShapeDtypeStruct
 

@@ -71,7 +71,7 @@ def test_equal_layers_change_together(mesh: Mesh) -> None:
     assert tried.changes > 1
     assert "1 of" in str(tried)
     every = found.try_shardings(seconds=300)
-    layers = [change for change in every.helping if change.name == "ws[*]"]
+    layers = [change for change in every.helping if change.name == "ws/*"]
     assert layers
     assert all(change.arguments == (0, 1, 2) for change in layers)
 

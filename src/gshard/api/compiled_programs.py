@@ -21,7 +21,7 @@ from gshard.core.errors import ArgumentError, MeshError
 from gshard.core.jax_adapter import mesh_of_context, user_line
 from gshard.core.jax_adapter_jit import arguments_of_calls, axes_of_exported, given_to_jit
 from gshard.core.mesh import Mesh, MeshLike
-from gshard.core.paths import leaf_names
+from gshard.core.paths import leaf_names, path_of
 from gshard.device.machine import Machine, kind_of_devices, machine_of
 from gshard.tracing.by_jax import name_of
 from gshard.xla_programs.compiled_explanation import CompiledExplanation
@@ -224,7 +224,7 @@ def _word(entry: Any) -> str:
 
 def _results(tree: Any) -> list[str]:
     paths = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(tree, range(tree.num_leaves)))[0]
-    return [f"result{jax.tree_util.keystr(path)}" for path, _ in paths]
+    return [path_of("result", path) for path, _ in paths]
 
 
 # Framework jit: functions that ``flax.nnx.jit`` or ``equinox.filter_jit`` returned, which call ``jax.jit`` themselves.

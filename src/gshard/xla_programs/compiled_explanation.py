@@ -339,7 +339,7 @@ class CompiledExplanation(Comparable):
         """The report in a frame, for notebooks."""
         return framed(self.data(), self.name)
 
-    def format(self, collectives: int = 30, arguments: int = 8, held: int = 6) -> str:
+    def format(self, collectives: int = 12, arguments: int = 0, held: int = 3) -> str:
         """The explanation as text with at most so many rows of each kind."""
         program = self.program
         local, sizes = sum(a.local_bytes for a in program.arguments), [a.bytes for a in program.arguments]

@@ -29,7 +29,7 @@ Specs = Mapping[int, PartitionSpec]  # by the number of the argument
 class TriedSharding(TriedChange):
     """Another sharding of an argument, or of one argument of each of some equal layers."""
 
-    name: str  # of the argument, ``params.embed``; ``layers[*].up`` for equal layers
+    name: str  # of the argument, ``params/embed``; ``params/*/up`` for equal layers
     arguments: tuple[int, ...]  # their numbers
     before: str  # before, spec: the sharding now, as text, and the other one
     spec: PartitionSpec
