@@ -15,7 +15,7 @@ import pytest
 
 import gshard
 from gshard.core.errors import ArgumentError, ShardingError
-from gshard.core.pipeline_schedule import Schedule
+from gshard.core.mark import Schedule
 from gshard.device.machine import Machine
 from gshard.planning.layer_stacks import LayerStacks, layer_stacks, schedules_of, with_schedules
 from gshard.planning.settled import settled

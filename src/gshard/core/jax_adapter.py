@@ -215,11 +215,6 @@ def put_all(arrays: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
         return list(jax.device_put(list(arrays), list(shardings))) if arrays else []
 
 
-def is_tracing() -> bool:
-    """Whether JAX traces or transforms a function now."""
-    return not _core.trace_state_clean()
-
-
 def is_mapped(x: Any) -> bool:
     """Whether an array is a tracer of ``jax.vmap``, which hides a dimension."""
     while hasattr(x, "primal"):  # a derivative taken inside
