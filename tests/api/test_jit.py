@@ -12,51 +12,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gshard
-from gshard import shard, split
+from gshard import split
 from invented import invented
-
-
-def test_static_arguments_by_number_and_name() -> None:
-    traced = []
-
-    @gshard.jit(mesh=8, static_argnames=("scale", "kind"))
-    def f(x: Any, scale: int, *, kind: str = "plus") -> Any:
-        traced.append((scale, kind))
-        return split(x, 0, 8) * scale + (1 if kind == "plus" else -1)
-
-    x = jnp.arange(8.0)
-    np.testing.assert_array_equal(f(x, 2), np.arange(8.0) * 2 + 1)
-    np.testing.assert_array_equal(f(x, scale=2), np.arange(8.0) * 2 + 1)
-    np.testing.assert_array_equal(f(x, 3, kind="minus"), np.arange(8.0) * 3 - 1)
-    np.testing.assert_array_equal(f(x, 3, kind="minus"), np.arange(8.0) * 3 - 1)
-    assert len(traced) == 3  # 2 by number, 2 by name, 3 with another kind; the fourth call is remembered
-
-
-def test_traces_once_for_each_kind_of_arguments() -> None:
-    traced = []
-
-    @gshard.jit(mesh=8)
-    def f(tree: Any, *, extra: Any) -> Any:
-        traced.append(1)
-        return {"sum": split(tree["x"], 0, 8) + extra}
-
-    x = np.arange(8.0, dtype=np.float32)
-    first = f({"x": x}, extra=1.0)
-    f({"x": x + 1}, extra=2.0)
-    assert len(traced) == 1
-    f({"x": first["sum"]}, extra=3.0)  # sharded as the program would have put it
-    assert len(traced) == 1
-    f({"x": x.astype(np.int32)}, extra=1.0)
-    f({"x": np.concatenate([x, x])}, extra=1.0)
-    assert len(traced) == 3
-
-
-def test_donated_arguments_are_consumed() -> None:
-    step = gshard.jit(lambda state, x: (split(state, 0, 8) + x, x.sum()), mesh=8, donate_argnums=0)
-    state, _ = step(jnp.zeros(16), jnp.ones(16))
-    after, _ = step(state, jnp.ones(16))
-    assert state.is_deleted()
-    np.testing.assert_array_equal(after, 2 * np.ones(16))
 
 
 def test_every_stage_can_be_had_and_printed(mesh_2x4: jax.sharding.Mesh) -> None:
@@ -67,31 +24,11 @@ def test_every_stage_can_be_had_and_printed(mesh_2x4: jax.sharding.Mesh) -> None
     assert "all-reduce" in str(lowered.executable)
 
 
-def test_shapes_without_arrays_are_enough_to_lower() -> None:
-    x = jax.ShapeDtypeStruct((1024, 8), jnp.float32)
-    lowered = gshard.jit(lambda x: split(x, 0, 8).sum(), mesh=8).lower(x)
-    assert [c.kind for c in lowered.spmd.collectives] == ["all_reduce"]
-
-
 def test_shardings_of_arguments_are_marks(mesh_2x4: jax.sharding.Mesh) -> None:
     x = jax.device_put(jnp.arange(32.0).reshape(8, 4), NamedSharding(mesh_2x4, P("model", "data")))
     lowered = gshard.jit(lambda x: jnp.sin(x), mesh=mesh_2x4).lower(x)
     assert lowered.plan.format(lowered.program.block.inputs[0]) == "f32[8@model,4@data]"
     assert lowered.plan.format(lowered.program.block.outputs[0]) == "f32[8@model,4@data]"
-
-
-def test_an_argument_on_another_mesh_of_the_same_devices_keeps_its_cut() -> None:
-    other = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    x = jax.device_put(jnp.arange(32.0).reshape(8, 4), NamedSharding(other, P("b", "a")))
-    jitted = gshard.jit(lambda x: x * 2, mesh=8)
-    np.testing.assert_array_equal(jitted(x), 2 * np.arange(32.0).reshape(8, 4))
-    entry = jitted.lower(x).spmd.in_shardings[0]
-    assert entry.dims == (("devices.2",), ("devices.0", "devices.1"))
-
-
-def test_arguments_from_elsewhere_are_moved() -> None:
-    x = jax.device_put(jnp.arange(4.0), jax.devices()[5])
-    np.testing.assert_array_equal(gshard.jit(lambda x: split(x, 0, 4) + 1, mesh=4)(x), np.arange(4.0) + 1)
 
 
 def test_results_go_in_again_with_other_shapes_beside_them() -> None:
@@ -109,71 +46,11 @@ def test_results_go_in_again_with_other_shapes_beside_them() -> None:
         np.testing.assert_allclose(w, v, rtol=1e-5)
 
 
-def test_in_and_out_shardings(mesh_2x4: jax.sharding.Mesh) -> None:
-    jitted = gshard.jit(
-        lambda x, w: {"product": x @ w, "sum": x.sum()},
-        mesh=mesh_2x4,
-        in_shardings=(P("data"), P(None, "model")),
-        out_shardings={"product": P("data", "model"), "sum": None},
-    )
-    x, w = np.arange(16.0).reshape(4, 4), np.eye(4, 8)
-    out = jitted(x, w)
-    np.testing.assert_array_equal(out["product"], x @ w)
-    assert {c.kind for c in jitted.lower(x, w).spmd.collectives} == {"all_reduce"}
-    assert out["product"].addressable_shards[0].data.shape == (2, 2)
-
-
-def test_weak_types_promote_as_in_jax() -> None:
-    out = gshard.jit(lambda x, s: split(x, 0, 8) * s, mesh=8)(jnp.ones(8, jnp.bfloat16), 2.0)
-    assert out.dtype == jnp.bfloat16
-
-
 def test_inside_another_gshard_function_marks_count() -> None:
     inner = gshard.jit(lambda x: split(x, 0, 8).sum(), mesh=8)
     outer = gshard.jit(lambda x: inner(x * 2), mesh=8)
     assert [c.kind for c in outer.lower(jnp.ones(8)).spmd.collectives] == ["all_reduce"]
     assert outer(jnp.ones(8)) == 16
-
-
-def test_a_context_mesh_does_not_disturb(mesh_2x4: jax.sharding.Mesh) -> None:
-    with jax.set_mesh(mesh_2x4):
-        f = gshard.jit(lambda x: jax.lax.with_sharding_constraint(jnp.sin(x), P("data")).sum(), mesh=mesh_2x4)
-        np.testing.assert_allclose(f(np.arange(4.0)), np.sin(np.arange(4.0)).sum(), rtol=1e-6)
-
-
-def bad(x: Any) -> Any:
-    return x if x.sum() > 0 else -x
-
-
-BAD_INPUT = [
-    (lambda x: split(x, 0, "nope"), gshard.ShardingError, "no axis 'nope'", "'data', 'model'"),
-    (lambda x: split(x, 0, ("data", "data")), gshard.ShardingError, "axis 'data' splits dimension 0 twice", "once"),
-    (lambda x: shard(x, P("data", "data")), gshard.ShardingError, "axis 'data' splits dimensions 0 and 1", "once"),
-    (lambda x: split(x, 0, 16), gshard.ShardingError, "16 partitions", "at most 8"),
-    (lambda x: split(x, 0, 3), gshard.ShardingError, "3 partitions", "1, 2, 4, 8"),
-    (lambda x: split(x, 0, 0), gshard.ShardingError, "0 partitions", "from 1"),
-    (lambda x: split(x, 2, 2), gshard.ShardingError, "no dimension 2", "0 to 1"),
-    (lambda x: split(x.sum(), 0, 2), gshard.ShardingError, "0 dimensions", "replicate"),
-    (lambda x: shard(x, np.array([[0, 1], [1, 2]])), gshard.ShardingError, "device 1 stands twice", "one part"),
-    (lambda x: shard(x, np.array([[0, 2]])), gshard.ShardingError, "device 1 is missing", "0 to n-1"),
-    (lambda x: shard(x, np.array([[9, 8]])), gshard.ShardingError, "names device 9", "0 to 7"),
-    (lambda x: shard(x, np.arange(4)), gshard.ShardingError, "rank 1 cannot cut an array of rank 2", "each dimension"),
-    (lambda x: shard(x, np.ones((1, 2))), gshard.ShardingError, "array of integers", "arange"),
-    (lambda x: shard(x, P("data", None, "model")), gshard.ShardingError, "3 dimensions", "at most one entry"),
-    (bad, gshard.TraceError, "needs the value of an array", "jax.lax.cond"),
-]
-
-
-@pytest.mark.parametrize(("f", "kind", "what", "hint"), BAD_INPUT, ids=[b[2] for b in BAD_INPUT])
-def test_bad_input_gets_one_clear_error(
-    f: Any, kind: type[Exception], what: str, hint: str, mesh_2x4: jax.sharding.Mesh
-) -> None:
-    with pytest.raises(kind) as caught:
-        gshard.jit(f, mesh=mesh_2x4)(jnp.ones((4, 6)))
-    text = str(caught.value)
-    assert what in text
-    assert hint in text
-    assert "test_jit.py" in text, "the user's line is missing"
 
 
 def test_strict_refuses_what_has_no_rule() -> None:
@@ -185,17 +62,6 @@ def test_strict_refuses_what_has_no_rule() -> None:
     np.testing.assert_allclose(loose(x), np.cumsum(x[::-1], axis=0), atol=1e-5)
     with pytest.raises(gshard.PlanError, match="'invented' has no rule"):
         gshard.jit(f, mesh=8, strict=True)(x)
-
-
-@pytest.mark.parametrize(("mesh", "what"), [(9, "9 devices"), (0, "0 devices"), ([], "at least one"), (1.5, "float")])
-def test_bad_meshes(mesh: Any, what: str) -> None:
-    with pytest.raises(gshard.MeshError, match=what):
-        gshard.jit(lambda x: x, mesh=mesh)
-
-
-def test_a_device_twice_in_the_mesh() -> None:
-    with pytest.raises(gshard.MeshError, match="stands twice"):
-        gshard.jit(lambda x: x, mesh=[jax.devices()[0]] * 2)
 
 
 def test_a_planned_mesh_explains_but_does_not_run() -> None:
@@ -277,17 +143,6 @@ def test_a_donated_state_comes_as_it_leaves(parts: int, mesh_2x4: jax.sharding.M
         for name in plain:
             np.testing.assert_allclose(state[name], plain[name], rtol=1e-5)
     assert len(traced) <= 1, "by jax.jit; ours was traced before"
-
-
-def test_what_is_donated_is_given_once(mesh_2x4: jax.sharding.Mesh) -> None:
-    """XLA would crash, or read what is no longer there."""
-    step = gshard.jit(lambda x, y: (split(x, 0, 8) + 1, y * 2), mesh=mesh_2x4, donate_argnums=(0, 1))
-    start = step(jnp.arange(8.0), jnp.arange(8.0) + 1)[0]
-    with pytest.raises(gshard.ShardingError, match="given twice, as x and y"):
-        step(start, start)
-    step(start, jnp.arange(8.0))
-    with pytest.raises(gshard.ShardingError, match="an earlier call has overwritten, as x"):
-        step(start, jnp.arange(8.0))
 
 
 def test_values_where_only_shapes_are_known() -> None:

@@ -306,6 +306,21 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str, str]] = {
     "names for a spec": (lambda x: shard(x, ("data", None)), "pytree of shardings", "write P('data', None)."),
     "ragged ids": (lambda x: shard(x, [[0], [1, 2]]), "an array of integers", "np.arange(8)"),
     "sizes": (lambda x: shard(x, {"data": 0}), "an array of integers", "P('data', 'model')"),
+    "too many parts": (lambda x: split(x, 0, 16), "16 partitions were asked for", "Use at most 8 partitions."),
+    "parts that do not fit": (lambda x: split(x, 1, 6), "cannot hold 6 partitions", "one of 1, 2, 4, 8 partitions."),
+    "no parts": (lambda x: split(x, 1, 0), "cannot be split in 0 partitions", "from 1 to the number of devices"),
+    "dimension above": (lambda x: split(x, 2, 2), "no dimension 2 to split", "Use a dimension from 0 to 1."),
+    "dimension below": (lambda x: split(x, -3, 2), "no dimension -3 to split", "Use a dimension from 0 to 1."),
+    "id twice": (lambda x: shard(x, np.array([[0, 1, 1, 2]])), "device 1 stands twice", "one part"),
+    "id missing": (lambda x: shard(x, np.array([[0, 1, 2, 4]])), "device 3 is missing", "0 to n-1 once"),
+    "id negative": (lambda x: shard(x, np.array([[0, -1]])), "device 1 is missing", "0 to n-1 once"),
+    "id too large": (lambda x: shard(x, np.arange(16).reshape(4, 4)), "names device 15", "Use the ids 0 to 7."),
+    "ids not dividing": (lambda x: shard(x, np.arange(3).reshape(1, 3)), "8 devices cannot hold", "0 to n-1 once"),
+    "no ids": (lambda x: shard(x, np.zeros((0, 2), int)), "names no device", "0 to n-1 once"),
+    "rank of ids": (lambda x: shard(x, np.arange(8)), "rank 1 cannot cut", "for each dimension"),
+    "rank of spec": (lambda x: shard(x, P(None, None, "data")), "names 3 dimensions", "most one entry"),
+    "kind of ids": (lambda x: shard(x, [[0.0, 1.0]]), "array of integers or a PartitionSpec", "np.arange(8)"),
+    "axis twice": (lambda x: shard(x, P("data", "data")), "axis 'data' splits dimensions 0 and 1", "axis once"),
     "rank below vmap": (jax.vmap(lambda x: split(x, 1, 2)), "no dimension 1", "Inside vmap the dimension"),
     "rank below vmap and grad": (
         jax.vmap(jax.grad(lambda x: split(x, 1, 2).sum())), "no dimension 1", "Inside vmap the dimension",
@@ -328,6 +343,10 @@ def test_a_wrong_mark_gets_one_error(case: str, x: np.ndarray, mesh: jax.shardin
     assert error.hint is not None
     assert hint in error.hint
     assert ("vmap" in error.hint) == ("vmap" in case)
+    first, where, *rest = str(error).splitlines()
+    assert [first, where.removeprefix("  at "), *(line.strip() for line in rest)] == [
+        error.what, error.where, error.got, error.hint
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import P
 from jax import ShapeDtypeStruct as Shape
 
 import gshard
-from placed import in_every_way, mesh_of
 
 MESH = {"data": 4, "model": 2}
 H100 = "h100:1x8"
@@ -182,6 +180,20 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str, str]] = {
         lambda: gshard.search(lambda x, *, machine: x * machine, X, mesh=8, machine=H100), TypeError,
         "missing 1 required keyword-only argument: 'machine'", "functools.partial(<lambda>, machine=...)",
     ),
+    "a machine that is not known": (
+        lambda: gshard.explain(product, X, X, mesh=8, machine="H10:1x8"), gshard.MachineError,
+        "no machine is called 'H10:1x8'", "Did you mean 'h100'? ",
+    ),
+    "an array in front": (
+        lambda: gshard.jit(X, mesh=8), gshard.ArgumentError, "got an array f32[8,8]", "",  # type: ignore[call-overload]
+    ),
+    "an array in front of explain": (
+        lambda: gshard.explain(X, mesh=8), gshard.ArgumentError, "got an array f32[8,8]", "explain(f, x",  # type: ignore[call-overload]
+    ),
+    "a text as argument": (
+        lambda: gshard.jit(lambda p: p, mesh=8)("relu"), TypeError, "passed to the function at path p",
+        "static_argnames='p'",
+    ),
     "a machine that is a number": (
         lambda: gshard.explain(product, X, X, mesh=8, machine=2.0), gshard.MachineError,  # type: ignore[call-overload]
         "no machine is called '2.0'", "Write v3:32x32 (chips)",
@@ -191,6 +203,10 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str, str]] = {
         "'data' is no dimension", "split(x, 0, 'data')",
     ),
 }  # fmt: skip
+
+
+def test_capitals_of_a_machine_do_not_matter() -> None:
+    assert gshard.Machine.of("H100:1x8") == gshard.Machine.of(H100)
 
 
 @pytest.mark.parametrize("case", MISTAKES)
@@ -225,29 +241,6 @@ def test_errors_of_the_users_own_code_stay_as_they_are() -> None:
             with pytest.raises(kind, match=text) as caught:
                 call(X)
             assert type(caught.value) is kind
-
-
-def test_a_spec_without_a_mesh_takes_that_of_jit() -> None:
-    f = gshard.jit(lambda x: 2 * jax.lax.with_sharding_constraint(x, P("data")), mesh=MESH)
-    for got in in_every_way(f, (X,), mesh_of(**MESH)):
-        assert got.sharding.spec == P("data")
-        np.testing.assert_array_equal(got, 2 * X)
-
-
-@pytest.mark.parametrize("name", ["H100", "H100:1x8", "h100"])
-def test_capitals_of_a_machine_do_not_matter(name: str) -> None:
-    f = gshard.jit(lambda x: 2 * gshard.split(x, 0, 8), mesh=8, machine=name)
-    for got in in_every_way(f, (X,), mesh_of(devices=8)):
-        np.testing.assert_array_equal(got, 2 * X)
-    found = gshard.explain(lambda x: gshard.split(x, 0, 8), X, mesh=gshard.Mesh.abstract(d=8), machine=name)
-    assert found.machine == gshard.Machine.of(H100)
-
-
-def test_a_machine_that_is_not_known_gets_the_nearest() -> None:
-    with pytest.raises(gshard.MachineError) as caught:
-        gshard.Machine.of("H10:1x8")
-    assert caught.value.hint is not None
-    assert caught.value.hint.startswith("Did you mean 'h100'? ")
 
 
 def test_explain_takes_the_options_of_jit() -> None:

@@ -184,12 +184,6 @@ def test_a_weight_is_gathered_in_low_precision(send: Any, w: np.ndarray, x: np.n
     assert kinds["reduce_scatter"] == SIZE * SIZE * 4 * 7 // 8  # gradients are summed in full precision
 
 
-def test_int8_is_int8_in_the_compiled_program(w: np.ndarray, x: np.ndarray) -> None:
-    text = gshard.jit(lambda w, x: product(w, x, "int8"), mesh={"data": 8}).lower(w, x).compile().as_text()
-    assert re.search(rf"s8\[{SIZE},{SIZE}\]\S* all-gather", text)
-    assert not re.search(rf"f32\[{SIZE},{SIZE}\]\S* all-gather", text)
-
-
 @pytest.mark.parametrize("send", [None, *SENT])
 @pytest.mark.parametrize("f", LOOPS)
 @pytest.mark.one_in(4)

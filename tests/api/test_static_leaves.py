@@ -49,11 +49,6 @@ def test_a_module_is_an_argument(rng, act) -> None:
     np.testing.assert_allclose(partitioned(model=model, x=x), model(x), rtol=1e-5, atol=1e-6)
 
 
-def test_without_it_the_message_names_it(rng) -> None:
-    with pytest.raises(gshard.ArgumentError, match=r"model\.act(.|\n)*static_leaves=True"):
-        gshard.jit(apply, mesh=4)(layer(rng), inputs(rng))
-
-
 def test_another_leaf_is_another_program_and_the_same_one_is_not(rng) -> None:
     traced = []
 

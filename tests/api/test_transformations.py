@@ -78,11 +78,6 @@ def test_transformations_of_a_partitioned_function(name: str, arguments: tuple[W
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=3e-5, atol=3e-5), got, want)
 
 
-def test_shapes_alone(arguments: tuple[Weights, Any, Any]) -> None:
-    w, x, _ = arguments
-    assert jax.eval_shape(gshard.jit(loss, mesh=8), w, x) == jax.ShapeDtypeStruct((), jnp.float32)
-
-
 def test_a_derivative_is_partitioned_too(arguments: tuple[Weights, Any, Any]) -> None:
     """What backward needs of the forward half comes sharded as it is: one all-reduce of the gradients, no gather."""
     w, x, _ = arguments

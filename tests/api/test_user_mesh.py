@@ -136,22 +136,6 @@ def test_what_is_in_place_is_passed_on(auto: jax.sharding.Mesh, monkeypatch: pyt
     assert not moved
 
 
-def test_meshes_in_every_form() -> None:
-    x = jnp.arange(8.0)
-
-    def f(x: Any) -> Any:
-        return gshard.split(x, 0, "data") * 2
-
-    named = {"data": 4, "model": 2}
-    y = gshard.jit(f, named)(x)
-    assert y.sharding.spec == P("data")
-    assert y.sharding.mesh.shape == named
-    with pytest.raises(gshard.MeshError, match="none is set"):
-        gshard.jit(f)(x)
-    with jax.set_mesh(jax.make_mesh(SHAPE, ("data", "model"), axis_types=(AxisType.Auto,) * 2)):
-        assert gshard.jit(f)(x).sharding.spec == P("data")
-
-
 def test_explicit_arrays_come_and_go(explicit: jax.sharding.Mesh) -> None:
     w = jax.device_put(jnp.arange(32.0).reshape(8, 4), NamedSharding(explicit, P("data", "model")))
     step = gshard.jit(lambda x: (x * 2, x.sum()), mesh=explicit)
@@ -215,11 +199,3 @@ def test_explain_says_the_mesh_of_a_sharding_on_another_one(auto: jax.sharding.M
     assert "marked shard(x, P('data', None)) on a mesh of data=8 at" in told
     own = str(gshard.explain(lambda x: gshard.shard(x, NamedSharding(auto, P("data"))), jnp.ones((16, 4)), mesh=auto))
     assert "marked shard(x, P('data', None)) at" in own
-
-
-def test_jax_pmap_around_is_named() -> None:
-    step = gshard.jit(lambda x: x + 1, mesh=8)
-    with pytest.raises(
-        gshard.TraceError, match=r"inside jax\.pmap, which is a jax\.shard_map[\s\S]*Leave out jax\.pmap"
-    ):
-        jax.pmap(step)(jnp.ones((8, 3)))

@@ -179,13 +179,3 @@ def test_a_layout_that_arrays_have_anyway_is_no_layout() -> None:
 def test_a_device_is_refused() -> None:
     with pytest.raises(gshard.ArgumentError, match=r"(?s)jax.jit was given a device.*at test_wrapped.py"):
         gshard.jit(jax.jit(step, backend="cpu"), mesh=8)
-
-
-@pytest.mark.parametrize("given", [(D, D), D])
-def test_arguments_by_name_are_refused_with_in_shardings(given: Any) -> None:
-    f = gshard.jit(update, mesh=8, in_shardings=given)
-    assert f(X, X).shape == X.shape
-    for call in (f, jax.jit(f)):
-        with pytest.raises(gshard.ArgumentError, match=r"(?s)called with arguments by name.*\n  x=\.\.\.") as caught:
-            call(X, x=X)
-        assert isinstance(caught.value, ValueError)

@@ -84,11 +84,6 @@ def test_it_is_the_identity_outside(arguments: Any) -> None:
     close(jax.vmap(mlp, (None, 0))(params, x[None]), plain[None])
 
 
-def test_derivatives_outside_of_gshard(arguments: Any) -> None:
-    plain = lambda p, x: jnp.sum(jnp.sin(x @ p["w1"]) @ p["w2"])  # noqa: E731
-    close(jax.grad(lambda p, x: jnp.sum(mlp(p, x)))(*arguments), jax.grad(plain)(*arguments))
-
-
 def test_without_a_layout_names_are_nothing(arguments: Any) -> None:
     plain = lambda p, x: jnp.sin(x @ p["w1"]) @ p["w2"]  # noqa: E731
     found = gshard.jit(mlp, mesh=MESH, names=NAMES, in_shardings=(None, P("data"))).lower(*arguments)
@@ -432,47 +427,6 @@ def test_what_is_not_used_is_told_and_refused(arguments: Any) -> None:
 
 # -- ordered rules of other libraries --------------------------------------------------------------------------------
 
-# T5X, partitioning.standard_logical_axis_rules, by activation_partitioning_dims and parameter_partitioning_dims.
-T5X = {
-    (1, 1): [("batch", "data"), ("vocab", "model"), ("embed", None), ("mlp", "model"), ("heads", "model"),
-             ("kv", None), ("joined_kv", "model")],
-    (2, 1): [("batch", "data"), ("vocab", "model"), ("mlp", "model"), ("heads", "model"), ("kv", None),
-             ("joined_kv", "model"), ("embed", "model")],
-    (1, 2): [("batch", "data"), ("vocab", "model"), ("mlp", "model"), ("heads", "model"), ("kv", None),
-             ("joined_kv", "model"), ("embed", "data")],
-    (2, 2): [("batch", "data"), ("vocab", "model"), ("mlp", "model"), ("heads", "model"), ("kv", None),
-             ("joined_kv", "model"), ("embed", "model"), ("embed", "data")],
-}  # fmt: skip
-REST = [("relpos_buckets", None), ("abspos_buckets", None), ("length", None), ("layers", None), ("stack", None),
-        ("mlp_activations", None)]  # fmt: skip
-ARRAYS = ["embed mlp", "embed joined_kv", "vocab embed", "batch length embed", "batch length mlp",
-          "batch length heads kv", "heads relpos_buckets", "layers embed mlp", "embed"]  # fmt: skip
-D, M = ("data",), ("model",)
-# By hand, rule after rule.
-EXPECTED = {
-    (1, 1): [(None, M), (None, M), (M, None), (D, None, None), (D, None, M), (D, None, M, None), (M, None),
-             (None, None, M), (None,)],
-    (2, 1): [(None, M), (None, M), (M, None), (D, None, M), (D, None, M), (D, None, M, None), (M, None),
-             (None, None, M), (M,)],
-    (1, 2): [(D, M), (D, M), (M, D), (D, None, None), (D, None, M), (D, None, M, None), (M, None),
-             (None, D, M), (D,)],
-    (2, 2): [(D, M), (D, M), (M, D), (D, None, M), (D, None, M), (D, None, M, None), (M, None),
-             (None, D, M), (M,)],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("dims", T5X)
-def test_rules_of_t5x(dims: tuple[int, int]) -> None:
-    layout = Layout.of([*T5X[dims], *REST])
-    assert [layout.mark(Names(tuple(a.split()))).spec for a in ARRAYS] == EXPECTED[dims]  # type: ignore[union-attr]
-
-
-def test_where_the_order_of_rules_decided() -> None:
-    layout = Layout.of([*T5X[2, 2], *REST])
-    assert layout.decided(Names(("embed", "mlp"))) == ("'embed' is not over 'model', which 'mlp' has",)
-    assert layout.decided(Names(("batch", "length", "embed"))) == ()
-    assert layout.decided(Names(("embed",))) == ()
-
 
 @pytest.mark.parametrize("seed", range(40))
 def test_any_rules_are_read_as_flax_reads_them(seed: int) -> None:
@@ -501,6 +455,9 @@ def test_a_program_under_ordered_rules(rng: np.random.Generator) -> None:
     found = gshard.explain(jitted, w, x)
     assert "the order of rules decided: 'embed' is not over 'model', which 'mlp' has (argument w)" in found.layout
     assert any("left whole" in line and "other" in line for line in found.layout)
+    decided = Layout.of([("mlp", "model"), ("embed", "model"), ("embed", "data")]).decided
+    assert decided(Names(("embed", "mlp"))) == ("'embed' is not over 'model', which 'mlp' has",)
+    assert decided(Names(("length", "embed"))) == decided(Names(("embed",))) == ()
     with pytest.raises(ShardingError, match=r"(?s)called 'a', which ordered rules do not allow.*test_layout.py"):
         gshard.jit(lambda x: name(x, "a a"), mesh=MESH, layout=Layout.of([("a", "data")]))(x)
 

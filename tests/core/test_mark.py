@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gshard
-from gshard import shard, split
+from gshard import shard
 from gshard.core.errors import ShardingError
 from gshard.core.mark import Mark, resolve
 from gshard.core.mesh import Atoms, Mesh
@@ -88,13 +87,6 @@ def test_any_order_of_devices_is_read_as_it_is(mesh: Mesh, data: st.DataObject) 
     assert parts_held(again.dims, found) == held
 
 
-@pytest.mark.parametrize("ids", [[0, 1, 2, 7, 4, 5, 6, 3], [1, 0, 2, 3, 4, 5, 6, 7], [0, 2, 4, 6, 1, 3, 7, 5]])
-@pytest.mark.parametrize("shape", [(8,), (2, 4), (1, 8)])
-def test_two_devices_swapped_are_noticed(ids: list[int], shape: tuple[int, ...]) -> None:
-    demand = resolve(assignment(np.array(ids).reshape(shape)), Mesh.abstract(devices=8), (16,) * len(shape), "")
-    assert demand.order == tuple(ids)
-
-
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_fewer_partitions_than_devices_lie_on_consecutive_devices(mesh: Mesh) -> None:
     """``split`` and ``shard`` with ``arange`` agree wherever the number of parts is a product of major atoms."""
@@ -147,47 +139,6 @@ def test_dimensions_that_vmap_adds_are_open() -> None:
     assert demand.open == (True, False, True)
 
 
-BAD: list[tuple[str, Callable[[Any], Any], str, str]] = [
-    ("axis", lambda x: shard(x, P("nope")), "the mesh has no axis 'nope'", "The mesh has 'data', 'model'."),
-    ("axis by split", lambda x: split(x, 0, "nope"), "the mesh has no axis 'nope'", "The mesh has 'data', 'model'."),
-    ("axis twice", lambda x: shard(x, P("data", "data")), "axis 'data' splits dimensions 0 and 1", "axis once"),
-    ("axis twice in one", lambda x: shard(x, P(("model", "model"))), "splits dimension 0 twice", "axis once"),
-    ("too many", lambda x: split(x, 0, 16), "16 partitions were asked for", "Use at most 8 partitions."),
-    ("not fitting", lambda x: split(x, 1, 6), "cannot hold 6 partitions", "Use one of 1, 2, 4, 8 partitions."),
-    ("none", lambda x: split(x, 1, 0), "cannot be split in 0 partitions", "from 1 to the number of devices"),
-    ("dimension", lambda x: split(x, 2, 2), "no dimension 2 to split", "Use a dimension from 0 to 1."),
-    ("dimension below", lambda x: split(x, -3, 2), "no dimension -3 to split", "Use a dimension from 0 to 1."),
-    ("id twice", lambda x: shard(x, np.array([[0, 1, 1, 2]])), "device 1 stands twice", "one part"),
-    ("id missing", lambda x: shard(x, np.array([[0, 1, 2, 4]])), "device 3 is missing", "0 to n-1 once"),
-    ("id negative", lambda x: shard(x, np.array([[0, -1]])), "device 1 is missing", "0 to n-1 once"),
-    ("id too large", lambda x: shard(x, np.arange(16).reshape(4, 4)), "names device 15", "Use the ids 0 to 7."),
-    ("ids not dividing", lambda x: shard(x, np.arange(3).reshape(1, 3)), "8 devices cannot hold", "0 to n-1 once"),
-    ("no ids", lambda x: shard(x, np.zeros((0, 2), int)), "names no device", "0 to n-1 once"),
-    ("rank of ids", lambda x: shard(x, np.arange(8)), "rank 1 cannot cut", "for each dimension"),
-    ("rank of spec", lambda x: shard(x, P(None, None, "data")), "names 3 dimensions", "most one entry"),
-    ("kind of ids", lambda x: shard(x, [[0.0, 1.0]]), "an array of integers or a PartitionSpec", "np.arange(8)"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("mark", "what", "hint"), [b[1:] for b in BAD], ids=[b[0] for b in BAD])
-def test_a_bad_mark_gets_one_error_with_what_where_given_and_hint(
-    mark: Callable[[Any], Any], what: str, hint: str, mesh_2x4: jax.sharding.Mesh
-) -> None:
-    with pytest.raises(ShardingError) as caught:
-        gshard.jit(lambda x: mark(x) * 2, mesh=mesh_2x4)(jnp.ones((4, 6)))
-    error = caught.value
-    assert what in error.what
-    assert error.where is not None
-    assert "test_mark.py" in error.where
-    assert error.got
-    assert error.hint is not None
-    assert hint in error.hint
-    lines = str(error).splitlines()
-    assert [error.what, error.where, error.got, error.hint] == [
-        lines[0], lines[1].removeprefix("  at "), *(line.strip() for line in lines[2:])
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("settings", "what"),
     [
@@ -206,13 +157,6 @@ def test_bad_shardings_of_arguments_and_results(
 ) -> None:
     with pytest.raises(ShardingError, match=what):
         gshard.jit(lambda tokens: tokens * 2, mesh=mesh_2x4, **settings)(jnp.ones((4, 6)))
-
-
-def test_a_bad_sharding_of_an_argument_names_the_argument(mesh_2x4: jax.sharding.Mesh) -> None:
-    """There is no line to blame, so the message says which argument it is."""
-    with pytest.raises(ShardingError) as caught:
-        gshard.jit(lambda tokens: tokens * 2, mesh=mesh_2x4, in_shardings=P("nope"))(jnp.ones((4, 6)))
-    assert "tokens" in str(caught.value)
 
 
 def holders(x: jax.Array) -> dict[int, tuple[range, ...]]:

@@ -197,7 +197,11 @@ ENUM = enum.Enum("ENUM", "data model")
         (lambda: Mesh.of({"data": "4"}), "size of axis 'data' is a number of devices, not str"),
         (lambda: Mesh.of({3: 4}), "3 cannot be the name of an axis"),
         (lambda: Mesh.of({"": 4}), "'' cannot be the name of an axis"),
-        (lambda: Mesh.of({"data": 8, "model": 2}), "a mesh of 16 devices was asked for, and there are 8"),
+        (
+            lambda: Mesh.of({"data": 8, "model": 2}),
+            r"a mesh of 16 devices was asked for, and there are 8(.|\n)*device_count=16(.|\n)*"
+            r"or plan without devices: mesh=gshard.Mesh.abstract\(data=8, model=2\).",
+        ),
         (lambda: Mesh.of(jax.sharding.Mesh(np.array(jax.devices()), (0,))), "0 cannot be the name of an axis"),
         (lambda: Mesh.of(jax.sharding.Mesh(np.array(jax.devices()), (ENUM["data"],))), "cannot be the name of an axis"),
         (lambda: Mesh.of([device(0), device(1), device(0)]), "stands twice in the mesh"),
@@ -224,10 +228,3 @@ def test_bad_meshes_are_refused(make: Any, text: str) -> None:
         make()
     assert isinstance(caught.value, GShardError)
     assert caught.value.hint
-
-
-def test_devices_that_are_not_there_can_be_planned_for():
-    with pytest.raises(MeshError) as caught:
-        Mesh.of({"data": 8, "model": 2})
-    assert "device_count=16" in caught.value.hint
-    assert "or plan without devices: mesh=gshard.Mesh.abstract(data=8, model=2)." in caught.value.hint

@@ -32,13 +32,6 @@ def test_alternatives_are_priced_from_below() -> None:
     assert forced.bound - found.bound >= told * (1 - 1e-2)
 
 
-def test_the_plan_can_be_explained() -> None:
-    found = gshard.search(trained(False), *RESIDUAL, mesh=gshard.Mesh.abstract(devices=8), machine="h100:1x8")
-    text = str(found.explain())
-    assert "chosen by search" in text
-    assert "all_reduce" in text
-
-
 def test_the_arguments_of_the_plan_are_in_shardings_of_jit() -> None:
     mesh = gshard.Mesh.abstract(x=8)
     found = gshard.search(trained(False), *RESIDUAL, mesh=mesh, machine="h100:1x8", donate_argnums=0)
@@ -113,18 +106,6 @@ def test_a_page_tells_of_the_search(tmp_path: Path) -> None:
     assert "ms without further marks" not in (tmp_path / "plan.html").read_text()
     assert str(found.marks).splitlines()[0] in found.html(tmp_path / "plan.html").read_text()
     assert repr(found) == str(found)
-
-
-def test_a_plan_that_is_bound_by_launches_says_so():
-    """Of a tiny model no split makes the launches of kernels fewer: one device would be as fast."""
-    found = gshard.search(
-        lambda x, w: jnp.tanh(x @ w).sum(), jnp.ones((64, 16)), jnp.ones((16, 16)),
-        mesh=gshard.Mesh.abstract(data=8), machine="h100:1x8",
-    )  # fmt: skip
-    text = str(found)
-    assert "\nLaunch-bound: " in text
-    assert "This split does not pay: one device alone would take" in text
-    assert "kernel launches, which no split makes fewer." in text
 
 
 def test_a_mark_may_ask_for_parts_of_sums() -> None:

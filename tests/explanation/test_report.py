@@ -6,14 +6,12 @@ import time
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import gshard
 from device.models import explained, f32
 from gshard.device.cost import BOUNDS
 from gshard.device.jaxpr_collectives import emitted
-from gshard.device.machine import MachineError
 
 
 @pytest.fixture(scope="module")
@@ -117,33 +115,6 @@ def test_a_page_of_a_thousand_equations_takes_linear_time_and_no_two_megabytes(t
     # Quadratic time would be sixteen times; a machine that stops for a while makes one measurement wrong, not five.
     assert any(takes(long, large) < 9 * takes(short, small) for _ in range(5))
     assert large.stat().st_size < 2 << 20
-
-
-def test_a_machine_of_another_size_is_refused(attention):
-    with pytest.raises(MachineError, match="128 devices, and the mesh has 8"):
-        attention.cost("v3:8x8")
-
-
-def test_a_slice_of_the_picture_is_the_slice_of_the_device():
-    """The page's arithmetic, in Python: atoms of a dimension, major to minor, number its slices."""
-    mesh = jax.make_mesh((2, 4), ("a", "b"))
-    x = jnp.arange(16.0)
-    y = gshard.jit(lambda x: gshard.shard(x, jax.sharding.PartitionSpec(("b", "a"))) + 0, mesh=mesh)(x)
-    found = gshard.explain(
-        lambda x: gshard.shard(x, jax.sharding.PartitionSpec(("b", "a"))) + 0, x, mesh=gshard.Mesh.abstract(a=2, b=4)
-    )
-    data = found.data()
-    dims = data["tensors"][0]["dims"][0]
-    sizes = dict(data["mesh"]["atoms"])
-    for device in range(8):
-        at, rest = {}, device
-        for atom, n in reversed(data["mesh"]["atoms"]):
-            rest, at[atom] = divmod(rest, n)
-        part = 0
-        for atom in dims:
-            part = part * sizes[atom] + at[atom]
-        (shard,) = [s for s in y.addressable_shards if s.device == mesh.devices.flat[device]]
-        np.testing.assert_array_equal(shard.data, x[2 * part : 2 * part + 2])
 
 
 def test_parts_of_axes_are_named_where_a_collective_is_over_one():

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import itertools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -36,8 +34,6 @@ from gshard.planning.strategies import components, shardings, splits
 from gshard.search.find import best_plan
 from gshard.search.presets import marked_presets
 from gshard.search.seconds import Seconds
-from gshard.solver.descent import Descent
-from gshard.solver.problem import Problem
 from search.test_search import shape, slow
 
 of_propagate = importlib.import_module("gshard.planning.propagate")
@@ -320,27 +316,6 @@ def test_ways() -> None:
     assert len(chosen) >= 16, "two axes, each along rows, columns, the sum, or nowhere"
 
 
-def test_moves_cost_what_their_collectives_take() -> None:
-    machine = dataclasses.replace(slow(), memory_bandwidth=1e12)  # what is copied for them is next to nothing
-    seconds = Seconds(FOUR, machine, AXES)
-    atoms = FOUR.atoms_of
-    rows, columns = Sharding((atoms["x"], ())), Sharding(((), atoms["x"]))
-    unreduced = Sharding(((), ())).with_unreduced(dict.fromkeys(atoms["x"], "add"))
-    whole = Sharding(((), ()))
-    size = (64, 64)
-    assert seconds.move(rows, rows, size, 4) == 0
-    copied = 2 * 4 * math.prod(rows.local_shape(FOUR, size))
-    assert 0 < seconds.move(whole, rows, size, 4) <= copied / machine.memory_bandwidth, "a slice is copied, at most"
-    gather, turn = seconds.move(rows, whole, size, 4), seconds.move(rows, columns, size, 4)
-    assert 0 < turn < gather
-    assert seconds.move(unreduced, whole, size, 4) > seconds.move(unreduced, rows, size, 4) > 0
-    assert seconds.move(unreduced, whole, size, 4) == pytest.approx(
-        seconds.move(unreduced, rows, size, 4) + gather, rel=1e-6
-    )
-    part = Sharding((atoms["y"][:1], ()))
-    assert seconds.move(part, whole, size, 4) > 0, "a part of an axis"
-
-
 def test_a_loop_counts_as_often_as_it_runs() -> None:
     def once(x: Any, w: Any) -> Any:
         return jnp.tanh(x @ w)
@@ -403,14 +378,6 @@ def test_what_a_loop_holds_is_known(limit: float | None) -> None:
     assert best.solution.peak == pytest.approx(best.searched.kept, rel=0.15)
 
 
-def test_a_sum_over_two_axes_is_cut_over_both_in_one_message() -> None:
-    seconds = Seconds(FOUR, slow(), AXES)
-    x, y = FOUR.atoms_of["x"], FOUR.atoms_of["y"]
-    unreduced = Sharding(((), ())).with_unreduced(dict.fromkeys((*x, *y), "add"))
-    one, two = Sharding(((*x, *y), ())), Sharding((x, y))
-    assert seconds.move(unreduced, one, (64, 64), 4) < seconds.move(unreduced, two, (64, 64), 4)
-
-
 def test_presets_split_one_dimension_of_all_that_have_it() -> None:
     program = gshard.stages.trace(lambda w, v, x: jnp.tanh(x @ w) @ v, shape(64, 256), shape(256, 16), shape(32, 64))
     found = {preset.name: preset.planned(FOUR, None, AS_MARKED)[0].plan for preset in marked_presets(program, FOUR)}
@@ -420,21 +387,3 @@ def test_presets_split_one_dimension_of_all_that_have_it() -> None:
     beside = found["dimension 1 of w (256) over y, batch over the rest"]
     assert beside.shardings[w].dims[1] == FOUR.atoms_of["y"] == beside.shardings[v].dims[0]
     assert beside.shardings[x].dims[0] == FOUR.atoms_of["x"]
-
-
-def test_what_is_left_is_tried_again_only_after_the_gap_fell(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If too many states are left for an exact solution, another round with nearly the same gap leaves as many."""
-    gaps: list[float] = []
-
-    def too_many(descent: Descent, tolerance: float) -> None:
-        gaps.append(descent.value - descent.prices.bound)
-
-    rng, nodes, states = np.random.default_rng(0), 60, 24
-    costs = [rng.random(states) for _ in range(nodes)]
-    ends = [(i, (i + k) % nodes) for i in range(nodes) for k in (1, 7)]
-    problem = Problem.of(costs, [(*pair, 3 * rng.random((states, states))) for pair in ends])
-    monkeypatch.setattr(of_propagate, "best_of_rest", too_many)
-    monkeypatch.setattr(of_propagate, "_NEARLY", 1.0)
-    of_propagate._solved(problem)
-    assert gaps
-    assert all(later <= of_propagate._TRIED * earlier for earlier, later in itertools.pairwise(gaps))

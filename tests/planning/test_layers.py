@@ -16,7 +16,6 @@ import gshard
 from gshard.planning import propagate as of_propagate
 from gshard.planning.choices import graph_of
 from gshard.planning.graph import Graph
-from gshard.planning.layers import classes_of_layers
 from gshard.planning.objective import bytes_on
 from gshard.planning.propagated import Propagated
 from gshard.planning.reshard_costs import axes_of
@@ -197,28 +196,6 @@ def test_a_bound_that_is_known_early_changes_no_plan(
     assert early.problem.value(states) == late.problem.value(others)
     assert 0 <= gap <= 1 - 1 / of_propagate._SAME + 1e-9
     assert 0 <= other_gap <= 1 - 1 / of_propagate._SAME + 1e-9
-
-
-def test_classes_are_of_nodes_with_the_same_states() -> None:
-    program = gshard.stages.trace(
-        step_of(feed_forward, "bfloat16", True), weights(feed_forward, 3), f32(2, 64, 128, WIDTH)
-    )
-    propagated = settled(program, MESH)
-    graph = of_propagate.graph_of(
-        propagated.program, of_propagate.bytes_on(MESH, tuple((a,) for a in MESH.atoms)), propagated=propagated
-    )
-    classes = classes_of_layers(graph)
-    assert classes is not None
-    assert classes.max() + 1 < len(classes) / 1.5
-    sizes: dict[int, int] = {}
-    for k, cost in zip(classes.tolist(), graph.problem.costs, strict=True):
-        assert sizes.setdefault(k, cost.size) == cost.size
-    nothing = gshard.stages.trace(lambda x, w: jnp.tanh(gshard.split(x, 0, "data") @ w), f32(64, 32), f32(32, 16))
-    propagated = settled(nothing, MESH)
-    graph = of_propagate.graph_of(
-        propagated.program, of_propagate.bytes_on(MESH, tuple((a,) for a in MESH.atoms)), propagated=propagated
-    )
-    assert classes_of_layers(graph) is None
 
 
 def test_a_tied_problem_costs_what_its_states_cost_in_the_whole_one() -> None:

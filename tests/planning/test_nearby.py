@@ -13,18 +13,17 @@ import gshard
 from families import SMALL
 from gshard.core.mesh import Mesh
 from gshard.core.program import Program
-from gshard.core.sharding import Sharding
 from gshard.device.machine import Machine
 from gshard.planning import nearby
 from gshard.planning.axis_steps import axis_steps
 from gshard.planning.choices import graph_of
 from gshard.planning.graph import Graph
-from gshard.planning.nearby import estimated_entries, is_limited, runs_of
+from gshard.planning.nearby import estimated_entries, is_limited
 from gshard.planning.objective import bytes_on
 from gshard.planning.propagate import choose
 from gshard.planning.reshard_costs import axes_of
 from gshard.planning.settled import settled
-from gshard.planning.strategies import places_for, places_of, shardings
+from gshard.planning.strategies import places_of, shardings
 from gshard.search.seconds import seconds_on
 from gshard.tracing.trace import trace
 
@@ -66,41 +65,6 @@ def test_axes_of_one_device_do_not_count() -> None:
     program = layers(4)
     assert not is_limited(program, ones, axes_of(ones))
     assert estimated_entries(program, ones, axes_of(ones)) == estimated_entries(program, CUBE, axes_of(CUBE))
-
-
-def test_one_axis_is_elsewhere_than_expected() -> None:
-    given = axes_of(CUBE)
-    found = {*places_for([None, 0, 1, 2], CUBE, given, [(0, 0, 1)], ())}
-    assert found == {
-        own
-        for own in places_for([None, 0, 1, 2], CUBE, given)
-        if min(sum(a != b for a, b in zip(own, base, strict=True)) for base in ((0, 0, 1), (None,) * 3)) <= 1
-    }
-
-
-def test_axes_in_a_row_are_elsewhere_together() -> None:
-    """Axes that a known sharding has in a row go to one place, from no place too."""
-    given = axes_of(CUBE)
-    runs = runs_of(given, [Sharding((("x", "y"), (), ("z",)))])
-    assert runs == (("x", "y"),)
-    found = {*places_for([None, 0, 1, 2], CUBE, given, [(0, 0, 2)], runs)}
-    alone = {*places_for([None, 0, 1, 2], CUBE, given, [(0, 0, 2)], ())}
-    together = {(p, p, z) for p in (None, 0, 1, 2) for z in (None, 0, 1, 2)}
-    assert found == alone | together
-    assert (1, 1, 2) not in alone
-
-
-def test_parts_of_an_axis_are_elsewhere_together() -> None:
-    """Of an axis in three parts, of which two are expected along dimension 0."""
-    mesh = Mesh.abstract(x=8)
-    given, expected = tuple((atom,) for atom in mesh.atoms), (0, 0, None)
-    every = {*places_for([None, 0, 1, 2], mesh, given)}
-    found = {*places_for([None, 0, 1, 2], mesh, given, [expected], ())}
-    assert {expected, (None,) * 3, (1, 1, 1), (1, 1, None), (0, 0, 1), (None, 2, 2)} <= found < every
-    assert {(1, 1, 2), (2, 1, 1)} <= every - found
-    assert is_limited(layers(400), mesh, given)
-    assert not is_limited(layers(4), mesh, given)
-    assert not is_limited(layers(400), mesh, axes_of(mesh))
 
 
 def changes(places: Any, base: Any) -> int:

@@ -13,7 +13,6 @@ import pytest
 
 import gshard
 from gshard.core.mesh import Mesh
-from gshard.planning.axis_steps import is_considered
 from gshard.planning.propagate import propagate
 from gshard.planning.reshard_costs import axes_of
 from gshard.planning.strategies import shardings
@@ -42,15 +41,6 @@ def test_ways_grow_slowly_with_the_parts_of_an_axis(parts: int) -> None:
     found = shardings((64, 64, 64), mesh, given, unreduced="add")
     assert len(found) <= min(5**parts, 5 + 5 * 4 * (parts - 1))
     assert len(found) >= 1 + 4  # none, and all of it in any place
-
-
-def test_what_is_considered_is_so_of_operands_too() -> None:
-    """An operand that lacks a dimension has no parts there: the rest is considered as well."""
-    for k in range(6):
-        both = [0] * k + [1] * (5 - k)
-        assert is_considered(both)
-        assert is_considered([None if p == 0 else p for p in both])
-        assert is_considered([None if p == 1 else p for p in both])
 
 
 @pytest.mark.parametrize("times", [1, 128])

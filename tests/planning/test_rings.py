@@ -284,34 +284,6 @@ def test_what_is_made_whole_anyway_is_used_whole() -> None:
     assert not lowered.plan.rings
 
 
-def test_a_machine_decides_by_its_roofline() -> None:
-    """Much arithmetic for each byte hides the way; little does not, and nor does a network that needs no hiding."""
-    mesh = gshard.Mesh.abstract(devices=8)
-
-    def rings(rows: int, inner: int, columns: int, machine: str = "v5e:2x4") -> Any:
-        shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((rows, inner), (inner, columns))]
-        step = gshard.jit(gathered, mesh=mesh, collective_matmul=CollectiveMatmul(machine=machine))
-        return list(step.lower(*shapes).plan.rings.values())
-
-    assert rings(8192, 8192, 65536)
-    assert not rings(8192, 8192, 64)
-    assert not rings(64, 64, 64)
-
-
-def test_links_in_both_directions_where_the_network_is_a_ring() -> None:
-    shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((8192, 8192), (8192, 131072))]
-
-    def ways(machine: str, mesh: Any, axis: Any) -> list[bool]:
-        def f(x: Any, w: Any) -> Any:
-            return split(split(x, 0, axis) @ split(w, 1, axis), 1, axis)
-
-        step = gshard.jit(f, mesh=mesh, collective_matmul=CollectiveMatmul(machine=machine))
-        return [ring.both_ways for ring in step.lower(*shapes).plan.rings.values()]
-
-    assert ways("v5p:4x1x1", gshard.Mesh.abstract(d=4), "d") == [True]
-    assert ways("h100:1x8", gshard.Mesh.abstract(d=8), "d") == [False]
-
-
 @pytest.mark.parametrize("given", ["yes", -1, 1.5j])
 def test_what_says_nothing_is_refused(given: Any) -> None:
     with pytest.raises(gshard.GShardError, match="collective_matmul="):
