@@ -1,16 +1,25 @@
 """The log of phases: one record for each, at the level at which JAX logs its own."""
 
-from __future__ import annotations
-
+import contextlib
+import gc
 import logging
 import re
+import threading
+import weakref
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import gshard
+from gshard.core.garbage import collected_seldom
+from gshard.core.mesh import Mesh
 from gshard.core.phases import phase
+from gshard.core.planning_tables import tables, tabulated, with_tables
+from gshard.emit.partition import partition
+from gshard.planning.propagate import propagate
+from gshard.tracing.trace import trace
 
 SHAPE = jax.ShapeDtypeStruct((8, 4), "float32")
 TIME = re.compile(r" in [\d.]+(e-?\d+)? s$")
@@ -62,3 +71,144 @@ def test_a_partitioned_function_inside_jax_jit_is_logged_too(caplog: pytest.LogC
     # Planned twice: how its results leave before anything is known of the operands, then with their shardings.
     assert texts.count("Finished planning call for 8 devices") == 2
     assert texts.count("Finished partitioning call for 8 devices") == 1
+
+
+# Python looks for cycles less often for a while, and as before afterwards.
+
+
+@pytest.fixture(autouse=True)
+def as_it_was() -> Iterator[None]:
+    before = gc.get_threshold()
+    gc.set_threshold(700, 11, 12)
+    yield
+    gc.set_threshold(*before)
+
+
+def test_the_threshold_is_raised_and_restored() -> None:
+    with collected_seldom():
+        assert gc.get_threshold() == (50_000, 11, 12)
+    assert gc.get_threshold() == (700, 11, 12)
+
+
+def test_it_is_restored_after_an_error() -> None:
+    with pytest.raises(ZeroDivisionError), collected_seldom():
+        raise ZeroDivisionError
+    assert gc.get_threshold() == (700, 11, 12)
+
+
+@pytest.mark.parametrize("threshold", [0, 90_000], ids=["off", "higher"])
+def test_what_is_rarer_already_stays(threshold: int) -> None:
+    gc.set_threshold(threshold)
+    with collected_seldom():
+        assert gc.get_threshold()[0] == threshold
+    assert gc.get_threshold()[0] == threshold
+
+
+def test_the_last_thread_restores_it() -> None:
+    entered, may_leave = threading.Event(), threading.Event()
+
+    def stay() -> None:
+        with collected_seldom():
+            entered.set()
+            may_leave.wait(30)
+
+    other = threading.Thread(target=stay)
+    with collected_seldom():
+        other.start()
+        assert entered.wait(30)
+    assert gc.get_threshold()[0] == 50_000
+    may_leave.set()
+    other.join(30)
+    assert gc.get_threshold()[0] == 700
+
+
+def test_every_stage_does_so() -> None:
+    seen = []
+
+    def f(x: jnp.ndarray) -> jnp.ndarray:
+        seen.append(gc.get_threshold()[0])
+        return x * 2
+
+    partition(propagate(trace(f, jnp.ones(8)), Mesh.abstract(x=2)))
+    assert seen == [50_000]
+    assert gc.get_threshold()[0] == 700
+
+
+# Tables: results are kept while something is planned, by its thread alone, and not longer.
+
+
+class Key:
+    """Something that can be followed."""
+
+
+computed: list[object] = []
+
+
+@tabulated(2)
+def noted(key: object) -> int:
+    computed.append(key)
+    return len(computed)
+
+
+@with_tables
+def three_times(key: object) -> list[int]:
+    return [noted(key) for _ in range(3)]
+
+
+def test_results_are_kept_within_one_call_only() -> None:
+    computed.clear()
+    assert [three_times("a"), three_times("a")] == [[1, 1, 1], [2, 2, 2]]
+    assert [noted("a"), noted("a")] == [3, 4]
+
+
+def test_the_outermost_tables_count() -> None:
+    computed.clear()
+    with tables():
+        assert three_times("a") == three_times("a") == [1, 1, 1]
+        with tables():
+            assert noted("a") == 1
+        assert noted("a") == 1
+    assert noted("a") == 2
+
+
+def test_as_many_as_said_are_kept() -> None:
+    computed.clear()
+    with tables():
+        for key in "abcab":
+            noted(key)
+    assert computed == list("abcab")
+
+
+def test_nothing_is_kept_afterwards() -> None:
+    key = Key()
+    seen = weakref.ref(key)
+    three_times(key)
+    computed.clear()
+    del key
+    gc.collect()
+    assert seen() is None
+
+
+def test_another_thread_has_its_own() -> None:
+    computed.clear()
+    with tables():
+        noted("a")
+        thread = threading.Thread(target=three_times, args=("a",))
+        thread.start()
+        thread.join()
+        noted("a")
+    assert computed == ["a", "a"]
+
+
+def test_tables_end_with_an_error() -> None:
+    computed.clear()
+
+    @with_tables
+    def fails() -> None:
+        noted("a")
+        raise ValueError
+
+    for _ in range(2):
+        with contextlib.suppress(ValueError):
+            fails()
+    assert computed == ["a", "a"]

@@ -1,15 +1,18 @@
 """Shardings: the text form reads back, local shapes are ceilings, unreduced atoms survive."""
 
-from __future__ import annotations
+import math
+import re
+from collections.abc import Callable
 
 import jax.numpy as jnp
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gshard.core.errors import ShardingError
 from gshard.core.mesh import Mesh
-from gshard.core.program import short_dtype
+from gshard.core.number_text import format_ms, format_seconds, significant
+from gshard.core.program import format_bytes, format_flops, short_dtype
 from gshard.core.sharding import Sharding
 
 MESH = Mesh.abstract(data=2, expert=4, model=3)
@@ -110,3 +113,45 @@ def test_names_of_dtypes() -> None:
     short = {jnp.bfloat16: "bf16", jnp.float32: "f32", jnp.int8: "s8", jnp.uint32: "u32", jnp.complex64: "c64"}
     for dtype, name in {**short, jnp.bool_: "pred"}.items():
         assert short_dtype(jnp.dtype(dtype)) == name
+
+
+# Numbers as text: no exponent, few digits, and no more than a unit holds.
+
+
+SIZES = {"s": 1, "ms": 1e-3, "µs": 1e-6, "ns": 1e-9, "FLOP": 1}
+SIZES |= {f"{prefix}FLOP": 1000**k for k, prefix in enumerate("kMGTP", 1)}
+SIZES |= {unit: 1024**k for k, unit in enumerate(("B", "KiB", "MiB", "GiB", "TiB"))}
+POWERS = [base**k for base, k in [*((10, k) for k in range(-12, 20)), *((1024, k) for k in range(6))]]
+# Near a power of the base numbers round into the next unit, or just do not.
+near_powers = st.builds(lambda power, off: power * (1 + off), st.sampled_from(POWERS), st.floats(-1e-2, 1e-2))
+
+
+@pytest.mark.parametrize(
+    ("text_of", "base", "off", "whole"),
+    [
+        (format_seconds, 1000, 5e-3, False), (format_flops, 1000, 5e-4, False), (format_bytes, 1024, 5e-2, True),
+        (format_ms, math.inf, 5e-4, False),
+    ],
+)  # fmt: skip
+@given(st.one_of(near_powers, st.floats(1e-12, 1e20)))
+@example(0.9996)
+@example(999.6e-6)
+@example(1234.5)
+@example(1024**2 - 1)
+def test_a_number_fills_its_unit_but_not_the_next(
+    text_of: Callable[[float], str], base: float, off: float, whole: bool, x: float
+) -> None:
+    x = float(math.floor(x)) if whole else x
+    number, unit = text_of(x).split()
+    assert re.fullmatch(r"\d+(\.\d+)?", number)
+    assert float(number) * SIZES[unit] == pytest.approx(x, rel=off)
+    assert float(number) < base or unit in ("s", "PFLOP", "TiB")
+    assert float(number) >= 1 or unit in ("ns", "FLOP", "B", "ms")
+
+
+@given(st.floats(-1e20, 1e20), st.integers(1, 6))
+def test_significant_digits(x: float, digits: int) -> None:
+    text = significant(x, digits)
+    assert float(text) == float(f"{x:.{digits}g}")
+    assert "e" not in text.lower()
+    assert significant(x, digits, "+").lstrip("+-") == text.lstrip("-")

@@ -1,7 +1,5 @@
 """Tracebacks of errors show the user's frames, by JAX's switch, and the causes of the errors."""
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import gshard
@@ -106,3 +105,71 @@ def test_jax_switches_it_off(name: str, request: pytest.FixtureRequest) -> None:
     shown = [f for f, _ in traceback.walk_tb(error.__traceback__) if f.f_code.co_filename.startswith(OURS)]
     assert shown
     assert all(frame.f_locals.get("__tracebackhide__") for frame in shown)
+
+
+# With ``jax.debug_nans`` a NaN is a ``FloatingPointError`` wherever the function is called from, never a result.
+
+
+ONES = np.ones((16, 8), np.float32)
+
+
+def logarithm(x: Any) -> Any:
+    return jnp.sum(jnp.log(gshard.split(x - 2, 0, 8)))
+
+
+def in_place(x: Any) -> Any:
+    x[...] = jnp.log(x[...] - 2)
+
+
+CALLS: dict[str, tuple[Callable[[], Any], str]] = {
+    "call": (lambda: gshard.jit(logarithm, mesh=8)(ONES), "encountered in log"),
+    "donated": (lambda: gshard.jit(logarithm, mesh=8, donate_argnums=0)(jnp.array(ONES)), "encountered in log"),
+    "gradient": (lambda: jax.grad(gshard.jit(logarithm, mesh=8))(ONES), "encountered in log"),
+    "vmap": (lambda: jax.vmap(gshard.jit(logarithm, mesh=8))(ONES[None]), "encountered in log"),
+    "made by NumPy": (lambda: gshard.jit(lambda x: 0 * x / (x - 1), mesh=8)(ONES), "NumPy"),
+    "an argument": (lambda: gshard.jit(lambda x: x + np.float32(0), mesh=8)(ONES * np.nan), "arguments"),
+    "a reference": (lambda: gshard.jit(in_place, mesh=8)(jax.new_ref(jnp.array(ONES))), "the results of in_place"),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:Some donated buffers")
+def test_a_nan_is_an_error(case: str) -> None:
+    call, text = CALLS[case]
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match=text):
+        call()
+
+
+def test_infinities_too() -> None:
+    with jax.debug_infs(True), np.errstate(divide="ignore"), pytest.raises(FloatingPointError, match="inf"):
+        gshard.jit(lambda x: 1 / (x - 1), mesh=8)(ONES)
+
+
+def test_a_nan_in_the_padding_is_none() -> None:
+    x = np.arange(1, 14, dtype=np.float32)
+    with jax.debug_nans(True):
+        call = gshard.jit(lambda x: jnp.log(gshard.split(x, 0, 8) - 0.5), mesh=8, uneven="keep")
+        np.testing.assert_allclose(np.asarray(call(x)), np.log(x - 0.5), rtol=1e-6)
+
+
+# Lines: those that the user wrote, also where a framework's layer stands between them and the operation.
+
+
+def test_layers_of_a_framework_are_at_the_lines_that_call_them() -> None:
+    nnx = pytest.importorskip("flax.nnx")
+    up, down = nnx.Linear(16, 32, rngs=nnx.Rngs(0)), nnx.Linear(32, 8, rngs=nnx.Rngs(1))
+
+    def model(x: Any) -> Any:
+        h = up(x)
+        return down(h)
+
+    program = gshard.stages.trace(model, jnp.ones((4, 16)))
+    lines = [e.line for e in program.block.equations if e.name == "dot_general"]
+    first = model.__code__.co_firstlineno
+    assert lines == [f"test_jax_adapter.py:{first + i} ({model.__qualname__})" for i in (1, 2)]
+
+
+def test_a_framework_that_is_called_by_nobody_else_has_its_own_lines() -> None:
+    optax = pytest.importorskip("optax")
+    program = gshard.stages.trace(optax.squared_error, jnp.ones(4))
+    assert all(e.line for e in program.block.equations)
