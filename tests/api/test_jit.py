@@ -1,14 +1,15 @@
 """gshard.jit is used like jax.jit: static values, donation, pytrees, keywords, caching, stages, bad input."""
 
-from __future__ import annotations
-
+import functools
+import logging
+import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gshard
@@ -153,3 +154,148 @@ def test_values_where_only_shapes_are_known() -> None:
         gshard.jit(lambda x, sizes: x, mesh=8, static_argnums=1)(jnp.ones(3), [1, 2])
     with pytest.raises(TypeError, match="unsupported operand"):
         gshard.jit(lambda x: x + "a", mesh=8)(jnp.ones(3))
+
+
+# The same call gets the same program: what belongs to the key of what is kept, and what is kept no longer.
+
+
+@functools.cache
+def eight() -> Mesh:
+    return Mesh(np.array(jax.devices()[:8]), ("devices",))
+
+
+def test_an_earlier_call_changes_nothing() -> None:
+    x = jnp.arange(8.0)
+    placed = jax.device_put(x, NamedSharding(eight(), P("devices")))
+    fresh, used = (gshard.jit(lambda x: x * 2, mesh=8) for _ in range(2))
+    used(placed)
+    assert used(placed).sharding.spec == P("devices")
+    assert used(x).sharding == fresh(x).sharding
+    assert used(placed).sharding == fresh(placed).sharding
+
+
+def test_a_state_that_goes_round_is_compiled_once() -> None:
+    """The first state is placed nowhere, later ones as the program left them; their plans are the same."""
+    step = gshard.jit(lambda w, x: (w - 0.1 * split(x, 0, 8).sum(0), x.mean()), mesh=8, donate_argnums=0)
+    w, x = jnp.zeros(4), jnp.ones((16, 4))
+    first = step.lower(w, x)
+    moved, _ = step(w, x)
+    again = step.lower(moved, x)
+    assert again is first
+    assert moved.sharding.spec == P()
+
+
+def several(count: int, *xs: Any, key: Any = None) -> Any:
+    return [x * count for x in xs], key
+
+
+def test_names_of_arguments_leave_static_ones_out() -> None:
+    """Also beyond the named parameters: the second of ``*xs`` is not called by the name that follows them."""
+    x, text = np.arange(8.0), "text"
+    call = gshard.jit(several, mesh=8, static_argnums=0)
+    assert call.lower(1, x, x, key=x).program.names == ("xs[0]", "xs[1]", "key")
+    for arguments, named, name in (
+        ((1, text), {}, "xs[0]"),
+        ((1, x, [x, text]), {}, "xs[1][1]"),
+        ((1, x), {"key": text}, "key"),
+    ):
+        with pytest.raises(TypeError, match=f"at path {re.escape(name)}\\.") as caught:
+            call(*arguments, **named)
+        assert text in str(caught.value)
+    with pytest.raises(TypeError, match="at path x\\."):
+        gshard.jit(lambda n, x: x * n, mesh=8, static_argnums=0)(2, text)
+    with pytest.raises(OverflowError, match=r"xs\[0\]\['n'\], an argument of several, is too large"):
+        call(1, {"n": 2**40})
+    layout = gshard.Layout(rows="devices")
+    named = gshard.jit(several, mesh=8, static_argnums=0, layout=layout, names={"key": "rows"})
+    _, *placed = named.lower(1, x, x, key=x).argument_shardings
+    assert [s.spec for s in placed] == [P(), P("devices")]
+
+
+def test_names_reach_the_compiled_program() -> None:
+    def train_step(x: Any) -> Any:
+        with jax.named_scope("my_block"):
+            return jax.nn.relu(split(x, 0, 8) @ x.T)
+
+    x = jnp.ones((8, 4))
+    step = gshard.jit(train_step, mesh=8)
+    text = step.lower(x).compile().as_text()
+    assert "jit_train_step" in text
+    assert "jaxpr_as_fun" not in text
+    for operation in ("dot_general", "max"):  # the second is in the body of a call
+        (name, *_) = [line for line in text.split('op_name="')[1:] if line.split('"')[0].endswith(f"/{operation}")]
+        assert name.startswith("jit(train_step)/")
+        assert "/my_block/" in name
+
+
+# The log tells why a function is planned again.
+
+
+MESH = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+X = jnp.ones((16, 8))
+
+
+def step(x: Any, rate: Any = 1.0) -> Any:
+    return rate * x
+
+
+OTHER: dict[str, tuple[tuple[Any, ...], str]] = {
+    "shape": ((jnp.ones((24, 8)),), "x is float32[24,8], and was float32[16,8]"),
+    "dtype": ((X.astype(jnp.int32),), "x is int32[16,8], and was float32[16,8]"),
+    "structure": ((X, 2.0), "its arguments have another structure than before"),
+    "place": (
+        (jax.device_put(X, jax.NamedSharding(MESH, P("data"))),), "x is on NamedSharding(mesh=Mesh('data': 8",
+    ),
+}  # fmt: skip
+
+
+def test_without_a_setting_it_is_information(caplog: pytest.LogCaptureFixture) -> None:
+    f = gshard.jit(lambda x: 2 * gshard.split(x, 0, 8), mesh=8)
+    with caplog.at_level(logging.INFO, "gshard"):
+        for rows in (16, 24, 32):
+            for _ in range(3):
+                f(np.ones((rows, 8), np.float32))
+    told = [r for r in caplog.records if "planned again" in r.getMessage()]
+    assert [r.levelno for r in told] == [logging.INFO] * 2
+
+
+@pytest.mark.parametrize("case", OTHER)
+def test_what_is_new_is_told_once(case: str, caplog: pytest.LogCaptureFixture) -> None:
+    arguments, text = OTHER[case]
+    f = gshard.jit(step, mesh=MESH)
+    with jax.log_compiles(), caplog.at_level(logging.WARNING, "gshard"):
+        for _ in range(3):
+            f(X)
+        assert not [r for r in caplog.records if "planned again" in r.getMessage()]
+        for _ in range(3):
+            np.testing.assert_array_equal(f(*arguments), step(*arguments))
+    (told,) = (r.getMessage() for r in caplog.records if "planned again" in r.getMessage())
+    assert told.startswith(f"step is planned again: {text}")
+
+
+def test_many_arguments_and_static_ones(caplog: pytest.LogCaptureFixture) -> None:
+    f = gshard.jit(lambda xs, n: n * sum(x.sum() for x in xs), mesh=8, static_argnums=1)
+    with caplog.at_level(logging.DEBUG, "gshard"):
+        f.lower([X] * 6, 1)
+        f.lower([X[:8]] * 6, 1)
+        f.lower([X[:8]] * 6, 2)
+        with jax.enable_x64():
+            f.lower([X[:8]] * 6, 2)
+    shapes, static, setting = (r.getMessage() for r in caplog.records if "planned again" in r.getMessage())
+    assert "xs[3] is float32[8,8], and was float32[16,8]; and 2 more arguments" in shapes
+    assert static.endswith("a static argument has another value than before")
+    assert setting.endswith("a setting of JAX or a rule has changed")
+
+
+def test_shapes_that_change_with_each_call_get_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    f = gshard.jit(step, mesh=8)
+    with caplog.at_level(logging.WARNING, "gshard"):
+        for rows in range(1, 15):
+            f.lower(np.ones((rows, 8), np.float32))
+        assert not caplog.records
+        for rows in range(15, 25):
+            f.lower(np.ones((rows, 8), np.float32))
+    (told,) = (r.getMessage() for r in caplog.records)
+    assert told.startswith("step is planned and compiled for 16 different kinds of arguments, at test_jit.py:")
+    assert "x is float32[16,8], and was float32[15,8]" in told
+    assert "Pad arrays to a few sizes" in told

@@ -1,7 +1,7 @@
 """A partitioned function under JAX's own transformations computes what the function itself does under them."""
 
-from __future__ import annotations
-
+import contextlib
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +13,9 @@ from jax import checkpoint_policies
 from jax._src.ad_checkpoint import saved_residuals
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import jet, sparse
+from jax.experimental.serialize_executable import deserialize_and_load, serialize
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import gshard
 from gshard.xla.hlo_collectives import collectives
@@ -185,3 +188,174 @@ def test_a_reducer_can_be_partitioned(wrapped: Callable[..., Any]) -> None:
     x = np.arange(64, dtype=np.float32)
     for got in three_calls(f, mesh_of(d=8), x):
         assert got == x.sum()
+
+
+# A partitioned function inside ``jax.jit`` is planned for operands as they are split there.
+
+
+X = np.random.default_rng(0).standard_normal((64, 16)).astype(np.float32)
+W = np.random.default_rng(1).standard_normal((16, 16)).astype(np.float32) / 4
+Loss = Callable[[Any, Any], Any]
+
+
+def loss_of_operands(x: Any, w: Any) -> Any:
+    return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+
+def stepped(f: Loss) -> Callable[..., Any]:
+    def step(x: Any, w: Any) -> Any:
+        value, gradient = jax.value_and_grad(f, 1)(x, w)
+        return w - gradient / 2, value
+
+    return step
+
+
+# At the top of a program, and in bodies that JAX lowers before the call of them.
+PLACES: dict[str, Callable[[Loss], Callable[..., Any]]] = {
+    "call": lambda f: f,
+    "of what is computed": lambda f: lambda x, w: f(2 * x.reshape(1, *x.shape)[0] + 1, w.T),
+    "grad": lambda f: jax.grad(f, 1),
+    "vmap": lambda f: lambda x, w: jax.vmap(f, (None, 0))(x, jnp.stack([w, 2 * w])),
+    "step": stepped,
+    "scan": lambda f: lambda x, w: jax.lax.scan(lambda w, _: stepped(f)(x, w), w, None, length=2),
+    "scan over batches": lambda f: lambda x, w: jax.lax.scan(lambda w, x: stepped(f)(x, w), w, jnp.stack([x, 2 * x])),
+    "fori_loop": lambda f: lambda x, w: jax.lax.fori_loop(0, 2, lambda i, w: stepped(f)(x, w)[0], w),
+    "cond": lambda f: lambda x, w: jax.lax.cond(w[0, 0] < 9, f, lambda x, w: 0.0, x, w),
+    "remat": lambda f: jax.grad(jax.checkpoint(f), 1),
+    "nested jit": lambda f: lambda x, w: jax.jit(lambda x, w: f(x, w) * 2)(x, w),
+}
+FAST = ("call", "grad", "of what is computed", "scan", "cond")
+MESHES = {kind: jax.make_mesh((8,), ("d",), axis_types=(kind,)) for kind in (AxisType.Auto, AxisType.Explicit)}
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("place", [p if p in FAST else pytest.param(p, marks=pytest.mark.slow) for p in PLACES])
+def test_placed_arguments_stay_split(place: str, kind: AxisType) -> None:
+    mesh, around = MESHES[kind], PLACES[place]
+    x, w = jax.device_put(X, NamedSharding(mesh, P("d"))), jax.device_put(W, NamedSharding(mesh, P()))
+    with jax.set_mesh(mesh) if kind is AxisType.Explicit else contextlib.nullcontext():
+        ours, theirs = jax.jit(around(gshard.jit(loss_of_operands, mesh=mesh))), jax.jit(around(loss_of_operands))
+        compiled, plain = ours.lower(x, w).compile(), theirs.lower(x, w).compile()
+        assert not [c for c in collectives(compiled.as_text()) if c.kind != "all_reduce"]
+        assert compiled.cost_analysis()["flops"] < 1.1 * plain.cost_analysis()["flops"]
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), ours(x, w), theirs(x, w))
+
+
+def integers(x: Any, at: Any) -> Any:
+    return jnp.take(jnp.cumsum(x * 3, 0), at, axis=0).at[at].add(x) + jnp.arange(x.shape[1], dtype=x.dtype)
+
+
+@pytest.mark.parametrize("x64", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sizes", [{"a": 2, "b": 4}, pytest.param({"a": 3}, marks=pytest.mark.slow)])
+def test_the_same_bits_wherever_arguments_are(sizes: dict[str, int], x64: bool) -> None:
+    devices = jax.devices()[: np.prod([*sizes.values()])]
+    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
+    with jax.enable_x64(x64):
+        x, at = np.arange(24 * 12).reshape(24, 12) * 2**20, np.arange(24)[::-1].copy()
+        partitioned = gshard.jit(integers, mesh=mesh)
+        f = jax.jit(lambda x, at: jax.lax.map(lambda k: partitioned(x + k, at), jnp.arange(3)))
+        expected = jax.jit(lambda x, at: jax.lax.map(lambda k: integers(x + k, at), jnp.arange(3)))(x, at)
+        for spec in (P("a"), P(None, "a")):
+            found = f(jax.device_put(x, NamedSharding(mesh, spec)), at)
+            assert found.dtype == expected.dtype
+            assert (np.asarray(found) == np.asarray(expected)).all()
+
+
+def residual(x: Any, w: Any) -> Any:
+    for _ in range(40):
+        x = jnp.tanh(x @ w) / 4 + x
+    return x
+
+
+def chain(x: Any, w: Any) -> Any:
+    for _ in range(1500):
+        x = jnp.sin(x)
+    return x
+
+
+def of_calls(x: Any, w: Any) -> Any:
+    layer = jax.jit(lambda x, w: (jnp.tanh(x @ w) + x, jnp.cos(x)))
+    for _ in range(40):
+        y, z = layer(x, w)
+        x = y / 4 + z
+    return x
+
+
+@pytest.mark.parametrize("before", [residual, chain, of_calls])
+def test_operands_of_many_operations(before: Callable[..., Any]) -> None:
+    """All operations before the call are read, each once, whatever the number of ways from an argument to the call."""
+    mesh = MESHES[AxisType.Auto]
+    partitioned = gshard.jit(loss_of_operands, mesh=mesh)
+    run = jax.jit(lambda x, w: partitioned(before(x, w), w))
+    expected = jax.jit(lambda x, w: loss_of_operands(before(x, w), w))(X, W)
+    for spec, others in ((P("d"), False), (P(), False), (P("d"), False), (P(None, "d"), True)):
+        x, w = jax.device_put(X, NamedSharding(mesh, spec)), jax.device_put(W, NamedSharding(mesh, P()))
+        np.testing.assert_allclose(run(x, w), expected, rtol=1e-5)
+        kinds = {c.kind for c in collectives(run.lower(x, w).compile().as_text())}
+        assert others or kinds <= {"all_reduce"}
+    np.testing.assert_allclose(run(X, W), expected, rtol=1e-5)
+
+
+def test_equal_calls_are_planned_for_their_own_operands() -> None:
+    mesh = MESHES[AxisType.Auto]
+    double = gshard.jit(lambda x: x * 2, mesh=mesh)
+    x, y = jax.device_put((X, X), (NamedSharding(mesh, P("d")), NamedSharding(mesh, P(None, "d"))))
+    compiled = jax.jit(lambda x, y: (double(x), double(y))).lower(x, y).compile()
+    assert not collectives(compiled.as_text())
+    assert [s.spec for s in compiled.output_shardings] == [P("d"), P(None, "d")]
+
+
+@pytest.mark.parametrize("place", ["call", "nested jit"])
+def test_arguments_on_a_mesh_with_smaller_axes(place: str) -> None:
+    theirs = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    f = jax.jit(PLACES[place](gshard.jit(lambda x, w: jnp.cumsum(x, 0) @ w, mesh=MESHES[AxisType.Auto])))
+    expected = jax.jit(PLACES[place](lambda x, w: jnp.cumsum(x, 0) @ w))(X, W)
+    for spec in (P("a"), P(("b", "a"))):
+        found = f(jax.device_put(X, NamedSharding(theirs, spec)), W)
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_program_planned_at_partitioning_can_be_serialized() -> None:
+    mesh = MESHES[AxisType.Auto]
+    x, w = jax.device_put(X, NamedSharding(mesh, P("d"))), jax.device_put(W, NamedSharding(mesh, P()))
+    compiled = jax.jit(PLACES["nested jit"](gshard.jit(loss_of_operands, mesh=mesh))).lower(x, w).compile()
+    loaded = deserialize_and_load(*serialize(compiled))
+    assert loaded(x, w) == compiled(x, w)
+
+
+def test_what_explain_tells_of_a_call_runs() -> None:
+    mesh = MESHES[AxisType.Auto]
+    f = jax.jit(gshard.jit(loss_of_operands, mesh=mesh))
+    x, w = jax.device_put(X, NamedSharding(mesh, P("d"))), jax.device_put(W, NamedSharding(mesh, P()))
+    assert gshard.explain(f, x, w).bytes_by_kind == {"all_reduce": 7}
+    assert [c.kind for c in collectives(f.lower(x, w).compile().as_text())] == ["all_reduce"]
+
+
+def test_where_operands_cannot_be_seen_the_log_is_told_and_strict_refuses(caplog: pytest.LogCaptureFixture) -> None:
+    mesh = MESHES[AxisType.Auto]
+    x, w = jax.device_put(X, NamedSharding(mesh, P("d"))), jax.device_put(W, NamedSharding(mesh, P()))
+    around = PLACES["nested jit"]
+    with caplog.at_level(logging.WARNING, logger="gshard"):
+        exported = jax.export.export(jax.jit(around(gshard.jit(loss_of_operands, mesh=mesh))))(x, w)
+    assert "nothing says how its operands are split" in caplog.text
+    assert "test_transformations.py" in caplog.text
+    np.testing.assert_allclose(exported.call(x, w), 2 * loss_of_operands(X, W), rtol=1e-5)
+    strict = jax.jit(around(gshard.jit(loss_of_operands, mesh=mesh, strict=True)))
+    np.testing.assert_allclose(strict(x, w), 2 * loss_of_operands(X, W), rtol=1e-5)
+    with pytest.raises(gshard.ShardingError, match=r"(?s)nothing says.*at test_transformations.py.*in_shardings"):
+        jax.export.export(strict)(x, w)
+
+
+@pytest.mark.parametrize("place", ["nested jit", pytest.param("scan", marks=pytest.mark.slow)])
+def test_an_error_at_xlas_partitioning_is_ours_with_the_users_line(place: str) -> None:
+    """XLA asks for the program of a call in a body; what is refused then is no text in an error of XLA's."""
+    mesh = MESHES[AxisType.Auto]
+    inside = PLACES[place](gshard.jit(lambda x, w: jnp.mean(jnp.tanh(x @ x.T @ x @ w)), mesh=mesh, strict=100.0))
+    run = jax.jit(lambda x, w: inside(x, w))
+    for spec in (P("d"), P(None, "d"), P("d")):
+        x, w = jax.device_put(X, NamedSharding(mesh, spec)), jax.device_put(W, NamedSharding(mesh, P()))
+        with pytest.raises(gshard.PlanError, match="each device would send") as refused:
+            run(x, w)
+        assert refused.value.where.startswith("test_transformations.py:")
+        assert refused.value.hint == "Change these marks, or allow more bytes."
+        assert "custom_partitioner" not in str(refused.value)

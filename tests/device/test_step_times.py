@@ -1,23 +1,49 @@
 """What steps take on a machine: bounds that the search for ways relies on."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import random
+from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
+import gshard
+from device.models import f32
+from families import CASES
 from gshard.comm.reshard import plan_reshard
 from gshard.comm.steps import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PERMUTE, Step, is_exchange
 from gshard.core.mesh import Mesh
 from gshard.core.planning_tables import tables
 from gshard.core.sharding import Sharding
+from gshard.device.cost import cost
+from gshard.device.fusion_model import kernels_of
+from gshard.device.loop_stacks import stack_slices
 from gshard.device.machine import Machine
+from gshard.device.machine_kinds import COMPILERS, Compiler
 from gshard.device.network import least_gather_seconds, seconds
 from gshard.device.roofline import copy_seconds
 from gshard.device.step_times import StepTimes
+from gshard.emit.partition import partition
+from gshard.planning.propagate import propagate
+from gshard.search.pipeline import plans_of
+from gshard.search.seconds import on_machine, seconds_on
+from gshard.tracing.trace import trace
+from loop_slices import (
+    backwards,
+    both_ways,
+    copies_and_fills,
+    elementwise,
+    gradient,
+    kept_carry,
+    kept_products,
+    layers,
+    nested,
+)
 from sampled import crossed
 
 MACHINES = ["v5e:2x4", "v3:4x2", "h100:2x8", "cpu:8"]
@@ -170,3 +196,188 @@ def test_what_is_left_over_a_torus_is_not_taken_for_what_goes_over_a_switch() ->
     links = sum(2 * d.bandwidth / d.shared_by for d in machine.network[:2])
     assert math.isclose(whole, (8 << 20) / machine.network[2].bandwidth + (7 << 20) / links)
     assert half < whole / 7
+
+
+# Loops copy slices of their stacks and fill stacks with zeros as XLA does, and planning pays for both.
+
+
+SQUARES = f32(32, 32), f32(4, 32, 32)
+CPU, TPU = COMPILERS["cpu"], Machine.of("v5e:1x1").compiler
+
+
+def slicing_in_place(machine: Machine) -> Machine:
+    """The machine with a compiler that slices stacks as libtpu does."""
+    compiler = dataclasses.replace(machine.compiler, products_slice_stacks=True, fills_forward_stacks=False)
+    return dataclasses.replace(machine, compiler=compiler)
+
+
+def modelled(f: Callable[..., Any], compiler: Compiler) -> tuple[int, int]:
+    """The number of slices that are copied in an iteration, and of stacks that are filled."""
+    slices = list(stack_slices(kernels_of(trace(f, *SQUARES).block), compiler))
+    return sum(x.copied for x in slices), sum(x.filled for x in slices)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [layers, kept_products, elementwise, kept_carry, gradient, both_ways, backwards, nested],
+    ids=lambda f: f.__name__,
+)
+def test_as_many_slices_are_copied_and_stacks_filled_as_in_the_compiled_program(f: Callable[..., Any]):
+    compiled = jax.jit(f).lower(*SQUARES).compile()
+    assert modelled(f, CPU) == copies_and_fills(compiled.as_text())
+
+
+@pytest.mark.parametrize(
+    ("f", "expected"),
+    [
+        (layers, (0, 0)),
+        (kept_products, (0, 0)),
+        (elementwise, (0, 0)),
+        (kept_carry, (1, 0)),
+        (gradient, (1, 1)),
+        (both_ways, (1, 0)),
+        (backwards, (0, 1)),
+        (nested, (1, 0)),
+    ],
+    ids=lambda f: getattr(f, "__name__", ""),
+)
+def test_libtpu_slices_inside_of_products_and_fills_stacks_of_loops_that_count_down(
+    f: Callable[..., Any], expected: tuple[int, int]
+):
+    assert modelled(f, TPU) == expected
+
+
+def test_a_look_up_reads_a_slice_inside_the_stack():
+    def looked_up(x: Any, ws: Any) -> Any:
+        return jax.lax.scan(lambda x, w: (x + w[jnp.arange(4) * 2].sum(), None), x, ws)[0]
+
+    assert modelled(looked_up, CPU) == (0, 0)
+
+
+def test_the_cost_of_a_loop_has_its_copies_and_fills():
+    lowered = gshard.jit(kept_products, mesh=gshard.Mesh.abstract(x=1)).lower(*SQUARES)
+    machine = Machine.of("h100:1x1")
+    rounds, slice_bytes = SQUARES[1].shape[0], 4 * math.prod(SQUARES[0].shape)
+    with_stacks, without = cost(lowered.spmd, machine), cost(lowered.spmd, slicing_in_place(machine))
+    copies = 2  # the weights that the product reads, and the product that is kept
+    expected = copies * copy_seconds(machine, slice_bytes) + slice_bytes / machine.memory_bandwidth
+    assert with_stacks.seconds - without.seconds == pytest.approx(rounds * expected)
+    assert with_stacks.by_bound["launch"] - without.by_bound["launch"] == pytest.approx(
+        rounds * copies * machine.launch
+    )
+
+
+@pytest.mark.parametrize("f", [layers, kept_products, gradient, nested], ids=lambda f: f.__name__)
+def test_planning_pays_what_the_cost_has(f: Callable[..., Any]):
+    mesh, machine = gshard.Mesh.abstract(x=1), Machine.of("h100:1x1")
+    in_place = slicing_in_place(machine)
+    lowered = gshard.jit(f, mesh=mesh).lower(*SQUARES)
+    stacks = seconds_on(machine)(mesh, ()).stack_costs(lowered.program.block)
+    free = seconds_on(in_place)(mesh, ()).stack_costs(lowered.program.block)
+    paid, paid_in_place = (
+        sum(x.runs * (x.value.bytes * x.byte_cost + x.run_cost) for x in costs) for costs in (stacks, free)
+    )
+    assert paid > paid_in_place
+    assert paid - paid_in_place == pytest.approx(
+        cost(lowered.spmd, machine).seconds - cost(lowered.spmd, in_place).seconds
+    )
+
+
+def test_a_search_pays_for_the_part_of_a_stack_that_a_device_has():
+    def split_gradient(x: Any, ws: Any) -> Any:
+        return gradient(gshard.shard(x, P(None, "x")), gshard.shard(ws, P(None, "x")))
+
+    def found(machine: Machine) -> tuple[float, float]:
+        """The seconds of the plan in the model of the search, and in full."""
+        plan = gshard.search(split_gradient, f32(64, 1024), f32(16, 1024, 1024), mesh=mesh, machine=machine)
+        return plan.best.predicted, plan.cost.seconds
+
+    mesh, machine = gshard.Mesh.abstract(x=8), Machine.of("h100:1x8")
+    predicted, priced = found(machine)
+    predicted_in_place, priced_in_place = found(slicing_in_place(machine))
+    assert predicted - predicted_in_place == pytest.approx(priced - priced_in_place)
+    assert priced > 1.5 * priced_in_place, "small slices: the launches of their copies take most of the time"
+
+
+# Sums that XLA finishes in one message cost its latency once; those that need each other do not.
+
+
+MESH, MACHINE = gshard.Mesh.abstract(x=4, y=2), Machine.of("v5e:2x4")
+
+
+def all_reduces(f: Any, specs: Any, *arguments: Any) -> list[float]:
+    """Seconds of each."""
+    lowered = gshard.jit(f, mesh=MESH, in_shardings=specs, out_shardings=P()).lower(*arguments)
+    return [k.seconds for k in cost(lowered.spmd, MACHINE).kernels if k.name == "all_reduce"]
+
+
+ROWS = P("x"), P("x")
+ARRAYS = f32(8, 1024), f32(8, 1024)
+
+
+def test_sums_that_do_not_need_each_other_are_one_message():
+    def f(a: Any, b: Any) -> Any:
+        return jnp.sum(jnp.sin(a), 0), jnp.sum(b * b, 0)
+
+    first, second = all_reduces(f, ROWS, *ARRAYS)
+    (alone,) = all_reduces(lambda a: jnp.sum(jnp.sin(a), 0), (P("x"),), ARRAYS[0])
+    assert first == alone
+    assert second < first / 2, "its bytes, without the latency"
+
+
+def test_a_sum_that_needs_another_is_a_message_of_its_own():
+    def f(a: Any, b: Any) -> Any:
+        return jnp.sum(b * jnp.sin(jnp.sum(a, 0)), 0)
+
+    first, second = all_reduces(f, ROWS, *ARRAYS)
+    assert first == second
+
+
+def test_sums_over_other_devices_or_of_another_kind_are_messages_of_their_own():
+    (sums, other) = all_reduces(lambda a, b: (jnp.sum(a, 0), jnp.sum(b, 0)), (P("x"), P("y")), *ARRAYS)
+    assert min(sums, other) > 1e-6
+    (total, most) = all_reduces(lambda a, b: (jnp.sum(a, 0), jnp.max(b, 0)), ROWS, *ARRAYS)
+    assert total == most
+
+
+def test_gathers_are_one_message_where_the_compiler_makes_them_one():
+    lowered = gshard.jit(lambda a, b: (a, b), mesh=MESH, in_shardings=ROWS, out_shardings=P()).lower(*ARRAYS)
+    for machine, shared in (("h100:1x8", True), ("v5e:2x4", False)):
+        kernels = cost(lowered.spmd, Machine.of(machine)).kernels
+        first, second = [k.seconds for k in kernels if k.name == "all_gather"]
+        assert second < first / 2 if shared else second == first
+
+
+def test_sums_that_share_a_message_are_taken_before_scatters_that_do_not():
+    case, where = CASES["training/adam_zero"], Machine.of("v5e:2x4")
+    program = gshard.jit(case.function, mesh=case.jax_mesh).lower(*case.arguments).program
+    mesh = on_machine(gshard.Mesh.of(case.jax_mesh), where)
+    alone = propagate(program, mesh, objective=seconds_on(where))
+    chosen, *others = plans_of(program, mesh, where)
+    assert chosen.seconds == min(made.seconds for made in others + [chosen])
+    assert chosen.seconds < 0.8 * cost(partition(alone), where).seconds
+
+
+SLOW = {("layers/attention_sequence", "h100:1x8"), ("layers/layer_data'", "v5e:2x4")}
+
+
+@pytest.mark.parametrize(
+    "name, machine",
+    [
+        pytest.param(name, machine, marks=pytest.mark.slow if (name, machine) in SLOW else ())
+        for name in ("layers/attention_sequence", "layers/layer_data'", "contractions/uneven_rows")
+        for machine in ("v5e:2x4", "h100:1x8")
+    ],
+)
+@pytest.mark.one_in(2)
+def test_with_a_machine_no_plan_is_slower_there_than_the_one_by_bytes(name: str, machine: str):
+    case, where = CASES[name], Machine.of(machine)
+    steps = [gshard.jit(case.function, mesh=case.jax_mesh, machine=m) for m in (None, machine)]
+    by_bytes, chosen = (cost(step.lower(*case.arguments).spmd, where).seconds for step in steps)
+    assert chosen <= by_bytes
+    if (name, machine) == ("layers/attention_sequence", "v5e:2x4"):
+        assert chosen < by_bytes / 2, "few messages between devices that are far apart"
+    expected = jax.tree.leaves(jax.jit(case.function)(*case.arguments))
+    for found, want in zip(jax.tree.leaves(steps[1](*case.arguments)), expected, strict=True):
+        # Sums of large numbers of both signs in another order: relative to the largest.
+        np.testing.assert_allclose(found, want, rtol=0, atol=1e-5 * float(jnp.abs(want).max()))

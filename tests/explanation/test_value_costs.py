@@ -1,7 +1,5 @@
 """What planning compared for a value: a cost is that of the best plan with the sharding, and the sum of its parts."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -11,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import ShapeDtypeStruct
 from jax.sharding import PartitionSpec as P
 
 import gshard
+from device.models import f32
+from gshard.core.number_text import format_seconds
 from gshard.core.program import Value
 from gshard.explanation.explain import Explanation
 from gshard.planning.causes import Causes
@@ -24,10 +23,6 @@ from gshard.search.seconds import on_machine, seconds_on
 from gshard.solver.solve import solve
 
 GRID = gshard.Mesh.abstract(data=4, model=2)
-
-
-def f32(*shape: int) -> ShapeDtypeStruct:
-    return ShapeDtypeStruct(shape, "float32")
 
 
 def step(x: Any, w: Any, v: Any) -> Any:
@@ -229,3 +224,66 @@ def test_a_searched_plan_has_the_costs_that_the_search_compared() -> None:
     assert costs.chosen.cost == costs.rows[0].cost == pytest.approx(found.best.solution.value)
     assert costs.chosen.sharding == found.plan.format(found.plan.program.block.inputs[1])
     assert sum(part.cost for part in costs.rows[-1].parts) == pytest.approx(costs.rows[-1].cost)
+
+
+# What another sharding would cost: priced as the program is that a user gets who writes the mark.
+
+
+MESH = gshard.Mesh.abstract(data=4, model=2)
+
+
+def trained(weights: Any, x: Any) -> Any:
+    def loss(weights: Any) -> Any:
+        return jnp.mean((jax.nn.relu(gshard.split(x, 0, "data") @ weights[0]) @ weights[1]) ** 2)
+
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))
+
+
+ARGUMENTS = [f32(256, 1024), f32(1024, 256)], f32(2048, 256)
+
+
+def test_each_row_is_the_program_with_that_mark():
+    donating = gshard.jit(trained, mesh=MESH, donate_argnums=0)
+    found = gshard.explain(donating, *ARGUMENTS)
+    rows = {row.mark: row for row in found.instead("weights[0]", "h100:1x8")}
+    assert len(rows) == 8, "two dimensions over one axis, the other, both, or not at all, but for what it is"
+    assert [row.cost.seconds for row in rows.values()] == sorted(row.cost.seconds for row in rows.values())
+    row = rows["gshard.shard(x, P(None, 'model'))"]
+    by_hand = gshard.explain(
+        gshard.jit(trained, mesh=MESH, donate_argnums=0, in_shardings=([P(None, "model"), None], None)),
+        *ARGUMENTS,
+    )
+    assert row.cost.seconds == by_hand.cost("h100:1x8").seconds
+    assert row.cost.sent == by_hand.total_bytes
+    assert row.seconds == row.cost.seconds - found.cost("h100:1x8").seconds
+    assert f"{format_seconds(row.seconds, '+')} a call" in str(row)
+    assert row.sharding == "f32[256,1024@model]"
+
+
+def test_values_inside_can_be_asked_for_too():
+    found = gshard.explain(trained, *ARGUMENTS, mesh=MESH)
+    name = next(row.name for row in found.tensors if " max " in row.name)
+    whole = next(row for row in found.instead(name, "h100:1x8") if row.mark == "gshard.replicate(x)")
+    assert whole.cost.flops > found.cost("h100:1x8").flops
+
+
+def test_what_has_a_mark_has_no_other_way():
+    found = gshard.explain(trained, *ARGUMENTS, mesh=MESH)
+    name = next(row.name for row in found.tensors if "gshard_mark" in row.name)
+    assert found.instead(name) == ()
+
+
+def test_names_that_nobody_has_are_refused():
+    found = gshard.explain(trained, *ARGUMENTS, mesh=MESH)
+    for ask in (found.why, found.instead):
+        with pytest.raises(gshard.ArgumentError, match=r"(?s)no tensor is called 'weights'.*'weights\[0\]'"):
+            ask("weights")
+
+
+def test_a_value_inside_is_found_by_its_number_and_by_its_line():
+    found = gshard.explain(trained, *ARGUMENTS, mesh=MESH)
+    name = next(row.name for row in found.tensors if " max " in row.name)
+    assert found.why(name.split()[0]) == found.why(name)
+    place = name.split(" at ")[1].split(" (")[0]
+    largest = next(row.name for row in found.tensors if f" at {place} (" in row.name)
+    assert found.why(place) == found.why(largest)

@@ -1,7 +1,7 @@
 """Meshes of many axes: plans consider few of them away from what propagation says, and compute the same."""
 
-from __future__ import annotations
-
+import functools
+import math
 from typing import Any
 
 import jax
@@ -11,12 +11,22 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gshard
+from families import SMALL
 from gshard.core.mesh import Mesh
+from gshard.core.program import Program
 from gshard.core.sharding import Sharding
-from gshard.planning.objective import Bytes
-from gshard.planning.propagate import propagate
+from gshard.device.machine import Machine
+from gshard.planning import nearby
+from gshard.planning.axis_steps import axis_steps
+from gshard.planning.choices import graph_of
+from gshard.planning.graph import Graph
+from gshard.planning.nearby import estimated_entries, is_limited
+from gshard.planning.objective import Bytes, bytes_on
+from gshard.planning.propagate import choose, propagate
 from gshard.planning.reshard_costs import axes_of, in_two, joined
-from gshard.planning.strategies import shardings
+from gshard.planning.settled import settled
+from gshard.planning.strategies import places_of, shardings
+from gshard.search.seconds import seconds_on
 from gshard.testing.rule_checks import emit, parts_of, run_on_all
 from gshard.tracing.trace import trace
 
@@ -103,3 +113,154 @@ def test_a_layer_over_four_axes(more: tuple[str, ...], rng: np.random.Generator)
     for parts, want, sharding in zip(found, whole, spmd.out_shardings, strict=True):
         for got, own in zip(parts, parts_of(want, sharding, mesh), strict=True):
             np.testing.assert_allclose(got, own, 1e-4, 1e-4)
+
+
+# An axis of the mesh that marks part in many: plans stay small, and compute the same.
+
+
+SHAPES = ((16, 6), (2, 12), (4, 6), (8, 5))
+
+
+def step(devices: int, weights: Any, x: Any) -> Any:
+    """Weights less their gradients, which are split in as many parts as rows and devices have in common."""
+
+    def loss(weights: Any) -> Any:
+        return sum(jnp.sum(jnp.tanh(x[:, : w.shape[0]] @ w) ** 2) for w in weights)
+
+    gradients = jax.grad(loss)(weights)
+    parts = [math.gcd(g.shape[0], devices) for g in gradients]
+    return [w - 0.1 * gshard.split(g, 0, n) for w, g, n in zip(weights, gradients, parts, strict=True)]
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 4, 5, 6])
+def test_ways_grow_slowly_with_the_parts_of_an_axis(parts: int) -> None:
+    """Of a product of all places and parts there would be 5 to the power of parts."""
+    mesh = Mesh.abstract(devices=2**parts)
+    given = tuple((atom,) for atom in mesh.atoms)
+    found = shardings((64, 64, 64), mesh, given, unreduced="add")
+    assert len(found) <= min(5**parts, 5 + 5 * 4 * (parts - 1))
+    assert len(found) >= 1 + 4  # none, and all of it in any place
+
+
+@pytest.mark.parametrize("times", [1, 128])
+def test_gradients_in_many_parts(times: int, rng: np.random.Generator) -> None:
+    """On 16 devices and on 2,048: each gradient is split as is said, and what leaves is right."""
+    mesh = Mesh.abstract(devices=16 * times)
+    weights = [rng.standard_normal((n * times, m)).astype(np.float32) / 9 for n, m in SHAPES]
+    x = rng.standard_normal((6, 16 * times)).astype(np.float32)
+    program = trace(functools.partial(step, mesh.size), weights, x)
+    plan = propagate(program, mesh)
+    said = [plan.shardings[e.outputs[0]] for e in plan.program.block.walk() if e.mark is not None]
+    assert [mesh.count(s.dims[0]) for s in said] == [16 * times, 2 * times, 4 * times, 8 * times]
+    assert len(axes_of(mesh, said)) == 4
+    if times == 1:
+        spmd = emit(plan)
+        found, expected = run_on_all(spmd, [*weights, x]), step(16, weights, x)
+        for parts, whole, sharding in zip(found, expected, spmd.out_shardings, strict=True):
+            for got, want in zip(parts, parts_of(whole, sharding, mesh), strict=True):
+                np.testing.assert_allclose(got, want, 1e-5, 1e-5)
+
+
+# Nearby: of large programs on three axes few choices are compared, and the plans are as good.
+
+
+CUBE = Mesh.abstract(x=2, y=2, z=2)
+
+
+def layers(depth: int) -> Program:
+    """Dense layers, of which the first one is marked."""
+
+    def f(x: Any, w: Any) -> Any:
+        x = gshard.split(x, 0, ("x", "y"))
+        w = gshard.split(w, 2, "z")
+        for k in range(depth):
+            x = jnp.tanh(jnp.einsum("bsm,mn->bsn", x, w[k]))
+        return x
+
+    return trace(f, jax.ShapeDtypeStruct((8, 8, 16), jnp.float32), jax.ShapeDtypeStruct((depth, 16, 16), jnp.float32))
+
+
+def problem(program: Program) -> Graph:
+    return graph_of(program, bytes_on(CUBE, axes_of(CUBE)), propagated=settled(program, CUBE))
+
+
+def test_it_depends_on_the_axes_and_the_size() -> None:
+    program = layers(4)
+    per_layer = estimated_entries(layers(8), CUBE, axes_of(CUBE)) - estimated_entries(program, CUBE, axes_of(CUBE))
+    assert per_layer > 0
+    assert not is_limited(program, CUBE, axes_of(CUBE))
+    large = layers(4 * (1 + int(nearby.LARGE / per_layer)))
+    assert estimated_entries(large, CUBE, axes_of(CUBE)) > nearby.LARGE
+    assert is_limited(large, CUBE, axes_of(CUBE))
+    two, four = Mesh.abstract(x=2, y=4), Mesh.abstract(a=2, b=2, c=2, d=2)
+    assert not any(is_limited(some, two, axes_of(two)) for some in (program, large))
+    assert all(is_limited(some, four, axes_of(four)) for some in (program, large))
+
+
+def test_axes_of_one_device_do_not_count() -> None:
+    ones = Mesh.abstract(x=2, a=1, y=2, b=1, z=2, c=1, d=1)
+    program = layers(4)
+    assert not is_limited(program, ones, axes_of(ones))
+    assert estimated_entries(program, ones, axes_of(ones)) == estimated_entries(program, CUBE, axes_of(CUBE))
+
+
+def changes(places: Any, base: Any) -> int:
+    """How many axes are elsewhere. x and y, which a mark has in a row, count once if they have one place."""
+    elsewhere = [a != b for a, b in zip(places, base, strict=True)]
+    return sum(elsewhere) - (elsewhere[0] and elsewhere[1] and places[0] == places[1])
+
+
+def test_states_of_a_large_program_are_near_the_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the marks say is among them, and much less than all."""
+    program = layers(4)
+    every = problem(program)
+    monkeypatch.setattr(nearby, "LARGE", 0)
+    few, known = problem(program), settled(program, CUBE)
+    assert 3 * sum(table.size for table in few.problem.tables) < sum(table.size for table in every.problem.tables)
+    axes = axes_of(CUBE)
+    for group, states, all_states in zip(few.groups.members, few.states, every.states, strict=True):
+        assert {known.shardings[v] for v in group} <= {*states} <= {*all_states}
+        bases = [(None,) * 3, *(places_of(dict(enumerate(known.shardings[v].dims)), axes) for v in group)]
+        places = [places_of(dict(enumerate(s.dims)), axes) for s in states if not s.unreduced]
+        far = [s for s in places if min(changes(s, base) for base in bases) > 1]
+        assert 4 * len(far) <= len(places), "few more, in which equations make or take it"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "layers",
+        *(pytest.param(f"small/{own}_on_cube_step", marks=pytest.mark.slow) for own in ("diffusion", "protein")),
+    ],
+)
+def test_plans_near_the_marks_are_as_good(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within a millionth of what is found among all choices, or better than that."""
+    case = SMALL.get(name)
+    program = layers(4) if case is None else trace(case.function, *case.arguments)
+    cost = {}
+    for large in (0.0, float("inf")):
+        monkeypatch.setattr(nearby, "LARGE", large)
+        found = choose(settled(program, CUBE))
+        assert found is not None
+        cost[large] = found.cost
+    assert cost[0.0] <= cost[float("inf")] * (1 + 2e-6)
+
+
+@pytest.mark.parametrize("machine", ["", "h100"])
+def test_reshards_pass_through_some_shardings(machine: str) -> None:
+    """Steps lead to no other shardings than those given, and the objective itself stays as it was."""
+    axes, shape = axes_of(CUBE), (8, 24, 16)
+    moves = seconds_on(Machine.of(machine, CUBE.size))(CUBE, axes) if machine else bytes_on(CUBE, axes)
+    states = shardings(shape, CUBE, axes, unreduced="add")
+    ends = [states[k] for k in (1, 9, 30, 50)]
+    through_all = moves.table(ends, ends, shape, 4)
+    assert np.isfinite(through_all).all()
+    few = moves.through(ends)
+    assert np.isfinite(few.table(ends, ends, shape, 4)).all()  # a reshard that they do not allow has its own steps
+    assert not np.array_equal(few.table(ends, ends, shape, 4), through_all)
+    assert np.array_equal(moves.table(ends, ends, shape, 4), through_all)
+    places = [s for s in few._all_in_axes(ends) if s is not None]
+    dims = frozenset(s.dims for s in places)
+    table = axis_steps(CUBE, axes, dims).table(3, ("add",))
+    table.add(places)
+    assert {s.dims for s in table._places} == dims
