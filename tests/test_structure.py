@@ -418,7 +418,7 @@ def test_both_packages_are_typed() -> None:
 
 # Counts of today: a change may only lower them. What it adds is paid for by what goes.
 BUDGET = {
-    "lines of src/gshard": 74_447,
+    "lines of src/gshard": 69_183,
     "lines of code of src/gshard": 41_122,
     "lines of tests": 61_205,
     "lines of packages/m4": 11_029,

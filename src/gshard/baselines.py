@@ -26,11 +26,7 @@ class CheckFailed(Exception):
 
 
 def explanation_in(path: str) -> dict[str, Any]:
-    """What ``--json`` wrote.
-
-    Raises:
-        TargetError: there is no such file, or it is no JSON.
-    """
+    """What ``--json`` wrote."""
     hint = "Write one with: gshard explain TARGET --json FILE"
     try:
         data: dict[str, Any] = json.loads(Path(path).read_text("utf-8"))
@@ -42,11 +38,7 @@ def explanation_in(path: str) -> dict[str, Any]:
 
 
 def limit_of(text: str) -> int:
-    """A number of bytes: ``50MiB``, or 0.
-
-    Raises:
-        TargetError: it is none.
-    """
+    """A number of bytes: ``50MiB``, or 0."""
     try:
         return 0 if text.strip() in ("0", "0B") else bytes_of(text)
     except MemoryLimitError as error:
@@ -54,31 +46,14 @@ def limit_of(text: str) -> int:
 
 
 def end_search(stopped: int | None, peak: int, limit: float) -> None:
-    """Ends the command that searched: as a signal asks for, if one ended the search; else by what fits.
-
-    Args:
-        stopped: the signal.
-        peak: the most bytes that a device would hold.
-        limit: the bytes that it may hold.
-
-    Raises:
-        SystemExit: there was a signal. CheckFailed: the peak is above the limit.
-    """
+    """Ends the command that searched: as a signal asks for, if one ended the search; else by what fits."""
     if stopped is not None:
         raise SystemExit(SIGNALLED + stopped)
     check_fits(peak, int(limit))
 
 
 def check_fits(peak: int, memory: int) -> None:
-    """Refuses what does not fit.
-
-    Args:
-        peak: the most bytes that a device would hold.
-        memory: the bytes that it may hold.
-
-    Raises:
-        CheckFailed: it is less.
-    """
+    """Refuses what does not fit."""
     if peak > memory:
         raise CheckFailed(
             f"this does not fit: a device would hold {format_bytes(peak)}, and may {format_bytes(memory)}."
@@ -86,16 +61,7 @@ def check_fits(peak: int, memory: int) -> None:
 
 
 def check_sent(data: Mapping[str, Any], limit: int | None, baseline: Mapping[str, Any] | None) -> None:
-    """Refuses a program that goes beyond ``--fail-above`` or ``--baseline``.
-
-    Args:
-        data: its explanation, as data.
-        limit: bytes that each device may send in one call.
-        baseline: what ``--json`` wrote earlier.
-
-    Raises:
-        CheckFailed: it does. DifferenceError: ``baseline`` is no explanation.
-    """
+    """Refuses a program that goes beyond ``--fail-above`` or ``--baseline``."""
     failures = [
         "" if limit is None else over_limit(data, limit),
         "" if baseline is None else over_baseline(baseline, data),
@@ -105,12 +71,7 @@ def check_sent(data: Mapping[str, Any], limit: int | None, baseline: Mapping[str
 
 
 def over_limit(data: Mapping[str, Any], limit: int) -> str:
-    """The lines that send most, if each device sends more than so many bytes in one call; else nothing.
-
-    Args:
-        data: an explanation, as data.
-        limit: bytes.
-    """
+    """The lines that send most, if each device sends more than so many bytes in one call; else nothing."""
     total = data["totals"]["sent"]
     if total <= limit:
         return ""
@@ -122,15 +83,7 @@ def over_limit(data: Mapping[str, Any], limit: int) -> str:
 
 
 def over_baseline(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    """What grew, with its lines, if a program sends more bytes than it did, or computes or holds a percent more.
-
-    Args:
-        before: what ``--json`` wrote earlier.
-        after: the data of the explanation now.
-
-    Raises:
-        DifferenceError: ``before`` is no explanation.
-    """
+    """What grew, with its lines, if a program sends more bytes than it did, or computes or holds a percent more."""
     found = difference(before, after)
     grown = []
     if found.after.sent > found.before.sent:

@@ -41,11 +41,7 @@ def is_dump(target: str) -> bool:
 
 
 def of_dump(options: argparse.Namespace) -> CompiledExplanation:
-    """The explanation of a dump.
-
-    Raises:
-        ArgumentError: an option is for functions only; the file is no compiled program.
-    """
+    """The explanation of a dump."""
     _refuse(options, (*_PLANS, "why", "arg"), "is not for a compiled program", "Leave it out, or name a function.")
     if options.partitioner == GSHARD:
         raise ArgumentError(
@@ -58,16 +54,7 @@ def of_dump(options: argparse.Namespace) -> CompiledExplanation:
 
 
 def of_function(f: Any, arguments: tuple[Any, ...], options: argparse.Namespace) -> CompiledExplanation | None:
-    """The explanation of what XLA compiles of a function; None if gshard partitions it, as for ``explain``.
-
-    Args:
-        f, arguments: the target.
-        options: of the command line.
-
-    Raises:
-        ArgumentError: XLA partitions it, and an option is for gshard's plan only.
-        MeshError: there are not as many devices as its arguments are placed on.
-    """
+    """The explanation of what XLA compiles of a function; None if gshard partitions it, as for ``explain``."""
     if isinstance(f, STAGES):
         return _of_stage(f, options)
     f, (arguments, named) = with_bound_arguments(f, arguments, {})

@@ -16,11 +16,7 @@ from gshard.remat.rematerialise import MemoryLimitError
 
 
 def run_configure(options: argparse.Namespace) -> None:
-    """Runs ``gshard configure`` with the options of the command line.
-
-    Raises:
-        CheckFailed: no configuration fits.
-    """
+    """Runs ``gshard configure`` with the options of the command line."""
     choices = choices_of_options(options.choice)
     size = _devices(options)
     play_devices(max(8, size))
@@ -62,9 +58,6 @@ def choices_of_options(texts: list[str]) -> dict[str, list[Any]]:
 
     >>> choices_of_options(["micro_batches=1,4", "recompute=none,full"])
     {'micro_batches': [1, 4], 'recompute': ['none', 'full']}
-
-    Raises:
-        ArgumentError: a text has another form.
     """
     found: dict[str, list[Any]] = {}
     for text in texts:

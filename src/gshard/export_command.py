@@ -22,13 +22,6 @@ _SUFFIXES = {".mlir": "stablehlo", ".jax_export": "jax-export"}
 def form_of(file: Path | None, form: str | None) -> str:
     """The form in which a plan is exported.
 
-    Args:
-        file: where to; None prints it.
-        form: what ``--export-as`` gives.
-
-    Raises:
-        ArgumentError: there is no such form, or it is bytes and would be printed.
-
     >>> form_of(Path("plan.mlir"), None), form_of(None, None)
     ('stablehlo', 'shardings')
     """
@@ -41,13 +34,7 @@ def form_of(file: Path | None, form: str | None) -> str:
 
 
 def export_to(plan: ExportedPlan, file: Path | None, form: str) -> str:
-    """Writes a plan, and returns what to print: the form itself, or where it was written with what XLA makes of it.
-
-    Args:
-        plan: the plan.
-        file: where to; None prints it.
-        form: what ``form_of`` gave.
-    """
+    """Writes a plan, and returns what to print: the form itself, or where it was written with what XLA makes of it."""
     made = _FORMS[form](plan)
     if file is None:
         assert isinstance(made, str), "bytes are not printed"

@@ -70,32 +70,19 @@ _CLASSES = {
 
 @dataclasses.dataclass(frozen=True)
 class PlannedModel:
-    """One model on one machine.
+    """One model on one machine."""
 
-    Attributes:
-        name: of the model.
-        config: the model.
-        parameters: number of weights.
-        batch: sentences of a step and their length.
-        cost: time, bytes and memory of a step.
-        replicated, distributed: bytes of a device's weights that all hold, and that are split.
-        collectives: for each kind how often and how many bytes a device sends.
-        recomputed: what a limit of memory made the step recompute.
-        found: the plan, if it was searched.
-        compiled: what libtpu makes of it, by name, if asked for.
-    """
-
-    name: str
-    config: TransformerConfig
-    parameters: int
-    batch: tuple[int, int]
-    cost: Cost
-    replicated: int
+    name: str  # of the model
+    config: TransformerConfig  # the model
+    parameters: int  # number of weights
+    batch: tuple[int, int]  # sentences of a step and their length
+    cost: Cost  # time, bytes and memory of a step
+    replicated: int  # replicated, distributed: bytes of a device's weights that all hold, and that are split
     distributed: int
-    collectives: dict[str, tuple[int, int]]
-    recomputed: Recomputed | None = None
-    found: SearchResult | None = None
-    compiled: dict[str, str] = dataclasses.field(default_factory=dict)
+    collectives: dict[str, tuple[int, int]]  # for each kind how often and how many bytes a device sends
+    recomputed: Recomputed | None = None  # what a limit of memory made the step recompute
+    found: SearchResult | None = None  # the plan, if it was searched
+    compiled: dict[str, str] = dataclasses.field(default_factory=dict)  # what libtpu makes of it, by name, if asked for
 
     @property
     def activations(self) -> int:
@@ -185,18 +172,7 @@ def arguments(config: TransformerConfig, sentences: int, length: int) -> tuple[A
 
 
 def configured(name: str, topology: str, remat: bool | str | None = None) -> tuple[TransformerConfig, Machine]:
-    """A named model for all devices of a machine.
-
-    Args:
-        name: of the model, see ``gshard.moe.MODELS``; capitals and punctuation do not matter.
-        topology: of the machine; without a shape it gets as many devices as the model has experts.
-        remat: whether pairs of layers are recomputed, or ``"branches"``, see ``TransformerConfig``; None recomputes
-            pairs from 28 layers on, as the paper's models of 36 needed it.
-
-    Raises:
-        ModelError: no such model.
-        MachineError: no such machine.
-    """
+    """A named model for all devices of a machine."""
     config = MODELS[model_name(name)]
     machine = Machine.of(topology, None if ":" in topology else config.experts or 2048)
     deep = config.encoder_layers + config.decoder_layers >= 28
@@ -207,16 +183,7 @@ def configured(name: str, topology: str, remat: bool | str | None = None) -> tup
 
 
 def mesh_for(config: TransformerConfig, machine: Machine, compiled: bool = False) -> Mesh:
-    """The devices of a machine as a model has them: in one axis, or for a decoder in ``data`` and ``experts``.
-
-    Args:
-        config: the model.
-        machine: the machine.
-        compiled: whether they are those of a TPU topology, as libtpu knows them.
-
-    Raises:
-        PlanningError: libtpu is missing or does not know the topology.
-    """
+    """The devices of a machine as a model has them: in one axis, or for a decoder in ``data`` and ``experts``."""
     if config.encoder_layers:
         return topology_mesh(machine) if compiled else Mesh.abstract(devices=machine.size)
     experts = math.gcd(config.experts or 1, machine.size)
@@ -333,25 +300,7 @@ def plan(
     compiled: bool = False,
     tell: Callable[[str], None] = lambda text: None,
 ) -> PlannedModel:
-    """Plans a named model for a machine.
-
-    Args:
-        name: a row of Table 1, such as ``MoE(2048E, 36L)``, or a decoder such as ``Mixtral-8x7B``.
-        topology: ``v3:32x32``, or ``v3`` for as many devices as the model has experts.
-        remat: whether pairs of layers are recomputed; None does so from 28 layers on.
-        tokens_of_device: tokens of a batch a side for each device; None takes the batch of Table 3, or for a decoder
-            a million tokens.
-        memory_limit: bytes that a device may hold, or text such as ``"14GiB"``; what does not fit is recomputed.
-        search_plan: search for the plan of the model without its marks, instead of taking that of the marks.
-        compiled: compile with libtpu too.
-        tell: receives the reason for a longer run.
-
-    Raises:
-        MemoryLimitError: the step does not fit, whatever is recomputed.
-        ModelError: no such model.
-        PlanningError: libtpu is missing or refuses.
-        MachineError: no such machine.
-    """
+    """Plans a named model for a machine."""
     config, machine = configured(name, topology, remat)
     mesh = mesh_for(config, machine, compiled)
     found = None

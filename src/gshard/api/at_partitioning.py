@@ -51,16 +51,7 @@ def may_wait(ctx: Any, jaxpr: Any, target: Target) -> bool:
 def lowered_at_partitioning(
     ctx: Any, operands: Sequence[Any], jaxpr: Any, target: Target, program: Program, planned: Planned
 ) -> Any:
-    """Lowers a call to an operator that XLA asks for its per-device program.
-
-    Args:
-        ctx: the context of the rule that lowers it.
-        operands: values of the program that is made.
-        jaxpr: the function.
-        target: what it is partitioned for.
-        program: the function, traced.
-        planned: makes the per-device program of a function for operands that come with such marks.
-    """
+    """Lowers a call to an operator that XLA asks for its per-device program."""
     body, constants = closed(jaxpr)
     first = len(constants)
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from gshard.api.marks import shard
+from gshard.api.marks import T, shard
 from gshard.api.sending import holds_floats, nothing_to_send, precision_of
 from gshard.core.errors import ShardingError, known_names
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames
 from gshard.core.paths import is_below, path_inside
-
-T = TypeVar("T")
 
 _SHOWN = 12  # paths in a message
 

@@ -20,13 +20,7 @@ _OF_CALL = re.compile(r"(missing \d+ required|takes .* positional arguments? but
 
 
 class clear_call_errors:
-    """Inside, a ``TypeError`` because ``f`` does not take these arguments becomes an error that names them.
-
-    Args:
-        asker: the function of gshard that was called.
-        f: the function.
-        args, kwargs: its arguments.
-    """
+    """Inside, a ``TypeError`` because ``f`` does not take these arguments becomes an error that names them."""
 
     # A class, since a generator in ``contextlib`` leaves a frame in the traceback that the user sees.
     def __init__(

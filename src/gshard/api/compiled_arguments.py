@@ -19,16 +19,7 @@ _HINT = "Lower it for such arguments too, or call what gshard.jit returned."
 
 
 def flat_arguments(name: str, in_tree: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The flat arguments of a call.
-
-    Args:
-        name: of the function.
-        in_tree: the structure of ``(args, kwargs)`` that it was compiled for.
-        args, kwargs: positional and named arguments.
-
-    Raises:
-        ArgumentError: they are of another structure, or belong to a transformation of JAX's.
-    """
+    """The flat arguments of a call."""
     leaves, tree = jax.tree.flatten((args, kwargs))
     traced = next((type(x).__name__ for x in leaves if isinstance(x, jax.core.Tracer)), None)
     if traced is not None:
@@ -50,17 +41,7 @@ def flat_arguments(name: str, in_tree: Any, args: Any, kwargs: Any) -> list[Any]
 
 
 def check_types(name: str, names: Sequence[str], avals: Sequence[Any], leaves: Iterable[Any]) -> None:
-    """Compares arguments with the types that a program was compiled for.
-
-    Args:
-        name: of the function.
-        names: of its flat arguments.
-        avals: their types.
-        leaves: the flat arguments of a call.
-
-    Raises:
-        ArgumentError: a shape or dtype is another, or an array is given for a reference.
-    """
+    """Compares arguments with the types that a program was compiled for."""
     wrong = [
         f"Argument '{called}' compiled with {ours.str_short()} and called with {theirs.str_short()}"
         for called, ours, theirs in zip(names, avals, (Leaf.of(x).aval for x in leaves), strict=True)
@@ -76,11 +57,7 @@ def check_types(name: str, names: Sequence[str], avals: Sequence[Any], leaves: I
 
 
 def as_compiled_for(name: str, i: int, x: Any, padded: Sharding | None, mesh: Mesh) -> Any:
-    """Argument ``i`` in padded parts if the program was compiled for such parts, and only then.
-
-    Raises:
-        ArgumentError: it was, and the argument is an array of another kind.
-    """
+    """Argument ``i`` in padded parts if the program was compiled for such parts, and only then."""
     if isinstance(x, UnevenArray) and (x.partitioning, x.mesh) != (padded, mesh):
         x = x.whole()
     if padded is None or isinstance(x, UnevenArray):

@@ -65,18 +65,7 @@ def stage_inside(f: Any) -> Any:
 def explain_compiled(
     f: Any, mesh: MeshLike = None, machine: str | Machine | None = None, names: Mapping[str, str] | None = None
 ) -> CompiledExplanation:
-    """Explains a program that is compiled, or is compiled here.
-
-    Args:
-        f: what ``is_compiled`` accepts.
-        mesh: the devices and the names of their axes, for a text or an exported function, which do not tell.
-        machine: what times are modelled on; None takes the devices that it was compiled for.
-        names: other names of arguments, by those in the program.
-
-    Raises:
-        ArgumentError: a text is no compiled program, or cannot be read.
-        MeshError: the mesh has another number of devices; there are not enough devices to compile for.
-    """
+    """Explains a program that is compiled, or is compiled here."""
     if isinstance(f, str | Path):
         return _told_on(read_program(_text_of(f), None if mesh is None else Mesh.of(mesh)), None, machine)
     if isinstance(f, jax.export.Exported):
@@ -87,12 +76,7 @@ def explain_compiled(
 
 
 def explain_compiled_by_gshard(compiled: Compiled, machine: str | Machine | None = None) -> CompiledExplanation:
-    """Explains what XLA compiled of a function from ``gshard.jit``: the arguments have the names of the function's.
-
-    Args:
-        compiled: what ``gshard.jit(f).lower(...).compile()`` returned.
-        machine: as for ``explain_compiled``.
-    """
+    """Explains what XLA compiled of a function from ``gshard.jit``: the arguments have the names of the function's."""
     lowered = compiled.lowered
     names = {f"arrays[{i}]": name for i, name in enumerate(lowered.program.names)}
     return _read(lowered.executable.compiled, lowered.mesh, machine, compiled.out_tree, names)
@@ -105,15 +89,7 @@ def _read(
     out_tree: Any,
     names: Mapping[str, str] | None = None,
 ) -> CompiledExplanation:
-    """Reads a compiled program with what JAX's object tells of it.
-
-    Args:
-        compiled: JAX's object.
-        mesh: its devices; None takes those of its shardings.
-        machine: as for ``explain_compiled``.
-        out_tree: the structure of the results.
-        names: other names of arguments, by those in the text.
-    """
+    """Reads a compiled program with what JAX's object tells of it."""
     text = compiled.as_text()
     if not text:
         raise ArgumentError("this compiled program has no text.", user_line(), hint="Its backend does not give one.")
@@ -129,24 +105,13 @@ def _read(
 
 
 def lowered_by_jax(f: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Lowers a function from ``jax.jit``; abstract meshes of arguments become meshes of the first devices.
-
-    Returns:
-        a ``jax.stages.Lowered``; in a block of ``instead_of_jit`` gshard's.
-
-    Raises:
-        MeshError: there are fewer devices.
-    """
+    """Lowers a function from ``jax.jit``; abstract meshes of arguments become meshes of the first devices."""
     args, kwargs = on_first_devices((tuple(args), dict(kwargs)))
     return stage_inside(f.lower(*args, **kwargs))
 
 
 def on_first_devices(tree: Any) -> Any:
-    """The same arguments with their abstract meshes as meshes of the first devices.
-
-    Raises:
-        MeshError: there are fewer devices.
-    """
+    """The same arguments with their abstract meshes as meshes of the first devices."""
     leaves, structure = jax.tree.flatten(tree)
     moved = [_on_devices(leaf) for leaf in leaves]
     is_same = all(new is old for new, old in zip(moved, leaves, strict=True))

@@ -20,21 +20,13 @@ _NONE = 1e-5  # a gap that counts as none, to the printed digits
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NotSearched:
-    """A configuration that was left out, and why.
+    """A configuration that was left out, and why."""
 
-    Attributes:
-        text: its keywords, and where the state is.
-        why: the reason.
-        fits: whether it may fit into memory. If not, no bound needs to hold for it.
-        least_seconds: seconds that it takes at least in the simplified model; 0 if nothing is known.
-        is_estimated: whether it was estimated.
-    """
-
-    text: str
-    why: str
-    fits: bool
-    least_seconds: float = 0.0
-    is_estimated: bool = True
+    text: str  # its keywords, and where the state is
+    why: str  # the reason
+    fits: bool  # whether it may fit into memory. If not, no bound needs to hold for it.
+    least_seconds: float = 0.0  # seconds that it takes at least in the simplified model; 0 if nothing is known
+    is_estimated: bool = True  # whether it was estimated
 
     def __str__(self) -> str:
         return f"{self.text}: {self.why}"

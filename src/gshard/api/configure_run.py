@@ -345,11 +345,7 @@ class ConfigureRun:
         )
 
     def _result(self, stop: Stop) -> Configurations | None:
-        """What was found; None if a signal ended the search before it had a plan.
-
-        Raises:
-            MemoryLimitError: no configuration fits.
-        """
+        """What was found; None if a signal ended the search before it had a plan."""
         limit, meshes = self.limit, len(self.meshes)
         made = [(candidate, self._configuration(candidate, stop)) for candidate in self.candidates]
         rows = [row for _, row in made if row is not None]

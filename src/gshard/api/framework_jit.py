@@ -38,10 +38,6 @@ def names_of_arrays(f: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     """The names of arrays in the user's arguments, by the names that they have in the program of ``jax.jit``.
 
     The function is traced, and the arrays that reach ``jax.jit`` are found among its arguments.
-
-    Args:
-        f: a function that ``is_from_framework``; nothing is named of others.
-        args, kwargs: its arguments.
     """
     if not is_from_framework(f):
         return {}
@@ -78,18 +74,7 @@ def lowered_instead_of_jit(
     refused: Mapping[str, Any],
     asker: Any,
 ) -> Lowered:
-    """Lowers a function in a block of ``instead_of_jit``, so that gshard partitions it.
-
-    Args:
-        f, args, kwargs: a function that ``is_from_framework``, and its arguments.
-        mesh: as for ``explain``.
-        options: what the block takes.
-        refused: options that the framework's own jit takes; None where they are not given.
-        asker: the function of gshard that was called, which messages name.
-
-    Raises:
-        ArgumentError: one of ``refused`` is given. MeshError: arguments are on devices that are not in the mesh.
-    """
+    """Lowers a function in a block of ``instead_of_jit``, so that gshard partitions it."""
     given = [name for name, value in refused.items() if value is not None]
     if given:
         raise ArgumentError(

@@ -48,13 +48,7 @@ def with_bound_arguments(f: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any
 def compiled_again(
     found: CompiledExplanation, f: Any, given: Arguments, read: Callable[[Any], CompiledExplanation]
 ) -> CompiledAgain:
-    """What compiles an explained function once more.
-
-    Args:
-        found: the explanation.
-        f, given: the function from ``jax.jit`` or of a framework, and its arguments.
-        read: compiles and explains what is lowered.
-    """
+    """What compiles an explained function once more."""
     leaves, tree = jax.tree.flatten(on_first_devices(given))
     shapes = [_shape_of(leaf) for leaf in leaves]
     numbers = _numbers(found, f, given, shapes)

@@ -32,17 +32,7 @@ from gshard.planning.io_shardings import by_axes
 
 
 def target_inside(target: Target, jaxpr: Any, name: str) -> Target:
-    """The target of a call; inside of a ``jax.shard_map`` one on the whole mesh of the region.
-
-    Args:
-        target: what the function is partitioned for.
-        jaxpr: the function.
-        name: the function's.
-
-    Raises:
-        TraceError: the region leaves no axis automatic, or none that the target's mesh has; or the function has
-            effects, communicates over manual axes, or has a plan that was made for another mesh.
-    """
+    """The target of a call; inside of a ``jax.shard_map`` one on the whole mesh of the region."""
     around = jax.sharding.get_abstract_mesh()
     if not around.manual_axes:
         return target
@@ -80,14 +70,7 @@ def target_inside(target: Target, jaxpr: Any, name: str) -> Target:
 
 
 def run_inside(arrays: Sequence[Any], jaxpr: Any, target: Target, planned: Callable[..., SpmdProgram]) -> list[Any]:
-    """Runs a function on arrays of the region, partitioned over the axes that the region leaves automatic.
-
-    Args:
-        arrays: the operands, each what the devices of one position along the manual axes hold together.
-        jaxpr: the function.
-        target: from ``target_inside``.
-        planned: makes the per-device program of a closed jaxpr for a target.
-    """
+    """Runs a function on arrays of the region, partitioned over the axes that the region leaves automatic."""
     around = target.around
     assert around is not None
     spmd = planned(as_region(jaxpr, around), dataclasses.replace(target, leaves_by_axes=True))
@@ -116,10 +99,6 @@ def as_region(jaxpr: Any, around: Any) -> Any:
     """Makes a closed jaxpr the body of a ``jax.shard_map``.
 
     Its arrays get a first dimension for the positions along the manual axes.
-
-    Args:
-        jaxpr: the function of the arrays of one position.
-        around: the mesh, with its manual axes.
     """
     spec = PartitionSpec(tuple(around.manual_axes))
     positions = math.prod(around.shape[n] for n in around.manual_axes)

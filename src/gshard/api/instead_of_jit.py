@@ -41,13 +41,7 @@ _log = logging.getLogger("gshard")
 
 
 class OfJaxpr(Jitted):
-    """A partitioned function that JAX has traced already, of its flat arguments.
-
-    Args:
-        jaxpr: JAX's; held weakly, because JAX's caches own it and what is made of it.
-        jitted: what it was jitted with.
-        options: what is asked for besides.
-    """
+    """A partitioned function that JAX has traced already, of its flat arguments."""
 
     def __init__(self, jaxpr: Any, jitted: by_jax.Jitted, options: Options):
         known = weakref.ref(jaxpr)
@@ -113,13 +107,10 @@ class Partitioner:
     """Takes the place of XLA's partitioner; see ``core.jax_adapter_jit.Substitute``.
 
     With equal options one is equal to another, so that a second block finds the programs of the first.
-
-    Attributes:
-        options: what ``instead_of_jit`` was asked for.
     """
 
     def __init__(self, options: Options):
-        self.options = options
+        self.options = options  # what ``instead_of_jit`` was asked for
         self._key: Hashable = options.key
         try:
             self._hash = hash(self._key)
@@ -179,11 +170,7 @@ class Partitioner:
 
 
 def _refuse_explicit(mesh: Mesh) -> None:
-    """Refuses a plan for a mesh with axes of type Explicit.
-
-    Raises:
-        PlanError: the mesh has such axes.
-    """
+    """Refuses a plan for a mesh with axes of type Explicit."""
     explicit = getattr(mesh.given, "explicit_axes", ())
     if explicit:
         raise PlanError(

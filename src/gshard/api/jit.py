@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Literal, Protocol, TypedDict, Unpack, overload
 
 import jax
 
-from gshard.api.jitted import Jitted
+from gshard.api.jitted import Jitted, P, R
 from gshard.api.specs import told
 from gshard.api.target import Options
 from gshard.api.wrapped import Wrapped, refuse_device
@@ -22,9 +22,6 @@ from gshard.core.plan import Plan
 from gshard.device.machine import Machine
 from gshard.planning.collective_matmuls import CollectiveMatmul
 from gshard.planning.saved_plan import SavedPlan
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 class JitOptions(TypedDict, total=False):

@@ -173,11 +173,7 @@ class KernelFunction(Generic[P, R]):
         )
 
     def _checked(self, flat: Callable[..., Any], types: Any) -> Any:
-        """The structure of the results.
-
-        Raises:
-            ArgumentError: the two functions return different ones.
-        """
+        """The structure of the results."""
         shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in types]
         with no_mesh_set():
             fast, plain = (jax.eval_shape(flat(function), *shapes) for function in (self.fast, self.like))

@@ -285,11 +285,7 @@ class Compiled:
 
     @without_our_frames
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs on arrays; they are moved to where the program expects them.
-
-        Raises:
-            TypeError: another structure of arguments, or other shapes or dtypes, than it was compiled for.
-        """
+        """Runs on arrays; they are moved to where the program expects them."""
         if has_fixed(self.in_tree):
             args, kwargs = fixed(args, "arguments, "), fixed(kwargs, "arguments, ")
         leaves = flat_arguments(self._name, self.in_tree, args, kwargs)

@@ -14,15 +14,7 @@ from gshard.core.jax_adapter import user_line
 
 
 def dimension_of(dim: Any, partitions: Any, call: str) -> int:
-    """A dimension, checked to be a number.
-
-    Args:
-        dim, partitions: the arguments of ``split``.
-        call: the call as text.
-
-    Raises:
-        ShardingError: it is no number.
-    """
+    """A dimension, checked to be a number."""
     is_name = isinstance(dim, str) or (isinstance(dim, tuple | list) and all(isinstance(n, str) for n in dim))
     if is_name or isinstance(dim, PartitionSpec | NamedSharding | bool | np.bool_):
         hint = "Give a number, from 0; negative counts from the end."
@@ -46,15 +38,7 @@ def dimension_of(dim: Any, partitions: Any, call: str) -> int:
 
 
 def partitions_of(partitions: Any, call: str) -> int | str | tuple[str, ...]:
-    """A number of parts or names of axes, checked to be one or the other.
-
-    Args:
-        partitions: the argument of ``split``.
-        call: the call as text.
-
-    Raises:
-        ShardingError: it is neither.
-    """
+    """A number of parts or names of axes, checked to be one or the other."""
     if isinstance(partitions, str):
         return partitions
     if isinstance(partitions, tuple | list) and partitions and all(isinstance(n, str) for n in partitions):

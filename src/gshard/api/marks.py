@@ -141,11 +141,7 @@ def _split_over_axes(x: Any, axes: Mapping[Any, Any], over: Any, send: Any) -> A
 
 
 def _having(dims: Sequence[int], x: Any, leaves: Sequence[tuple[str, Any]], call: str) -> tuple[list[int], list[bool]]:
-    """The ranks of the arrays, and which of them have these dimensions.
-
-    Raises:
-        ShardingError: none has.
-    """
+    """The ranks of the arrays, and which of them have these dimensions."""
     ndims = [-1 if array is None else array.ndim for _, array in leaves]
     has = [all(-ndim <= dim < ndim for dim in dims) for ndim in ndims]
     if leaves and not any(has):
@@ -241,17 +237,7 @@ def is_names(x: Any) -> bool:
 
 
 def names_of(said: Any, x: Any, leaf: str, at: str = "") -> Names:
-    """The names of one array.
-
-    Args:
-        said: words, or a ``PartitionSpec`` of names.
-        x: the array, for its rank.
-        leaf: what it is called in messages.
-        at: its path, if it is an argument.
-
-    Raises:
-        ShardingError: the names are not as many as dimensions, or are no words.
-    """
+    """The names of one array."""
     if not isinstance(said, str | PartitionSpec):
         raise ShardingError(
             f"{type(said).__name__} names no dimensions.",

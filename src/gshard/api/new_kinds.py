@@ -21,14 +21,7 @@ _MANY = 16  # kinds of arguments of one function: more than a program has on pur
 
 
 def log_new_kind(name: str, names: Callable[[], Sequence[str]], now: Signature, last: Signature, kinds: int) -> None:
-    """Logs why a function is planned again.
-
-    Args:
-        name: the name of the function.
-        names: ``names()``: its flat arguments.
-        now, last: the signatures of this call and of the last one of another kind.
-        kinds: how many kinds there are with this one.
-    """
+    """Logs why a function is planned again."""
     if kinds == _MANY:
         _log.warning(
             "%s is planned and compiled for %d different kinds of arguments, at %s: %s. Pad arrays to a few sizes, and "

@@ -26,16 +26,7 @@ _SHOWN = 8  # types of operands in a message
 
 
 def marks_of_operands(ctx: Any, operands: Sequence[Any], target: Target) -> tuple[Mark | None, ...] | None:
-    """The marks that the operands of a call come with, while it is lowered; None if they do not count.
-
-    Raises:
-        Unknown: how one of them is split is not to be seen before XLA partitions the program.
-
-    Args:
-        ctx: the context of the rule that lowers it.
-        operands: values of the program that is made.
-        target: what the function is partitioned for.
-    """
+    """The marks that the operands of a call come with, while it is lowered; None if they do not count."""
     if not target.takes_arguments_as_marks or target.mesh.devices is None:
         return None
     return tuple(_mark(ctx, aval, x, target) for aval, x in zip(ctx.avals_in, operands, strict=True))
@@ -78,14 +69,6 @@ def tell_unknown(jaxpr: Any, target: Target, come: Sequence[Sharding]) -> None:
     That is so in a program that is exported; inside of ``jax.shard_map``; and in a loop or a nested ``jax.jit``, of
     random keys, of functions with effects, and where arguments are on a mesh with smaller axes. What is split may be
     gathered.
-
-    Args:
-        jaxpr: the function.
-        target: what it is partitioned for.
-        come: how its program takes the operands.
-
-    Raises:
-        ShardingError: the target is strict.
     """
     whole = [
         a.str_short(short_dtypes=True) for a, s in zip(jaxpr.in_avals, come, strict=True) if a.shape and not any(s.dims)

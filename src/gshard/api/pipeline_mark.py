@@ -81,15 +81,7 @@ def pipeline(
 
 
 def schedule_of(over: Any, micro_batches: Any, rounds: Any, call: str, hint: str) -> Schedule:
-    """The schedule that arguments of ``pipeline`` or ``stage`` give.
-
-    Args:
-        over, micro_batches, rounds: the arguments.
-        call, hint: the call and the way out, for messages.
-
-    Raises:
-        ShardingError: a number is no positive integer.
-    """
+    """The schedule that arguments of ``pipeline`` or ``stage`` give."""
     for word, number in (("micro_batches", micro_batches), ("rounds", rounds)):
         if not isinstance(number, int | np.integer) or isinstance(number, bool) or number < 1:
             raise ShardingError(f"{word} is a positive integer, not {number!r}.", user_line(), call, hint)

@@ -22,16 +22,7 @@ def arrays_of(arguments: Sequence[Any]) -> list[Any]:
 
 
 def refuse_twice(arguments: Sequence[Any], names: Callable[[], Sequence[str]], function: str) -> None:
-    """Refuses a reference that is given twice: what one name writes the other one would not see.
-
-    Args:
-        arguments: of a call, flat, with the references that the function closes over.
-        names: gives theirs.
-        function: its name.
-
-    Raises:
-        ArgumentError: it is a ``ValueError`` too, as of ``jax.jit``.
-    """
+    """Refuses a reference that is given twice: what one name writes the other one would not see."""
     references = [id(x) for x in arguments if is_reference(x)]
     if len({*references}) == len(references):
         return

@@ -106,18 +106,7 @@ def searched_of(
     finite: bool,
     caller: Callable[..., Any],
 ) -> Searched:
-    """Prepares a function and its arguments for the search.
-
-    Args:
-        f: a function, or one that ``gshard.jit``, ``jax.jit`` or a framework returned.
-        args, kwargs: its arguments.
-        own: static and donated arguments, as of ``jit``; None where they are not given.
-        finite: as for ``jit``.
-        caller: the function of gshard that was called, which messages name.
-
-    Raises:
-        ArgumentError: ``own`` or ``finite`` is given for a function that has its own.
-    """
+    """Prepares a function and its arguments for the search."""
     if isinstance(f, Jitted):
         refuse_options(caller.__name__, f, finite, **own)
         return OfArrays(f, args, kwargs)
@@ -128,33 +117,23 @@ def searched_of(
 
 @dataclasses.dataclass(eq=False)
 class SearchRun:
-    """The search on all meshes; what it has found is kept, whenever time or a signal ends it.
+    """The search on all meshes; what it has found is kept, whenever time or a signal ends it."""
 
-    Attributes:
-        searched: a function with its arguments.
-        meshes: the meshes of one machine.
-        any_shape: whether meshes of three axes are tried as well, near the best plans on these meshes.
-        machine: the machine; None for the devices of the mesh.
-        limit: bytes that a device may hold; the machine's memory if None.
-        budget: the time of the search.
-        on_better, budget_seconds, progress: as of ``gshard.search``.
-        begun: the searches that have begun, each with the function as it was traced for its mesh.
-        finished: those whose plans are priced, the most promising ones first.
-        known: all plans that were priced.
-    """
-
-    searched: Searched
-    meshes: Sequence[Mesh]
-    any_shape: bool
-    machine: str | Machine | None
-    limit: int | None
-    budget: TimeBudget
+    searched: Searched  # a function with its arguments
+    meshes: Sequence[Mesh]  # the meshes of one machine
+    any_shape: bool  # whether meshes of three axes are tried as well, near the best plans on these meshes
+    machine: str | Machine | None  # the machine; None for the devices of the mesh
+    limit: int | None  # bytes that a device may hold; the machine's memory if None
+    budget: TimeBudget  # the time of the search
+    # on_better, budget_seconds, progress: as of ``gshard.search``
     on_better: Callable[[PricedPlan], None] | None = None
     budget_seconds: float | None = None
     progress: bool | Callable[[str], object] | None = False
+    # the searches that have begun, each with the function as it was traced for its mesh
     begun: dict[MeshSearch, Lowered] = dataclasses.field(default_factory=dict)
+    # those whose plans are priced, the most promising ones first
     finished: list[MeshSearch] = dataclasses.field(default_factory=list)
-    known: list[PricedPlan] = dataclasses.field(default_factory=list)
+    known: list[PricedPlan] = dataclasses.field(default_factory=list)  # all plans that were priced
 
     def machine_on(self, mesh: Mesh) -> Machine:
         """The machine whose devices the mesh has."""

@@ -18,17 +18,7 @@ from gshard.language.mark_primitive import bind_mark
 
 
 def marked(x: Any, leaves: Sequence[tuple[str, Any]], marks: Sequence[Mark | None], send: Any) -> Any:
-    """The pytree with its arrays marked; those without a mark as they are.
-
-    Args:
-        x: a pytree.
-        leaves: for each of its leaves the name in messages, and the array; None if the leaf is no array.
-        marks: for each leaf the mark, or None.
-        send: the dtype in which the arrays are sent, or None.
-
-    Raises:
-        ShardingError: no such dtype, or an array cannot be sent in it.
-    """
+    """The pytree with its arrays marked; those without a mark as they are."""
     given, tree = jax.tree.flatten(x)
     sent_as = precision_of(send)
     if sent_as is not None:
@@ -42,11 +32,7 @@ def _bound(x: Any, mark: Mark) -> Any:
 
 
 def precision_of(send: Any) -> str | None:
-    """The name of the dtype that ``send=`` gives; None for None.
-
-    Raises:
-        ShardingError: arrays cannot be sent in it.
-    """
+    """The name of the dtype that ``send=`` gives; None for None."""
     if send is None:
         return None
     try:
@@ -91,11 +77,7 @@ def _is_python_number(x: Any) -> bool:
 
 
 def _mark_of(name: str, array: Any, mark: Mark, send: str) -> Mark:
-    """The mark of one array.
-
-    Raises:
-        ShardingError: the array is complex, or no wider than ``send``, or the mark is of parts of a sum.
-    """
+    """The mark of one array."""
     shown = f"{name}: {describe(array)}; send={send!r}" if name else f"{describe(array)}; send={send!r}"
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
         hint = "Mark its real and its imaginary part, or leave out send=."

@@ -42,25 +42,15 @@ _OF_HIJAX = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Leaf:
-    """One flat argument, as far as a program depends on it.
+    """One flat argument, as far as a program depends on it."""
 
-    Attributes:
-        aval: JAX's type of it.
-        sharding: of an array that is committed to one; None if JAX may place it.
-        partitioning: how the padded parts of an ``UnevenArray`` are cut.
-    """
-
-    aval: Any
-    sharding: Any = None
-    partitioning: Sharding | None = None
+    aval: Any  # JAX's type of it
+    sharding: Any = None  # of an array that is committed to one; None if JAX may place it
+    partitioning: Sharding | None = None  # how the padded parts of an ``UnevenArray`` are cut
 
     @staticmethod
     def of(x: Any) -> Leaf:
-        """Reads an argument.
-
-        Raises:
-            TypeError: it is no array, nor anything that JAX takes for one.
-        """
+        """Reads an argument."""
         if (aval := type_of_reference(x)) is not None:
             return Leaf(aval, None if isinstance(x, jax.core.Tracer) else x.sharding)
         if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
@@ -124,20 +114,14 @@ def explicit_sharding(aval: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Signature:
-    """What a program is made for.
+    """What a program is made for."""
 
-    Attributes:
-        tree: the structure of ``(positional, named)`` arguments without the static ones.
-        leaves: the flat arguments.
-        statics: the number of positional arguments, then (position or name, type, value) of each static one.
-        settings: JAX's.
-        closed_over: the references that the function closes over: arguments that the user does not write.
-    """
-
-    tree: Any
-    leaves: tuple[Leaf, ...]
+    tree: Any  # the structure of ``(positional, named)`` arguments without the static ones
+    leaves: tuple[Leaf, ...]  # the flat arguments
+    # the number of positional arguments, then (position or name, type, value) of each static one
     statics: tuple[Any, ...]
-    settings: Hashable
+    settings: Hashable  # JAX's
+    # the references that the function closes over: arguments that the user does not write
     closed_over: tuple[Leaf, ...] = ()
 
     @property
@@ -193,23 +177,15 @@ class Signature:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Parameters:
-    """Which arguments of a function are static and which are donated, by number and by name.
+    """Which arguments of a function are static and which are donated, by number and by name."""
 
-    Attributes:
-        f: the function.
-        static_numbers, static_names: arguments that are no arrays.
-        donated_numbers, donated_names: arguments whose memory results may take.
-        static_leaves: whether what is no array inside of the others is static as well.
-        in_shardings: where arguments are put before a call, in which memory among others.
-    """
-
-    f: Callable[..., Any]
-    static_numbers: tuple[int, ...]
+    f: Callable[..., Any]  # the function
+    static_numbers: tuple[int, ...]  # static_numbers, static_names: arguments that are no arrays
     static_names: tuple[str, ...]
-    donated_numbers: tuple[int, ...]
+    donated_numbers: tuple[int, ...]  # donated_numbers, donated_names: arguments whose memory results may take
     donated_names: tuple[str, ...]
-    static_leaves: bool = False
-    in_shardings: Any = None
+    static_leaves: bool = False  # whether what is no array inside of the others is static as well
+    in_shardings: Any = None  # where arguments are put before a call, in which memory among others
 
     def placed_by(self, in_shardings: Any) -> Parameters:
         """The same for a function whose arguments are put somewhere before a call."""
@@ -226,11 +202,7 @@ class Parameters:
         return with_freed_arguments(self.f) if self.static_leaves else self.f
 
     def fixed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments, their static leaves as parts of their structure.
-
-        Raises:
-            ArgumentError: such a leaf cannot be hashed.
-        """
+        """The arguments, their static leaves as parts of their structure."""
         if not self.static_leaves:
             return args, kwargs
         return fixed(args, f"arguments of {name_of(self.f)}, "), fixed(kwargs, f"arguments of {name_of(self.f)}, ")
@@ -239,11 +211,7 @@ class Parameters:
     def of(
         f: Callable[..., Any], static: tuple[Any, Any], donated: tuple[Any, Any], static_leaves: bool = False
     ) -> Parameters:
-        """Completes what was given by number or by name.
-
-        Raises:
-            ArgumentError: the function has no such argument, or one is static and donated.
-        """
+        """Completes what was given by number or by name."""
         try:
             return Parameters(f, *named_arguments(f, static, donated), static_leaves)
         except (ValueError, TypeError) as error:
@@ -256,11 +224,7 @@ class Parameters:
             ) from None
 
     def divide(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, Any], tuple[Any, ...]]:
-        """The arguments that are arrays, and ``Signature.statics``.
-
-        Raises:
-            ArgumentError: a static argument cannot be hashed.
-        """
+        """The arguments that are arrays, and ``Signature.statics``."""
         if not self.static_numbers and not self.static_names:
             return (args, kwargs), (len(args),)
         count = len(args)
@@ -291,12 +255,7 @@ class Parameters:
         return jitted.trace(*args, **kwargs)
 
     def with_statics(self, statics: tuple[Any, ...], *, tokens: bool = False) -> Callable[..., Any]:
-        """The function of the arrays alone; the function itself, where it can be: JAX knows its trace by it.
-
-        Args:
-            statics: of the signature.
-            tokens: whether there are some among its arguments or results.
-        """
+        """The function of the arrays alone; the function itself, where it can be: JAX knows its trace by it."""
         count, *given = statics
         whole = self.f
         if tokens or self.static_leaves:
@@ -322,11 +281,7 @@ class Parameters:
         return with_kept_objects(f, name_of(self.f)) if has_objects(signature.tree) else f
 
     def signature(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Signature, list[Any]]:
-        """The signature of a call, and its flat arguments.
-
-        Raises:
-            ArgumentError: an argument is no array, or a static one cannot be hashed.
-        """
+        """The signature of a call, and its flat arguments."""
         arrays, statics = self.divide(args, kwargs)
         leaves, tree = jax.tree.flatten(arrays)
         if any(map(is_token, leaves)):

@@ -87,11 +87,7 @@ def stage(
 
 
 def _marked(x: Any, schedule: Schedule | None) -> Any:
-    """The pytree with its arrays of floats, or all of its arrays if there are none, through ``stage_p``.
-
-    Raises:
-        ShardingError: there are no arrays.
-    """
+    """The pytree with its arrays of floats, or all of its arrays if there are none, through ``stage_p``."""
     leaves, tree = jax.tree.flatten(x)
     arrays = {i: y for i, y in enumerate(leaves) if isinstance(y, jax.Array | np.ndarray)}
     floats = {i: y for i, y in arrays.items() if jnp.issubdtype(y.dtype, jnp.inexact)}

@@ -18,12 +18,7 @@ from gshard.emit.compile import compiled_with_constants
 
 
 def standalone(lowered: Any) -> Any:
-    """The ``jax.stages.Compiled`` of a program's flat arguments and flat results.
-
-    Raises:
-        ArgumentError: arguments or results are in padded parts (``uneven="keep"``) or no arrays, or the program calls
-            back to Python.
-    """
+    """The ``jax.stages.Compiled`` of a program's flat arguments and flat results."""
     name = lowered.program.name
     outputs = zip(lowered.spmd.out_shardings, lowered.program.block.outputs, strict=True)
     if lowered.padded or not all(s.is_even(lowered.mesh, v.shape) for s, v in outputs):

@@ -62,11 +62,7 @@ class Fixed:
 
 
 def fixed(tree: Any, where: str, every: bool = True) -> Any:
-    """The tree with all leaves that are no arrays (or else the tokens only) as parts of its structure.
-
-    Raises:
-        ArgumentError: such a leaf has no hash; the message has its path, after ``where``.
-    """
+    """The tree with all leaves that are no arrays (or else the tokens only) as parts of its structure."""
 
     def leaf(path: Any, x: Any) -> Any:
         if is_token(x):

@@ -14,26 +14,17 @@ from gshard.api.static_leaves import freed
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Traced:
-    """A traced function, as ``jax.stages.Traced``; what is not defined here is as of ``traced_by_jax()``.
+    """A traced function, as ``jax.stages.Traced``; what is not defined here is as of ``traced_by_jax()``."""
 
-    Attributes:
-        jaxpr: the closed jaxpr over flat arguments.
-        in_tree: the structure of ``(positional, named)`` arguments.
-        out_tree: the structure of the results.
-        fun_name: the function's name.
-        donated: the flat arguments whose memory the results may take.
-        lowered: goes on to the per-device program.
-        out_shardings: gives what is said of each flat result of a pytree of shapes, None where nothing is.
-        traced_by_jax: the same function traced as a part of a program of JAX's, in which it is one equation.
-    """
-
-    jaxpr: Any
-    in_tree: Any
-    out_tree: Any
-    fun_name: str
-    donated: frozenset[int]
-    lowered: Callable[[], Lowered]
+    jaxpr: Any  # the closed jaxpr over flat arguments
+    in_tree: Any  # the structure of ``(positional, named)`` arguments
+    out_tree: Any  # the structure of the results
+    fun_name: str  # the function's name
+    donated: frozenset[int]  # the flat arguments whose memory the results may take
+    lowered: Callable[[], Lowered]  # goes on to the per-device program
+    # gives what is said of each flat result of a pytree of shapes, None where nothing is
     out_shardings: Callable[[Any], Sequence[Any]]
+    # the same function traced as a part of a program of JAX's, in which it is one equation
     traced_by_jax: Callable[[], Any]
 
     def lower(self, **options: Any) -> Any:

@@ -96,11 +96,7 @@ def _placed_on(mesh: Any) -> Any:
 
 
 def refuse_references(arguments: Sequence[Any], name: str = "a partitioned function") -> None:
-    """Refuses a call with references that is differentiated or mapped: a derivative would write to them twice.
-
-    Raises:
-        TraceError: an argument, or something closed over, is a reference.
-    """
+    """Refuses a call with references that is differentiated or mapped: a derivative would write to them twice."""
     if any(map(is_reference, arguments)):
         raise TraceError(
             f"{name} writes to a reference (jax.Ref), and a transformation around it would differentiate or map it.",
@@ -280,15 +276,6 @@ def _linearize_split(jaxpr: Any, target: Target, nonzero_tangents: tuple[int, ..
     """The function with what its derivative needs as further results, and the derivative, a function of those.
 
     The second is planned by itself, so what goes from one to the other is marked with its sharding.
-
-    Args:
-        jaxpr: the function.
-        target: what both are partitioned for.
-        nonzero_tangents: the arguments that have tangents.
-
-    Returns:
-        two closed jaxprs: arguments -> (results, residuals), and (residuals, tangents) -> tangents of those results
-        that are differentiable.
     """
     f = jaxpr_as_fun(jaxpr)
     trees: list[Any] = []

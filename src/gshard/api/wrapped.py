@@ -24,22 +24,14 @@ from gshard.core.jax_adapter_given import GivenToJit, given_to_jit
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wrapped:
-    """A function, and what it is jitted with.
+    """A function, and what it is jitted with."""
 
-    Attributes:
-        f: the function to trace.
-        in_shardings, out_shardings: of its arguments and results.
-        keep_unused: whether arguments that nothing reads are given to XLA.
-        compiler_options: XLA's, as pairs.
-        given: what ``jax.jit`` was given, if it returned the function.
-    """
-
-    f: Callable[..., Any]
-    in_shardings: Any
+    f: Callable[..., Any]  # the function to trace
+    in_shardings: Any  # in_shardings, out_shardings: of its arguments and results
     out_shardings: Any
-    keep_unused: bool
-    compiler_options: tuple[tuple[str, Any], ...]
-    given: GivenToJit | None = None
+    keep_unused: bool  # whether arguments that nothing reads are given to XLA
+    compiler_options: tuple[tuple[str, Any], ...]  # XLA's, as pairs
+    given: GivenToJit | None = None  # what ``jax.jit`` was given, if it returned the function
 
     @staticmethod
     def of(
@@ -49,11 +41,7 @@ class Wrapped:
         keep_unused: bool,
         compiler_options: Mapping[str, Any] | None,
     ) -> Wrapped:
-        """Adds what ``jax.jit`` was given with a function to what ``gshard.jit`` is given.
-
-        Raises:
-            ArgumentError: ``jax.jit`` was given a device or a backend.
-        """
+        """Adds what ``jax.jit`` was given with a function to what ``gshard.jit`` is given."""
         given = given_to_jit(f)
         options = dict(compiler_options or {})
         if given is None:
@@ -69,11 +57,7 @@ class Wrapped:
         return Wrapped(f, in_shardings, out_shardings, keep_unused or given.keep_unused, tuple(options.items()), given)
 
     def parameters(self, static: tuple[Any, Any], donated: tuple[Any, Any], static_leaves: bool) -> Parameters:
-        """Static and donated arguments: those of ``gshard.jit`` and those of ``jax.jit``.
-
-        Raises:
-            ArgumentError: the function has no such argument, or one is static and donated.
-        """
+        """Static and donated arguments: those of ``gshard.jit`` and those of ``jax.jit``."""
         own = Parameters.of(self.f, static, donated, static_leaves)
         if self.given is None:
             return own
@@ -106,10 +90,6 @@ def mesh_that_is_meant(args: Any, kwargs: Any, traced: Callable[[], Any]) -> jax
     """The mesh on which an argument is placed, or else that of a sharding inside a function; None if a mesh is set.
 
     A mesh of devices counts before an abstract one.
-
-    Args:
-        args, kwargs: the arguments.
-        traced: gives the closed jaxpr of the function.
     """
     if mesh_of_context() is not None:
         return None

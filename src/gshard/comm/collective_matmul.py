@@ -50,18 +50,7 @@ class _Lane:
 
 
 def collective_matmul(ring: Ring, shards: Shards, arrays: Sequence[Any], note: Note) -> Any:
-    """Computes a contraction part by part, inside ``shard_map``.
-
-    Args:
-        ring: the factor and the rotating arrays.
-        shards: the equation, split without the ring.
-        arrays: one device's parts of the operands, with the shardings of ``core.ring.entering``.
-        note: called for every permute with its atoms, the array that each device sends, the number of runs, and the
-            number of the operand (None for sums).
-
-    Returns:
-        one device's part of the result, with the sharding of ``core.ring.leaving``.
-    """
+    """Computes a contraction part by part, inside ``shard_map``."""
     return _Steps(ring, shards, note).run(arrays)
 
 

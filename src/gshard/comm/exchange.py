@@ -34,19 +34,13 @@ Ints = NDArray[np.int64]
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Exchange:
-    """The tiles of an exchange, with their senders.
+    """The tiles of an exchange, with their senders."""
 
-    Attributes:
-        atoms: the atoms along which tiles move. Devices are numbered along them.
-        held: for each dimension the number of tiles of a part before the exchange.
-        wanted: the same after the exchange.
-        sender, source: int64 [devices, tiles]: for each tile of a part after the exchange, the device that holds it
-            before, and the number of the tile there.
-    """
-
-    atoms: Atoms
-    held: tuple[int, ...]
-    wanted: tuple[int, ...]
+    atoms: Atoms  # the atoms along which tiles move. Devices are numbered along them.
+    held: tuple[int, ...]  # for each dimension the number of tiles of a part before the exchange
+    wanted: tuple[int, ...]  # the same after the exchange
+    # sender, source: int64 [devices, tiles]: for each tile of a part after the exchange, the device that holds it
+    # before, and the number of the tile there
     sender: Ints
     source: Ints
 

@@ -39,44 +39,29 @@ from gshard.core.xla_workarounds import opaque_for_slice, ppermute
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shift:
-    """Sends elements ``low`` to ``high`` of part ``i + distance`` to part ``i``, for each receiver ``i``.
+    """Sends elements ``low`` to ``high`` of part ``i + distance`` to part ``i``, for each receiver ``i``."""
 
-    Attributes:
-        distance: the distance of the sending part; 0 for the device's own part.
-        low, high: the needed elements of a part.
-        begin, end: the elements of the part for which the receiver has room.
-        receivers: the parts that need some of these elements.
-    """
-
-    distance: int
-    low: int
+    distance: int  # the distance of the sending part; 0 for the device's own part
+    low: int  # low, high: the needed elements of a part
     high: int
-    begin: int
+    begin: int  # begin, end: the elements of the part for which the receiver has room
     end: int
-    receivers: tuple[int, ...]
+    receivers: tuple[int, ...]  # the parts that need some of these elements
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Window:
-    """The window of a dimension that each part of a result needs.
+    """The window of a dimension that each part of a result needs."""
 
-    Attributes:
-        n: number of elements of the dimension.
-        first, step: the window of part ``i`` begins at position ``first + step * i``.
-        parts: number of parts.
-        extent: length of the window in positions.
-        dilation: element ``j`` is at position ``j * dilation``.
-        taking: parts from this one on hold no results and need no elements; None if all parts hold results.
-        inside: whether results read elements of the array only, so that elements outside do not matter.
-    """
-
-    n: int
-    first: int
+    n: int  # number of elements of the dimension
+    first: int  # first, step: the window of part ``i`` begins at position ``first + step * i``
     step: int
-    parts: int
-    extent: int
-    dilation: int = 1
+    parts: int  # number of parts
+    extent: int  # length of the window in positions
+    dilation: int = 1  # element ``j`` is at position ``j * dilation``
+    # parts from this one on hold no results and need no elements; None if all parts hold results
     taking: int | None = None
+    # whether results read elements of the array only, so that elements outside do not matter
     inside: bool = dataclasses.field(default=False, compare=False)
 
     def position(self, part: Any) -> Any:
@@ -194,11 +179,7 @@ def _plan(window: Window, size: int) -> tuple[Shift, ...]:
 
 
 def fetch_window(x: Any, dim: int, atoms: Atoms, mesh: Mesh, window: Window) -> Any:
-    """This device's window of dimension ``dim``, inside ``shard_map``; ``x`` is its part.
-
-    Returns:
-        ``window.width`` elements along ``dim``. Elements outside of the array are undefined.
-    """
+    """This device's window of dimension ``dim``, inside ``shard_map``; ``x`` is its part."""
     return laid_out(x, received(x, dim, atoms, mesh, window), dim, atoms, window)
 
 
@@ -220,12 +201,7 @@ def received(x: Any, dim: int, atoms: Atoms, mesh: Mesh, window: Window) -> tupl
 
 
 def laid_out(x: Any, received_chunks: Sequence[Any], dim: int, atoms: Atoms, window: Window, fill: Any = 0) -> Any:
-    """This device's window, from its part ``x`` and the ``received`` chunks.
-
-    Returns:
-        ``window.width`` elements along ``dim``. Elements outside of the array are ``fill`` if
-        ``Window.filled_outside``, otherwise undefined.
-    """
+    """This device's window, from its part ``x`` and the ``received`` chunks."""
     size, width, zeros = x.shape[dim], window.width, _is_zero(fill)
     shifts = window.shifts(size) if size else ()
     if not shifts or not x.size:
@@ -272,19 +248,7 @@ def laid_out(x: Any, received_chunks: Sequence[Any], dim: int, atoms: Atoms, win
 
 
 def add_windows(x: Any, dim: int, atoms: Atoms, mesh: Mesh, window: Window, size: int) -> Any:
-    """Adds the elements of all windows to the elements of the array that they cover: the transpose of ``fetch_window``.
-
-    Args:
-        x: this device's window. Elements outside of the array must be zero unless ``Window.filled_outside``.
-        dim: the dimension of the windows.
-        atoms: the atoms that split it.
-        mesh: the mesh.
-        window: the window.
-        size: the number of elements of a part.
-
-    Returns:
-        this device's part of the sums: ``size`` elements along ``dim``.
-    """
+    """Adds the elements of all windows to the array elements that they cover: the transpose of ``fetch_window``."""
     part = jax.ShapeDtypeStruct((*x.shape[:dim], size, *x.shape[dim + 1 :]), x.dtype)
     (sums,) = jax.linear_transpose(lambda y: fetch_window(y, dim, atoms, mesh, window), part)(x)
     return sums

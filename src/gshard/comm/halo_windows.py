@@ -15,16 +15,11 @@ from gshard.core.split import Split, place
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HaloWindows:
-    """The windows of one operand of an equation.
+    """The windows of one operand of an equation."""
 
-    Attributes:
-        dims: the factors of the dimensions of the operand.
-        moved: for each dimension whether the operator reads a window along it.
-        window: ``window(d, parts)`` returns the windows that the parts of the result read along dimension ``d``.
-    """
-
-    dims: Sequence[tuple[int, ...]]
-    moved: Sequence[bool]
+    dims: Sequence[tuple[int, ...]]  # the factors of the dimensions of the operand
+    moved: Sequence[bool]  # for each dimension whether the operator reads a window along it
+    # ``window(d, parts)`` returns the windows that the parts of the result read along dimension ``d``
     window: Callable[[int, int], Window]
 
     def split_over(self, mesh: Mesh, split: Split) -> dict[int, Window]:
@@ -42,13 +37,6 @@ class HaloWindows:
         """The bytes that each device sends if devices fetch the windows of one dimension after the other.
 
         A fetched window changes the size of the part whose windows are fetched next.
-
-        Args:
-            shape: the shape of the operand.
-            dtype: its dtype.
-            mesh: the mesh.
-            split: the atoms of the factors.
-            length: ``length(d, window)`` returns the size of dimension ``d`` after its window is fetched.
         """
         sizes = [-(-n // mesh.count(atoms)) for n, atoms in zip(shape, place(tuple(self.dims), split), strict=True)]
         total = 0

@@ -23,36 +23,21 @@ from gshard.core.xla_workarounds import ragged_all_to_all
 
 
 class RowRoutes(NamedTuple):
-    """The routes of one device's rows. Each of ``P`` devices has ``n`` rows and ``m`` places, and can receive ``room``.
+    """Routes of one device's rows. Each of ``P`` devices has ``n`` rows and ``m`` places, and can receive ``room``."""
 
-    Attributes:
-        order: int32 [n], the rows sorted by the device that holds their place; rows without a place come last.
-        starts, sizes: int32 [P], the chunk of ``order`` that each device receives.
-        targets: int32 [P], where the chunk begins among the rows that the device receives.
-        received_starts, received_sizes: int32 [P], the chunk that comes from each device.
-        sources: int32 [P], where this chunk begins in the ``order`` of its sender.
-        arrival_of_place: int32 [m], the arrival that belongs to each place; ``room`` if none does.
-        place_of_arrival: int32 [room], the place of each arrival; ``m`` if there is none.
-    """
-
-    order: Any
-    starts: Any
+    order: Any  # int32 [n], the rows sorted by the device that holds their place; rows without a place come last
+    starts: Any  # starts, sizes: int32 [P], the chunk of ``order`` that each device receives
     sizes: Any
-    targets: Any
-    received_starts: Any
+    targets: Any  # int32 [P], where the chunk begins among the rows that the device receives
+    received_starts: Any  # received_starts, received_sizes: int32 [P], the chunk that comes from each device
     received_sizes: Any
-    sources: Any
-    arrival_of_place: Any
-    place_of_arrival: Any
+    sources: Any  # int32 [P], where this chunk begins in the ``order`` of its sender
+    arrival_of_place: Any  # int32 [m], the arrival that belongs to each place; ``room`` if none does
+    place_of_arrival: Any  # int32 [room], the place of each arrival; ``m`` if there is none
 
     @in_context(NO_CONTEXT)
     def there(self, x: Any, axes: tuple[str, ...]) -> Any:
-        """The rows that this device receives, in the order of their arrival.
-
-        Args:
-            x: ``[n, ...]``, this device's rows sorted by ``order``.
-            axes: the axes of the ``P`` devices.
-        """
+        """The rows that this device receives, in the order of their arrival."""
         room = jnp.zeros((*self.place_of_arrival.shape, *x.shape[1:]), x.dtype)
         return ragged_all_to_all(x, room, self.starts, self.sizes, self.targets, self.received_sizes, axes)
 
@@ -67,17 +52,7 @@ class RowRoutes(NamedTuple):
 def routes_of(
     places: Any, sizes: Any, index: Any, held: int, room: int, axes: tuple[str, ...], *, is_sorted: bool = False
 ) -> RowRoutes:
-    """The routes of the rows of one device.
-
-    Args:
-        places: int32 ``[n]``, the global numbers of the places of this device's rows; negative for none.
-        sizes: int32 ``[P, P]``, how many rows each device (first dimension) has for each device.
-        index: the number of this device.
-        held: the number of places that each device holds.
-        room: how many rows a device can receive at most. If numbers occur twice, others are not sent.
-        axes: the axes of the ``P`` devices.
-        is_sorted: whether ``places`` increase, with rows without a place at the end.
-    """
+    """The routes of the rows of one device."""
     owner = owners(places, held, sizes.shape[0])
     starts = jnp.cumsum(sizes, axis=1) - sizes
     targets = jnp.cumsum(sizes, axis=0) - sizes

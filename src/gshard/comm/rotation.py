@@ -27,15 +27,10 @@ Use = Callable[[Any, list[Any], Any], tuple[Any, list[Any]]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rotation:
-    """A ring of the devices along some atoms.
+    """A ring of the devices along some atoms."""
 
-    Attributes:
-        shards: the equation that rotates its operands.
-        atoms: the atoms of the ring.
-    """
-
-    shards: Shards
-    atoms: Atoms
+    shards: Shards  # the equation that rotates its operands
+    atoms: Atoms  # the atoms of the ring
 
     @property
     def parts(self) -> int:
@@ -49,20 +44,7 @@ class Rotation:
     def run(
         self, moving: Sequence[Any], state: Any, steps: int, use: Use, *, sign: int = 1, sums: bool = False
     ) -> tuple[Any, list[Any]]:
-        """Uses the parts of the next devices on the ring, one after the other.
-
-        Args:
-            moving: this device's part of each array that rotates.
-            state: what a device keeps.
-            steps: the number of parts that pass.
-            use: ``use(state, moving, j) -> (state, sums)``: computes with the parts of the device ``j`` steps behind
-                and returns what to add to the sums for these parts; [] without sums.
-            sign: 1 if parts come from the device behind, -1 if from the device before.
-            sums: whether sums travel with the parts.
-
-        Returns:
-            the state, and the sums for this device's own part.
-        """
+        """Uses the parts of the next devices on the ring, one after the other."""
         if not steps:
             return state, []
         first = 1

@@ -14,12 +14,7 @@ def is_strided(shape: tuple[int, ...], dim: int) -> bool:
 
 
 def is_turned(shape: tuple[int, ...], cut: int, joined: int) -> bool:
-    """Whether received parts, which are consecutive, must be interleaved.
-
-    Args:
-        shape: the shape of a part.
-        cut, joined: the dimension that was split, and the dimension along which parts are joined.
-    """
+    """Whether received parts, which are consecutive, must be interleaved."""
     return any(n > 1 for n in shape[min(cut, joined) : max(cut, joined)])
 
 

@@ -104,16 +104,7 @@ class Columns:
 
 
 def ways(n: int, parts: int, others: int, sizes: Sequence[int], num_keys: int, twins: bool) -> dict[str, int]:
-    """The methods of sorting, with the bytes that each device sends.
-
-    Args:
-        n: number of elements of the sorted dimension.
-        parts: number of its parts.
-        others: number of elements of a device's part across the other dimensions.
-        sizes: bytes of one element of each operand.
-        num_keys: number of compared operands.
-        twins: whether elements that compare equal have equal bits, so that their order does not matter.
-    """
+    """The methods of sorting, with the bytes that each device sends."""
     size, each = -(-n // parts), sum(sizes)
     across = -(-others // parts) * (parts - 1)
     bytes_of = {"together": (parts - 1) * size * others * each, "crosswise": 2 * across * size * each}
@@ -131,16 +122,7 @@ def are_twins(dtypes: Sequence[Any], num_keys: int) -> bool:
 
 
 def sort_split(shards: Shards, operands: Sequence[Any], axis: int, n: int, num_keys: int, atoms: Atoms) -> list[Any]:
-    """Sorts local parts along ``axis``, a dimension of ``n`` elements that is split over ``atoms``.
-
-    Args:
-        shards: the equation and the device.
-        operands: arrays of one shape. The first ``num_keys`` are compared, in this order.
-        axis, n, num_keys, atoms: see above.
-
-    Returns:
-        one device's parts of the sorted arrays. Elements that compare equal keep their order.
-    """
+    """Sorts local parts along ``axis``, a dimension of ``n`` elements that is split over ``atoms``."""
     parts = shards.mesh.count(atoms)
     shape = operands[0].shape
     moved = [jnp.moveaxis(x, axis, -1) for x in operands]
@@ -257,12 +239,7 @@ def _merged(shards: Shards, arranged: list[Any], keys: int, columns: Columns, tw
 
 
 def _in_one_message(arrays: Sequence[Any], move: Callable[[Any], Any]) -> list[Any]:
-    """Moves several arrays in one message, as rows of words whose size divides all element sizes.
-
-    Args:
-        arrays: arrays of shape [rows, elements].
-        move: a function that only moves elements along the second dimension.
-    """
+    """Moves several arrays in one message, as rows of words whose size divides all element sizes."""
     sizes = [x.dtype.itemsize for x in arrays]
     if len(arrays) == 1 or any(jnp.issubdtype(x.dtype, jnp.complexfloating) for x in arrays):
         return [move(x) for x in arrays]

@@ -52,24 +52,15 @@ LOCAL = (ALL_SLICE, TO_PARTIAL)  # steps in which nothing is sent
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step:
-    """One move of an array.
+    """One move of an array."""
 
-    Attributes:
-        kind: the kind of the step.
-        atoms: the atoms over which it runs.
-        before, after: the shardings before and after the step.
-        dim: the dimension that is sliced, gathered or scattered, or that atoms leave.
-        to: the dimension to which the atoms of an all_to_all move; -1 for an all_to_all of tiles.
-        monoid: the monoid that combines unreduced parts.
-    """
-
-    kind: str
-    atoms: Atoms
-    before: Sharding
+    kind: str  # the kind of the step
+    atoms: Atoms  # the atoms over which it runs
+    before: Sharding  # before, after: the shardings before and after the step
     after: Sharding
-    dim: int = -1
-    to: int = -1
-    monoid: str = "add"
+    dim: int = -1  # the dimension that is sliced, gathered or scattered, or that atoms leave
+    to: int = -1  # the dimension to which the atoms of an all_to_all move; -1 for an all_to_all of tiles
+    monoid: str = "add"  # the monoid that combines unreduced parts
 
 
 class Times(Protocol):

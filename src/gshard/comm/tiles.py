@@ -57,13 +57,7 @@ def exchanged(x: Any, before: Sequence[Atoms], after: Sequence[Atoms], mesh: Mes
 
 
 def turns(shape: Sequence[int], before: Sequence[Atoms], after: Sequence[Atoms], mesh: Mesh) -> tuple[bool, bool]:
-    """Whether elements are transposed before and after the all-to-all.
-
-    Args:
-        shape: the shape of one device's part.
-        before, after: the atoms that split each dimension.
-        mesh: the mesh.
-    """
+    """Whether elements are transposed before and after the all-to-all."""
     moving = moved(before, after)
     with_atom_dims, dim_of_atom, other_dims = _with_atom_dims(shape, before, after, mesh)
     tile = [with_atom_dims[d] for d in other_dims]
@@ -76,11 +70,7 @@ def turns(shape: Sequence[int], before: Sequence[Atoms], after: Sequence[Atoms],
 def _with_atom_dims(
     shape: Sequence[int], before: Sequence[Atoms], after: Sequence[Atoms], mesh: Mesh
 ) -> tuple[list[int], dict[str, int], list[int]]:
-    """The shape of a part with a dimension for each gained atom, in front of the dimension that the atom splits.
-
-    Returns:
-        the shape, the dimension of each gained atom, and the other dimensions.
-    """
+    """The shape of a part with a dimension for each gained atom, in front of the dimension that the atom splits."""
     new_shape: list[int] = []
     dim_of_atom: dict[str, int] = {}
     other_dims: list[int] = []

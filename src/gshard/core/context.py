@@ -19,18 +19,14 @@ from typing import Any
 class Context:
     """The context of an equation.
 
-    Attributes:
-        compute_type: the argument of ``compute_on``; None outside of ``compute_on``.
-        metadata: keys and values of ``set_xla_metadata``, sorted by key.
-
     >>> Context(metadata=(("a", 1), ("b", 2))).inside(Context("device_host", (("b", 3), ("c", 4))))
     Context(compute_type='device_host', metadata=(('a', 1), ('b', 2), ('c', 4)))
     >>> print(Context("device_host", (("b", 3),)))
     {compute_on=device_host, b=3}
     """
 
-    compute_type: str | None = None
-    metadata: tuple[tuple[str, Any], ...] = ()
+    compute_type: str | None = None  # the argument of ``compute_on``; None outside of ``compute_on``
+    metadata: tuple[tuple[str, Any], ...] = ()  # keys and values of ``set_xla_metadata``, sorted by key
 
     def __bool__(self) -> bool:
         return self.compute_type is not None or bool(self.metadata)

@@ -35,12 +35,7 @@ def _nothing() -> None:
 
 @contextlib.contextmanager
 def until(end: float, at_each_check: Callable[[], None] = _nothing) -> Iterator[None]:
-    """Sets the deadline of a ``with`` block. It replaces the deadline of an enclosing block.
-
-    Args:
-        end: a time of ``time.monotonic`` in seconds; ``inf`` for no deadline.
-        at_each_check: called at every check, for example to report progress.
-    """
+    """Sets the deadline of a ``with`` block. It replaces the deadline of an enclosing block."""
     token = _current.set((end, at_each_check))
     try:
         yield

@@ -33,16 +33,6 @@ def table_of_ids(ids: np.ndarray, mesh: Mesh) -> np.ndarray:
     """The devices of each part, for a mark that is an array of device ids.
 
     If there are fewer ids than devices, several consecutive devices hold each part.
-
-    Args:
-        ids: device ids, one for each part of the array.
-        mesh: the program's mesh.
-
-    Returns:
-        device numbers of shape ``[*parts, copies]``.
-
-    Raises:
-        ShardingError: an id is missing, or the mesh has no such device.
     """
     count = ids.size
     if not count:
@@ -68,16 +58,7 @@ def table_of_ids(ids: np.ndarray, mesh: Mesh) -> np.ndarray:
 
 
 def table_of_axes(dims: Sequence[Sequence[str]], axes: Sequence[tuple[str, int]], devices: Sequence[int]) -> np.ndarray:
-    """The devices of each part, for dimensions that are split over named axes of a grid of devices.
-
-    Args:
-        dims: the axes that split each dimension.
-        axes: names and sizes of the axes of the grid.
-        devices: the devices of the grid in row-major order.
-
-    Returns:
-        device numbers of shape ``[*parts, copies]``.
-    """
+    """The devices of each part, for dimensions that are split over named axes of a grid of devices."""
     names = [name for name, _ in axes]
     sizes = [size for _, size in axes]
     split_axes = [names.index(name) for dim in dims for name in dim]
@@ -155,14 +136,6 @@ def permutation(dims: tuple[Atoms, ...], order: Order, mesh: Mesh) -> list[tuple
     """The sender and receiver pairs that move an array from another device order to the order of the mesh.
 
     Devices that already hold the part that they need keep it.
-
-    Args:
-        dims: the atoms that split each dimension.
-        order: the device order in which the array is split.
-        mesh: the mesh in whose order the array shall be split.
-
-    Returns:
-        pairs of positions in the mesh, sorted.
     """
     new_positions = _positions(mesh)[np.asarray(order or range(mesh.size))]  # of the devices of ``order``
     parts = positions_of_parts(dims, mesh)

@@ -12,22 +12,16 @@ MESH = "mesh"  # the option of an inner ``gshard.jit`` whose value is the axes o
 class Dropped:
     """One feature that gshard does not keep.
 
-    Attributes:
-        what: the parameter and its primitive, such as ``out_layouts of jit``.
-        value: the value of the parameter, as text.
-        line: the user's source line of the equation.
-        why: a sentence that states what gshard does instead.
-        option: the name and the value of an option of an inner ``gshard.jit``. gshard keeps the option if the outer
-            ``gshard.jit`` has the same value.
-
     >>> print(Dropped("name of composite", "'my.op'", "train.py:41 (loss)", "It is compiled as its decomposition."))
     train.py:41 (loss): name of composite is 'my.op'. It is compiled as its decomposition.
     """
 
-    what: str
-    value: str
-    line: str
-    why: str
+    what: str  # the parameter and its primitive, such as ``out_layouts of jit``
+    value: str  # the value of the parameter, as text
+    line: str  # the user's source line of the equation
+    why: str  # a sentence that states what gshard does instead
+    # the name and the value of an option of an inner ``gshard.jit``. gshard keeps the option if the outer
+    # ``gshard.jit`` has the same value.
     option: tuple[str, Hashable] | None = None
 
     def __str__(self) -> str:

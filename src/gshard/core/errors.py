@@ -87,15 +87,7 @@ class ShardingWarning(UserWarning):
 
 
 def warn_once(name: str, told: set[str], what: str, found: Sequence[str], hint: str) -> None:
-    """Warns of what a function does otherwise than its user may expect, unless ``told`` has a warning of this kind.
-
-    Args:
-        name: the function.
-        told: the kinds of warnings that the function had; ``what`` is added.
-        what: the kind, as a sentence without the name.
-        found: a line for each place.
-        hint: how to change it.
-    """
+    """Warns of what a function does otherwise than its user may expect, unless ``told`` has a warning of this kind."""
     if not found or what in told:
         return
     told.add(what)

@@ -84,17 +84,11 @@ def _block(count: int) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Heads:
-    """Moves arrays between the dimensions of gshard and those of the kernels.
+    """Moves arrays between the dimensions of gshard and those of the kernels."""
 
-    Attributes:
-        batch: the sizes of the batch dimensions.
-        keys: the number of key heads.
-        group: the number of query heads of each key head.
-    """
-
-    batch: tuple[int, ...]
-    keys: int
-    group: int
+    batch: tuple[int, ...]  # the sizes of the batch dimensions
+    keys: int  # the number of key heads
+    group: int  # the number of query heads of each key head
 
     def of_queries(self, x: Any) -> Any:
         """[*batch, T, K, G, ...] as [batch, K * G, T, ...]."""

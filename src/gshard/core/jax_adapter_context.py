@@ -90,17 +90,11 @@ def _with_random_bits(partitionable: bool) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Setting:
-    """One setting in an equation's context.
+    """One setting in an equation's context."""
 
-    Attributes:
-        name: the name of the setting in JAX.
-        value: its value in this context.
-        default: its value if nothing is set.
-    """
-
-    name: str
-    value: Any
-    default: Any
+    name: str  # the name of the setting in JAX
+    value: Any  # its value in this context
+    default: Any  # its value if nothing is set
 
 
 @tabulated(256)
@@ -150,13 +144,6 @@ def with_mesh_for_specs(trace: Callable[[], Any], mesh: jax.sharding.Mesh | jax.
     nested ``jax.jit``), and a ``jax.shard_map`` without ``mesh=``, against the mesh that is set, and raises if none is.
     Functions that need no mesh are traced without one, because JAX refuses a ``shard_map`` over axes that the set mesh
     does not have.
-
-    Args:
-        trace: traces the function; called once or twice.
-        mesh: the mesh to set for the second call. With None there is no second call.
-
-    Raises:
-        Exception: any exception of ``trace``.
     """
     try:
         return trace()

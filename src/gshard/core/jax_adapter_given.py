@@ -18,30 +18,18 @@ from jax.extend.core import Var
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GivenToJit:
-    """The arguments of one call of ``jax.jit``.
+    """The arguments of one call of ``jax.jit``."""
 
-    Attributes:
-        f: the function.
-        static: numbers and names of static arguments.
-        donated: numbers and names of donated arguments.
-        in_shardings, out_shardings: pytree prefixes of shardings; None if the user gave none.
-        layouts: the memory layouts in the given shardings (each the layout of a ``Format``).
-        keep_unused: whether XLA receives arguments that nothing reads.
-        compiler_options: options of XLA.
-        device: the device or the backend; None if the user gave none.
-        resolves: whether ``None`` among the shardings has a meaning (``pjit``).
-    """
-
-    f: Callable[..., Any]
-    static: tuple[tuple[int, ...], tuple[str, ...]]
-    donated: tuple[tuple[int, ...], tuple[str, ...]]
-    in_shardings: Any
+    f: Callable[..., Any]  # the function
+    static: tuple[tuple[int, ...], tuple[str, ...]]  # numbers and names of static arguments
+    donated: tuple[tuple[int, ...], tuple[str, ...]]  # numbers and names of donated arguments
+    in_shardings: Any  # in_shardings, out_shardings: pytree prefixes of shardings; None if the user gave none
     out_shardings: Any
-    layouts: tuple[Any, ...]
-    keep_unused: bool
-    compiler_options: Mapping[str, Any]
-    device: Any
-    resolves: bool
+    layouts: tuple[Any, ...]  # the memory layouts in the given shardings (each the layout of a ``Format``)
+    keep_unused: bool  # whether XLA receives arguments that nothing reads
+    compiler_options: Mapping[str, Any]  # options of XLA
+    device: Any  # the device or the backend; None if the user gave none
+    resolves: bool  # whether ``None`` among the shardings has a meaning (``pjit``)
 
 
 def given_to_jit(f: Any) -> GivenToJit | None:
@@ -115,15 +103,7 @@ def axes_of_exported(exported: Any) -> dict[str, int] | None:
 
 
 def arguments_of_calls(traced: Any) -> list[dict[str, int]]:
-    """Of each jitted function that a traced function calls, its arguments by name.
-
-    Args:
-        traced: a closed jaxpr.
-
-    Returns:
-        for each call the names that arguments have in its program, each with the number of the argument of ``traced``
-        that is passed. Names of several arguments, and arguments that are computed, are left out.
-    """
+    """Of each jitted function that a traced function calls, its arguments by name."""
     numbers = {v: i for i, v in enumerate(traced.jaxpr.invars)}
     calls = []
     for e in traced.jaxpr.eqns:

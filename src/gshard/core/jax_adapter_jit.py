@@ -26,29 +26,20 @@ _OPEN = (type(None), _sharding_impls.UnspecifiedValue)  # types that leave a sha
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Jitted:
-    """The options of a jitted function, for its flat arguments and results.
+    """The options of a jitted function, for its flat arguments and results."""
 
-    Attributes:
-        name: the name of the function.
-        is_left_to_jax: whether a file of JAX or gshard defines the function. Most functions of ``jax.numpy`` are
-            jitted, and JAX jits functions of its own to move arrays, which expect their results on one device.
-        argument_names: the names of the flat arguments, in the user's terms.
-        in_shardings, out_shardings: the sharding of each argument and each result; None if it is open.
-        has_layouts: whether the options contain memory layouts.
-        donated: the numbers of the arguments whose memory results may reuse.
-        keep_unused: whether XLA receives arguments that nothing reads.
-        compiler_options: options of XLA, as pairs.
-    """
-
-    name: str
+    name: str  # the name of the function
+    # whether a file of JAX or gshard defines the function. Most functions of ``jax.numpy`` are jitted, and JAX jits
+    # functions of its own to move arrays, which expect their results on one device.
     is_left_to_jax: bool
-    argument_names: tuple[str, ...]
+    argument_names: tuple[str, ...]  # the names of the flat arguments, in the user's terms
+    # in_shardings, out_shardings: the sharding of each argument and each result; None if it is open
     in_shardings: tuple[Any, ...]
     out_shardings: tuple[Any, ...]
-    has_layouts: bool
-    donated: tuple[int, ...]
-    keep_unused: bool
-    compiler_options: tuple[tuple[str, Any], ...]
+    has_layouts: bool  # whether the options contain memory layouts
+    donated: tuple[int, ...]  # the numbers of the arguments whose memory results may reuse
+    keep_unused: bool  # whether XLA receives arguments that nothing reads
+    compiler_options: tuple[tuple[str, Any], ...]  # options of XLA, as pairs
 
     @staticmethod
     def of(parameters: dict[str, Any]) -> Jitted:
@@ -85,18 +76,12 @@ def _is_left_to_jax(source: str | None) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ran:
-    """The outcome of one call.
+    """The outcome of one call."""
 
-    Attributes:
-        results: the flat results.
-        compiled: the ``jax.stages.Compiled`` that JAX's dispatch in C++ runs in later calls; None if each call needs
-            Python.
-        captured: the captured arrays, which precede the arguments.
-    """
-
-    results: Sequence[Any]
+    results: Sequence[Any]  # the flat results
+    # the ``jax.stages.Compiled`` that JAX's dispatch in C++ runs in later calls; None if each call needs Python
     compiled: Any
-    captured: Sequence[Any]
+    captured: Sequence[Any]  # the captured arrays, which precede the arguments
 
 
 class Substitute(Protocol):

@@ -49,10 +49,6 @@ def kernel_as_traced_here(value: Any, atoms_of: Mapping[str, tuple[str, ...]]) -
 
     In interpret mode JAX runs a kernel's equations inside ``shard_map``. It then gives the results of branches and
     loops the types of their bodies, which must have the current mesh.
-
-    Args:
-        value: the parameter.
-        atoms_of: the atoms of each of the user's axes.
     """
     return _KernelAsTracedHere(jax.sharding.get_abstract_mesh(), atoms_of).parameter(value)
 

@@ -18,13 +18,7 @@ PMAP_AXIS = "_internal_pmap_axis_name"
 
 
 def with_mapping(outer: Any, run: Callable[..., Sequence[Any]], arrays: Sequence[Any]) -> list[Any]:
-    """The results of a jaxpr that consists of one ``shard_map``, with another function in place of the ``shard_map``.
-
-    Args:
-        outer: the jaxpr.
-        run: the other function, from the operands to the results of the ``shard_map``.
-        arrays: the constants of the jaxpr, then its arguments.
-    """
+    """The results of a jaxpr that is one ``shard_map``, with another function in place of the ``shard_map``."""
     (mapping,) = outer.eqns
     env = dict(zip((*outer.constvars, *outer.invars), arrays, strict=True))
     env.update(zip(mapping.outvars, run(*(env[v] for v in mapping.invars)), strict=True))

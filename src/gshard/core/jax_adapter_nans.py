@@ -21,19 +21,7 @@ def nan_found(error: BaseException) -> bool:
 
 
 def without_jit(run: Callable[[], Any], name: str) -> Any:
-    """The results of a program that runs operation by operation, after a NaN was found in those of the compiled one.
-
-    Args:
-        run: runs the function.
-        name: its name.
-
-    Returns:
-        Its results if none is a NaN: then the NaN was in the padding of an uneven part.
-
-    Raises:
-        FloatingPointError: JAX names the operation. If no operation of JAX's makes the NaN (NumPy does, or it is in
-            the arguments), the error names the function.
-    """
+    """The results of a program that runs operation by operation, after a NaN was found in those of the compiled one."""
     with jax.disable_jit():
         results = run()
     try:

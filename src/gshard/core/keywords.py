@@ -21,12 +21,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def keywords(hint: str = "", package: str = "gshard") -> Callable[[F], F]:
-    """A decorator that refuses unknown names of arguments with the nearest name.
-
-    Args:
-        hint: a sentence for the message.
-        package: where the function is public, for messages.
-    """
+    """A decorator that refuses unknown names of arguments with the nearest name."""
 
     def decorated(f: F) -> F:
         known = inspect.signature(f).parameters

@@ -24,15 +24,10 @@ _NONE: _Atoms = frozenset()
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ManualAxes:
-    """The manual atoms of the values and equations of a program.
+    """The manual atoms of the values and equations of a program."""
 
-    Attributes:
-        mesh: the mesh of the program.
-        inside: for each value of a partly manual region, the atoms that cannot split it.
-    """
-
-    mesh: Mesh
-    inside: Mapping[Value, _Atoms]
+    mesh: Mesh  # the mesh of the program
+    inside: Mapping[Value, _Atoms]  # for each value of a partly manual region, the atoms that cannot split it
 
     def of(self, value: Value | Constant) -> _Atoms:
         """The atoms that cannot split a value."""
@@ -86,12 +81,7 @@ def axes_without(axes: tuple[Atoms, ...], atoms: _Atoms) -> tuple[Atoms, ...]:
 
 @tabulated(64)
 def manual_axes(block: Block, mesh: Mesh) -> ManualAxes:
-    """Determines the manual atoms by following values from the entries of partly manual regions to the exits.
-
-    Args:
-        block: the equations of a program.
-        mesh: the mesh of the program.
-    """
+    """Determines the manual atoms by following values from the entries of partly manual regions to the exits."""
     inside: dict[Value, _Atoms] = {}
     if any(e.rule is not None and e.rule.manual is not None for e in block.walk()):
         _follow(block, inside, mesh)

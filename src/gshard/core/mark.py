@@ -31,50 +31,38 @@ from gshard.core.sharding import Sharding
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Mark:
-    """One sharding constraint: a call of ``replicate``, ``split`` or ``shard``, or a sharding of JAX.
+    """One sharding constraint: a call of ``replicate``, ``split`` or ``shard``, or a sharding of JAX."""
 
-    Attributes:
-        kind: ``replicate``, ``split`` (``dim``, ``partitions``), ``assignment`` (``ids``, ``ids_shape``)
-            or ``spec`` (``spec``: the entries of a ``PartitionSpec``).
-        dim: the dimension that ``split`` splits, counted without the dimensions that vmap added.
-        partitions: a number of parts, or one or several names of mesh axes.
-        ids: device ids in row-major order.
-        ids_shape: number of parts along each dimension.
-        spec: for each dimension None, an axis name, a tuple of names, a number of parts (from a layout), or
-            ``PartitionSpec.UNCONSTRAINED``.
-        axes: names and sizes of the axes of the mesh to which ``spec`` refers, if it has its own mesh.
-        devices: the devices of this mesh in row-major order, if it has devices.
-        unreduced: the mesh axes over which the value is unreduced: each device holds a part for ``monoid``.
-        monoid: ``add``, ``max`` or ``min``.
-        reduced: the mesh axes over which the cotangent is unreduced (parts of a sum). The value is whole over them.
-        batch_dims: dimensions that vmap added, in the order they were added; they stay open.
-        even: whether all parts must have the same size, as JAX requires for the results of a program.
-        leaf: the marked leaf of a pytree, for messages: ``x['l1']['w']``.
-        names: the names of the dimensions, if a layout created this mark.
-        source_text: the user's source text, if the other attributes do not contain it.
-        send: the dtype in which devices send the array; empty if it is that of the array.
-        wide: the dtype of the array that is sent like this.
-        schedule: the pipeline in which loops over this stack run; None if it is no stack of a pipeline.
-    """
-
+    # ``replicate``, ``split`` (``dim``, ``partitions``), ``assignment`` (``ids``, ``ids_shape``) or ``spec`` (``spec``:
+    # the entries of a ``PartitionSpec``)
     kind: str
-    dim: int = 0
-    partitions: int | str | tuple[str, ...] = 1
-    ids: tuple[int, ...] = ()
-    ids_shape: tuple[int, ...] = ()
+    dim: int = 0  # the dimension that ``split`` splits, counted without the dimensions that vmap added
+    partitions: int | str | tuple[str, ...] = 1  # a number of parts, or one or several names of mesh axes
+    ids: tuple[int, ...] = ()  # device ids in row-major order
+    ids_shape: tuple[int, ...] = ()  # number of parts along each dimension
+    # for each dimension None, an axis name, a tuple of names, a number of parts (from a layout), or
+    # ``PartitionSpec.UNCONSTRAINED``
     spec: tuple[Any, ...] = ()
+    # names and sizes of the axes of the mesh to which ``spec`` refers, if it has its own mesh
     axes: tuple[tuple[str, int], ...] = ()
-    devices: tuple[Any, ...] = ()
+    devices: tuple[Any, ...] = ()  # the devices of this mesh in row-major order, if it has devices
+    # the mesh axes over which the value is unreduced: each device holds a part for ``monoid``
     unreduced: tuple[str, ...] = ()
-    monoid: str = "add"
+    monoid: str = "add"  # ``add``, ``max`` or ``min``
+    # the mesh axes over which the cotangent is unreduced (parts of a sum). The value is whole over them.
     reduced: tuple[str, ...] = ()
-    batch_dims: tuple[int, ...] = ()
-    even: bool = False
+    batch_dims: tuple[int, ...] = ()  # dimensions that vmap added, in the order they were added; they stay open
+    even: bool = False  # whether all parts must have the same size, as JAX requires for the results of a program
+    # the marked leaf of a pytree, for messages: ``x['l1']['w']``
     leaf: str = dataclasses.field(default="", compare=False, repr=False)
+    # the names of the dimensions, if a layout created this mark
     names: tuple[str | None, ...] = dataclasses.field(default=(), compare=False, repr=False)
+    # the user's source text, if the other attributes do not contain it
     source_text: str = dataclasses.field(default="", compare=False, repr=False)
+    # the dtype in which devices send the array; empty if it is that of the array
     send: str = dataclasses.field(default="", repr=False)
-    wide: str = dataclasses.field(default="", repr=False)
+    wide: str = dataclasses.field(default="", repr=False)  # the dtype of the array that is sent like this
+    # the pipeline in which loops over this stack run; None if it is no stack of a pipeline
     schedule: Schedule | None = dataclasses.field(default=None, repr=False)
 
     def with_batch_dimension(self, dim: int) -> Mark:
@@ -150,18 +138,12 @@ def _axes(axes: tuple[tuple[str, int], ...]) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Demand:
-    """The sharding that a mark requires on a mesh.
+    """The sharding that a mark requires on a mesh."""
 
-    Attributes:
-        dims: atoms for each dimension.
-        open: whether the mark leaves each dimension open.
-        order: the device order of the sharding; the order of the mesh if that is possible.
-        unreduced: the atoms over which the value is unreduced, each with the monoid that combines the parts.
-    """
-
-    dims: tuple[Atoms, ...]
-    open: tuple[bool, ...]
-    order: Order = ()
+    dims: tuple[Atoms, ...]  # atoms for each dimension
+    open: tuple[bool, ...]  # whether the mark leaves each dimension open
+    order: Order = ()  # the device order of the sharding; the order of the mesh if that is possible
+    # the atoms over which the value is unreduced, each with the monoid that combines the parts
     unreduced: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -178,17 +160,7 @@ class Demand:
 
 
 def resolve(mark: Mark, mesh: Mesh, shape: tuple[int, ...], line: str) -> Demand:
-    """Resolves a mark for an array on a mesh.
-
-    Args:
-        mark: the mark.
-        mesh: the mesh of the program.
-        shape: the shape of the array, including dimensions that vmap added.
-        line: the user's source line of the mark, for error messages.
-
-    Raises:
-        ShardingError: the mesh has no such axis or device, an axis is used twice, or the numbers do not fit.
-    """
+    """Resolves a mark for an array on a mesh."""
     ndim = len(shape) - len(mark.batch_dims)
     order = mesh.order
     try:
@@ -223,11 +195,7 @@ def _text(shape: tuple[int, ...]) -> str:
 
 
 def atoms_of_partitions(partitions: int | str | tuple[str, ...], mesh: Mesh) -> Atoms:
-    """The atoms that split a dimension into a number of parts, or over one or several axes.
-
-    Raises:
-        ShardingError: the mesh has no such axis, or cannot be split into this number of parts.
-    """
+    """The atoms that split a dimension into a number of parts, or over one or several axes."""
     if not isinstance(partitions, int):
         names = (partitions,) if isinstance(partitions, str) else partitions
         return tuple(a for name in names for a in _axis(name, mesh))
@@ -304,11 +272,7 @@ def _spec(mark: Mark, mesh: Mesh, ndim: int) -> tuple[list[Atoms | None], Order]
 
 
 def _unreduced(mark: Mark, dims: Sequence[Atoms | None], mesh: Mesh) -> tuple[tuple[str, str], ...]:
-    """The atoms over which a value is unreduced, each with the monoid.
-
-    Raises:
-        ShardingError: the mesh has no such axis, or the axis splits a dimension.
-    """
+    """The atoms over which a value is unreduced, each with the monoid."""
     of_one_device = {name for name, size in mark.axes if size == 1}
     names = [name for name in (*mark.unreduced, *mark.reduced) if name not in of_one_device]
     atoms_of = {name: _along(name, mark, mesh) for name in names}

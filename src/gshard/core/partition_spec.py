@@ -13,11 +13,7 @@ _KINDS = {"sum": "add", "max": "max", "min": "min"}
 
 
 def entries_of(spec: PartitionSpec, line: str = "") -> tuple[Any, ...]:
-    """The entries of a ``PartitionSpec`` without unreduced or reduced axes.
-
-    Raises:
-        ShardingError: an entry is not an axis name, or the spec has unreduced or reduced axes.
-    """
+    """The entries of a ``PartitionSpec`` without unreduced or reduced axes."""
     for kind in ("unreduced", "reduced"):
         if getattr(spec, kind, None):
             raise ShardingError(
@@ -34,9 +30,6 @@ def words_of(spec: PartitionSpec, line: str = "") -> tuple[tuple[Any, ...], dict
 
     >>> words_of(PartitionSpec("data", None, unreduced={"model"}))
     (('data', None), {'unreduced': ('model',)})
-
-    Raises:
-        ShardingError: an entry is not an axis name, or a mark cannot state how the parts are combined.
     """
     for entry in spec.partitions:
         if entry is None or entry is PartitionSpec.UNCONSTRAINED:
@@ -81,13 +74,7 @@ def spec_of_axes(axes_of_dims: Iterable[Sequence[str]]) -> PartitionSpec:
 def text_of_spec(
     entries: Iterable[Any], axes: Iterable[tuple[str, Collection[str]]] = (), unreduced_kind: str = ""
 ) -> str:
-    """The source text of a ``PartitionSpec``.
-
-    Args:
-        entries: the entry of each dimension.
-        axes: pairs of a keyword (``unreduced``, ``reduced``) and its axes.
-        unreduced_kind: the value of the keyword of this name; empty for the default.
-    """
+    """The source text of a ``PartitionSpec``."""
     arguments = [repr(entry) for entry in entries]
     arguments += [f"{keyword}={{{', '.join(map(repr, names))}}}" for keyword, names in axes if names]
     if unreduced_kind:

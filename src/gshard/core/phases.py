@@ -35,11 +35,6 @@ _stages.setLevel(logging.INFO)  # level DEBUG of ``gshard`` lists phases and sha
 def phase(doing: str, name: str, devices: int | None = None) -> Iterator[None]:
     """Logs the wall time of a block in seconds, unless it raises. Inside, the garbage collector runs less often.
 
-    Args:
-        doing: the phase, such as ``"planning"``.
-        name: the name of the function.
-        devices: the number of devices; None for a phase that does not depend on the mesh.
-
     >>> import jax
     >>> with jax.log_compiles(), phase("planning", "step", 8):
     ...     plan = "computed here"
@@ -57,12 +52,6 @@ def log_stage(stage: str, name: str, result: _T, shown: Callable[[_T], object] =
     """Logs the result of a stage of the pipeline as one DEBUG record of the logger ``gshard.stages``.
 
     gshard formats the text only if this logger is enabled for DEBUG.
-
-    Args:
-        stage: the stage, such as ``"propagate"``.
-        name: the name of the function.
-        result: the result of the stage.
-        shown: returns the object to print, from the result.
     """
     if _stages.isEnabledFor(logging.DEBUG):
         _stages.debug("%s: after '%s'\n%s", name, stage, shown(result))

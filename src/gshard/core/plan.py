@@ -24,20 +24,14 @@ SplitDim = tuple[Value, int]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reason:
-    """The reason why a dimension of a value has its atoms.
+    """The reason why a dimension of a value has its atoms."""
 
-    Attributes:
-        kind: ``mark``, ``argument`` (the sharding of the argument as passed), ``propagated``, ``cost`` (the cheapest
-            choice) or ``searched`` (a part of a plan that ``search`` found).
-        line: the user's source line of the mark or equation.
-        equation: the name of the primitive, or the mark as text.
-        source: the value from which the atoms were propagated; None for marks and arguments.
-    """
-
+    # ``mark``, ``argument`` (the sharding of the argument as passed), ``propagated``, ``cost`` (the cheapest choice) or
+    # ``searched`` (a part of a plan that ``search`` found)
     kind: str
-    line: str
-    equation: str
-    source: Value | None = None
+    line: str  # the user's source line of the mark or equation
+    equation: str  # the name of the primitive, or the mark as text
+    source: Value | None = None  # the value from which the atoms were propagated; None for marks and arguments
 
     def __str__(self) -> str:
         location = f" at {self.line}" if self.line else ""

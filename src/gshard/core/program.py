@@ -33,23 +33,14 @@ _DECOMPOSED = 8  # decomposed blocks that a program caches
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Value:
-    """One array of a program: an argument or the result of an equation. Compared by identity.
+    """One array of a program: an argument or the result of an equation. Compared by identity."""
 
-    Attributes:
-        shape: the global shape.
-        dtype: the dtype.
-        index: the number of the value in printed programs.
-        weak: whether its type is weak, like the type of a Python number.
-        made: whether gshard has created the value, so that the user cannot put a mark on it.
-        on_host: whether its type is of the host's memory space.
-    """
-
-    shape: tuple[int, ...]
-    dtype: Any
-    index: int
-    weak: bool = False
-    made: bool = False
-    on_host: bool = False
+    shape: tuple[int, ...]  # the global shape
+    dtype: Any  # the dtype
+    index: int  # the number of the value in printed programs
+    weak: bool = False  # whether its type is weak, like the type of a Python number
+    made: bool = False  # whether gshard has created the value, so that the user cannot put a mark on it
+    on_host: bool = False  # whether its type is of the host's memory space
 
     @property
     def bytes(self) -> int:
@@ -96,17 +87,11 @@ class Constant:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Edge:
-    """Two values at the boundary of a region whose shardings must agree.
+    """Two values at the boundary of a region whose shardings must agree."""
 
-    Attributes:
-        outer: the value outside, or closer to the outside.
-        inner: the value inside the body.
-        stacked: the number of additional leading dimensions of the outer value (the loop dimension of a scan).
-    """
-
-    outer: Value
-    inner: Value
-    stacked: int = 0
+    outer: Value  # the value outside, or closer to the outside
+    inner: Value  # the value inside the body
+    stacked: int = 0  # the number of additional leading dimensions of the outer value (the loop dimension of a scan)
 
     @property
     def rule(self) -> Rule:
@@ -130,11 +115,7 @@ class Block:
     outputs: tuple[Value | Constant, ...]
 
     def walk(self, devices: Sequence[Any] | None = None) -> Iterator[Equation]:
-        """All equations in order; equations of bodies follow the equation that contains them.
-
-        Args:
-            devices: leaves out branches that do not run on these.
-        """
+        """All equations in order; equations of bodies follow the equation that contains them."""
         for equation in self.equations:
             yield equation
             for block in equation.blocks_on(devices):
@@ -158,35 +139,20 @@ class Block:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Equation:
-    """One application of a primitive.
+    """One application of a primitive."""
 
-    Attributes:
-        primitive: the JAX primitive.
-        params: its parameters.
-        inputs: the operands.
-        outputs: the results.
-        rule: the rule that states how the equation can be split; None for a region.
-        source_info: JAX's source information, from which ``line`` is read.
-        blocks: the bodies of a region.
-        edges: pairs of values of the bodies and outside that must agree.
-        mark: the user's sharding constraint on the result, if the equation is a mark.
-        trip_count: the number of runs of the bodies, if known (the length of a scan; 1 otherwise).
-        file: the name of the user's file in ``line``, if several files of the program have the same name.
-        context: settings of JAX's context managers, such as ``compute_on``.
-    """
-
-    primitive: Any
-    params: dict[str, Any]
-    inputs: tuple[Value | Constant, ...]
-    outputs: tuple[Value, ...]
-    rule: Rule | None
-    source_info: Any = None
-    blocks: tuple[Block, ...] = ()
-    edges: tuple[Edge, ...] = ()
-    mark: Mark | None = None
-    trip_count: int = 1
-    file: str = ""
-    context: Context = NO_CONTEXT
+    primitive: Any  # the JAX primitive
+    params: dict[str, Any]  # its parameters
+    inputs: tuple[Value | Constant, ...]  # the operands
+    outputs: tuple[Value, ...]  # the results
+    rule: Rule | None  # the rule that states how the equation can be split; None for a region
+    source_info: Any = None  # JAX's source information, from which ``line`` is read
+    blocks: tuple[Block, ...] = ()  # the bodies of a region
+    edges: tuple[Edge, ...] = ()  # pairs of values of the bodies and outside that must agree
+    mark: Mark | None = None  # the user's sharding constraint on the result, if the equation is a mark
+    trip_count: int = 1  # the number of runs of the bodies, if known (the length of a scan; 1 otherwise)
+    file: str = ""  # the name of the user's file in ``line``, if several files of the program have the same name
+    context: Context = NO_CONTEXT  # settings of JAX's context managers, such as ``compute_on``
 
     @property
     def name(self) -> str:

@@ -10,17 +10,13 @@ from gshard.core.sharding import Sharding
 
 @dataclasses.dataclass(frozen=True)
 class Boundary:
-    """Constraints on the arguments and results of a program other than marks.
+    """Constraints on the arguments and results of a program other than marks."""
 
-    Attributes:
-        donated: the numbers of the inputs (including captured arrays) whose memory results may reuse.
-        padded: the shardings of the inputs that are passed as padded parts.
-        keep_uneven: whether unevenly sharded results are returned as padded parts.
-    """
-
+    # the numbers of the inputs (including captured arrays) whose memory results may reuse
     donated: tuple[int, ...] = ()
+    # the shardings of the inputs that are passed as padded parts
     padded: Mapping[int, Sharding] = dataclasses.field(default_factory=dict)
-    keep_uneven: bool = False
+    keep_uneven: bool = False  # whether unevenly sharded results are returned as padded parts
 
 
 # No constraints other than marks.

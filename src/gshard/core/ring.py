@@ -24,25 +24,19 @@ from gshard.core.split import Split, operand_sharding, result_sharding
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ring:
-    """A factor of a contraction that is computed part by part.
+    """A factor of a contraction that is computed part by part."""
 
-    Attributes:
-        factor: the factor. In each step, a device uses the current part of the arrays that do not rotate.
-        operands: the operands that rotate, each with the atoms over which its dimension of the factor is also split.
-        result: the atoms over which the result's dimension of the factor is split in the end, if sums rotate.
-        both_ways: whether half of every part rotates in each direction.
-        two_steps: whether an iteration of the loop performs two steps. A part arrives while the device uses the
-            previous one, so it needs a second buffer. After two steps the parts are in the first buffer again, and no
-            copy is needed. This takes the memory of another part and of its product.
-        order: the order of the parts around the ring, if one array rotates; () for the order of their numbers. A ring
-            of the network may differ from the order of the devices.
-    """
-
-    factor: int
+    factor: int  # the factor. In each step, a device uses the current part of the arrays that do not rotate.
+    # the operands that rotate, each with the atoms over which its dimension of the factor is also split
     operands: tuple[tuple[int, Atoms], ...] = ()
-    result: Atoms = ()
-    both_ways: bool = False
+    result: Atoms = ()  # the atoms over which the result's dimension of the factor is split in the end, if sums rotate
+    both_ways: bool = False  # whether half of every part rotates in each direction
+    # whether an iteration of the loop performs two steps. A part arrives while the device uses the previous one, so it
+    # needs a second buffer. After two steps the parts are in the first buffer again, and no copy is needed. This takes
+    # the memory of another part and of its product.
     two_steps: bool = False
+    # the order of the parts around the ring, if one array rotates; () for the order of their numbers. A ring of the
+    # network may differ from the order of the devices.
     order: tuple[int, ...] = ()
 
     @property

@@ -65,34 +65,26 @@ class Factor:
     dimension is split into parts of its own size, and ``size`` is the largest size. The same holds for a ``reduce``
     factor of a rule that masks itself (a long convolution kernel and its operand); there ``size`` is the size of the
     summed dimension.
-
-    Attributes:
-        size: the global size.
-        kind: ``parallel``, ``reduce``, ``communicate`` or ``replicate``.
-        monoid: the monoid that combines parts, for a ``reduce`` factor.
     """
 
-    size: int
-    kind: str = PARALLEL
-    monoid: str | None = None
+    size: int  # the global size
+    kind: str = PARALLEL  # ``parallel``, ``reduce``, ``communicate`` or ``replicate``
+    monoid: str | None = None  # the monoid that combines parts, for a ``reduce`` factor
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Manual:
-    """The role of an equation in a ``shard_map`` that is manual over some axes and automatic over others.
+    """The role of an equation in a ``shard_map`` that is manual over some axes and automatic over others."""
 
-    Attributes:
-        step: ``enter``: whole arrays become parts; ``leave``: parts become whole arrays; ``inside``: parts stay parts.
-        atoms: ``atoms(mesh)`` returns the atoms of the manual axes. No value inside is split over them.
-        pinned: ``pinned(mesh)`` returns the factors that these atoms split at the boundary. Other factors are free.
-        differ: ``differ(mesh)`` returns the atoms along which results differ although operands do not.
-        equal: ``equal(mesh)`` returns the atoms along which results are equal although operands are not.
-    """
-
+    # ``enter``: whole arrays become parts; ``leave``: parts become whole arrays; ``inside``: parts stay parts
     step: str
+    # ``atoms(mesh)`` returns the atoms of the manual axes. No value inside is split over them.
     atoms: Callable[..., frozenset[str]]
+    # ``pinned(mesh)`` returns the factors that these atoms split at the boundary. Other factors are free.
     pinned: Callable[..., dict[int, tuple[str, ...]]]
+    # ``differ(mesh)`` returns the atoms along which results differ although operands do not
     differ: Callable[..., frozenset[str]] = lambda mesh: frozenset()
+    # ``equal(mesh)`` returns the atoms along which results are equal although operands are not
     equal: Callable[..., frozenset[str]] = lambda mesh: frozenset()
 
 

@@ -19,44 +19,31 @@ from collections.abc import Hashable, Mapping, Sequence
 import numpy as np
 
 from gshard.comm.collectives import KINDS
+from gshard.comm.steps import PERMUTE
 from gshard.core.mesh import Mesh
 from gshard.device.fusion_model import COLLECTIVE, PRODUCT, REGION, Kernel, Kernels
 from gshard.device.machine import Machine
-from gshard.device.machine_kinds import PERMUTE, Compiler
+from gshard.device.machine_kinds import Compiler
 from gshard.device.network import goes_one_way
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step:
-    """A step of a device: a kernel or a collective.
+    """A step of a device: a kernel or a collective."""
 
-    Attributes:
-        seconds: of the step alone.
-        reads: the arrays that it reads, by any hashable names.
-        writes: the arrays that it writes.
-        kind: the kind of collective; empty for a kernel.
-        product: whether it is a product.
-        way: for a permutation that uses no link in both directions, its pairs of sender and receiver. The reverse
-            permutation runs at the same time.
-        region: whether it is a loop or a branch. No collective is in flight around it.
-    """
-
-    seconds: float
-    reads: Sequence[Hashable]
-    writes: Sequence[Hashable]
-    kind: str = ""
-    product: bool = False
+    seconds: float  # of the step alone
+    reads: Sequence[Hashable]  # the arrays that it reads, by any hashable names
+    writes: Sequence[Hashable]  # the arrays that it writes
+    kind: str = ""  # the kind of collective; empty for a kernel
+    product: bool = False  # whether it is a product
+    # for a permutation that uses no link in both directions, its pairs of sender and receiver. The reverse permutation
+    # runs at the same time.
     way: frozenset[tuple[int, int]] | None = None
-    region: bool = False
+    region: bool = False  # whether it is a loop or a branch. No collective is in flight around it.
 
 
 def overlapped(steps: Sequence[Step], compiler: Compiler) -> list[float]:
-    """The seconds of each step in which other steps run.
-
-    Args:
-        steps: the steps of a device, in order.
-        compiler: decides which collectives start early, and beside which kernels.
-    """
+    """The seconds of each step in which other steps run."""
     hides = compiler.hides or ()
     in_flight: collections.deque[int] = collections.deque()
     left = [s.seconds if s.kind in hides else 0.0 for s in steps]
@@ -130,14 +117,7 @@ def _running(in_flight: Sequence[int], steps: Sequence[Step]) -> list[int]:
 def overlapped_of(
     program: Kernels, seconds: Mapping[Kernel, float], mesh: Mesh, machine: Machine
 ) -> dict[Kernel, float]:
-    """For each kernel of a program, the seconds of one run in which other kernels run; without zeros.
-
-    Args:
-        program: a block. The bodies of its loops and branches count separately.
-        seconds: for each kernel that is no region.
-        mesh: the devices.
-        machine: the machine.
-    """
+    """For each kernel of a program, the seconds of one run in which other kernels run; without zeros."""
     if not machine.compiler.hides:
         return {}
     steps = []

@@ -26,15 +26,10 @@ _MOVING = ("all_to_all", "collective_permute", "all_gather")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Narrow:
-    """The narrow form in which a value is stored.
+    """The narrow form in which a value is stored."""
 
-    Attributes:
-        whole_until: the index of the last kernel that reads the value in float32; -1 if none does.
-        bytes: the bytes that later kernels read.
-    """
-
-    whole_until: int
-    bytes: int
+    whole_until: int  # the index of the last kernel that reads the value in float32; -1 if none does
+    bytes: int  # the bytes that later kernels read
 
 
 def narrow_forms(program: Kernels) -> dict[Value, Narrow]:

@@ -14,11 +14,7 @@ from gshard.device.machine import Machine
 
 
 class Messages:
-    """Assigns collectives to messages. Call ``send`` in the order in which they run.
-
-    Args:
-        largest: the most bytes of one device's operands in one message.
-    """
+    """Assigns collectives to messages. Call ``send`` in the order in which they run."""
 
     def __init__(self, largest: int) -> None:
         self._largest = largest
@@ -26,16 +22,7 @@ class Messages:
         self._latest: dict[object, int] = {}
 
     def send(self, key: object, operand_bytes: int, needed: frozenset[int]) -> tuple[int, int]:
-        """Adds a collective to a message.
-
-        Args:
-            key: collectives with equal keys may share a message.
-            operand_bytes: bytes of one device's operands.
-            needed: the messages on which it depends.
-
-        Returns:
-            the index of the message, and the bytes of its earlier collectives.
-        """
+        """Adds a collective to a message."""
         message = self._latest.get(key)
         # If the collective depends on a later message, the two messages would depend on each other.
         if (

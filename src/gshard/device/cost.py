@@ -51,27 +51,16 @@ WORTH = 0.98
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PricedKernel:
-    """The cost of one kernel of a call, of gshard's program or of XLA's.
+    """The cost of one kernel of a call, of gshard's program or of XLA's."""
 
-    Attributes:
-        kind: collective, product, reduction, operator or fused.
-        times: how often it runs in one call.
-        flops: operations of one run, of all its equations.
-        moved: bytes that it reads and writes in one run.
-        sent: bytes that the device sends in one run.
-        seconds: of one run; for a collective, the time for which the device waits.
-        parts: the seconds for each cause in ``BOUNDS``; they add up to ``seconds``.
-        overlapped: seconds of one run of a collective in which other kernels run.
-    """
-
-    kind: str
-    times: int
-    seconds: float
-    parts: tuple[tuple[str, float], ...]
-    flops: int = 0
-    moved: int = 0
-    sent: int = 0
-    overlapped: float = 0.0
+    kind: str  # collective, product, reduction, operator or fused
+    times: int  # how often it runs in one call
+    seconds: float  # of one run; for a collective, the time for which the device waits
+    parts: tuple[tuple[str, float], ...]  # the seconds for each cause in ``BOUNDS``; they add up to ``seconds``
+    flops: int = 0  # operations of one run, of all its equations
+    moved: int = 0  # bytes that it reads and writes in one run
+    sent: int = 0  # bytes that the device sends in one run
+    overlapped: float = 0.0  # seconds of one run of a collective in which other kernels run
 
     @property
     def bound(self) -> str:
@@ -86,21 +75,13 @@ class PricedKernel:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KernelCost(PricedKernel):
-    """The cost of one kernel of a per-device program.
+    """The cost of one kernel of a per-device program."""
 
-    Attributes:
-        name: the operation, or the kind of collective.
-        line: the user's source line.
-        result: the local result, as text.
-        axes: the atoms of a collective.
-        equation: its last equation, as emitted.
-    """
-
-    name: str
-    line: str
-    result: str
-    axes: Atoms = ()
-    equation: Equation
+    name: str  # the operation, or the kind of collective
+    line: str  # the user's source line
+    result: str  # the local result, as text
+    axes: Atoms = ()  # the atoms of a collective
+    equation: Equation  # its last equation, as emitted
 
     def taking(self, seconds: float, overlapped: float = 0.0) -> KernelCost:
         """The cost with other seconds. Each part keeps its share of them."""
@@ -227,14 +208,6 @@ class Cost(CallTotals):
 def cost(spmd: SpmdProgram, machine: Machine, donated: Iterable[int] = ()) -> Cost:
     """Prices a per-device program.
 
-    Args:
-        spmd: the result of ``partition``.
-        machine: a machine with as many devices as the program's mesh.
-        donated: arguments (counted without captured arrays) whose memory results may take.
-
-    Raises:
-        MachineError: the machine has another number of devices.
-
     >>> import jax.numpy as jnp
     >>> from gshard.api.marks import split
     >>> from gshard.emit.partition import partition
@@ -301,20 +274,7 @@ def kernel_cost(
     copied: Sequence[int] = (),
     filled: int = 0,
 ) -> KernelCost:
-    """Prices one kernel that is not a region.
-
-    Args:
-        kernel: the kernel.
-        times: how often it runs in one call.
-        mesh: the devices.
-        machine: the machine.
-        joined: bytes of the message that a collective joins (``combiner``). The collective costs the time that it adds
-            to this message.
-        copied: bytes of arrays that are written and read once more: copied into the layout of a collective
-            (``layout_copies``), small and broadcast by a kernel (``hoisted_operands``), or slices of a loop's stacks
-            (``loop_stacks``).
-        filled: bytes of a loop's stacks that are filled with zeros for one run of the kernel (``loop_stacks``).
-    """
+    """Prices one kernel that is not a region."""
     e = kernel.equation
     result = ", ".join(map(type_text, e.outputs))
     row = functools.partial(KernelCost, line=e.line, result=result, times=times, equation=e)

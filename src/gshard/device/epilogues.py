@@ -27,13 +27,7 @@ from gshard.device.roofline import kernel_roofline
 
 
 def epilogues(program: Kernels, seconds: Mapping[Kernel, float], machine: Machine) -> dict[Kernel, float]:
-    """The kernels that are epilogues of a product, and the seconds of one run that each adds to the product.
-
-    Args:
-        program: a block, including the bodies of its loops and branches.
-        seconds: for each kernel alone.
-        machine: the machine.
-    """
+    """The kernels that are epilogues of a product, and the seconds of one run that each adds to the product."""
     found: dict[Kernel, float] = {}
     if not machine.compiler.fuses_epilogues:
         return found

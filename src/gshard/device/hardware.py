@@ -34,10 +34,6 @@ class UnknownMachineWarning(UserWarning):
 def kind_called(device_kind: str, platform: str) -> str | None:
     """The kind of machine of a device; None if it is unknown.
 
-    Args:
-        device_kind: ``jax.Device.device_kind``.
-        platform: ``jax.Device.platform``.
-
     >>> kind_called("NVIDIA H100 80GB HBM3", "gpu"), kind_called("TPU v5 lite", "tpu"), kind_called("cpu", "cpu")
     ('h100', 'v5e', 'cpu')
     >>> kind_called("NVIDIA H100 PCIe", "gpu") is None  # other clocks, other memory, other links
@@ -71,11 +67,7 @@ def unknown_devices(mesh: Mesh) -> str | None:
 
 
 def machine_of(mesh: Mesh) -> Machine:
-    """The machine of a mesh's devices.
-
-    Raises:
-        MachineError: there is no model of them; or their number makes no whole chips.
-    """
+    """The machine of a mesh's devices."""
     kind = kind_of_devices(mesh)
     if kind is None:
         raise MachineError(f"there is no model of {unknown_devices(mesh)}, so that no times are known.", hint=_HINT)
@@ -95,11 +87,7 @@ def machine_to_plan_for(mesh: Mesh) -> Machine | None:
 
 
 def machine_to_order(mesh: Mesh) -> Machine:
-    """A machine whose times only rank alternatives: that of the devices, or one that counts bytes if there is no model.
-
-    Raises:
-        MachineError: the number of devices makes no whole chips.
-    """
+    """A machine whose times only rank alternatives: that of the devices, or one that counts bytes."""
     called = unknown_devices(mesh)
     if called is None:
         return machine_of(mesh)

@@ -12,21 +12,13 @@ from gshard.naming.array_names import ArrayNames
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Held:
-    """Arrays of one type and name that one line computes.
+    """Arrays of one type and name that one line computes."""
 
-    Attributes:
-        type: the type of one device's part, such as ``f32[64,128]``.
-        name: the argument whose part, cast or gradient they are, or the operation that computes them.
-        equation: the equation that computes the first of them.
-        bytes: the bytes of all of them.
-        count: the number of arrays.
-    """
-
-    type: str
-    name: str
-    equation: Equation
-    bytes: int
-    count: int
+    type: str  # the type of one device's part, such as ``f32[64,128]``
+    name: str  # the argument whose part, cast or gradient they are, or the operation that computes them
+    equation: Equation  # the equation that computes the first of them
+    bytes: int  # the bytes of all of them
+    count: int  # the number of arrays
 
     def __str__(self) -> str:
         many = f" x{self.count}" if self.count > 1 else ""
@@ -34,14 +26,7 @@ class Held:
 
 
 def held_at_peak(memory: Memory, block: Block, program: Program, names: ArrayNames | None = None) -> tuple[Held, ...]:
-    """The arrays at the peak, largest first.
-
-    Args:
-        memory: the memory of a per-device program.
-        block: the per-device program.
-        program: the traced program.
-        names: the names of the arrays of ``program``; None computes them.
-    """
+    """The arrays at the peak, largest first."""
     array_names = ArrayNames.of_devices(block, program, names)
     rows: dict[tuple[str, str, str], Held] = {}
     for v, e in memory.alive:

@@ -11,12 +11,7 @@ from gshard.core.spmd import Collective
 
 
 def emitted(jaxpr: Any, sizes: Mapping[str, int]) -> Counter[str]:
-    """Bytes that each device sends in one call, by kind. The body of a loop of unknown length counts once.
-
-    Args:
-        jaxpr: the program with its ``shard_map``.
-        sizes: the sizes of the mesh axes inside it.
-    """
+    """Bytes that each device sends in one call, by kind. The body of a loop of unknown length counts once."""
     found: Counter[str] = Counter()
     for kind, _, sent, _ in collectives_of(jaxpr, sizes):
         found[kind] += sent

@@ -23,19 +23,12 @@ from gshard.device.machine_kinds import Compiler
 
 
 class StackSlice(NamedTuple):
-    """A slice of a stack that one iteration of a loop moves.
+    """A slice of a stack that one iteration of a loop moves."""
 
-    Attributes:
-        value: the slice, a value of the body.
-        kernel: the kernel of the body that reads or writes it.
-        copied: whether it is copied out of the stack, or into it.
-        filled: whether its part of the stack is filled with zeros before the loop.
-    """
-
-    value: Value
-    kernel: Kernel
-    copied: bool
-    filled: bool
+    value: Value  # the slice, a value of the body
+    kernel: Kernel  # the kernel of the body that reads or writes it
+    copied: bool  # whether it is copied out of the stack, or into it
+    filled: bool  # whether its part of the stack is filled with zeros before the loop
 
 
 def stack_slices(program: Kernels, compiler: Compiler) -> Iterator[StackSlice]:

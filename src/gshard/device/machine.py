@@ -37,22 +37,15 @@ class MachineError(GShardError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Dimension:
-    """One dimension of the network.
+    """One dimension of the network."""
 
-    Attributes:
-        size: devices along it.
-        kind: ``ring``, ``line``, ``switch`` (one link from each device into the middle) or ``direct`` (one link between
-            any two devices).
-        bandwidth: bytes a second of one link in one direction; for a switch, those that one device can send.
-        latency: seconds of one hop.
-        shared_by: the number of devices that share a link: the cores of a chip.
-    """
-
-    size: int
+    size: int  # devices along it
+    # ``ring``, ``line``, ``switch`` (one link from each device into the middle) or ``direct`` (one link between any two
+    # devices)
     kind: str
-    bandwidth: float
-    latency: float
-    shared_by: int = 1
+    bandwidth: float  # bytes a second of one link in one direction; for a switch, those that one device can send
+    latency: float  # seconds of one hop
+    shared_by: int = 1  # the number of devices that share a link: the cores of a chip
 
     @property
     def is_one_hop(self) -> bool:

@@ -40,8 +40,9 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 
+from gshard.comm.steps import PERMUTE
+
 RING, LINE, SWITCH, DIRECT = "ring", "line", "switch", "direct"
-PERMUTE = "collective_permute"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,51 +50,47 @@ class Compiler:
     """The behaviour of a compiler on a per-device program, independent of the speed of devices.
 
     The cost model reads compiler behaviour from these fields only. A measured machine has the compiler of its kind.
-
-    Attributes:
-        source: the compiler, its version, and the source of its behaviour.
-        combines: the kinds of collectives that it puts into one message with others (``combiner``).
-        combined_bytes: the largest such message, in bytes of one device's operands.
-        hides: the kinds of collectives that it starts before kernels that do not need them, and ends after these
-            (``async_overlap``); None if unknown.
-        hides_beside_products: those of them that overlap with products only, because they become part of these.
-        fuses_epilogues: whether elementwise work on the result of a product is fused into the product (``epilogues``).
-        fused_row: the longest row, in elements, that one kernel both reduces and transforms with the result
-            (``compiled_kernels``); 0 if each step is a kernel of its own.
-        fuses_elementwise: whether each kernel that reads an elementwise result computes it again if that moves fewer
-            bytes, and whether one kernel writes several results (``compiled_kernels``).
-        copies_for_collectives: whether arrays are copied before or after a gather or scatter so that its dimension
-            comes first (``layout_copies``).
-        products_take_layouts: whether products, too, read and write arrays in the layouts of collectives. Then only one
-            device's part is copied, before it is gathered or after it is scattered.
-        keeps_low_precision_copies: whether products of float32 run in one bfloat16 pass, and arrays that only they read
-            are stored in bfloat16 (``bf16_storage``).
-        gathers_split_stack_writes: whether a product that overlaps with a gather no longer writes its result directly
-            into the stack of a loop (``remat.prefetch``). Six training loops on libtpu gained nothing by prefetching.
-        exchanges_in_turn: whether every device sends its parts of an all-to-all to one device after the other, all in
-            the same order. At any time messages then go around a ring in one direction (``network``).
-        products_slice_stacks: whether a product reads a slice of a loop's stack where it is, if no other product reads
-            it, and writes its result into such a stack (``loop_stacks``).
-        fills_forward_stacks: whether the stacks of a loop that counts up are filled with zeros before the loop.
-        multiplies_groups: whether a product of ragged groups (``lax.ragged_dot``) multiplies all rows with the matrix
-            of each group, because there is no kernel for it.
     """
 
-    source: str
+    source: str  # the compiler, its version, and the source of its behaviour
+    # the kinds of collectives that it puts into one message with others (``combiner``)
     combines: tuple[str, ...] = ("all_reduce",)
-    combined_bytes: int = 30 << 20
+    combined_bytes: int = 30 << 20  # the largest such message, in bytes of one device's operands
+    # the kinds of collectives that it starts before kernels that do not need them, and ends after these
+    # (``async_overlap``); None if unknown
     hides: tuple[str, ...] | None = None
+    # those of them that overlap with products only, because they become part of these
     hides_beside_products: tuple[str, ...] = ()
+    # whether elementwise work on the result of a product is fused into the product (``epilogues``)
     fuses_epilogues: bool = False
+    # the longest row, in elements, that one kernel both reduces and transforms with the result (``compiled_kernels``);
+    # 0 if each step is a kernel of its own
     fused_row: int = 0
+    # whether each kernel that reads an elementwise result computes it again if that moves fewer bytes, and whether one
+    # kernel writes several results (``compiled_kernels``)
     fuses_elementwise: bool = False
+    # whether arrays are copied before or after a gather or scatter so that its dimension comes first
+    # (``layout_copies``)
     copies_for_collectives: bool = True
+    # whether products, too, read and write arrays in the layouts of collectives. Then only one device's part is copied,
+    # before it is gathered or after it is scattered.
     products_take_layouts: bool = False
+    # whether products of float32 run in one bfloat16 pass, and arrays that only they read are stored in bfloat16
+    # (``bf16_storage``)
     keeps_low_precision_copies: bool = False
+    # whether a product that overlaps with a gather no longer writes its result directly into the stack of a loop
+    # (``remat.prefetch``). Six training loops on libtpu gained nothing by prefetching.
     gathers_split_stack_writes: bool = True
+    # whether every device sends its parts of an all-to-all to one device after the other, all in the same order. At any
+    # time messages then go around a ring in one direction (``network``).
     exchanges_in_turn: bool = False
+    # whether a product reads a slice of a loop's stack where it is, if no other product reads it, and writes its result
+    # into such a stack (``loop_stacks``)
     products_slice_stacks: bool = False
+    # whether the stacks of a loop that counts up are filled with zeros before the loop
     fills_forward_stacks: bool = True
+    # whether a product of ragged groups (``lax.ragged_dot``) multiplies all rows with the matrix of each group, because
+    # there is no kernel for it
     multiplies_groups: bool = False
 
 
@@ -132,45 +129,31 @@ _V3 = dataclasses.replace(_libtpu(schedules_read=False), exchanges_in_turn=True)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kind:
-    """The figures of a chip or GPU.
+    """The figures of a chip or GPU."""
 
-    Attributes:
-        flops, vector_flops, memory_bandwidth, memory, launch: as in ``Machine``, of one device.
-        compiler: the behaviour of its compiler.
-        peak: the vendor's rates of products, if ``flops`` has the measured share of them.
-        source: the source of the figures.
-        devices: ``jax.Device.device_kind`` of these devices. Other boards with the same chip (PCIe cards, NVL pairs)
-            have other figures.
-        link: bytes a second of one link in one direction; for a switch, those that one device can send.
-        dimensions: the number of dimensions of the network of chips.
-        wraps: a dimension is a ring if its size is a multiple of this; 0 if the network is no torus.
-        cores: the number of devices of a chip.
-        between_cores: bytes a second from one core of a chip to another; 0 if they exchange through their memory.
-        latency: seconds of one hop.
-        node: the number of GPUs that are connected without a network card; 0 if there are no nodes.
-        inside: the kind of their connection.
-        between_nodes: bytes a second that a GPU sends to other nodes.
-        host_link: bytes a second between a device and the memory of its host, in one direction; 0 if unknown.
-    """
-
+    # flops, vector_flops, memory_bandwidth, memory, launch: as in ``Machine``, of one device
     flops: Mapping[str, float]
     vector_flops: float
     memory_bandwidth: float
     memory: int
-    link: float
-    dimensions: int
-    wraps: int = 0
-    cores: int = 1
+    link: float  # bytes a second of one link in one direction; for a switch, those that one device can send
+    dimensions: int  # the number of dimensions of the network of chips
+    wraps: int = 0  # a dimension is a ring if its size is a multiple of this; 0 if the network is no torus
+    cores: int = 1  # the number of devices of a chip
+    # bytes a second from one core of a chip to another; 0 if they exchange through their memory
     between_cores: float = 0.0
-    latency: float = 1e-6
+    latency: float = 1e-6  # seconds of one hop
     launch: float = 0.0
-    node: int = 0
-    inside: str = SWITCH
-    between_nodes: float = 0.0
-    host_link: float = 0.0
-    compiler: Compiler = COMPILERS["cpu"]
+    node: int = 0  # the number of GPUs that are connected without a network card; 0 if there are no nodes
+    inside: str = SWITCH  # the kind of their connection
+    between_nodes: float = 0.0  # bytes a second that a GPU sends to other nodes
+    host_link: float = 0.0  # bytes a second between a device and the memory of its host, in one direction; 0 if unknown
+    compiler: Compiler = COMPILERS["cpu"]  # the behaviour of its compiler
+    # the vendor's rates of products, if ``flops`` has the measured share of them
     peak: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    source: str = ""
+    source: str = ""  # the source of the figures
+    # ``jax.Device.device_kind`` of these devices. Other boards with the same chip (PCIe cards, NVL pairs) have other
+    # figures.
     devices: tuple[str, ...] = ()
 
 

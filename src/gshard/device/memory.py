@@ -53,19 +53,12 @@ class Moment:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryTotals:
-    """The bytes that one device holds in a call.
+    """The bytes that one device holds in a call."""
 
-    Attributes:
-        arguments: bytes of arguments.
-        results: bytes of results.
-        shared: bytes of results that take the memory of donated arguments.
-        temporaries: the most bytes of all other arrays at one moment.
-    """
-
-    arguments: int
-    results: int
-    shared: int
-    temporaries: int
+    arguments: int  # bytes of arguments
+    results: int  # bytes of results
+    shared: int  # bytes of results that take the memory of donated arguments
+    temporaries: int  # the most bytes of all other arrays at one moment
 
     @property
     def fixed(self) -> int:
@@ -80,30 +73,18 @@ class MemoryTotals:
 
 @dataclasses.dataclass(frozen=True)
 class Memory(MemoryTotals):
-    """The memory of one device at each moment.
+    """The memory of one device at each moment."""
 
-    Attributes:
-        moments: all kernels, in the order in which they run.
-        alive: the temporaries at the peak, largest first, with the equation that computes each.
-        path: the block and the index of the kernel at the peak; if that is a loop, its body and the kernel there, and
-            so on.
-    """
-
-    moments: tuple[Moment, ...]
+    moments: tuple[Moment, ...]  # all kernels, in the order in which they run
+    # the temporaries at the peak, largest first, with the equation that computes each
     alive: tuple[tuple[Value, Equation], ...]
+    # the block and the index of the kernel at the peak; if that is a loop, its body and the kernel there, and so on
     path: tuple[tuple[Kernels, int], ...] = ()
 
 
 @with_tables
 def memory_of(program: Kernels, donated: Iterable[int] = (), *, keeps_low_precision_copies: bool = False) -> Memory:
-    """Computes the memory of a per-device program.
-
-    Args:
-        program: its kernels.
-        donated: positions of inputs whose memory results may take.
-        keeps_low_precision_copies: whether the compiler keeps bfloat16 copies of arrays that loops read
-            (``Compiler.keeps_low_precision_copies``).
-    """
+    """Computes the memory of a per-device program."""
     block = program.block
     results = [v for v in dict.fromkeys(block.outputs) if isinstance(v, Value)]
     donated_sizes = [_on_device(block.inputs[i]) for i in donated]
@@ -156,17 +137,7 @@ def _follow(
     keeps_low_precision_copies: bool,
     carried: Mapping[Value, Equation] = MappingProxyType({}),
 ) -> _Peak:
-    """The most bytes of temporaries on top of ``below``, the arrays, and the path to the kernel.
-
-    Args:
-        program: the kernels of a block.
-        elsewhere: values that are counted elsewhere, such as the program's results.
-        below: bytes alive around the block.
-        depth: the number of loops around the block.
-        moments: the moments so far; those of the block are appended.
-        keeps_low_precision_copies: as in ``memory_of``.
-        carried: inputs that the body overwrites, with their loop.
-    """
+    """The most bytes of temporaries on top of ``below``, the arrays, and the path to the kernel."""
     copies = _low_precision_copies(program) if keeps_low_precision_copies else []
     narrow_of = narrow_forms(program) if keeps_low_precision_copies else {}
     kernels = joined(program) if keeps_low_precision_copies else program.kernels

@@ -22,28 +22,18 @@ from gshard.device.machine_kinds import DIRECT, LINE, RING, SWITCH
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Extent:
-    """The places of a group along one dimension of the network.
+    """The places of a group along one dimension of the network."""
 
-    Attributes:
-        of: the dimension.
-        members: the number of different places of the group.
-        step: the distance from one place to the next.
-        kind: the kind of the dimension; ``ring`` only if the group goes all the way around.
-    """
-
-    of: Dimension
-    members: int
-    step: int
-    kind: str
+    of: Dimension  # the dimension
+    members: int  # the number of different places of the group
+    step: int  # the distance from one place to the next
+    kind: str  # the kind of the dimension; ``ring`` only if the group goes all the way around
 
 
 def extents(mesh: Mesh, machine: Machine, atoms: Atoms) -> tuple[tuple[Extent, ...], ...]:
     """The dimensions of the network over which groups of these atoms spread, major to minor, for each kind of group.
 
     All groups are of one kind unless the mesh has its own order of devices.
-
-    Raises:
-        MachineError: the machine has another number of devices than the mesh.
     """
     if machine.size != mesh.size:
         raise MachineError(
@@ -138,13 +128,6 @@ def groups(mesh: Mesh, atoms: Atoms) -> tuple[tuple[int, ...], ...]:
 def seconds(kind: str, operand: int, mesh: Mesh, machine: Machine, atoms: Atoms) -> float:
     """Seconds of one collective.
 
-    Args:
-        kind: all_reduce, all_gather, reduce_scatter or all_to_all.
-        operand: bytes of the operand on each device.
-        mesh: the mesh of the atoms.
-        machine: the machine.
-        atoms: the atoms over which the collective runs.
-
     >>> from gshard.core.mesh import Mesh
     >>> times = []
     >>> for n in (8, 32):
@@ -158,26 +141,12 @@ def seconds(kind: str, operand: int, mesh: Mesh, machine: Machine, atoms: Atoms)
 
 
 def latency(kind: str, mesh: Mesh, machine: Machine, atoms: Atoms) -> float:
-    """The latency of a collective: the seconds until its first byte arrives everywhere.
-
-    Args:
-        kind: as in ``seconds``.
-        mesh: as in ``seconds``.
-        machine: as in ``seconds``.
-        atoms: as in ``seconds``.
-    """
+    """The latency of a collective: the seconds until its first byte arrives everywhere."""
     return max(_rounds(kind) * _hops(where) for where in extents(mesh, machine, atoms))
 
 
 def seconds_among(kind: str, operand: int, group: Sequence[int], machine: Machine) -> float:
-    """Seconds of one collective among some devices of a machine, while all other groups like it run theirs.
-
-    Args:
-        kind: as in ``seconds``.
-        operand: bytes of the operand on each device.
-        group: their positions in the machine, increasing.
-        machine: the machine.
-    """
+    """Seconds of one collective among some devices of a machine, while all other groups like it run theirs."""
     return _seconds(kind, operand, _spread(group, machine.network), machine) if operand else 0.0
 
 

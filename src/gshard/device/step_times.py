@@ -42,15 +42,11 @@ _ORDERED = 14
 
 @dataclasses.dataclass(frozen=True)
 class StepTimes:
-    """The times of steps on a machine (``comm.steps.Times``).
+    """The times of steps on a machine (``comm.steps.Times``)."""
 
-    Attributes:
-        machine: the machine.
-        joined: whether a collective that the compiler may put into a message with others (``combiner``) costs only the
-            time that it adds to such a message.
-    """
-
-    machine: Machine
+    machine: Machine  # the machine
+    # whether a collective that the compiler may put into a message with others (``combiner``) costs only the time that
+    # it adds to such a message
     joined: bool = False
 
     def seconds(
@@ -62,15 +58,7 @@ class StepTimes:
         *,
         among: tuple[Mesh, Atoms] | None = None,
     ) -> float:
-        """Seconds of one step.
-
-        Args:
-            step: the step, over atoms of ``mesh``.
-            shape: the global shape of the array.
-            itemsize: the bytes of one element.
-            mesh: the devices.
-            among: the mesh and the atoms in the network, if ``mesh`` is a coarser one.
-        """
+        """Seconds of one step."""
         if step.kind in LOCAL:
             # Includes a launch even for a few numbers, unlike ``cost``: of eight training steps planned for h100
             # without it, two took 0.3 % longer and one 0.1 % less.
@@ -83,13 +71,7 @@ class StepTimes:
         return total + sum(copy_seconds(self.machine, array) for array in copied_bytes)
 
     def price_class(self, step: Step, mesh: Mesh, places: Mapping[str, tuple[int, ...]]) -> Hashable:
-        """A key: steps with equal keys take the same time if their parts have the same sizes before and after.
-
-        Args:
-            step: the step, over atoms of ``mesh``.
-            mesh: the devices.
-            places: for each atom of ``mesh``, its number of network atoms in each interchangeable class.
-        """
+        """A key: steps with equal keys take the same time if their parts have the same sizes before and after."""
         if step.kind in LOCAL:
             return ()
         if is_exchange(step, mesh):

@@ -108,13 +108,7 @@ class Executable:
 
 
 def named_sharding(mesh: Mesh, sharding: Sharding, memory: str = DEVICE) -> NamedSharding:
-    """A sharding as a ``NamedSharding`` over the user's mesh, or over its atoms if it splits by a part of an axis.
-
-    Args:
-        mesh: the devices.
-        sharding: the sharding.
-        memory: the memory kind of the array.
-    """
+    """A sharding as a ``NamedSharding`` over the user's mesh, or over its atoms if it splits by a part of an axis."""
     return in_memory(_named_sharding(mesh, sharding, mesh.given), memory)
 
 
@@ -138,17 +132,7 @@ def compile_spmd(
     keep_unused: bool = True,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> Executable:
-    """Makes a per-device program runnable.
-
-    Args:
-        spmd: the program; its mesh must have devices.
-        donated: arguments (counted without captured arrays) whose memory results may take.
-        keep_unused: pass arguments to XLA that nothing reads.
-        compiler_options: options of XLA, as in ``jax.jit``.
-
-    Raises:
-        MeshError: the mesh is abstract.
-    """
+    """Makes a per-device program runnable."""
     if spmd.mesh.devices is None:
         raise MeshError(
             "a program planned for an abstract mesh cannot run.",

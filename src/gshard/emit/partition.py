@@ -113,21 +113,13 @@ def spec(sharding: Sharding) -> PartitionSpec:
 
 @dataclasses.dataclass(slots=True)
 class _Local:
-    """The local arrays of a value, which moves to its planned sharding at its first use.
+    """The local arrays of a value, which moves to its planned sharding at its first use."""
 
-    Attributes:
-        source: the sharding in which it was computed.
-        arrays: the local array in every sharding so far, so that two users share one collective.
-        why: the reason that is recorded for the move to the planned sharding.
-        cause: the equation that computed it, which is recorded too.
-        marked: whether a mark gives its sharding, so that no user reads it in another one first.
-    """
-
-    source: Sharding
-    arrays: dict[Sharding, Any]
-    why: str = ""
-    cause: Equation | None = None
-    marked: bool = False
+    source: Sharding  # the sharding in which it was computed
+    arrays: dict[Sharding, Any]  # the local array in every sharding so far, so that two users share one collective
+    why: str = ""  # the reason that is recorded for the move to the planned sharding
+    cause: Equation | None = None  # the equation that computed it, which is recorded too
+    marked: bool = False  # whether a mark gives its sharding, so that no user reads it in another one first
 
 
 # A moved value (None for other arrays), its shardings before and after, and the sharding before the first step.

@@ -11,13 +11,7 @@ from gshard.explanation.roots import root_of, root_of_sum
 
 
 def advice(c: Collective, plan: Plan, producers: Mapping[Value, Equation]) -> str:
-    """One or two sentences: which marks lead here.
-
-    Args:
-        c: the collective.
-        plan: the plan it was made from.
-        producers: the equation that makes each value.
-    """
+    """One or two sentences: which marks lead here."""
     if c.why == RECOMPUTED:
         return "gshard runs it a second time, because memory_limit leaves no room to keep its result."
     if c.value is None or c.before is None or c.after is None:

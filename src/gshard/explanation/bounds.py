@@ -135,28 +135,14 @@ def _remedy(what: str, found: CallTotals) -> str:
 
 @with_tables
 def alone(plan: Plan, machine: Machine, donated: Sequence[int] = ()) -> Cost | None:
-    """What a call takes on one device that holds all of every array, and computes everything.
-
-    Args:
-        plan: gives the program; its shardings are ignored.
-        machine: one of its devices runs the program.
-        donated: inputs (captured arrays counted) whose memory results may take.
-
-    Returns:
-        the cost; None for a program with parts that are written for several devices (``shard_map``).
-    """
+    """What a call takes on one device that holds all of every array, and computes everything."""
     if any(e.rule is not None and not e.rule.is_free for e in plan.program.block.walk()):
         return None
     return cost_of_kernels(kernels_of(plan.program.block), plan.mesh, machine, donated)
 
 
 def does_not_pay(plan: Plan, found: Cost) -> str:
-    """That a call is no faster than on one device alone, if so; empty where it is bound by what devices share.
-
-    Args:
-        plan: the split program.
-        found: what a call takes so.
-    """
+    """That a call is no faster than on one device alone, if so; empty where it is bound by what devices share."""
     if plan.mesh.size == 1 or not {"launch", "latency", "network"} & {*found.bounds} or not found.seconds:
         return ""
     one = alone(plan, found.machine, found.donated)

@@ -18,20 +18,13 @@ SHOWN = 3  # collectives that an error tells of
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Budget:
-    """The bytes that each device may send in one call of a program.
+    """The bytes that each device may send in one call of a program."""
 
-    Attributes:
-        bytes: how many.
-    """
-
-    bytes: float
+    bytes: float  # how many
 
     @staticmethod
     def of(strict: Any) -> Budget | None:
         """What ``strict=`` allows; None if it is about rules only.
-
-        Raises:
-            PlanError: it is neither a truth value nor a number of bytes.
 
         >>> Budget.of(1e6), Budget.of(True)
         (Budget(bytes=1000000.0), None)
@@ -46,11 +39,7 @@ class Budget:
         return Budget(strict)
 
     def check(self, plan: Plan, spmd: SpmdProgram) -> None:
-        """Refuses a program that sends more.
-
-        Raises:
-            PlanError: with the lines that send most, what needs it there, and the mark that would avoid it.
-        """
+        """Refuses a program that sends more."""
         total = sum(c.total_bytes for c in spmd.collectives)
         if total <= self.bytes:
             return

@@ -35,25 +35,16 @@ from gshard.planning.added_marks import spec_of_cut, text_of_mark, with_marks
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Change:
-    """A change of marks that may lower what is sent.
+    """A change of marks that may lower what is sent."""
 
-    Attributes:
-        mark, at, instead: as of ``proposal.Proposal``.
-        row: the number of the collectives that it is for.
-        direct: bytes that each device sends in the collectives that it is about;
-        indirect: and in all that go back to the mark.
-        program: the program with the change.
-        as_wanted: whether it marks a value as what reads it wants it. Planning could have chosen that.
-    """
-
-    mark: str
+    mark: str  # mark, at, instead: as of ``proposal.Proposal``
     at: str
     instead: str
-    row: int
-    direct: int
-    indirect: int
-    program: Callable[[], Program | None] = dataclasses.field(repr=False)
-    as_wanted: bool = False
+    row: int  # the number of the collectives that it is for
+    direct: int  # bytes that each device sends in the collectives that it is about;
+    indirect: int  # and in all that go back to the mark
+    program: Callable[[], Program | None] = dataclasses.field(repr=False)  # the program with the change
+    as_wanted: bool = False  # whether it marks a value as what reads it wants it. Planning could have chosen that.
 
     @property
     def turn(self) -> int:
@@ -62,12 +53,7 @@ class Change:
 
 
 def changes_of(rows: Sequence[Sequence[Collective]], plan: Plan) -> list[Change]:
-    """The changes that are worth a try, those at which most bytes are at stake first.
-
-    Args:
-        rows: the collectives, those that differ in nothing but the array together (``merged_collectives.rows_of``).
-        plan: the plan they were made from.
-    """
+    """The changes that are worth a try, those at which most bytes are at stake first."""
     found = [*_loosened(rows, plan), *_added(rows, plan)]
     return sorted(found, key=lambda c: (c.turn, -max(c.direct, c.indirect), not c.instead))
 

@@ -29,32 +29,20 @@ class DifferenceError(GShardError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Figures:
-    """What a line, or a program, takes on each device in one call.
+    """What a line, or a program, takes on each device in one call."""
 
-    Attributes:
-        sent: bytes.
-        flops: operations.
-        seconds: as modelled.
-    """
-
-    sent: int = 0
-    flops: int = 0
-    seconds: float = 0.0
+    sent: int = 0  # bytes
+    flops: int = 0  # operations
+    seconds: float = 0.0  # as modelled
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LineChange:
-    """One line of the source.
+    """One line of the source."""
 
-    Attributes:
-        place: ``file:line``, after the change; before it, if the line is gone.
-        text: the line.
-        before, after: its figures.
-    """
-
-    place: str
-    text: str
-    before: Figures
+    place: str  # ``file:line``, after the change; before it, if the line is gone
+    text: str  # the line
+    before: Figures  # before, after: its figures
     after: Figures
 
     @property
@@ -65,20 +53,13 @@ class LineChange:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """Two explanations, line by line.
+    """Two explanations, line by line."""
 
-    Attributes:
-        names: what they are of, before and after.
-        before, after: the totals.
-        peaks: the peaks of a device's memory, None where they are not known.
-        lines: those whose figures changed, the largest changes in bytes first.
-    """
-
-    names: tuple[str, str]
-    before: Figures
+    names: tuple[str, str]  # what they are of, before and after
+    before: Figures  # before, after: the totals
     after: Figures
-    peaks: tuple[int, int] | None
-    lines: tuple[LineChange, ...]
+    peaks: tuple[int, int] | None  # the peaks of a device's memory, None where they are not known
+    lines: tuple[LineChange, ...]  # those whose figures changed, the largest changes in bytes first
 
     @property
     def worse(self) -> tuple[LineChange, ...]:
@@ -120,16 +101,7 @@ class Difference:
 
 
 def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> Difference:
-    """Compares the data of two explanations.
-
-    Args:
-        before, after: what ``Explanation.data`` gives, or was read from the file of ``gshard explain --json``. If one
-            of them was made without a machine, so that it has no times, no times are compared.
-
-    Raises:
-        DifferenceError: one of them is something else, was written by another version, or has the times of another
-            kind of machine.
-    """
+    """Compares the data of two explanations."""
     for data in (before, after):
         if not isinstance(data, Mapping) or data.get("format") != FORMAT:
             raise DifferenceError(

@@ -31,17 +31,11 @@ from gshard.naming.array_names import ArrayNames
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class ExplainedPlan(Comparable):
-    """A plan and its per-device program, with the rows and lists that explain them.
+    """A plan and its per-device program, with the rows and lists that explain them."""
 
-    Attributes:
-        plan: the sharding of every value.
-        spmd: the per-device program.
-        donated: arguments whose memory results may take.
-    """
-
-    plan: Plan
-    spmd: SpmdProgram
-    donated: frozenset[int] = frozenset()
+    plan: Plan  # the sharding of every value
+    spmd: SpmdProgram  # the per-device program
+    donated: frozenset[int] = frozenset()  # arguments whose memory results may take
 
     @property
     def name(self) -> str:

@@ -48,16 +48,11 @@ _IN_A_BLOCK = "with gshard.instead_of_jit(mesh=found.mesh, plan=found.plan)"
 @without_our_frames_in_methods
 @dataclasses.dataclass(frozen=True, eq=False)
 class FunctionSource:
-    """A searched function in the user's files.
+    """A searched function in the user's files."""
 
-    Attributes:
-        paths: the paths of its arguments.
-        defined: the file and first line of its definition; None if it is not in a file.
-        jaxpr: makes the closed jaxpr of the function as the user wrote it, before gshard rewrites anything.
-    """
-
-    paths: tuple[str, ...]
-    defined: tuple[str, int] | None
+    paths: tuple[str, ...]  # the paths of its arguments
+    defined: tuple[str, int] | None  # the file and first line of its definition; None if it is not in a file
+    # makes the closed jaxpr of the function as the user wrote it, before gshard rewrites anything
     jaxpr: Callable[[], Any]
 
 

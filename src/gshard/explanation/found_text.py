@@ -21,13 +21,7 @@ _PRESETS = 5  # that are shown beside, the best
 
 
 def text_of_search(best: Best, tried: Sequence[Best], names: ArrayNames) -> str:
-    """The best plan, why it takes its time, what was tried beside it, and how it splits the arguments.
-
-    Args:
-        best: the search on the mesh that was chosen.
-        tried: the searches on all meshes that were tried.
-        names: of the arrays of the program.
-    """
+    """The best plan, why it takes its time, what was tried beside it, and how it splits the arguments."""
     plan, cost = best.chosen.plan, best.chosen.cost
     shape = axes_text(best.mesh)
     memory = f"peak {format_bytes(cost.peak)} of {format_bytes(int(best.limit))}"

@@ -25,18 +25,12 @@ _SHOWN = 12  # rows of what moves
 
 @dataclasses.dataclass(frozen=True)
 class HostMemory:
-    """What of a program is in the memory of the host.
+    """What of a program is in the memory of the host."""
 
-    Attributes:
-        arguments: bytes of the arguments there, whole and for each device.
-        results: the same of the results.
-        transfers: what moves between the memory of a device and that of the host.
-        without_effect: constraints that name the memory of the host; JAX and gshard read their shardings alone.
-    """
-
-    arguments: tuple[int, int]
-    results: tuple[int, int]
-    transfers: tuple[Transfer, ...]
+    arguments: tuple[int, int]  # bytes of the arguments there, whole and for each device
+    results: tuple[int, int]  # the same of the results
+    transfers: tuple[Transfer, ...]  # what moves between the memory of a device and that of the host
+    # constraints that name the memory of the host; JAX and gshard read their shardings alone
     without_effect: tuple[str, ...] = ()
 
     @property
@@ -75,12 +69,7 @@ class HostMemory:
 
 
 def host_memory(spmd: SpmdProgram, names: ArrayNames) -> HostMemory:
-    """Reads off a per-device program what it keeps on the host.
-
-    Args:
-        spmd: the per-device program.
-        names: of the arrays of its program.
-    """
+    """Reads off a per-device program what it keeps on the host."""
     program, mesh = spmd.program, spmd.mesh
     inputs, results = program.block.inputs, program.block.outputs
     come = [i for i in range(len(inputs)) if is_host_kind(program.input_memory(i))]

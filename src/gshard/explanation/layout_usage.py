@@ -64,11 +64,7 @@ def unused_of_layout(program: Program, mesh: Mesh) -> tuple[str, ...]:
 
 
 def refuse_unused(program: Program, mesh: Mesh) -> None:
-    """Refuses a program that does not use all of its marks and all of its layout.
-
-    Raises:
-        PlanError: ``strict``.
-    """
+    """Refuses a program that does not use all of its marks and all of its layout."""
     if program.unread_marks:
         where, _, what = program.unread_marks[0].partition(": ")
         hint = "A mark is about the value that it returns. Use that value, or allow it with strict=False."

@@ -15,33 +15,20 @@ from gshard.naming.array_names import ArrayNames
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MergedCollective:
-    """Collectives that differ in nothing but the array, as one.
+    """Collectives that differ in nothing but the array, as one."""
 
-    Attributes:
-        collective: one of them, with the times of all.
-        seconds: of all runs, as modelled. Of equal ones in one place the compiler keeps one, and so does the model.
-        kernels: their numbers among the costed kernels.
-        pairs: of permutations, which position of a group sends to which, in one of them or another.
-        over: the atoms that these groups are over.
-        every: all of them.
-    """
-
-    collective: Collective
+    collective: Collective  # one of them, with the times of all
+    # of all runs, as modelled. Of equal ones in one place the compiler keeps one, and so does the model.
     seconds: float
-    kernels: tuple[int, ...]
+    kernels: tuple[int, ...]  # their numbers among the costed kernels
+    # of permutations, which position of a group sends to which, in one of them or another
     pairs: tuple[tuple[int, int], ...] = ()
-    over: Atoms = ()
-    every: tuple[Collective, ...] = dataclasses.field(default=(), repr=False)
+    over: Atoms = ()  # the atoms that these groups are over
+    every: tuple[Collective, ...] = dataclasses.field(default=(), repr=False)  # all of them
 
 
 def merged(spmd: SpmdProgram, found: Cost, names: ArrayNames | None = None) -> tuple[MergedCollective, ...]:
-    """The collectives of a program, those that send most first.
-
-    Args:
-        spmd: the program.
-        found: its cost.
-        names: as for ``rows_of``.
-    """
+    """The collectives of a program, those that send most first."""
     kernels: dict[int, list[int]] = {}
     for i, c in enumerate(origins(spmd, found)):
         if c is not None:
@@ -51,12 +38,7 @@ def merged(spmd: SpmdProgram, found: Cost, names: ArrayNames | None = None) -> t
 
 
 def rows_of(collectives: Sequence[Collective], names: ArrayNames | None = None) -> list[list[Collective]]:
-    """The collectives that differ in nothing but the array, together; those that send most in all first.
-
-    Args:
-        collectives: of a program.
-        names: what its arrays are called: then those together differ in nothing but the layer.
-    """
+    """The collectives that differ in nothing but the array, together; those that send most in all first."""
     rows: dict[Hashable, list[Collective]] = {}
     for i, alike in enumerate([collectives] if names is None else together(collectives, names)):
         for c in alike:

@@ -22,23 +22,14 @@ from gshard.planning.candidates import arrays_of, candidates
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MovedInstead:
-    """The products of a line that gather their smaller operand over an axis and move other arrays over it.
+    """The products of a line that gather their smaller operand over an axis and move other arrays over it."""
 
-    Attributes:
-        line: the user's source line.
-        operand: type and shape of what is gathered, a weight as a rule.
-        axes: names of the mesh axes.
-        times: how many products run in one call.
-        sent: bytes that each device sends for them in one call.
-        stayed: bytes that it would send if the gathered operands stayed, each product by itself.
-    """
-
-    line: str
-    operand: str
-    axes: str
-    times: int
-    sent: int
-    stayed: int
+    line: str  # the user's source line
+    operand: str  # type and shape of what is gathered, a weight as a rule
+    axes: str  # names of the mesh axes
+    times: int  # how many products run in one call
+    sent: int  # bytes that each device sends for them in one call
+    stayed: int  # bytes that it would send if the gathered operands stayed, each product by itself
 
     def __str__(self) -> str:
         products = f"{self.times} product{'s' if self.times > 1 else ''}"

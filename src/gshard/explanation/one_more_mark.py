@@ -16,19 +16,7 @@ from gshard.planning.added_marks import with_marks
 
 
 def with_one_more_mark(program: Program, mesh: Mesh, matching: Sequence[Value], what: str, sharding: Any) -> Program:
-    """The program with a mark on values.
-
-    Args:
-        program: the program that was searched.
-        mesh: the mesh with the axes that the mark names.
-        matching: the values, at least one. Values that rewrites made are left out if there are others.
-        what: the text that matches their names, for messages.
-        sharding: a ``PartitionSpec``.
-
-    Raises:
-        ArgumentError: the values cannot be marked or have fewer dimensions; the sharding is no ``PartitionSpec``, or
-            is unreduced for an argument.
-    """
+    """The program with a mark on values."""
     call = f"found.with_mark({what!r}, {sharding!r})"
     values = [v for v in matching if not v.made] or list(matching)
     if not isinstance(sharding, PartitionSpec):

@@ -34,17 +34,7 @@ Lines = dict[str, list[float]]  # by place: seconds, bytes sent, FLOPs of produc
 def against_xla(
     plan: Plan, spmd: SpmdProgram, donated: frozenset[int], machine: Machine, data: Mapping[str, Any]
 ) -> Difference:
-    """The difference from XLA's partitioner to ours.
-
-    Args:
-        plan, spmd: ours, for devices that exist.
-        donated: arguments whose memory results may take.
-        machine: what times are modelled on.
-        data: ours as data, for its places in the source.
-
-    Raises:
-        MeshError: the mesh is abstract, so that XLA cannot compile for it.
-    """
+    """The difference from XLA's partitioner to ours."""
     if plan.mesh.devices is None:
         raise MeshError(
             "XLA cannot compile for an abstract mesh.",

@@ -16,23 +16,16 @@ from gshard.device.cost import Cost, cost
 
 @dataclasses.dataclass(frozen=True)
 class Proposal:
-    """A change of marks, and what it brings.
+    """A change of marks, and what it brings."""
 
-    Attributes:
-        mark: the source text, ``gshard.shard(x, P('data', None))``.
-        at: what to mark: an argument's name, or the line and operation that make the value.
-        before, after: bytes that each device sends in one call, as the program is and with the change.
-        instead: the mark that is there now, if this one takes its place; ``mark`` is empty if it can just go.
-        spmd: the per-device program with the change.
-        costs: what a call takes on a machine, as the program is and with the change (``on``).
-    """
-
-    mark: str
-    at: str
-    before: int
+    mark: str  # the source text, ``gshard.shard(x, P('data', None))``
+    at: str  # what to mark: an argument's name, or the line and operation that make the value
+    before: int  # before, after: bytes that each device sends in one call, as the program is and with the change
     after: int
-    instead: str = ""
+    instead: str = ""  # the mark that is there now, if this one takes its place; ``mark`` is empty if it can just go
+    # the per-device program with the change
     spmd: SpmdProgram | None = dataclasses.field(default=None, repr=False, compare=False)
+    # what a call takes on a machine, as the program is and with the change (``on``)
     costs: tuple[Cost, Cost] | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
@@ -47,11 +40,7 @@ class Proposal:
         )
 
     def on(self, now: Cost) -> Proposal:
-        """The same with what a call takes on a machine, by which those that send less but take longer can be told.
-
-        Args:
-            now: what it takes without the change.
-        """
+        """The same with what a call takes on a machine, by which those that send less but take longer can be told."""
         if self.spmd is None:
             return self
         captured = len(self.spmd.program.captured)

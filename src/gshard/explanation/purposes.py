@@ -32,20 +32,13 @@ _OTHER = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Purpose:
-    """Collectives of one kind over the same axes with one purpose.
+    """Collectives of one kind over the same axes with one purpose."""
 
-    Attributes:
-        kind, axes: as of a row of ``Explanation.collectives``.
-        times: how many run in one call of the program.
-        bytes: what each device sends in all of them.
-        purpose: what they are for.
-    """
-
-    kind: str
+    kind: str  # kind, axes: as of a row of ``Explanation.collectives``
     axes: str
-    times: int
-    bytes: int
-    purpose: str
+    times: int  # how many run in one call of the program
+    bytes: int  # what each device sends in all of them
+    purpose: str  # what they are for
 
     def __str__(self) -> str:
         return f"{self.kind:<18} over {self.axes:<12} x{self.times:<4} {format_bytes(self.bytes):>10}  {self.purpose}"
@@ -61,13 +54,7 @@ class Purposes(tuple[Purpose, ...]):
 
 
 def purposes_of(plan: Plan, collectives: tuple[Collective, ...], names: ArrayNames) -> Purposes:
-    """What the collectives of a plan's per-device program are for.
-
-    Args:
-        plan: the plan.
-        collectives: of its per-device program.
-        names: what arrays are called.
-    """
+    """What the collectives of a plan's per-device program are for."""
     program = plan.program
     state = {i for i, _ in program.state(range(len(program.block.inputs)))}
     data = {names.arguments[v].text: v for i, v in enumerate(program.block.inputs) if i not in state}

@@ -23,23 +23,14 @@ from gshard.planning.candidates import Arrays, arrays_of, candidates
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Replicated:
-    """An equation computed whole over some axes over which an operand is split.
+    """An equation computed whole over some axes over which an operand is split."""
 
-    Attributes:
-        equation: what is computed.
-        operand: the operand that is gathered.
-        dim: its dimension that is split.
-        axes: over which.
-        times: how often a device's share every device computes.
-        spared: bytes that splitting this equation alone would send more.
-    """
-
-    equation: Equation
-    operand: Value
-    dim: int
-    axes: str
-    times: int
-    spared: int
+    equation: Equation  # what is computed
+    operand: Value  # the operand that is gathered
+    dim: int  # its dimension that is split
+    axes: str  # over which
+    times: int  # how often a device's share every device computes
+    spared: int  # bytes that splitting this equation alone would send more
 
     def __str__(self) -> str:
         e, at = self.equation, f" at {self.equation.line}" if self.equation.line else ""

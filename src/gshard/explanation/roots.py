@@ -50,13 +50,7 @@ def direct_roots(c: Collective) -> Iterator[Reason]:
 
 
 def roots(c: Collective, plan: Plan, producers: Mapping[Value, Equation]) -> frozenset[Reason]:
-    """The marks and arguments that a collective goes back to.
-
-    Args:
-        c: the collective.
-        plan: the plan it was made from.
-        producers: the equation that makes each value.
-    """
+    """The marks and arguments that a collective goes back to."""
     found = {*direct_roots(c)}
     values = [c.value, *(v for e in (c.cause, c.emitted) if e is not None for v in (*e.inputs, *e.outputs))]
     for v in dict.fromkeys(values):

@@ -13,23 +13,14 @@ from gshard.explanation.rows import CollectiveRow, TensorRow
 
 
 class ArrayLine(NamedTuple):
-    """The parts of the line of an array.
+    """The parts of the line of an array."""
 
-    Attributes:
-        key: arrays with the same key, sharding and note have one line.
-        alike: the name of several of them.
-        name: the name of one of them.
-        sharding: as text.
-        bytes: of one device's part.
-        note: the end of the line.
-    """
-
-    key: str
-    alike: str
-    name: str
-    sharding: str
-    bytes: int
-    note: str
+    key: str  # arrays with the same key, sharding and note have one line
+    alike: str  # the name of several of them
+    name: str  # the name of one of them
+    sharding: str  # as text
+    bytes: int  # of one device's part
+    note: str  # the end of the line
 
 
 def array_lines(title: str, arrays: Sequence[ArrayLine], most: int) -> list[str]:
@@ -66,14 +57,7 @@ def tensor_lines(title: str, rows: Sequence[TensorRow], most: int) -> list[str]:
 def collective_lines(
     rows: Sequence[CollectiveRow], most: int, columns: tuple[int, int] = (12, 24), no_line: str = ""
 ) -> list[str]:
-    """At most so many lines: bytes, axes, array, module, source line, reason, and where it is modelled the time.
-
-    Args:
-        rows: the collectives.
-        most: how many lines.
-        columns: width of the axes and of the shape.
-        no_line: what stands for an unknown line.
-    """
+    """At most so many lines: bytes, axes, array, module, source line, reason, and where it is modelled the time."""
     shown, is_timed = rows[:most], any(row.seconds for row in rows)
     names = [f"{row.array}  x{row.arrays}" if row.arrays > 1 else row.array for row in shown]
     wide, modules = (max(map(len, texts), default=0) for texts in (names, [row.module for row in shown]))

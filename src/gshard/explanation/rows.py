@@ -21,31 +21,18 @@ _NAMED = 24  # names of arguments in a message
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorRow:
-    """One array of the program.
+    """One array of the program."""
 
-    Attributes:
-        name: an argument's path, or ``%12`` with the primitive and line that made it.
-        sharding: text form.
-        bytes: of the whole array.
-        local_bytes: of one device's part.
-        is_argument: whether the caller hands it in.
-        plan: the plan.
-        value: the value in the plan.
-        note: what to know of a value that no mark can split: one device's part, or what becomes of parts.
-        short: what an argument is called where space is short: ``blocks[3].up.kernel``.
-        alike: the same with ``*`` for the number of a layer, where there are several.
-    """
-
-    name: str
-    sharding: str
-    bytes: int
-    local_bytes: int
-    is_argument: bool
-    plan: Plan = dataclasses.field(repr=False)
-    value: Value = dataclasses.field(repr=False)
-    note: str = ""
-    short: str = ""
-    alike: str = ""
+    name: str  # an argument's path, or ``%12`` with the primitive and line that made it
+    sharding: str  # text form
+    bytes: int  # of the whole array
+    local_bytes: int  # of one device's part
+    is_argument: bool  # whether the caller hands it in
+    plan: Plan = dataclasses.field(repr=False)  # the plan
+    value: Value = dataclasses.field(repr=False)  # the value in the plan
+    note: str = ""  # what to know of a value that no mark can split: one device's part, or what becomes of parts
+    short: str = ""  # what an argument is called where space is short: ``blocks[3].up.kernel``
+    alike: str = ""  # the same with ``*`` for the number of a layer, where there are several
 
     @property
     def why(self) -> tuple[tuple[str, ...], ...]:
@@ -68,18 +55,7 @@ class TensorRow:
 
 
 def row_called(rows: Sequence[TensorRow], name: str, names: ArrayNames, collectives: Sequence[Collective]) -> TensorRow:
-    """The first row with a printed name.
-
-    Args:
-        rows: all arrays.
-        name: an argument's path or short name, ``%2``, ``train.py:9``, or how a collective's row calls its array:
-            ``gradient of w``.
-        names: what arrays are called;
-        collectives: that move them.
-
-    Raises:
-        ArgumentError: there is none.
-    """
+    """The first row with a printed name."""
 
     def is_called(row: TensorRow) -> bool:
         if row.is_argument:
@@ -100,13 +76,7 @@ def row_called(rows: Sequence[TensorRow], name: str, names: ArrayNames, collecti
 
 
 def rows_of_tensors(plan: Plan, names: ArrayNames, notes: Mapping[Value, str]) -> tuple[TensorRow, ...]:
-    """All arrays of a plan, largest first.
-
-    Args:
-        plan: the plan.
-        names: what its arguments are called.
-        notes: what else to know of values that no mark can split.
-    """
+    """All arrays of a plan, largest first."""
     program = plan.program
     called = dict(zip(program.block.inputs, program.names, strict=True))
     for e in program.block.walk():
@@ -128,38 +98,22 @@ def rows_of_tensors(plan: Plan, names: ArrayNames, notes: Mapping[Value, str]) -
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveRow:
-    """Collectives of one kind over the same axes for the same line.
+    """Collectives of one kind over the same axes for the same line."""
 
-    Attributes:
-        kind: all_gather, all_reduce, reduce_scatter, all_to_all or collective_permute; of XLA also a rarer one.
-        axes: names of mesh axes, or of their parts; of XLA also the devices of one group.
-        times: how many run in one call of the program.
-        bytes: what each device sends in all of them.
-        shape: the local operand of the largest.
-        line: the user's source line; empty if the program does not tell.
-        why: what needed it.
-        array: what is moved: a weight by its short name, ``gradient of`` one, or the operation that makes it.
-        module: of what caused it, ``decoder/layers_0/mlp``; empty if nothing names it.
-        arrays: how many rows this one stands for: those of equal layers.
-        exact: whether ``times`` is certain; False in a branch, and in a loop whose length depends on data.
-        seconds: of the network, for all of them; 0 where they are not modelled.
-        exposed: of these, what a call waits for.
-        sharing: how many rows have arrays in one of its messages, if XLA combined collectives; 1 if no other row has.
-    """
-
-    kind: str
-    axes: str
-    times: int
-    bytes: int
-    shape: str
-    line: str
-    why: str
-    array: str
-    module: str
-    arrays: int = 1
-    exact: bool = True
-    seconds: float = 0.0
-    exposed: float = 0.0
+    kind: str  # all_gather, all_reduce, reduce_scatter, all_to_all or collective_permute; of XLA also a rarer one
+    axes: str  # names of mesh axes, or of their parts; of XLA also the devices of one group
+    times: int  # how many run in one call of the program
+    bytes: int  # what each device sends in all of them
+    shape: str  # the local operand of the largest
+    line: str  # the user's source line; empty if the program does not tell
+    why: str  # what needed it
+    array: str  # what is moved: a weight by its short name, ``gradient of`` one, or the operation that makes it
+    module: str  # of what caused it, ``decoder/layers_0/mlp``; empty if nothing names it
+    arrays: int = 1  # how many rows this one stands for: those of equal layers
+    exact: bool = True  # whether ``times`` is certain; False in a branch, and in a loop whose length depends on data
+    seconds: float = 0.0  # of the network, for all of them; 0 where they are not modelled
+    exposed: float = 0.0  # of these, what a call waits for
+    # how many rows have arrays in one of its messages, if XLA combined collectives; 1 if no other row has
     sharing: int = 1
 
 

@@ -8,12 +8,7 @@ from gshard.naming.array_names import ArrayNames
 
 
 def sent_narrow(program: Program, names: ArrayNames) -> tuple[str, ...]:
-    """For each line of a mark with ``send`` the arrays that it rounds, the dtype, and the error bound.
-
-    Args:
-        program: the program.
-        names: the names of its arrays.
-    """
+    """For each line of a mark with ``send`` the arrays that it rounds, the dtype, and the error bound."""
     arrays: dict[tuple[str, str], dict[str, None]] = {}
     for e in program.block.walk():
         if e.mark is None or not e.mark.send or not isinstance(e.inputs[0], Value):

@@ -32,21 +32,14 @@ _SCREENING = 0.5  # of the seconds, in which changes are tried by bytes where th
 
 @dataclasses.dataclass(frozen=True)
 class Trials:
-    """What changes of marks bring, as far as they were tried.
+    """What changes of marks bring, as far as they were tried."""
 
-    Attributes:
-        found: the changes that lower the bytes sent, each with the number of the collectives that it is for.
-        tried: how many changes were tried;
-        changes: of how many.
-        seconds: of processor time that this took.
-        one: seconds that one change takes, if none was tried because of them.
-    """
-
+    # the changes that lower the bytes sent, each with the number of the collectives that it is for
     found: tuple[tuple[int, Proposal], ...]
-    tried: int
-    changes: int
-    seconds: float
-    one: float = 0.0
+    tried: int  # how many changes were tried;
+    changes: int  # of how many
+    seconds: float  # of processor time that this took
+    one: float = 0.0  # seconds that one change takes, if none was tried because of them
 
     @property
     def is_complete(self) -> bool:
@@ -75,19 +68,7 @@ def trials(
     one: float = 0.0,
     clock: Callable[[], float] = time.thread_time,
 ) -> Trials:
-    """Plans the program again with changes of marks, those at which most bytes are at stake first.
-
-    Args:
-        rows: the collectives, those that differ in nothing but the array together, those that send most first.
-        plan: the plan they were made from.
-        marked: what a program with other marks becomes.
-        by_bytes: the same without a machine, if ``marked`` plans for one.
-        seconds: how long to try, of processor time: a computer that is busy otherwise tries as many. No plan is begun
-            that would end later if it takes as long as the longest before. At least one change is tried, unless
-            ``seconds`` is 0, or planning takes longer than that and than ``SECONDS``.
-        one: seconds that planning once is known to take; 0 if unknown.
-        clock: the time.
-    """
+    """Plans the program again with changes of marks, those at which most bytes are at stake first."""
     began = clock()
     sent = sum(c.total_bytes for same in rows for c in same)
     found: list[tuple[int, Proposal]] = []

@@ -18,12 +18,7 @@ from gshard.explanation.returned import returned_in_fewer_shards
 
 
 def warn_of(plan: Plan, told: set[str]) -> None:
-    """Warns of what a program that is compiled now does not do as its user may expect.
-
-    Args:
-        plan: of the program.
-        told: the kinds of warnings that the function had (``core.errors.warn_once``).
-    """
+    """Warns of what a program that is compiled now does not do as its user may expect."""
     program = plan.program
     found = [
         *program.unread_marks,

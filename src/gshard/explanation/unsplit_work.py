@@ -16,14 +16,7 @@ from gshard.naming.array_names import ArrayNames
 
 
 def unsplit_work(plan: Plan, found: Cost, names: ArrayNames, by_bytes: Planner | None) -> str:
-    """One sentence on the largest product that is not split as its operand is; empty if there is none.
-
-    Args:
-        plan: for a machine.
-        found: what a call takes.
-        names: of its arrays.
-        by_bytes: plans a program by bytes, where no product is repeated to send less; None if ``plan`` is by bytes.
-    """
+    """One sentence on the largest product that is not split as its operand is; empty if there is none."""
     rows = replicated_work(plan)
     made = replanned(by_bytes, plan.program) if rows and by_bytes is not None else None
     if made is None:

@@ -40,53 +40,32 @@ Compared = Choice | SearchChoice
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CostPart:
-    """A part of a cost.
+    """A part of a cost."""
 
-    Attributes:
-        cost: bytes or seconds.
-        cause: the operation or boundary that asks for it, how arrays move for it, and the user's line.
-    """
-
-    cost: float
-    cause: str
+    cost: float  # bytes or seconds
+    cause: str  # the operation or boundary that asks for it, how arrays move for it, and the user's line
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CostRow:
-    """A sharding that a value may have.
+    """A sharding that a value may have."""
 
-    Attributes:
-        sharding: as text.
-        cost: of the best plan in which the value has it, in bytes or seconds; ``inf`` if there is none.
-        more: the cost beyond that of the chosen plan.
-        chosen: whether the plan has it.
-        parts: of the cost; they add up to it.
-        changes: what its parts are more than those of the chosen plan, the largest change first.
-    """
-
-    sharding: str
-    cost: float
-    more: float
-    chosen: bool
-    parts: tuple[CostPart, ...]
-    changes: tuple[CostPart, ...]
+    sharding: str  # as text
+    cost: float  # of the best plan in which the value has it, in bytes or seconds; ``inf`` if there is none
+    more: float  # the cost beyond that of the chosen plan
+    chosen: bool  # whether the plan has it
+    parts: tuple[CostPart, ...]  # of the cost; they add up to it
+    changes: tuple[CostPart, ...]  # what its parts are more than those of the chosen plan, the largest change first
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ValueCosts:
-    """What planning compared for one value; print it, or read its rows.
+    """What planning compared for one value; print it, or read its rows."""
 
-    Attributes:
-        name: of the value.
-        counted: what a cost is: ``bytes sent``, or ``time on h100:1x8``.
-        rows: the shardings that were compared, the cheapest first.
-        notes: marks that leave no choice, and values that have the same sharding.
-    """
-
-    name: str
-    counted: str
-    rows: tuple[CostRow, ...]
-    notes: tuple[str, ...]
+    name: str  # of the value
+    counted: str  # what a cost is: ``bytes sent``, or ``time on h100:1x8``
+    rows: tuple[CostRow, ...]  # the shardings that were compared, the cheapest first
+    notes: tuple[str, ...]  # marks that leave no choice, and values that have the same sharding
 
     @property
     def chosen(self) -> CostRow:
@@ -135,14 +114,7 @@ class ValueCosts:
 def value_costs(
     choice: Compared | None, row: TensorRow, others: Sequence[str], machine: Machine | None = None
 ) -> ValueCosts:
-    """What planning compared for a value.
-
-    Args:
-        choice: what planning chose, and from what; None if nothing was to be chosen.
-        row: the value, of the program that was planned.
-        others: names of the other values of its sharding group.
-        machine: what the plan was made for; None if by bytes.
-    """
+    """What planning compared for a value."""
     name = row.short or row.name
     if choice is None:
         return ValueCosts(name, "", (), (f"it is {row.sharding}: no mark splits anything, so nothing was compared",))

@@ -40,41 +40,27 @@ _TIME = "it prices each kernel and each collective by itself, and the change is 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict(CallVerdict):
-    """What bounds one call of a program on a machine, as modelled.
+    """What bounds one call of a program on a machine, as modelled."""
 
-    Attributes:
-        cost: what it was read from.
-        mesh: the devices.
-        ideal: seconds that an even share of all products takes at the machine's peak rate.
-        work: operations of products that a device computes, as a multiple of an even share.
-        repeated: the line whose products exceed their share most, and how many times it; None if none does.
-        sent: bytes that each device sends.
-        largest: the collectives of a kind at a line that send most and, if they are others, those that take longest.
-        trials: the changes of marks that were tried;
-        proposals: those that lower the bytes sent, for each kind of collective, with what a call then takes.
-        gap, counted, is_limited: of the plan (``core.plan``).
-        by_bytes: whether the plan was made by bytes;
-        planned_for: or for which machine; None if that is not known.
-        alone: that a call is no faster than on one device, if so.
-        unsplit: that a product is not split as its operand is, and what a call would take if it were, if so.
-    """
-
-    cost: Cost
-    mesh: Mesh
-    ideal: float
-    work: float
+    cost: Cost  # what it was read from
+    mesh: Mesh  # the devices
+    ideal: float  # seconds that an even share of all products takes at the machine's peak rate
+    work: float  # operations of products that a device computes, as a multiple of an even share
+    # the line whose products exceed their share most, and how many times it; None if none does
     repeated: tuple[str, float] | None
-    sent: int
+    sent: int  # bytes that each device sends
+    # the collectives of a kind at a line that send most and, if they are others, those that take longest
     largest: tuple[MergedCollective, ...]
-    trials: Trials
+    trials: Trials  # the changes of marks that were tried;
+    # those that lower the bytes sent, for each kind of collective, with what a call then takes
     proposals: tuple[Proposal | None, ...]
-    gap: float | None = None
+    gap: float | None = None  # gap, counted, is_limited: of the plan (``core.plan``)
     counted: str = ""
     is_limited: bool = False
-    by_bytes: bool = False
-    planned_for: Machine | None = None
-    alone: str = ""
-    unsplit: str = ""
+    by_bytes: bool = False  # whether the plan was made by bytes;
+    planned_for: Machine | None = None  # or for which machine; None if that is not known
+    alone: str = ""  # that a call is no faster than on one device, if so
+    unsplit: str = ""  # that a product is not split as its operand is, and what a call would take if it were, if so
 
     @property
     def proposal(self) -> Proposal | None:
@@ -188,17 +174,7 @@ def verdict(
     planned_for: Machine | None = None,
     unsplit: str = "",
 ) -> Verdict:
-    """Reads the verdict off a cost.
-
-    Args:
-        plan: the program and how it is split.
-        found: what it takes on a machine.
-        rows: its collectives, those that send most first.
-        tried: the changes of marks that were tried, for each of these rows.
-        by_bytes: whether the plan was made by bytes;
-        planned_for: or for which machine.
-        unsplit: a sentence on products that are not split as their operands are (``unsplit_work``).
-    """
+    """Reads the verdict off a cost."""
     machine, devices = found.machine, plan.mesh.size
     whole: Counter[str] = Counter()
     ideal = 0.0

@@ -28,19 +28,12 @@ _MOST = 24  # and shardings that are tried
 
 @dataclasses.dataclass(frozen=True)
 class Instead:
-    """Another sharding, and what a call takes with it.
+    """Another sharding, and what a call takes with it."""
 
-    Attributes:
-        sharding: as text.
-        mark: as text.
-        cost: of the program with that mark;
-        now: of the program without it.
-    """
-
-    sharding: str
-    mark: str
-    cost: Cost
-    now: Cost
+    sharding: str  # as text
+    mark: str  # as text
+    cost: Cost  # of the program with that mark;
+    now: Cost  # of the program without it
 
     @property
     def seconds(self) -> float:
@@ -62,15 +55,7 @@ def replanned(planner: Planner, program: Program | None) -> SpmdProgram | None:
 
 
 def instead(plan: Plan, value: Value, now: Cost, donated: Sequence[int], marked: Planner) -> tuple[Instead, ...]:
-    """The other shardings of a value over whole axes, the fastest first; none for one that cannot be marked.
-
-    Args:
-        plan: the plan without another mark.
-        value: one of its values.
-        now: what a call takes.
-        donated: arguments (captured arrays not counted) whose memory results may take.
-        marked: what a program with other marks becomes.
-    """
+    """The other shardings of a value over whole axes, the fastest first; none for one that cannot be marked."""
     equations = sum(1 for _ in plan.program.block.walk())
     most = max(1, min(_MOST, _EQUATIONS // max(equations, 1)))
     found = itertools.islice(_tried(plan, value, now, donated, marked), most)

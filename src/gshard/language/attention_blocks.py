@@ -25,23 +25,17 @@ NO_WINDOW = (None, None)
 
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """What queries see.
+    """What queries see."""
 
-    Attributes:
-        causal: keys up to their own position.
-        window: keys at most so many positions before and after their own.
-        q_positions, k_positions: positions, ``int[*batch, T]`` and ``int[*batch, S]``; None for indices.
-        q_segments, k_segments: segments of the same shapes; a query sees the keys of its own. None for one segment.
-        mask: ``bool[*batch, K, G, T, S]``; None for all.
-    """
-
-    causal: bool = False
-    window: tuple[int | None, int | None] = NO_WINDOW
+    causal: bool = False  # keys up to their own position
+    window: tuple[int | None, int | None] = NO_WINDOW  # keys at most so many positions before and after their own
+    # q_positions, k_positions: positions, ``int[*batch, T]`` and ``int[*batch, S]``; None for indices
     q_positions: Any = None
     k_positions: Any = None
+    # q_segments, k_segments: segments of the same shapes; a query sees the keys of its own. None for one segment
     q_segments: Any = None
     k_segments: Any = None
-    mask: Any = None
+    mask: Any = None  # ``bool[*batch, K, G, T, S]``; None for all
 
     @property
     def by_position(self) -> bool:
@@ -54,9 +48,6 @@ class Mask:
         Args:
             q_at, k_at: their indices, int32[t] and int32[s].
             k_count: the number of keys; larger indices are padding.
-
-        Returns:
-            flags that broadcast to bool[*batch, K, G, t, s]; None if all see all.
         """
         flags = []
         if k_at.shape[0] and not _divides(k_at.shape[0], k_count):
@@ -138,14 +129,7 @@ def merged(one: tuple[Any, Any], other: tuple[Any, Any]) -> tuple[Any, Any]:
 
 
 def all_scores(q: Any, k: Any, v: Any, scale: float, mask: Mask, bias: Any = None) -> Any:
-    """Attention with all scores at once, in operators that JAX differentiates.
-
-    Args:
-        q, k, v: queries, keys and values as in ``language.attention_primitive``.
-        scale: the factor of the scores.
-        mask: what queries see.
-        bias: what to add to the scores, ``[*batch, K, G, T, S]``; None for nothing.
-    """
+    """Attention with all scores at once, in operators that JAX differentiates."""
     count, keys, dtype = q.shape[-4], k.shape[-3], jnp.promote_types(q.dtype, jnp.float32)
     scores = jnp.einsum("...tkgd,...skd->...kgts", q, k, preferred_element_type=dtype) * scale
     if bias is not None:
@@ -162,15 +146,10 @@ def all_scores(q: Any, k: Any, v: Any, scale: float, mask: Mask, bias: Any = Non
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """Attention of arrays as in ``language.attention_primitive``.
+    """Attention of arrays as in ``language.attention_primitive``."""
 
-    Attributes:
-        scale: the factor of the scores.
-        mask: what queries see.
-    """
-
-    scale: float
-    mask: Mask
+    scale: float  # the factor of the scores
+    mask: Mask  # what queries see
 
     def forward(self, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
         """The result and the log-sum-exp, both in the dtype of the scores."""

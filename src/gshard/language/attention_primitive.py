@@ -34,28 +34,20 @@ POSITIONS, HEADS, GROUP, FEATURES = range(-4, 0)  # the last dimensions of queri
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AttentionParams:
-    """What attention computes, apart from its arrays.
+    """What attention computes, apart from its arrays."""
 
-    Attributes:
-        scale: the factor of the scores.
-        causal: a query sees the keys up to its own position.
-        window: the numbers of positions before and after its own that a query sees; None for no limit.
-        positions: whether arrays of positions follow the values, of queries and of keys. Otherwise the position of an
-            element is its index.
-        segments: whether arrays of segments follow, of queries and of keys. A query sees the keys of its own segment.
-        mask: whether a mask follows, ``bool[*batch, K, G, T, S]``; dimensions before ``T`` may be 1.
-        wide: whether the result has the dtype of the log-sum-exp, because it will be merged with others.
-        kernels: whether kernels of the platform may run.
-    """
-
-    scale: float
-    causal: bool = False
+    scale: float  # the factor of the scores
+    causal: bool = False  # a query sees the keys up to its own position
+    # the numbers of positions before and after its own that a query sees; None for no limit
     window: tuple[int | None, int | None] = (None, None)
+    # whether arrays of positions follow the values, of queries and of keys. Otherwise the position of an element is its
+    # index.
     positions: bool = False
+    # whether arrays of segments follow, of queries and of keys. A query sees the keys of its own segment.
     segments: bool = False
-    mask: bool = False
-    wide: bool = False
-    kernels: bool = True
+    mask: bool = False  # whether a mask follows, ``bool[*batch, K, G, T, S]``; dimensions before ``T`` may be 1
+    wide: bool = False  # whether the result has the dtype of the log-sum-exp, because it will be merged with others
+    kernels: bool = True  # whether kernels of the platform may run
 
     @property
     def by_position(self) -> bool:

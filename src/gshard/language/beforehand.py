@@ -23,15 +23,7 @@ from gshard.language.traits import traits_of
 
 
 def beforehand(step: Callable[..., Any], *examples: Any) -> Callable[..., Any]:
-    """The body of a loop without equations whose results are equal in every iteration.
-
-    Args:
-        step: the body, a function of pytrees of arrays inside ``shard_map``. It is traced once.
-        examples: arrays or shapes of its arguments.
-
-    Returns:
-        the same function. The equal results are computed where ``beforehand`` is called.
-    """
+    """The body of a loop without equations whose results are equal in every iteration."""
     jaxpr, result = jax.make_jaxpr(step, return_shape=True)(*examples)
     body, consts = closed(jaxpr)
     invariant = _invariant(body.eqns)

@@ -40,10 +40,6 @@ def skipping(jaxpr: Any, consts: Sequence[Any] = ()) -> Callable[..., Any]:
     """A computation of ``(flag, *values)`` that ignores values with a False flag.
 
     It has the identity ``(False, ...)``, also if the original computation has no identity.
-
-    Args:
-        jaxpr: the (closed) jaxpr of the original computation.
-        consts: the constants of a jaxpr that is not closed.
     """
     combine = jaxpr_as_fun(jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, list(consts)))
 

@@ -20,9 +20,6 @@ def flat(jaxpr: Any) -> Any:
     """A closed jaxpr with the equations of calls in place of them, and without names of dimensions.
 
     The bodies of scans are flat too, and have no equations that no result needs.
-
-    Raises:
-        ShardingError: an equation is a mark or a sharding constraint, or has a sharding over axes of a mesh.
     """
     body, consts = closed(jaxpr)
 

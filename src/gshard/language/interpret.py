@@ -59,12 +59,7 @@ class Interpreter:
         return [jnp.asarray(value_of(v, env)) for v in block.outputs]
 
     def evaluate(self, equations: Iterable[Equation], env: dict[Value, Any]) -> None:
-        """Runs equations in order.
-
-        Args:
-            equations: the equations.
-            env: the arrays of the values that the equations read. The arrays of their results are added.
-        """
+        """Runs equations in order."""
         for e in equations:
             with as_if_at(e.source_info), jax.named_scope(e.name), in_context(e.context):
                 inputs = [value_of(v, env) for v in e.inputs]

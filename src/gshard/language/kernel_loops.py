@@ -30,32 +30,20 @@ Loops = list[int]  # of one dimension, major to minor
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step:
-    """One equation of the function.
+    """One equation of the function."""
 
-    Attributes:
-        rule: its rule; None if none of its loops may be split, as in an equation with bodies that is no scan.
-        loops: the loop of each factor.
-        is_read: whether a result of the function depends on it.
-        body: the equations of the body of a scan; None for other equations.
-    """
-
-    rule: Rule | None
-    loops: tuple[int, ...]
-    is_read: bool
-    body: tuple[Step, ...] | None = None
+    rule: Rule | None  # its rule; None if none of its loops may be split, as in an equation with bodies that is no scan
+    loops: tuple[int, ...]  # the loop of each factor
+    is_read: bool  # whether a result of the function depends on it
+    body: tuple[Step, ...] | None = None  # the equations of the body of a scan; None for other equations
 
 
 class LoopTable:
-    """Loops that are joined and split while equations are read.
-
-    Attributes:
-        sizes: the size of each loop.
-        reading: the equation that is read.
-    """
+    """Loops that are joined and split while equations are read."""
 
     def __init__(self) -> None:
-        self.sizes: list[int] = []
-        self.reading: Any = None
+        self.sizes: list[int] = []  # the size of each loop
+        self.reading: Any = None  # the equation that is read
         self._joined_with: list[int] = []
         self._parts: dict[int, tuple[int, int]] = {}
         self._whole: dict[int, Any] = {}
@@ -136,19 +124,12 @@ Leaves = tuple[tuple[tuple[int, ...], ...], ...]  # for each dimension of each a
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FunctionLoops:
-    """The loops of a function.
+    """The loops of a function."""
 
-    Attributes:
-        table: the loops.
-        steps: its equations, those of calls in place of them, in order.
-        flops: floating-point operations.
-        products: those of matrix products.
-    """
-
-    table: LoopTable
-    steps: tuple[Step, ...]
-    flops: int
-    products: int
+    table: LoopTable  # the loops
+    steps: tuple[Step, ...]  # its equations, those of calls in place of them, in order
+    flops: int  # floating-point operations
+    products: int  # those of matrix products
     _arguments: list[list[Loops]]
     _results: list[list[Loops]]
 
@@ -179,27 +160,16 @@ def loops_of(jaxpr: Any) -> FunctionLoops:
 
 
 class _Reader:
-    """Reads equations, and joins their loops.
-
-    Attributes:
-        table: the loops so far.
-        flops, products: operations so far, and those of matrix products.
-    """
+    """Reads equations, and joins their loops."""
 
     def __init__(self) -> None:
-        self.table = LoopTable()
-        self.flops = self.products = 0
+        self.table = LoopTable()  # the loops so far
+        self.flops = self.products = 0  # flops, products: operations so far, and those of matrix products
 
     def read(
         self, jaxpr: Any, arguments: Sequence[list[Loops]], times: int
     ) -> tuple[list[list[Loops]], tuple[Step, ...]]:
-        """The loops of the results of a jaxpr, and its equations.
-
-        Args:
-            jaxpr: the closed jaxpr.
-            arguments: the loops of its arguments.
-            times: how often it runs.
-        """
+        """The loops of the results of a jaxpr, and its equations."""
         body, consts = closed(jaxpr)
         read, steps = _read_equations(body), list[Step]()
 

@@ -33,23 +33,19 @@ Types = tuple[tuple[tuple[int, ...], Any], ...]  # of arrays: shape and dtype
 
 
 class Kernel:
-    """A function of flat arrays in two implementations. Compared by identity.
-
-    Attributes:
-        name: what messages call it.
-        fast: the implementation that runs.
-        plain: the implementation that says what it computes, in JAX operators.
-        platforms: where the fast one runs, such as ``("tpu",)``; elsewhere the plain one does. None for everywhere.
-        linear: the number of last operands that the results are linear in: the tangents of a derivative.
-        cotangents: the number of results of a derivative.
-        transposed: the kernel from the other operands, and cotangents of the results, to cotangents of these last ones.
-    """
+    """A function of flat arrays in two implementations. Compared by identity."""
 
     def __init__(
         self, name: str, fast: Function, plain: Function, platforms: tuple[str, ...] | None = None,
         *, linear: int = 0, cotangents: int = 0, transposed: Kernel | None = None,
     ) -> None:  # fmt: skip
+        # name: what messages call it; fast: the implementation that runs; plain: the implementation that says what it
+        # computes, in JAX operators; platforms: where the fast one runs, such as ``("tpu",)``; elsewhere the plain one
+        # does. None for everywhere
         self.name, self.fast, self.plain, self.platforms = name, fast, plain, platforms
+        # linear: the number of last operands that the results are linear in: the tangents of a derivative; cotangents:
+        # the number of results of a derivative; transposed: the kernel from the other operands, and cotangents of the
+        # results, to cotangents of these last ones
         self.linear, self.cotangents, self.transposed = linear, cotangents, transposed
         self._derived: dict[Any, Any] = {}
         self._plain_jaxprs: dict[Types, Any] = {}
@@ -59,11 +55,7 @@ class Kernel:
         return f"kernel {self.name}"
 
     def plain_jaxpr(self, types: Types) -> Any:
-        """The plain function traced on arrays of these types, calls opened.
-
-        Raises:
-            ArgumentError: it uses an array of a surrounding function that is being traced.
-        """
+        """The plain function traced on arrays of these types, calls opened."""
         if types not in self._plain_jaxprs:
             with no_mesh_set():
                 made = flat(jax.make_jaxpr(self.plain)(*_structs(types)))

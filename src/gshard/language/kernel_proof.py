@@ -38,17 +38,7 @@ def runs_on_shards(
     mesh: Mesh,
     split: Split,
 ) -> bool:
-    """Whether a function computes the shards of its results from shards of its arguments.
-
-    Args:
-        plain: its closed jaxpr, on whole arrays, without calls (``flat_jaxpr``).
-        local: the same function traced on arrays of a shard's size, without calls.
-        steps: the equations of ``plain`` with their rules.
-        rule: that of the function as a whole; it gives the shardings of the results.
-        atoms_of_loop: over which atoms a loop of these steps is split.
-        mesh: the devices.
-        split: the split of ``rule``.
-    """
+    """Whether a function computes the shards of its results from shards of its arguments."""
 
     def emitted(*shards: Any) -> list[Any]:
         results = on_shards(plain, [Part(x, {}) for x in shards], steps, Shard(mesh, atoms_of_loop))

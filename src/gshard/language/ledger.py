@@ -47,19 +47,12 @@ def says_something(value: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """The treatment of a parameter.
+    """The treatment of a parameter."""
 
-    Attributes:
-        way: KEPT, IRRELEVANT, REPORTED, OPTIONS or REFUSED.
-        why: the reason, or a sentence that states what gshard does instead.
-        hint: the way out for the user, if the parameter is refused.
-        loses: returns whether a value of the parameter is lost.
-    """
-
-    way: str
-    why: str = ""
-    hint: str = ""
-    loses: Callable[[Any], bool] = says_something
+    way: str  # KEPT, IRRELEVANT, REPORTED, OPTIONS or REFUSED
+    why: str = ""  # the reason, or a sentence that states what gshard does instead
+    hint: str = ""  # the way out for the user, if the parameter is refused
+    loses: Callable[[Any], bool] = says_something  # returns whether a value of the parameter is lost
 
 
 def rows_of_text(text: str, row: Row) -> Iterator[tuple[str, dict[str, Row]]]:
@@ -108,15 +101,7 @@ def unclassified(primitive: str, parameters: Iterable[str]) -> tuple[str, ...]:
 
 
 def dropped(eqn: Any, source: Any) -> Iterator[Dropped]:
-    """The parameters, settings and effects of an equation that gshard does not keep.
-
-    Args:
-        eqn: an equation of a jaxpr.
-        source: the ``source_info`` with the user's line of the equation.
-
-    Raises:
-        TraceError: without a parameter, arrays would be placed or sent differently.
-    """
+    """The parameters, settings and effects of an equation that gshard does not keep."""
     name = eqn.primitive.name
     params = eqn.params
     for parameter, row in _may_be_lost(name, tuple(params)):
@@ -142,12 +127,7 @@ def dropped(eqn: Any, source: Any) -> Iterator[Dropped]:
 
 
 def check_arrays(eqn: Any, source: Any) -> None:
-    """Checks that all results of an equation are arrays.
-
-    Raises:
-        TraceError: a result is a token, or a value of a user-defined type (``jax.experimental.hijax``), or the equation
-            shows the sharding of an array, which only ``gshard.explain`` can.
-    """
+    """Checks that all results of an equation are arrays."""
     if eqn.primitive.name == "inspect_sharding":
         hint = "Remove the call: gshard.explain(f, ...) shows the sharding of each array, and why it has it."
         raise TraceError("jax.debug.inspect_array_sharding cannot see the plan.", user_line(source), hint=hint)

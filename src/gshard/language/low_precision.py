@@ -38,15 +38,7 @@ _BELOW = 1 - 2.0**-20
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def rounded(x: Any, mark: Mark) -> Any:
-    """Rounds an array to ``mark.send``, and puts the mark on the narrow array.
-
-    Args:
-        x: floats, any shape.
-        mark: the mark.
-
-    Returns:
-        the rounded array, with the dtype of ``x``. With int8, a row with an infinity or a NaN becomes NaN.
-    """
+    """Rounds an array to ``mark.send``, and puts the mark on the narrow array."""
     if mark.send == "bfloat16":
         kind = jnp.finfo(jnp.bfloat16)
         # XLA may drop two conversions that follow each other; it keeps reduce_precision.
@@ -100,10 +92,6 @@ def steps_of_rounding(mark: Mark) -> int:
 
 def error_bound(dtype: Any, send: str) -> float:
     """The largest error of a rounded element: relative to the element (bfloat16) or to the row's largest (int8).
-
-    Args:
-        dtype: of the array, or its name.
-        send: the dtype in which it is sent.
 
     >>> error_bound(jnp.float32, "bfloat16") == 2.0**-8
     True

@@ -25,21 +25,14 @@ Axes = tuple[tuple[str, int], ...]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RegionBoundary:
-    """The boundary of a region at one array.
+    """The boundary of a region at one array."""
 
-    Attributes:
-        axes: names and sizes of the axes of the user's mesh.
-        manual: the axes that become manual in the region.
-        spec: for each dimension the manual axes that split it in the region.
-        devices: the devices of the user's mesh in row-major order, if it has devices.
-        summed: the manual axes over which parts that leave the region are added.
-    """
-
-    axes: Axes
-    manual: tuple[str, ...]
-    spec: tuple[tuple[str, ...], ...]
+    axes: Axes  # names and sizes of the axes of the user's mesh
+    manual: tuple[str, ...]  # the axes that become manual in the region
+    spec: tuple[tuple[str, ...], ...]  # for each dimension the manual axes that split it in the region
+    # the devices of the user's mesh in row-major order, if it has devices
     devices: tuple[Any, ...] = dataclasses.field(default=(), repr=False)
-    summed: tuple[str, ...] = ()
+    summed: tuple[str, ...] = ()  # the manual axes over which parts that leave the region are added
 
     def parts(self) -> tuple[int, ...]:
         """The number of parts of each dimension."""
@@ -49,22 +42,14 @@ class RegionBoundary:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Collective:
-    """One collective of JAX in the body of a region.
+    """One collective of JAX in the body of a region."""
 
-    Attributes:
-        primitive, params: the primitive and the parameters of JAX's equation.
-        over: the axes of the user's mesh that the collective names.
-        axes: names and sizes of all axes of this mesh.
-        manual: the axes that are manual at the collective.
-        results: shape and dtype of each result.
-    """
-
-    primitive: Any
+    primitive: Any  # primitive, params: the primitive and the parameters of JAX's equation
     params: tuple[tuple[str, Any], ...]
-    over: tuple[str, ...]
-    axes: Axes
-    manual: tuple[str, ...]
-    results: tuple[tuple[tuple[int, ...], Any], ...]
+    over: tuple[str, ...]  # the axes of the user's mesh that the collective names
+    axes: Axes  # names and sizes of all axes of this mesh
+    manual: tuple[str, ...]  # the axes that are manual at the collective
+    results: tuple[tuple[tuple[int, ...], Any], ...]  # shape and dtype of each result
 
 
 enter_manual_p = Primitive("enter_manual")

@@ -22,17 +22,11 @@ Groups = tuple[tuple[int, ...], ...]  # for each dimension the sizes of the dime
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fine:
-    """An array in fine form.
+    """An array in fine form."""
 
-    Attributes:
-        array: the array; its shape is the concatenation of the groups.
-        groups: for each dimension of the merged array the sizes of its dimensions in fine form.
-        roots: the values at which dimensions were merged.
-    """
-
-    array: Array
-    groups: Groups
-    roots: frozenset[Value]
+    array: Array  # the array; its shape is the concatenation of the groups
+    groups: Groups  # for each dimension of the merged array the sizes of its dimensions in fine form
+    roots: frozenset[Value]  # the values at which dimensions were merged
 
     def dims(self, d: int) -> range:
         """The dimensions in fine form of dimension ``d`` of the merged array."""
@@ -68,10 +62,6 @@ def flat(groups: Groups) -> tuple[int, ...]:
 
 def groups_of(fine: Sequence[int], merged: Sequence[int]) -> Groups | None:
     """The groups of a reshape that merges dimensions; None if the dimensions of the two shapes do not align.
-
-    Args:
-        fine: the shape before merging.
-        merged: the shape after merging.
 
     >>> groups_of((8, 512, 128), (4096, 2, 64))
     ((8, 512), (2,), (64,))

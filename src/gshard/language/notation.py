@@ -34,27 +34,18 @@ _WORD = re.compile(r"[A-Za-z]\w*")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Notation:
-    """A parsed rule that is not yet applied to an equation.
+    """A parsed rule that is not yet applied to an equation."""
 
-    Attributes:
-        text: the text of the rule.
-        operands, results: for each dimension of each array its factors; ``("...",)`` stands for further dimensions.
-        kinds: kind and monoid of each factor that is not parallel; the monoid is None unless the kind is ``reduce``.
-        sizes: the explicit sizes of factors.
-    """
-
-    text: str
+    text: str  # the text of the rule
+    # operands, results: for each dimension of each array its factors; ``("...",)`` stands for further dimensions
     operands: tuple[tuple[Words, ...], ...]
     results: tuple[tuple[Words, ...], ...]
+    # kind and monoid of each factor that is not parallel; the monoid is None unless the kind is ``reduce``
     kinds: Mapping[str, tuple[str, str | None]]
-    sizes: Mapping[str, int]
+    sizes: Mapping[str, int]  # the explicit sizes of factors
 
     def rule(self, call: Call, local: Callable[..., Any] | None = None) -> Rule:
-        """The rule of one application of a primitive.
-
-        Raises:
-            RuleError: the text does not fit the number of arrays, their dimensions or sizes.
-        """
+        """The rule of one application of a primitive."""
         shapes = (*call.in_shapes, *call.out_shapes)
         for what, tensors_of_rule, shapes_of_call in (
             ("operand", self.operands, call.in_shapes),
@@ -78,11 +69,7 @@ class Notation:
         return make.rule(dims[:count], dims[count:], local=local)
 
     def _expand_ellipses(self, call: Call, shapes: Sequence[tuple[int, ...]]) -> list[list[Words]]:
-        """The arrays with a factor for each dimension that ``...`` stands for.
-
-        Raises:
-            RuleError: the number of dimensions of an array does not fit, or ``...`` stands for different numbers.
-        """
+        """The arrays with a factor for each dimension that ``...`` stands for."""
         tensors: list[list[Words]] = []
         further_dims: dict[str, int] = {}
         for i, (tensor, shape) in enumerate(zip((*self.operands, *self.results), shapes, strict=True)):
@@ -106,9 +93,6 @@ class Notation:
         """Adds the sizes of factors that the shapes determine.
 
         A factor has a known size if it is alone in a dimension, or if it is the only unknown factor of a product.
-
-        Raises:
-            RuleError: two dimensions, or a dimension and the text, give a factor different sizes.
         """
         origin = dict.fromkeys(sizes, "the text")
         dims = [
@@ -141,11 +125,7 @@ class Notation:
 
 
 def parse(text: str) -> Notation:
-    """Parses the text of a rule.
-
-    Raises:
-        RuleError: the text does not follow the notation, or contradicts itself.
-    """
+    """Parses the text of a rule."""
     arrays, *clauses = text.split(";")
     sides = arrays.split("->")
     if len(sides) != 2:
@@ -171,11 +151,7 @@ def parse(text: str) -> Notation:
 
 
 def check_without_local(notation: Notation) -> None:
-    """Checks that a rule does not need a ``local`` function.
-
-    Raises:
-        RuleError: a factor is communicated, or a parallel factor occurs only in results.
-    """
+    """Checks that a rule does not need a ``local`` function."""
     words_of_operands = {w for tensor in notation.operands for dim in tensor for w in dim}
     for word in dict.fromkeys(w for tensor in notation.results for dim in tensor for w in dim):
         if word not in words_of_operands and word not in notation.kinds:
@@ -188,11 +164,7 @@ def check_without_local(notation: Notation) -> None:
 
 
 def _check(notation: Notation) -> None:
-    """Checks that the parts of a rule agree.
-
-    Raises:
-        RuleError: they do not.
-    """
+    """Checks that the parts of a rule agree."""
     tensors = (*notation.operands, *notation.results)
     words_of_arrays = {w for tensor in tensors for dim in tensor for w in dim}
     words_of_results = {w for tensor in notation.results for dim in tensor for w in dim}

@@ -26,62 +26,36 @@ from gshard.language.mark_primitive import mark_p
 
 
 class NotProven(Exception):
-    """The jaxpr on shards may compute something else.
-
-    Attributes:
-        equation: the equation of the jaxpr that needs other shards.
-    """
+    """The jaxpr on shards may compute something else."""
 
     def __init__(self, equation: Any = None) -> None:
         super().__init__()
-        self.equation = equation
+        self.equation = equation  # the equation of the jaxpr that needs other shards
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Part:
-    """A value on one device.
+    """A value on one device."""
 
-    Attributes:
-        array: the shard.
-        unreduced: the atoms over which it is still to be combined, with the monoid.
-    """
-
-    array: Any
-    unreduced: Mapping[str, str]
+    array: Any  # the shard
+    unreduced: Mapping[str, str]  # the atoms over which it is still to be combined, with the monoid
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Shard:
-    """One device, on which a jaxpr runs.
+    """One device, on which a jaxpr runs."""
 
-    Attributes:
-        mesh: the devices.
-        atoms_of_loop: the atoms over which a loop of the steps is split.
-        finite: whether parts of sums are finite, so that they may pass more equations (``Rule.finite``).
-        rounds: whether parts of sums may be rounded to a narrower type, each by itself (``Rule.rounded``).
-        as_part: makes a part of a sum over all atoms of a value that is equal on all devices: the value on one of them,
-            and zeros on the others. None if this is not possible.
-    """
-
-    mesh: Mesh
-    atoms_of_loop: Callable[[int], Atoms]
-    finite: bool = False
+    mesh: Mesh  # the devices
+    atoms_of_loop: Callable[[int], Atoms]  # the atoms over which a loop of the steps is split
+    finite: bool = False  # whether parts of sums are finite, so that they may pass more equations (``Rule.finite``)
+    # makes a part of a sum over all atoms of a value that is equal on all devices: the value on one of them, and zeros
+    # on the others. None if this is not possible.
     as_part: Callable[[Any], Any] | None = None
-    rounds: bool = False
+    rounds: bool = False  # whether parts of sums may be rounded to a narrower type, each by itself (``Rule.rounded``)
 
 
 def on_shards(jaxpr: Any, arguments: Sequence[Part], steps: Sequence[Step], shard: Shard) -> list[Part]:
-    """Runs the equations of a closed jaxpr on shards.
-
-    Args:
-        jaxpr: the closed jaxpr, without calls.
-        arguments: the shards of its arguments.
-        steps: its equations with their rules and loops.
-        shard: the device.
-
-    Raises:
-        NotProven: one of them cannot be split so, or communicates.
-    """
+    """Runs the equations of a closed jaxpr on shards."""
     body, consts = closed(jaxpr)
     following = iter(steps)
 
@@ -100,12 +74,7 @@ def on_shards(jaxpr: Any, arguments: Sequence[Part], steps: Sequence[Step], shar
 
 
 def _scan(eqn: Any, steps: Sequence[Step], operands: Sequence[Part], shard: Shard) -> list[Part]:
-    """Runs a scan whose body, with these equations, runs on shards.
-
-    Raises:
-        NotProven: its body cannot be split so, or a value that enters or leaves it is unreduced and ``as_part`` is
-            None.
-    """
+    """Runs a scan whose body, with these equations, runs on shards."""
     consts, carry = scan_counts(eqn.params)
     first, as_part = consts + carry, shard.as_part
     unreduced = [dict(part.unreduced) for part in operands]
@@ -152,11 +121,7 @@ def _scan(eqn: Any, steps: Sequence[Step], operands: Sequence[Part], shard: Shar
 
 
 def _equation(eqn: Any, step: Step, operands: Sequence[Part], shard: Shard) -> list[Part]:
-    """Runs an equation on shards as its rule says.
-
-    Raises:
-        NotProven: it cannot be split so, or communicates.
-    """
+    """Runs an equation on shards as its rule says."""
     rule, split, mesh = step.rule, Split(), shard.mesh
     if rule is not None:
         if shard.finite:
@@ -202,11 +167,7 @@ def _as_parts(rule: Rule, split: Split, operands: Sequence[Part], shard: Shard) 
 
 
 def _passing(eqn: Any, rule: Rule, operands: Sequence[Part]) -> Split:
-    """The ways of a rule (``Rule.linear``) in which its unreduced operands pass.
-
-    Raises:
-        NotProven: one of them does not.
-    """
+    """The ways of a rule (``Rule.linear``) in which its unreduced operands pass."""
     ways: dict[tuple[str, frozenset[int]], list[str]] = {}
     for atom in sorted({a for part in operands for a in part.unreduced}):
         at = {i: part.unreduced[atom] for i, part in enumerate(operands) if atom in part.unreduced}

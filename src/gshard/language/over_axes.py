@@ -29,11 +29,7 @@ class OverAxes(Rewritten):
         self._mesh = mesh
 
     def collective(self, eqn: Any, name: str, axes: tuple[Any, ...], operands: list[Any]) -> Sequence[Any]:
-        """Runs the collective over axes.
-
-        Raises:
-            RuleError: gshard does not support the collective, or it already runs in groups.
-        """
+        """Runs the collective over axes."""
         check_known(eqn, name, axes)
         along, groups = axes_and_groups(axes, self._mesh)
         if name == "axis_index":
@@ -53,13 +49,7 @@ class OverAxes(Rewritten):
         return bind(eqn.primitive, {**params, "axis_index_groups": tuple(map(tuple, groups.tolist()))}, operands)
 
     def cut(self, x: Any, have: Sharding, wanted: Sharding) -> Any:
-        """Splits an array further.
-
-        Args:
-            x: one device's part.
-            have: the present sharding. The atoms of each dimension are the first atoms of ``wanted``.
-            wanted: the sharding of the result.
-        """
+        """Splits an array further."""
         for d, (present_atoms, atoms) in enumerate(zip(have.dims, wanted.dims, strict=True)):
             if further_atoms := atoms[len(present_atoms) :]:
                 size = x.shape[d] // self._mesh.count(further_atoms)

@@ -52,23 +52,12 @@ def renamed(jaxpr: Any, atoms_of: AtomsOf) -> Callable[..., list[Any]]:
 
 
 class Rewritten:
-    """Traces the body of a ``shard_map`` again, without the user's mesh. Subclasses define how axes are replaced.
+    """Traces the body of a ``shard_map`` again, without the user's mesh. Subclasses define how axes are replaced."""
 
-    Attributes:
-        kernel_axes: the atoms of each axis that a kernel may name.
-    """
-
-    kernel_axes: AtomsOf = MappingProxyType({})
+    kernel_axes: AtomsOf = MappingProxyType({})  # the atoms of each axis that a kernel may name
 
     def collective(self, eqn: Any, name: str, axes: tuple[Any, ...], operands: list[Any]) -> Sequence[Any]:
-        """Runs an equation that names axes of the user's mesh.
-
-        Args:
-            eqn: the equation.
-            name: the name of its primitive, without the suffixes for tracking varying values.
-            axes: the axes that the equation names.
-            operands: one device's parts of the operands.
-        """
+        """Runs an equation that names axes of the user's mesh."""
         raise NotImplementedError
 
     def shard_map(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
@@ -165,11 +154,7 @@ class OverAtoms(Rewritten):
         self._atoms_of = self.kernel_axes = atoms_of
 
     def collective(self, eqn: Any, name: str, axes: tuple[Any, ...], operands: list[Any]) -> Sequence[Any]:
-        """Runs the collective over atoms. Over axes of size 1 nothing is sent.
-
-        Raises:
-            RuleError: gshard does not support the collective.
-        """
+        """Runs the collective over atoms. Over axes of size 1 nothing is sent."""
         atoms: list[Any] = []
         for axis in axes:
             atoms.extend(self._atoms_of[axis] if isinstance(axis, str) else (axis,))
@@ -198,11 +183,7 @@ class OverAtoms(Rewritten):
         return results
 
     def constraint(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
-        """Returns the operands unchanged, if the constraint splits nothing.
-
-        Raises:
-            ShardingError: the constraint would split one device's part.
-        """
+        """Returns the operands unchanged, if the constraint splits nothing."""
         params = eqn.params
         constraint = params.get("mark") or params.get("sharding") or params.get("dst_sharding")
         if _splits_a_dimension(constraint):
@@ -230,11 +211,7 @@ def _splits_a_dimension(constraint: Any) -> bool:
 
 
 def check_known(eqn: Any, name: str, axes: tuple[Any, ...]) -> None:
-    """Checks that gshard supports a collective of JAX.
-
-    Raises:
-        RuleError: it does not; the error has the user's line.
-    """
+    """Checks that gshard supports a collective of JAX."""
     if name != "axis_index" and name not in KINDS:
         raise RuleError(
             f"'{eqn.primitive.name}' inside a shard_map is not known.",
@@ -247,15 +224,7 @@ def check_known(eqn: Any, name: str, axes: tuple[Any, ...]) -> None:
 def collective(
     primitive: Any, name: str, params: Mapping[str, Any], atoms: Atoms, operands: Sequence[Any]
 ) -> Sequence[Any]:
-    """Runs a collective of JAX over atoms of the mesh.
-
-    Args:
-        primitive: JAX's primitive.
-        name: the name of the primitive, without the suffixes for tracking varying values.
-        params: the parameters of JAX's equation.
-        atoms: the atoms over which it runs.
-        operands: one device's parts of the operands.
-    """
+    """Runs a collective of JAX over atoms of the mesh."""
     if name == "axis_index":
         return [lax.axis_index(atoms) if atoms else jnp.zeros((), jnp.int32)]
     if name == "psum" and not params.get("axis_index_groups"):

@@ -60,44 +60,29 @@ class Emitter(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Region:
-    """The definition of one kind of equation with bodies.
+    """The definition of one kind of equation with bodies."""
 
-    Attributes:
-        bodies: returns the jaxprs of the bodies, from the parameters of the equation.
-        edges: returns the pairs of values that must agree.
-        entry: returns the sharding of each operand at the entry.
-        leave: returns the sharding of each result at the exit.
-        emit: runs the equation on local arrays.
-        crossings: returns the values that are moved at the boundary of a body.
-        trip_count: returns the number of runs of the bodies, if known.
-        same: for each body returns the operands that are its first inputs in every iteration.
-        decided: returns the values that determine which body runs, or how often.
-    """
-
+    # returns the jaxprs of the bodies, from the parameters of the equation
     bodies: Callable[[dict[str, Any]], list[Any]]
-    edges: Callable[[Equation], list[Edge]]
-    entry: Callable[[Equation, ShardingOf], list[Sharding]]
-    leave: Callable[[Equation, ShardingOf], list[Sharding]]
-    emit: Callable[[Equation, Emitter, Sequence[Any]], Sequence[Any]]
-    crossings: Callable[[Equation], list[Crossing]]
-    trip_count: Callable[[dict[str, Any]], int] = lambda params: 1
+    edges: Callable[[Equation], list[Edge]]  # returns the pairs of values that must agree
+    entry: Callable[[Equation, ShardingOf], list[Sharding]]  # returns the sharding of each operand at the entry
+    leave: Callable[[Equation, ShardingOf], list[Sharding]]  # returns the sharding of each result at the exit
+    emit: Callable[[Equation, Emitter, Sequence[Any]], Sequence[Any]]  # runs the equation on local arrays
+    crossings: Callable[[Equation], list[Crossing]]  # returns the values that are moved at the boundary of a body
+    trip_count: Callable[[dict[str, Any]], int] = lambda params: 1  # returns the number of runs of the bodies, if known
+    # for each body returns the operands that are its first inputs in every iteration
     same: Callable[[dict[str, Any]], list[range]] = lambda params: []
+    # returns the values that determine which body runs, or how often
     decided: Callable[[Equation], Sequence[Value | Constant]] = lambda equation: ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Crossing:
-    """A value that becomes another value at the boundary of a body, and is moved to the sharding of that value.
+    """A value that becomes another value at the boundary of a body, and is moved to the sharding of that value."""
 
-    Attributes:
-        edge: both values.
-        inward: whether the outer value becomes the inner one, or the reverse.
-        each_round: whether this happens in each run of the body, or once before or after the region.
-    """
-
-    edge: Edge
-    inward: bool
-    each_round: bool = False
+    edge: Edge  # both values
+    inward: bool  # whether the outer value becomes the inner one, or the reverse
+    each_round: bool = False  # whether this happens in each run of the body, or once before or after the region
 
 
 def edge(outer: Any, inner: Any, stacked: int = 0) -> list[Edge]:

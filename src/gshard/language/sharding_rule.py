@@ -26,19 +26,13 @@ Shapes = Sequence[tuple[int, ...]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Factors:
-    """The factors of an equation.
+    """The factors of an equation."""
 
-    Attributes:
-        sizes: the size of each factor: the largest dimension that it stands for.
-        dims: for each dimension of each operand, then of each result, its factors, major to minor.
-        whole: the factors that cannot be split.
-        communicated: the factors along which devices communicate.
-    """
-
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...]  # the size of each factor: the largest dimension that it stands for
+    # for each dimension of each operand, then of each result, its factors, major to minor
     dims: tuple[tuple[tuple[int, ...], ...], ...]
-    whole: frozenset[int] = frozenset()
-    communicated: frozenset[int] = frozenset()
+    whole: frozenset[int] = frozenset()  # the factors that cannot be split
+    communicated: frozenset[int] = frozenset()  # the factors along which devices communicate
 
 
 def independent(shapes: Shapes) -> Factors:
@@ -52,11 +46,7 @@ def independent(shapes: Shapes) -> Factors:
 
 
 def factors_of(rule: SdyShardingRule, in_shapes: Shapes, out_shapes: Shapes) -> Factors:
-    """The factors of a sharding rule, for arrays of these shapes.
-
-    Raises:
-        RuleError: the rule does not fit the arrays.
-    """
+    """The factors of a sharding rule, for arrays of these shapes."""
     mappings = (*rule.operand_mappings, *rule.result_mappings)
     for what, mappings_of_rule, shapes_of_call in (
         ("operands", rule.operand_mappings, in_shapes),

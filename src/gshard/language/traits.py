@@ -30,43 +30,34 @@ class Part(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Traits:
-    """The properties of a primitive.
+    """The properties of a primitive."""
 
-    Attributes:
-        elementwise: whether each element of the result depends only on the elements of the operands at its position.
-        remark: whether the result is the operand, and the equation only annotates it, for example with a name.
-        moves: whether elements change their positions, so that shards must exchange them.
-        monoid: the monoid with which the operation combines the elements of two arrays; empty if it is none.
-        pure: whether the equation may run again or not at all: it always gives the same results and has no effects.
-        shared: whether gshard may replace equal equations by one.
-        fixed: whether a loop must run it in every iteration, even if it reads nothing.
-        free: whether the result can be computed at no cost where it is read: it depends on no array, or on one number.
-        handed_on: whether it also runs on values in host memory.
-        same_on_parts: whether it runs with the same parameters along parallel dimensions, although its rule has a
-            ``local`` function.
-        shape_in: the parameter that contains the shape of the result, or of the operand if the result is a part of it.
-        values: ``values(params, *arrays)`` returns the result for NumPy arrays (floats are float64), or None if the
-            result may depend on the rounding of a device.
-        normal: ``normal(params, shape)`` returns those parameters that can be written in several ways, as its rule
-            writes them for a result of this shape. So equal equations of two programs are equal texts.
-        merged: computes an equation in fine form (``language.merged_dims``).
-        placed: ``placed(part, equation, places)`` computes the elements of the result at some positions only.
-    """
-
+    # whether each element of the result depends only on the elements of the operands at its position
     elementwise: bool = False
+    # whether the result is the operand, and the equation only annotates it, for example with a name
     remark: bool = False
-    moves: bool = False
-    monoid: str = ""
+    moves: bool = False  # whether elements change their positions, so that shards must exchange them
+    monoid: str = ""  # the monoid with which the operation combines the elements of two arrays; empty if it is none
+    # whether the equation may run again or not at all: it always gives the same results and has no effects
     pure: bool = True
-    shared: bool = True
-    fixed: bool = False
+    shared: bool = True  # whether gshard may replace equal equations by one
+    fixed: bool = False  # whether a loop must run it in every iteration, even if it reads nothing
+    # whether the result can be computed at no cost where it is read: it depends on no array, or on one number
     free: bool = False
-    handed_on: bool = False
+    handed_on: bool = False  # whether it also runs on values in host memory
+    # whether it runs with the same parameters along parallel dimensions, although its rule has a ``local`` function
     same_on_parts: bool = False
+    # the parameter that contains the shape of the result, or of the operand if the result is a part of it
     shape_in: str = ""
+    # ``values(params, *arrays)`` returns the result for NumPy arrays (floats are float64), or None if the result may
+    # depend on the rounding of a device
     values: Callable[..., np.ndarray | None] | None = None
+    # ``normal(params, shape)`` returns those parameters that can be written in several ways, as its rule writes them
+    # for a result of this shape. So equal equations of two programs are equal texts.
     normal: Callable[[Mapping[str, Any], Sequence[int]], Mapping[str, Any]] | None = None
+    # computes an equation in fine form (``language.merged_dims``)
     merged: Callable[[Maker, Equation], bool] | None = None
+    # ``placed(part, equation, places)`` computes the elements of the result at some positions only
     placed: Callable[[Part, Equation, Places], Any] | None = None
 
     @property

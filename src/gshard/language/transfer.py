@@ -27,23 +27,14 @@ from gshard.language.traits import traits_of
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Transfer:
-    """A transfer of a value of the per-device program between device memory and host memory.
+    """A transfer of a value of the per-device program between device memory and host memory."""
 
-    Attributes:
-        to_host: whether the value moves to the host, or from the host.
-        bytes: bytes of one device's part.
-        times: number of runs in one call of the program; a loop with an unknown number of iterations counts once.
-        shape: one device's part, as text.
-        line: the user's source line.
-        array: the name of the value; empty if not known.
-    """
-
-    to_host: bool
-    bytes: int
-    times: int
-    shape: str
-    line: str
-    array: str = ""
+    to_host: bool  # whether the value moves to the host, or from the host
+    bytes: int  # bytes of one device's part
+    times: int  # number of runs in one call of the program; a loop with an unknown number of iterations counts once
+    shape: str  # one device's part, as text
+    line: str  # the user's source line
+    array: str = ""  # the name of the value; empty if not known
 
     @property
     def total_bytes(self) -> int:

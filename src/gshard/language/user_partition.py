@@ -51,26 +51,16 @@ class _Proposal:
 
 
 class OnMesh:
-    """Calls the functions of one equation on a mesh, and caches the resulting per-device programs.
-
-    Attributes:
-        parameters: the parameters of the equation.
-        mesh: the mesh.
-        refusal: the reason of the last refusal of shardings; empty if there was none.
-    """
+    """Calls the functions of one equation on a mesh, and caches the resulting per-device programs."""
 
     def __init__(self, parameters: Partitioned, mesh: Mesh):
-        self.parameters = parameters
-        self.mesh = mesh
-        self.refusal = ""
+        self.parameters = parameters  # the parameters of the equation
+        self.mesh = mesh  # the mesh
+        self.refusal = ""  # the reason of the last refusal of shardings; empty if there was none
         self._programs: dict[Arrays, DeviceProgram | None] = {}
 
     def factors(self) -> Factors:
-        """The factors of the sharding rule; a separate factor for each dimension without a sharding rule.
-
-        Raises:
-            RuleError: the sharding rule is invalid, or does not fit the arrays.
-        """
+        """The factors of the sharding rule; a separate factor for each dimension without a sharding rule."""
         rule = self.parameters.sharding_rule
         operands = len(self.parameters.in_types)
         shapes = [shape for shape, _ in self.parameters.types]
@@ -97,11 +87,7 @@ class OnMesh:
         return factors_of(rule, shapes[:operands], shapes[operands:])
 
     def settled(self, arrays: Arrays) -> Arrays | None:
-        """The shardings that ``partition`` finally accepts, starting from some shardings; None if there are none.
-
-        Raises:
-            RuleError: ``partition`` does not return a mesh, a function and shardings.
-        """
+        """The shardings that ``partition`` finally accepts, starting from some shardings; None if there are none."""
         for _ in range(_ROUNDS):
             proposal = self._proposal(arrays)
             if proposal is None:
@@ -222,13 +208,7 @@ class OnMesh:
         return _Proposal(axes, atoms_of, lower, placed)
 
     def _following(self, arrays: Arrays, function: Callable[..., Any], *, results: bool) -> Arrays:
-        """The shardings with those of the results from a user's function; unchanged if the function raises.
-
-        Args:
-            arrays: the shardings.
-            function: ``infer_sharding_from_operands`` or ``propagate_user_sharding``.
-            results: whether it is the former, which takes the operands and the shapes of the results.
-        """
+        """The shardings with those of the results from a user's function; unchanged if the function raises."""
         mesh, atoms_of, shardings = self._named(arrays)
         operand_tree, result_tree = self._trees(shardings)
         operands = len(self.parameters.in_types)

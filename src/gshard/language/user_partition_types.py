@@ -11,28 +11,19 @@ from gshard.core.jax_adapter import closed
 
 @dataclasses.dataclass(frozen=True)
 class Partitioned:
-    """The parameters of an equation of ``custom_partitioning``, without its jaxpr.
+    """The parameters of an equation of ``custom_partitioning``, without its jaxpr."""
 
-    Attributes:
-        partition, infer, propagate: the user's functions; ``infer`` and ``propagate`` may be None.
-        decoded: whether the functions receive ``NamedSharding`` objects.
-        sharding_rule: the user's sharding rule, or None.
-        static: the static arguments, which precede the others.
-        kinds: the types of the static arguments.
-        in_tree, out_tree: the pytree structures of operands and results.
-        in_types, out_types: shapes and dtypes of operands and results.
-    """
-
+    # partition, infer, propagate: the user's functions; ``infer`` and ``propagate`` may be None
     partition: Callable[..., Any]
     infer: Callable[..., Any] | None
     propagate: Callable[..., Any] | None
-    decoded: bool
-    sharding_rule: Any
-    static: tuple[Any, ...]
-    kinds: tuple[type, ...]
-    in_tree: Any
+    decoded: bool  # whether the functions receive ``NamedSharding`` objects
+    sharding_rule: Any  # the user's sharding rule, or None
+    static: tuple[Any, ...]  # the static arguments, which precede the others
+    kinds: tuple[type, ...]  # the types of the static arguments
+    in_tree: Any  # in_tree, out_tree: the pytree structures of operands and results
     out_tree: Any
-    in_types: tuple[tuple[tuple[int, ...], Any], ...]
+    in_types: tuple[tuple[tuple[int, ...], Any], ...]  # in_types, out_types: shapes and dtypes of operands and results
     out_types: tuple[tuple[tuple[int, ...], Any], ...]
 
     @staticmethod
@@ -62,32 +53,20 @@ class Partitioned:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DeviceProgram:
-    """The user's per-device program for some shardings.
+    """The user's per-device program for some shardings."""
 
-    Attributes:
-        run: runs the program on one device's parts, with axes replaced by atoms.
-        sent: bytes that each device sends.
-        over: the atoms over which it communicates.
-        unfinished: the program without its last collective, if this collective combines all results over the same
-            atoms; otherwise None.
-    """
-
-    run: Callable[..., list[Any]]
-    sent: int
-    over: frozenset[str]
+    run: Callable[..., list[Any]]  # runs the program on one device's parts, with axes replaced by atoms
+    sent: int  # bytes that each device sends
+    over: frozenset[str]  # the atoms over which it communicates
+    # the program without its last collective, if this collective combines all results over the same atoms; otherwise
+    # None
     unfinished: Unfinished | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Unfinished:
-    """A per-device program with unreduced results.
+    """A per-device program with unreduced results."""
 
-    Attributes:
-        program: the program.
-        monoid: the monoid that combines the results.
-        atoms: the atoms over which the results are unreduced.
-    """
-
-    program: DeviceProgram
-    monoid: str
-    atoms: frozenset[str]
+    program: DeviceProgram  # the program
+    monoid: str  # the monoid that combines the results
+    atoms: frozenset[str]  # the atoms over which the results are unreduced

@@ -63,21 +63,7 @@ def attend(
     key: jax.Array | None = None,
     rotation: Rotation | None = None,
 ) -> jax.Array:
-    """Attention of each position of ``inputs_BLM`` over the positions of ``memory``.
-
-    Args:
-        params: see ``attention_specs``.
-        inputs_BLM: the inputs of the queries.
-        memory: keys and values of the same B sentences.
-        mask_BLK: bool, True where query L attends to position K; sizes of 1 broadcast. A query that attends to no
-            position gets the mean of all values, not NaN.
-        rate: dropout of attention weights.
-        key: the random key of dropout; None drops nothing.
-        rotation: of the positions of ``inputs_BLM``, if the keys are rotated too.
-
-    Returns:
-        outputs_BLM in the dtype of the inputs; the softmax is float32.
-    """
+    """Attention of each position of ``inputs_BLM`` over the positions of ``memory``."""
     dtype = inputs_BLM.dtype
     queries_BLND = turned(jnp.einsum("BLM,MND->BLND", inputs_BLM, params["query"].astype(dtype)), rotation)
     B, L, N, D = queries_BLND.shape

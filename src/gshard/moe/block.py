@@ -113,23 +113,7 @@ def stack(
     key: jax.Array | None = None,
     rotation: Rotation | None = None,
 ) -> tuple[jax.Array, Metrics]:
-    """All blocks of one form, of an encoder or of a decoder, in one ``scan``.
-
-    Args:
-        config: the model.
-        params: ``block_specs``, stacked.
-        kinds: of a block's layers, in order.
-        x_BLM: the stream.
-        mask_BLK: which positions each position attends to.
-        valid_BL: False for tokens that must not be routed.
-        memory_BKM: the encoder's result, in a decoder that has one.
-        memory_mask_BLK: which of its positions each position attends to.
-        key: for dropout and coins, split for each block; None for neither.
-        rotation: of the positions of the stream; None if encodings were added to it.
-
-    Returns:
-        the stream, and for each metric its values over the MoE layers of the stack (nothing if dense).
-    """
+    """All blocks of one form, of an encoder or of a decoder, in one ``scan``."""
 
     def block(x_BLM: jax.Array, of_block: tuple[dict[str, Any], jax.Array | None]) -> tuple[jax.Array, Metrics]:
         layers, block_key = of_block

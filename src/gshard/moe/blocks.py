@@ -37,17 +37,7 @@ def rows_of_a_block(choices: int, experts: int) -> int:
 def blocks_expert_layer(
     gating: Gating, inputs_GSM: jax.Array, weights: dict[str, jax.Array], activation: str = "relu"
 ) -> jax.Array:
-    """Dispatch, experts and combine of a gating that dropped nothing (capacity S).
-
-    Args:
-        gating: routing with a capacity of at least S.
-        inputs_GSM: the tokens.
-        weights: wi, wo and, with SwiGLU, wi_gate of the experts, in the dtype of the inputs.
-        activation: ``relu`` or ``swiglu``.
-
-    Returns:
-        outputs_GSM in float32; the same, to rounding, as the other dispatches give without drops.
-    """
+    """Dispatch, experts and combine of a gating that dropped nothing (capacity S)."""
     G, S, M = inputs_GSM.shape
     E = weights["wi"].shape[0]
     tokens = G * S

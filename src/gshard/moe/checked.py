@@ -94,11 +94,7 @@ class Choices(Protocol):
 
 
 def check(config: Choices) -> None:
-    """Refuses an invalid configuration.
-
-    Raises:
-        ModelError: with the values that were given, and a hint.
-    """
+    """Refuses an invalid configuration."""
     for name in _SIZES:
         require(getattr(config, name) >= 1, f"{name} must be at least 1.", f"{name}={getattr(config, name)}")
     for name in ("encoder_layers", "shared_experts", "dense_first", "source_vocabulary"):

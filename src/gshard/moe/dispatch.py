@@ -26,9 +26,6 @@ def one_hot_weights(gating: Gating | ExpertChoice, experts: int, capacity: int) 
 
     The mask has the kept choices. The paper's ``weights != 0`` would lose those whose weight underflows.
 
-    Returns:
-        combine_GSEC in float32 and dispatch_GSEC in bool.
-
     >>> from gshard.moe.gating import top2_gating
     >>> gating = top2_gating(jnp.array([[[2.0, 1.0, 0.0]]]), capacity=1)
     >>> one_hot_weights(gating, 3, 1)[1][0, 0, :, 0].tolist()
@@ -65,9 +62,6 @@ def combine_einsum(combine_GSEC: jax.Array, outputs_EGCM: jax.Array) -> jax.Arra
 
 def token_of_slot(gating: Gating | ExpertChoice, experts: int, capacity: int) -> jax.Array:
     """The inverse of the choices: the token in each slot.
-
-    Returns:
-        int32 table_GEC of token numbers within the group; S, which is no token, in unused slots.
 
     >>> from gshard.moe.gating import top2_gating
     >>> gating = top2_gating(jnp.array([[[2.0, 1.0, 0.0], [3.0, 0.0, 1.0]]]), capacity=1)

@@ -9,11 +9,6 @@ import jax.numpy as jnp
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
     """Sets each element to zero with probability ``rate`` and scales the others by 1/(1-rate).
 
-    Args:
-        x: any shape and floating dtype.
-        rate: from 0 up to 1.
-        key: a JAX random key, typed or raw; None returns ``x``.
-
     >>> dropout(jnp.ones(2), 0.5, None).tolist()
     [1.0, 1.0]
     """

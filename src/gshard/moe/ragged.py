@@ -34,19 +34,12 @@ Mark = Callable[[jax.Array, str], jax.Array]
 
 
 class _Rows(NamedTuple):
-    """Which row each choice has in the partition of its expert.
+    """Which row each choice has in the partition of its expert."""
 
-    Attributes:
-        row_KT: int32, of each of the k choices; X if it is not kept.
-        part_KT: int32, the partition of its expert.
-        weight_KT: float32, its combine weight.
-        sizes_PE: int32, the rows of each expert of each partition.
-    """
-
-    row_KT: list[jax.Array]
-    part_KT: list[jax.Array]
-    weight_KT: list[jax.Array]
-    sizes_PE: jax.Array
+    row_KT: list[jax.Array]  # int32, of each of the k choices; X if it is not kept
+    part_KT: list[jax.Array]  # int32, the partition of its expert
+    weight_KT: list[jax.Array]  # float32, its combine weight
+    sizes_PE: jax.Array  # int32, the rows of each expert of each partition
 
     def in_part(self, part: jax.Array, room: int) -> list[jax.Array]:
         """The row of each token and choice in this partition; ``room`` if it is in another."""
@@ -94,24 +87,7 @@ def ragged_expert_layer(
     sends_rows: bool,
     hops: Hops | None = None,
 ) -> jax.Array:
-    """Dispatch, experts and combine.
-
-    Args:
-        gating: routing with a capacity of at least S, ``within_room``.
-        inputs_GSM: the tokens.
-        weights: wi, wo and, with SwiGLU, wi_gate of the experts, in the dtype of the inputs.
-        activation: ``relu`` or ``swiglu``.
-        partitions: P, the number of parts of the experts; it divides E.
-        replicas: R, the number of parts of the groups that have rows of their own; it divides G.
-        room: X, the rows of a partition of a replica.
-        mark: splits the dimensions of an array by their names: ``partitions`` are R * P, those of the first replica
-            first; ``hosts`` are R * N.
-        sends_rows: whether rows are sent to the partitions (``ragged_all_to_all``); otherwise all tokens are gathered.
-        hops: if rows are sent in two hops, the sizes of these; the gating is ``within`` them.
-
-    Returns:
-        outputs_GSM in float32; the same, to rounding, as the other dispatches give without drops.
-    """
+    """Dispatch, experts and combine."""
     M, E, P, X = inputs_GSM.shape[2], weights["wi"].shape[0], partitions, room
     part_P = jnp.arange(P, dtype=jnp.int32)
 

@@ -24,10 +24,6 @@ class Rotation(NamedTuple):
 def rotation(config: TransformerConfig, position_BL: jax.Array) -> Rotation | None:
     """The rotation for some positions; None if the model's positions are not rotary.
 
-    Args:
-        config: the model; pair i of a head is rotated by ``position * rotary_base ** (-2i / D)``.
-        position_BL: int32.
-
     >>> rotation(TransformerConfig(9, 9), jnp.zeros((1, 3), int)) is None
     True
     """

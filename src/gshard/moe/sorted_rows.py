@@ -16,12 +16,7 @@ from gshard.moe.gating import Choice, Gating, keep
 
 
 def first_rows(gating: Gating, starts_E: jax.Array) -> jax.Array:
-    """For each group and expert the row of the first token: offset_GE.
-
-    Args:
-        gating: routing with a capacity of at least S.
-        starts_E: int32, the first row of each expert.
-    """
+    """For each group and expert the row of the first token: offset_GE."""
     return starts_E + jnp.cumsum(gating.slots_GE, axis=0) - gating.slots_GE
 
 
@@ -50,11 +45,6 @@ def limits(sizes_E: jax.Array, partitions: int, room: int) -> jax.Array:
 
     Experts of one partition have the same limit, the largest one. So only experts with the most tokens lose some.
 
-    Args:
-        sizes_E: int32, the tokens of each expert.
-        partitions: P; each has E/P experts that follow each other.
-        room: X, the rows of a partition.
-
     >>> limits(jnp.array([9, 2, 6, 1]), 2, 8).tolist()
     [6, 6, 7, 7]
     """
@@ -67,12 +57,7 @@ def limits(sizes_E: jax.Array, partitions: int, room: int) -> jax.Array:
 
 
 def rows_of_experts(gating: Gating, partitions: int, room: int) -> jax.Array:
-    """The rows of each expert, of all its tokens if the partition has room for them: sizes_E.
-
-    Args:
-        gating: routing with a capacity of at least S.
-        partitions, room: as in ``limits``.
-    """
+    """The rows of each expert, of all its tokens if the partition has room for them: sizes_E."""
     sizes_E = jnp.sum(gating.slots_GE, axis=0)
     if room >= most_rows(gating, partitions):
         return sizes_E
@@ -88,14 +73,7 @@ def most_rows(gating: Gating, partitions: int) -> int:
 def within_room(
     gating: Gating, partitions: int, room: int, valid_GS: jax.Array | None, *, replicas: int = 1, any_number: bool
 ) -> Gating:
-    """The gating without the choices beyond the rows of their experts: the last tokens are dropped.
-
-    Args:
-        gating: routing with a capacity of at least S.
-        partitions, room: as in ``limits``.
-        replicas: the number of parts of the groups whose rows have room of their own.
-        valid_GS, any_number: as in ``gating.keep``.
-    """
+    """The gating without the choices beyond the rows of their experts: the last tokens are dropped."""
 
     def kept(choices: tuple[Choice, ...], slots_GE: jax.Array) -> list[jax.Array]:
         own = gating._replace(choices=choices, slots_GE=slots_GE)
@@ -114,11 +92,6 @@ def within_room(
 
 def by_replica(f: Callable[..., Any], *arrays: Any, replicas: int) -> Any:
     """Calls ``f(*arrays)`` for each of so many equal parts of the first dimensions, and joins the results along theirs.
-
-    Args:
-        f: a function of pytrees of arrays, and with a pytree of arrays as its result.
-        arrays: pytrees of arrays.
-        replicas: the number of parts.
 
     >>> by_replica(lambda x: x - x[0], jnp.array([3, 4, 8, 6]), replicas=2).tolist()
     [0, 1, 0, -2]

@@ -78,9 +78,6 @@ def init(config: TransformerConfig, key: jax.Array) -> dict[str, Any]:
 def begins(before_BL: jax.Array) -> tuple[jax.Array, jax.Array]:
     """For each token the number of its sentence in the row, and its position there: int32 [B, L], both from 0 on.
 
-    Args:
-        before_BL: the id before each token: a sentence begins at the start of the row, and after each end.
-
     >>> [found.tolist() for found in begins(jnp.array([[0, 7, 1, 5, 6, 1]]))]
     [[[0, 0, 1, 1, 1, 2]], [[0, 1, 0, 1, 2, 0]]]
     """
@@ -106,16 +103,7 @@ def embed(
     position_BLM: jax.Array | None,
     key: jax.Array | None = None,
 ) -> jax.Array:
-    """The stream that enters a stack. An id outside the vocabulary gives NaN, not another word's row.
-
-    Args:
-        config: the model.
-        table_VM: embeddings.
-        ids_BL: int32 ids.
-        position_BLM: encodings of their positions, see ``positions``; [L, M] if they are those of every row; None adds
-            nothing.
-        key: for dropout.
-    """
+    """The stream that enters a stack. An id outside the vocabulary gives NaN, not another word's row."""
     x_BLM = jnp.take(table_VM, ids_BL, axis=0, mode="fill")
     x_BLM = x_BLM if position_BLM is None else x_BLM + position_BLM
     return dropout(x_BLM.astype(config.dtype), config.dropout, key)

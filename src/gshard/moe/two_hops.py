@@ -26,37 +26,23 @@ from gshard.moe.sorted_rows import by_replica
 
 
 class Received(NamedTuple):
-    """What devices have received from the hosts, for the way back. First dimensions are R * N and D.
+    """What devices have received from the hosts, for the way back. First dimensions are R * N and D."""
 
-    Attributes:
-        rows_QLJ: int32 [R * D, tokens of a lane, hosts of a token], the places of the rows of hop 1.
-        source_HDF: int32, the row of hop 1 that each row of hop 2 is a copy of.
-        target_HDF: int32, its place among the rows of the host; D * X if it is unused.
-        weight_HDF: float32, the combine weight of its choice.
-    """
-
-    rows_QLJ: jax.Array
-    source_HDF: jax.Array
-    target_HDF: jax.Array
-    weight_HDF: jax.Array
+    rows_QLJ: jax.Array  # int32 [R * D, tokens of a lane, hosts of a token], the places of the rows of hop 1
+    source_HDF: jax.Array  # int32, the row of hop 1 that each row of hop 2 is a copy of
+    target_HDF: jax.Array  # int32, its place among the rows of the host; D * X if it is unused
+    weight_HDF: jax.Array  # float32, the combine weight of its choice
 
 
 @dataclasses.dataclass(frozen=True)
 class Hops:
-    """The sizes of the exchanges of one replica.
+    """The sizes of the exchanges of one replica."""
 
-    Attributes:
-        hosts, devices: N, and D of each host.
-        room: X, the rows of a partition.
-        sent: F, the rows that a device sends to those of its host.
-        tokens: T of the replica.
-    """
-
-    hosts: int
+    hosts: int  # hosts, devices: N, and D of each host
     devices: int
-    room: int
-    sent: int
-    tokens: int
+    room: int  # X, the rows of a partition
+    sent: int  # F, the rows that a device sends to those of its host
+    tokens: int  # T of the replica
 
     @property
     def lane(self) -> int:
@@ -82,13 +68,7 @@ class Hops:
         return x.reshape(self.lane * D, *x.shape[3:])[: self.tokens]
 
     def within(self, gating: Gating, valid_GS: jax.Array | None, *, replicas: int, any_number: bool) -> Gating:
-        """The gating without the choices that a device of their lane has no room to send on: the last tokens.
-
-        Args:
-            gating: routing ``within_room``.
-            valid_GS, any_number: as in ``gating.keep``.
-            replicas: the number of parts of the groups whose rows have room of their own.
-        """
+        """The gating without the choices that a device of their lane has no room to send on: the last tokens."""
         experts = gating.slots_GE.shape[1]
         of_host = experts // self.hosts
 
@@ -113,15 +93,7 @@ class Hops:
         each: Callable[..., jax.Array],
         mark: Callable[[jax.Array, str], jax.Array],
     ) -> tuple[jax.Array, Received]:
-        """The rows of the partitions: [R * P, X, M].
-
-        Args:
-            place_TK: int32, the place of each choice in the rows of all partitions; P * X if it is not kept.
-            weight_TK: float32.
-            inputs_TM: the tokens.
-            each: calls a function for each replica.
-            mark: splits dimensions with these names.
-        """
+        """The rows of the partitions: [R * P, X, M]."""
         N, D, X = self.hosts, self.devices, self.room
 
         def rows_of(place_TK: jax.Array) -> jax.Array:
@@ -154,13 +126,7 @@ class Hops:
         each: Callable[..., jax.Array],
         mark: Callable[[jax.Array, str], jax.Array],
     ) -> jax.Array:
-        """The weighted sums of the rows of each token, in float32: [R * T, M].
-
-        Args:
-            outputs_PXM: the results of the experts; the sum of a host is sent in their dtype.
-            received: the second result of ``there``.
-            each, mark: as in ``there``.
-        """
+        """The weighted sums of the rows of each token, in float32: [R * T, M]."""
         D, M = self.devices, outputs_PXM.shape[2]
         outputs_HFM = jax.vmap(self._from_devices)(
             outputs_PXM.reshape(-1, D * self.room, M), _joined(received.target_HDF)

@@ -25,9 +25,6 @@ def with_marks(program: Program, marks: Mapping[Value, Mark]) -> Program | None:
     """The program with additional marks on these values.
 
     None if a value cannot be marked: it is marked already, an input of a body, or not an array of the user's program.
-
-    Raises:
-        ShardingError: a mark asks for unreduced values of a dtype that cannot be combined so.
     """
     if any(v.made for v in marks):
         return None

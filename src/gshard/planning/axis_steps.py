@@ -65,23 +65,13 @@ def _some(names: Atoms) -> Iterator[Atoms]:
 
 
 class AxisSteps:
-    """The steps between shardings over whole axes. Each is found once.
-
-    Args:
-        mesh: the devices.
-        axes: the axes that move as wholes (``reshard_costs.axes_of``).
-        through: the dimensions of the shardings that reshards may pass through; None for all.
-
-    Attributes:
-        coarse: a mesh of the axes themselves, without atoms: few steps lead from one sharding to others.
-        atoms_of: for each axis of ``coarse``, its atoms in the mesh.
-        blocks: axes that move in one message: a sum over two axes is scattered over both at once.
-        kind_indices: the index of each kind of steps so far (``step_table.Possible``).
-    """
+    """The steps between shardings over whole axes. Each is found once."""
 
     def __init__(self, mesh: Mesh, axes: tuple[Atoms, ...], through: frozenset[tuple[Atoms, ...]] | None = None):
+        # for each axis of ``coarse``, its atoms in the mesh
         self.atoms_of = {mesh.format_atoms(axis): axis for axis in axes}
         sizes = tuple((name, mesh.count(axis)) for name, axis in self.atoms_of.items())
+        # a mesh of the axes themselves, without atoms: few steps lead from one sharding to others
         self.coarse = Mesh(sizes or mesh.axes, factored=False)
         names_of = {axis: name for name, axis in self.atoms_of.items()}
         # For each axis of the mesh, the names of its parts.
@@ -90,11 +80,13 @@ class AxisSteps:
         self._through = through
         runs = [[(), *_runs(axis)] if len(axis) > FEW_PARTS else list(_some(axis)) for axis in self._parts]
         chosen = (tuple(itertools.chain(*some)) for some in itertools.product(*runs))
+        # axes that move in one message: a sum over two axes is scattered over both at once
         self.blocks = tuple(sorted(filter(None, chosen), key=lambda b: (len(b), *map(self.coarse.atoms.index, b))))
         self._steps: dict[Sharding, list[Numbered]] = {}
         self._passed: dict[Sharding, bool] = {}
         self._groups: dict[Hashable, int] = {}
         self._tables: dict[tuple[int, Monoids], StepTable] = {}
+        # the index of each kind of steps so far (``step_table.Possible``)
         self.kind_indices: dict[tuple[int, ...], int] = {}
 
     def table(self, rank: int, monoids: Monoids) -> StepTable:
@@ -171,13 +163,7 @@ def _shared(mesh: Mesh, axes: tuple[Atoms, ...], through: frozenset[tuple[Atoms,
 
 @tabulated(65536)
 def even_steps(here: Sharding, blocks: tuple[Atoms, ...], mesh: Mesh) -> tuple[Step, ...]:
-    """The steps from a sharding of an array whose size every split divides, except those that make it unreduced.
-
-    Args:
-        here: the sharding.
-        blocks: the axes that move in one message.
-        mesh: the mesh of the axes.
-    """
+    """The steps from a sharding of an array whose size every split divides, except those that make it unreduced."""
     shape = (mesh.size,) * len(here.dims)
     permuted = (Step(PERMUTE, mesh.atoms, here, after) for after in swapped(here, shape, mesh))
     return (*steps_from(here, frozenset(), blocks, shape, mesh), *permuted)

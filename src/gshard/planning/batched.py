@@ -42,12 +42,7 @@ _BUSY = 2**25
 
 
 def batched(program: Program, mesh: Mesh) -> Program:
-    """The program with equal functions batched; the same object if there are none.
-
-    Args:
-        program: a settled program.
-        mesh: the devices.
-    """
+    """The program with equal functions batched; the same object if there are none."""
     if mesh.size == 1 or any(fired.rewrite == BATCH_EQUAL_FUNCTIONS for fired in program.fired):
         return program
     made = program.decomposed.get(
@@ -57,16 +52,7 @@ def batched(program: Program, mesh: Mesh) -> Program:
 
 
 def plan_of_either(program: Program, mesh: Mesh, make: Callable[[Program], Plan]) -> Plan:
-    """A plan that was made before, for a settled program or for the same program with batches.
-
-    Args:
-        program: the settled program.
-        mesh: the devices.
-        make: the plan for a program. It raises PlanError if the plan is for another program.
-
-    Raises:
-        PlanError: the plan is for neither; the error is that of the settled program.
-    """
+    """A plan that was made before, for a settled program or for the same program with batches."""
     try:
         return make(program)
     except PlanError as error:
@@ -144,13 +130,7 @@ def _note(functions: Sequence[Function], size: int) -> str:
 
 
 def _batch(functions: Sequence[Function], size: int, builder: Builder) -> list[Equation] | None:
-    """The equations that compute equal functions as one batch; None if one of their operators has no batched form.
-
-    Args:
-        functions: the functions.
-        size: the size of the batch. It may be larger than the number of functions.
-        builder: creates the equations.
-    """
+    """The equations that compute equal functions as one batch; None if one of their operators has no batched form."""
     first, count = functions[0], len(functions)
     outside = list(zip(*(f.outside for f in functions), strict=True))
     own = [i for i, values in enumerate(outside) if any(v is not values[0] for v in values)]  # of each function

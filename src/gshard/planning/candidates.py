@@ -195,14 +195,6 @@ def _shared(rule: Rule, split: Split, own: tuple[int, ...], atoms: Atoms, dims: 
 
     So 8 devices split 4 key heads with 4 query heads each into 4 times 2 parts. Atoms that no other factor takes evenly
     stay: of 256 parts of a sequence, 64 become parts of 64 heads, and 4 remain.
-
-    Args:
-        rule: the rule of the equation.
-        split: the split so far.
-        own: the factors of a dimension of an operand.
-        atoms: the atoms that split it. The minor ones move first.
-        dims: the dimensions of the operand.
-        mesh: the mesh.
     """
     shared = dict(split)
     for f in (f for dim in dims if dim != own for f in dim if rule.factors[f].kind in (PARALLEL, REDUCE)):

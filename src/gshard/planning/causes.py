@@ -24,21 +24,13 @@ from gshard.solver.problem import Ints
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cause:
-    """A part of the cost of a solution.
+    """A part of the cost of a solution."""
 
-    Attributes:
-        nodes: the node of the problem, or the two nodes of an edge.
-        cost: the cost, in the unit of the objective.
-        what: the operation and its role: ``operand 1 of dot_general``.
-        moves: the steps of the reshard: ``all_gather over data``; empty if nothing is sent.
-        line: the user's source line; empty if there is none.
-    """
-
-    nodes: tuple[int, ...]
-    cost: float
-    what: str
-    moves: str = ""
-    line: str = ""
+    nodes: tuple[int, ...]  # the node of the problem, or the two nodes of an edge
+    cost: float  # the cost, in the unit of the objective
+    what: str  # the operation and its role: ``operand 1 of dot_general``
+    moves: str = ""  # the steps of the reshard: ``all_gather over data``; empty if nothing is sent
+    line: str = ""  # the user's source line; empty if there is none
 
     @property
     def text(self) -> str:

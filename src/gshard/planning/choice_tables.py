@@ -48,20 +48,7 @@ _AFTERWARDS = 1 / 8
 
 
 class ChoiceTables:
-    """The states and cost tables of the planning problem of one program.
-
-    Attributes:
-        groups: the sharding groups of the program.
-        states: for each group, its shardings.
-        runs: how often each equation runs in one call.
-        inputs: the inputs of the program.
-        demands_of: for each marked value, what its marks require.
-        crossings: the values that enter or leave regions, each with the equation of the region.
-        carried: inputs of bodies that an iteration passes to the next one.
-        is_limited: whether not all choices are compared (``planning.nearby``).
-        room: the bytes that loops may hold.
-        interned: the states and tables so far.
-    """
+    """The states and cost tables of the planning problem of one program."""
 
     def __init__(
         self,
@@ -79,16 +66,19 @@ class ChoiceTables:
             propagated = dataclasses.replace(propagated, mesh=self.mesh)
         self.propagated = propagated
         self.boundary = boundary
-        self.runs = dict(program.block.runs())
-        self.inputs = frozenset(program.block.inputs)
+        self.runs = dict(program.block.runs())  # how often each equation runs in one call
+        self.inputs = frozenset(program.block.inputs)  # the inputs of the program
         self._manual = manual_axes(program.block, objective.mesh)
-        self.demands_of: dict[Value, list[Demand]] = {}
+        self.demands_of: dict[Value, list[Demand]] = {}  # for each marked value, what its marks require
         for v, demand, _ in demands(program, self.mesh):
             self.demands_of.setdefault(v, []).append(demand)
         regions = [e for e in program.block.walk() if e.rule is None]
+        # the values that enter or leave regions, each with the equation of the region
         self.crossings = [(e, crossing) for e in regions for crossing in REGIONS[e.name].crossings(e)]
+        # the bytes that loops may hold
         self.room = Room({e for e, c in self.crossings if c.each_round or e.trip_count > 1}, propagated, self.mesh)
         body_inputs = {v for e in program.block.walk() for body in e.blocks for v in body.inputs}
+        # inputs of bodies that an iteration passes to the next one
         self.carried = body_inputs & {c.edge.inner for _, c in self.crossings if not c.inward}
         entering_once = body_inputs - {c.edge.inner for _, c in self.crossings if c.each_round}
         marked_unreduced = {
@@ -96,9 +86,11 @@ class ChoiceTables:
         }
         finished = {*program.block.inputs, *(self.demands_of.keys() - marked_unreduced.keys()), *entering_once}
         alone = {*finished, *body_inputs, *marked_unreduced}
+        # the sharding groups of the program
         self.groups = sharding_groups_of(program, alone, finished, marked_unreduced, fused=objective.fuses)
         self._kinds = kinds_of(program, propagated)
         self._near = near
+        # whether not all choices are compared (``planning.nearby``)
         self.is_limited = near is not None or is_limited(program, self.mesh, objective.axes)
         self._runs: Runs | None = None  # as for ``strategies.places_for``; without known shardings, all are compared
         if near is not None:  # what axes in a row allow together was compared for the known plan
@@ -114,11 +106,12 @@ class ChoiceTables:
             results = {v for v in program.block.outputs if isinstance(v, Value)} - propagated.kept
             unmarked = results - self.demands_of.keys() - self.inputs
             self._free_groups = free_result_groups(program, self.groups, unmarked)
-        self.interned = Interned()
+        self.interned = Interned()  # the states and tables so far
         self._splits: dict[object, tuple[tuple[Split, ...], float]] = {}
         producer_runs = {v: times for e, times in self.runs.items() for v in e.outputs}
         self._group_runs = [max(producer_runs.get(v, 0) for v in group) for group in self.groups.members]
         self._group_kinds = [tuple(dict.fromkeys(self._kinds[v] for v in group)) for group in self.groups.members]
+        # for each group, its shardings
         self.states = tuple(self._states_of(group) for group in range(len(self.groups.members)))
 
     def states_of(self, v: Value) -> tuple[Sharding, ...]:
@@ -182,12 +175,7 @@ class ChoiceTables:
         return found, key
 
     def result_states(self, v: Value, arguments: Mapping[Value, Value]) -> tuple[Sharding, ...]:
-        """The shardings in which a result of the program may leave.
-
-        Args:
-            v: the result.
-            arguments: for each result that becomes an argument of the next call, that argument.
-        """
+        """The shardings in which a result of the program may leave."""
         states = self.states_of(v)
         kept = self._kept(v, arguments)
 
@@ -297,11 +285,7 @@ class ChoiceTables:
         return self.interned.often(self.runs[e], self.interned.table(key, find))
 
     def leaving_costs(self, v: Value, states: tuple[Sharding, ...]) -> tuple[Floats, Floats]:
-        """The costs of the shardings in which a result leaves.
-
-        Returns:
-            float64 [states]: what callers may have to move; float64 [states of its group, states]: the reshards.
-        """
+        """The costs of the shardings in which a result leaves."""
         group = self.groups.of[v]
         inside = self.states[group]
         key = self._kinds[v], id(inside), id(states), group in self._free_groups

@@ -36,20 +36,7 @@ def graph_of(
     boundary: Boundary = AS_MARKED,
     near: Plan | None = None,
 ) -> Graph:
-    """Builds the planning problem of a program.
-
-    Args:
-        program: the program, with the user's marks.
-        objective: the costs of choices, on a mesh.
-        propagated: the shardings that follow from the marks. Arguments, and results that become arguments of the next
-            call, keep them. If None, the planner chooses these shardings too.
-        boundary: constraints on arguments and results. A result that takes the memory of a donated argument has the
-            argument's sharding.
-        near: a plan of the program; only choices that differ from it in one axis at most are compared.
-
-    Raises:
-        ShardingError: a mark does not fit its value or the mesh.
-    """
+    """Builds the planning problem of a program."""
     return _Builder(ChoiceTables(program, objective, propagated, boundary, near)).graph()
 
 
@@ -123,11 +110,7 @@ class _Builder:
         return len(self.costs) - 1
 
     def _add_strategies(self) -> dict[Equation, float]:
-        """Adds a node for each component of each equation outside of the groups.
-
-        Returns:
-            for each of these equations, the largest share of its work that a device has under the marks.
-        """
+        """Adds a node for each component of each equation outside of the groups."""
         marked_shares: dict[Equation, float] = {}
         for e in self.program.block.walk():
             if e.rule is None or e in self.groups.tied:
@@ -199,11 +182,7 @@ class _Builder:
                 self.edges.append((source, node, self.tables.operand_costs(e, splits, i, states)))
 
     def _add_shared_reshard(self, v: Value, runs: int) -> tuple[int, tuple[Sharding, ...]]:
-        """Adds a node for the sharding in which several equations read a value.
-
-        Returns:
-            the node and its states.
-        """
+        """Adds a node for the sharding in which several equations read a value."""
         group = self.groups.of[v]
         states, key = self.tables.read_states(v)
         node = self._add_node(len(states), f"{self.names[group]}, as it is read")
@@ -263,11 +242,7 @@ class _Builder:
         self.held.append((copy, e, [0] * len(sizes) + sizes))
 
     def _add_results(self) -> set[Value]:
-        """Adds a node for the sharding in which each unmarked result of the program leaves.
-
-        Returns:
-            the results that take the memory of donated arguments.
-        """
+        """Adds a node for the sharding in which each unmarked result of the program leaves."""
         tables = self.tables
         inputs, donated = self.program.block.inputs, tables.boundary.donated
         undecided = {} if tables.propagated is None else tables.propagated.undecided

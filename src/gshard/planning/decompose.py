@@ -29,13 +29,7 @@ Dims = Mapping[Value, Sequence[Atoms]]
 
 
 def rewritten_where_split(program: Program, mesh: Mesh, *known: Mapping[Value, Sharding]) -> Program:
-    """The program with equations rewritten for these shardings; the same object if nothing is rewritten.
-
-    Args:
-        program: the program.
-        mesh: the devices.
-        known: shardings of all values. The first of these mappings under which an equation is rewritten applies.
-    """
+    """The program with equations rewritten for these shardings; the same object if nothing is rewritten."""
     rewrites = _Rewrites(program)
     programs = (rewrites.program_for(shardings, mesh) for shardings in known) if rewrites.rows else iter(())
     return next((rewritten for rewritten in programs if rewritten is not None), program)

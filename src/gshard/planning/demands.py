@@ -15,11 +15,7 @@ from gshard.core.program import Equation, Program, Value
 
 
 def _demand_of(e: Equation, mesh: Mesh, program: Program) -> Demand:
-    """The demand of a user's mark. Inside a partly manual ``shard_map``, it covers automatic axes only.
-
-    Raises:
-        ShardingError: the mark does not fit its value or the mesh, or names a manual axis.
-    """
+    """The demand of a user's mark. Inside a partly manual ``shard_map``, it covers automatic axes only."""
     (value,), manual = e.outputs, manual_axes(program.block, mesh)
     assert e.mark is not None
     barred = manual.at(e)
@@ -54,11 +50,7 @@ def _demand_of(e: Equation, mesh: Mesh, program: Program) -> Demand:
 
 
 def demands(program: Program, mesh: Mesh) -> Iterator[tuple[Value, Demand, Reason]]:
-    """The demands of the user's marks and of the shardings of arguments, each with its value and its reason.
-
-    Raises:
-        ShardingError: a mark does not fit its value or the mesh.
-    """
+    """The demands of the user's marks and of the shardings of arguments, each with its value and its reason."""
     captured = len(program.captured)
     for value, mark, name in zip(
         program.block.inputs[captured:], program.argument_marks, program.names[captured:], strict=True

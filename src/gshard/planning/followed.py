@@ -23,16 +23,7 @@ _ROUNDS = 3  # rounds of messages, if the rest of the problem is too large for a
 
 
 def followed(graph: Graph, propagated: Propagated, small: Reduced) -> Ints | None:
-    """The cheapest states of a reduced problem in which values have their propagated shardings.
-
-    Args:
-        graph: the problem.
-        propagated: the propagated shardings.
-        small: the reduced problem. A value whose propagated sharding is no longer among its states is free.
-
-    Returns:
-        int64 [nodes of ``small.problem``]; None if no states are allowed.
-    """
+    """The cheapest states of a reduced problem in which values have their propagated shardings."""
     state_of_group: dict[int, int] = {}
     for group_index, (group, states) in enumerate(zip(graph.groups.members, graph.states, strict=True)):
         wanted = {propagated.shardings[v] for v in group if v in propagated.shardings}

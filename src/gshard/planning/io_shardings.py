@@ -59,12 +59,6 @@ def as_returned(sharding: Sharding, shape: tuple[int, ...], mesh: Mesh, *, padde
 
     A mesh that was given as a number or by axis names is no mesh that JAX has set, so parts of its axes can be used.
 
-    Args:
-        sharding: the sharding inside the program.
-        shape: the global shape.
-        mesh: the devices.
-        padded: whether an array with unequal parts leaves padded.
-
     >>> split = Sharding((("x", "y.0"), ("y.1",)))
     >>> as_returned(split, (6, 4), Mesh.abstract(x=2, y=4)).dims
     (('x',), ('y.1',))

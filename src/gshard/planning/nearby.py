@@ -24,13 +24,7 @@ Runs = tuple[Atoms, ...]
 
 
 def is_limited(program: Program, mesh: Mesh, axes: tuple[Atoms, ...]) -> bool:
-    """Whether a program has too many choices to compare all.
-
-    Args:
-        program: the program to plan.
-        mesh: the devices.
-        axes: the axes that move as wholes.
-    """
+    """Whether a program has too many choices to compare all."""
     parts = parts_of(mesh, axes)
     has_several = len(parts) >= FEW or any(len(part) > FEW_PARTS for part in parts)
     return has_many(mesh, axes) or (has_several and estimated_entries(program, mesh, axes) > LARGE)
@@ -54,13 +48,7 @@ def estimated_entries(program: Program, mesh: Mesh, axes: tuple[Atoms, ...]) -> 
 
 @tabulated(16)
 def _entries(program: Program, parts: tuple[int, ...], most: int) -> float:
-    """Estimates the entries for some axes.
-
-    Args:
-        program: the program.
-        parts: for each axis, the number of its parts.
-        most: how many axes may have any place.
-    """
+    """Estimates the entries for some axes."""
 
     def choices(places: int) -> int:
         """The number of choices. Of an axis in several parts, the first parts have one place, the others another."""

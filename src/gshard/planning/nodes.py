@@ -13,44 +13,26 @@ from gshard.core.split import Split
 
 
 class Change(NamedTuple):
-    """A refinement: a dimension of a node's array, the atoms that it gets, and the array they come from.
+    """A refinement: a dimension of a node's array, the atoms that it gets, and the array they come from."""
 
-    Attributes:
-        tensor: the index of the array in ``Node.tensors``.
-        dim: the dimension.
-        atoms: all atoms of the dimension after the change.
-        source: the index of the array that had the atoms; None if no other array has them.
-    """
-
-    tensor: int
-    dim: int
-    atoms: Atoms
-    source: int | None
+    tensor: int  # the index of the array in ``Node.tensors``
+    dim: int  # the dimension
+    atoms: Atoms  # all atoms of the dimension after the change
+    source: int | None  # the index of the array that had the atoms; None if no other array has them
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Node:
-    """An equation or an edge of a region.
+    """An equation or an edge of a region."""
 
-    Attributes:
-        alike: a number; nodes with the same number differ in nothing but their values.
-        factors: the factors of its rule.
-        component: for each factor, the component of the rule that it belongs to.
-        tensors: the arrays, each with the factors of its dimensions.
-        priority: 0, 1 or 2; nodes of lower numbers are refined first.
-        equation: the equation; None for an edge.
-        line_of: the equation that has the user's line.
-        fixed: the only split of the equation on a mesh, if the rule has one.
-    """
-
-    alike: int
-    factors: tuple[Factor, ...]
-    component: tuple[int, ...]
-    tensors: tuple[tuple[Value, Dims], ...]
-    priority: int
-    equation: Equation | None
-    line_of: Equation | None
-    fixed: Callable[[Mesh], Split] | None = None
+    alike: int  # a number; nodes with the same number differ in nothing but their values
+    factors: tuple[Factor, ...]  # the factors of its rule
+    component: tuple[int, ...]  # for each factor, the component of the rule that it belongs to
+    tensors: tuple[tuple[Value, Dims], ...]  # the arrays, each with the factors of its dimensions
+    priority: int  # 0, 1 or 2; nodes of lower numbers are refined first
+    equation: Equation | None  # the equation; None for an edge
+    line_of: Equation | None  # the equation that has the user's line
+    fixed: Callable[[Mesh], Split] | None = None  # the only split of the equation on a mesh, if the rule has one
 
 
 def nodes_of(equation: Equation, alike: dict[object, int]) -> list[Node]:

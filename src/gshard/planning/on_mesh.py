@@ -13,11 +13,7 @@ from gshard.planning.decompose import with_others
 
 
 def on_mesh(program: Program, mesh: Mesh) -> Program:
-    """The program with its rules on a mesh of several devices. Equal meshes give the same object.
-
-    Raises:
-        RuleError: a user's rule contradicts the operator.
-    """
+    """The program with its rules on a mesh of several devices. Equal meshes give the same object."""
     dependent = [e for e in program.block.walk() if e.rule is not None and e.rule.on_mesh is not None]
     if not dependent or mesh.size == 1:
         return program

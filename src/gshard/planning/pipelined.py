@@ -44,16 +44,7 @@ _RESHAPE = "new_sizes"  # the parameter of a reshape
 
 
 def pipelined(program: Program, mesh: Mesh) -> Program:
-    """The program with its loops over marked stacks as pipelines; the same object if there are none.
-
-    Args:
-        program: the traced function.
-        mesh: the devices. Equal meshes give the same object.
-
-    Raises:
-        ShardingError: layers or rows of the batch are not divisible, a layer mixes the rows of its batch, or no loop
-            scans over a marked stack.
-    """
+    """The program with its loops over marked stacks as pipelines; the same object if there are none."""
     if any(fired.rewrite == RUN_AS_PIPELINE for fired in program.fired):
         return program
     if not any(mesh.count(atoms_of_partitions(s.over, mesh)) > 1 for s in all_schedules(program)):
@@ -83,41 +74,24 @@ def _pipelined(program: Program, mesh: Mesh) -> tuple[Block, tuple[Fired, ...]]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Stack:
-    """A stack of layers.
+    """A stack of layers."""
 
-    Attributes:
-        schedule: the schedule of loops that read it.
-        dim: the dimension of layers.
-        by_turn: the same values by turns, if a pipeline made them.
-        rows: the batch dimension of a slice of it.
-    """
-
-    schedule: Schedule
-    dim: int = 0
-    by_turn: Value | None = None
-    rows: Rows | None = None
+    schedule: Schedule  # the schedule of loops that read it
+    dim: int = 0  # the dimension of layers
+    by_turn: Value | None = None  # the same values by turns, if a pipeline made them
+    rows: Rows | None = None  # the batch dimension of a slice of it
 
 
 class _Walk:
-    """Replaces the loops of a program.
-
-    Attributes:
-        fired: a record for each replaced loop.
-        scans: whether a loop scans over a marked stack.
-    """
+    """Replaces the loops of a program."""
 
     def __init__(self, mesh: Mesh, builder: Builder):
-        self.fired: list[Fired] = []
-        self.scans = False
+        self.fired: list[Fired] = []  # a record for each replaced loop
+        self.scans = False  # whether a loop scans over a marked stack
         self._mesh, self._builder = mesh, builder
 
     def block(self, block: Block, stacks: Mapping[Value, _Stack]) -> Block:
-        """The block with pipelines in place of its loops.
-
-        Args:
-            block: the block.
-            stacks: the stacks of layers among its inputs.
-        """
+        """The block with pipelines in place of its loops."""
         known, equations, is_changed = dict(stacks), list[Equation](), False
         pending = list(reversed(block.equations))
         while pending:
@@ -188,11 +162,7 @@ class _Walk:
         return self._mesh.count(atoms_of_partitions(schedule.over, self._mesh))
 
     def _pipeline(self, e: Equation, schedule: Schedule, known: dict[Value, _Stack]) -> list[Equation]:
-        """The pipeline of a loop. Its results are added to ``known``.
-
-        Raises:
-            Mixed: an iteration mixes rows of the batch.
-        """
+        """The pipeline of a loop. Its results are added to ``known``."""
         stages, (consts, carry) = self._stages(schedule), scan_counts(e.params)
         _check_layers(e, schedule, stages)
         layout = StageLayout(schedule, stages, int(e.params["length"]) // (stages * schedule.rounds))
@@ -246,16 +216,7 @@ def _merged(
 
 
 def _loop(e: Equation, layout: StageLayout, rows: Sequence[Rows | None]) -> PipelinedLoop:
-    """The pipeline of a loop.
-
-    Args:
-        e: the loop.
-        layout: the stages.
-        rows: for each stacked operand the batch dimension of a slice, if it is a stack by turns; otherwise None.
-
-    Raises:
-        Mixed: an iteration mixes rows of the batch.
-    """
+    """The pipeline of a loop."""
     counts = scan_counts(e.params)
     inputs = e.blocks[0].inputs
     known = {sum(counts) + i: own for i, own in enumerate(rows) if own is not None}
@@ -287,11 +248,7 @@ def _note(e: Equation, schedule: Schedule, stages: int, rows: int) -> str:
 
 
 def _check_layers(e: Equation, schedule: Schedule, stages: int) -> None:
-    """Checks that stages have equal numbers of layers.
-
-    Raises:
-        ShardingError: they do not, or there are too few micro-batches for several rounds.
-    """
+    """Checks that stages have equal numbers of layers."""
     layers, parts = int(e.params["length"]), stages * schedule.rounds
     if layers % parts:
         raise ShardingError(

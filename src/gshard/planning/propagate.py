@@ -113,21 +113,13 @@ def propagate(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Choice:
-    """A solution of the planning problem of a program.
+    """A solution of the planning problem of a program."""
 
-    Attributes:
-        graph: the problem, without the states with which loops would hold too many bytes.
-        states: int64 [nodes], the chosen states.
-        gap: the largest share of the cost that another solution could save.
-        propagated: the shardings that follow from the marks.
-        objective: the costs.
-    """
-
-    graph: Graph
-    states: Ints
-    gap: float
-    propagated: Propagated
-    objective: Objective
+    graph: Graph  # the problem, without the states with which loops would hold too many bytes
+    states: Ints  # int64 [nodes], the chosen states
+    gap: float  # the largest share of the cost that another solution could save
+    propagated: Propagated  # the shardings that follow from the marks
+    objective: Objective  # the costs
 
     @property
     def counted(self) -> str:
@@ -197,12 +189,6 @@ def choose(
     (``Objective.assuming``). It computes these costs for the chosen states and chooses again, until no chosen state has
     an assumed cost. Then no other state is better, because each costs at least what was assumed. Large problems take
     longer to solve than to price, and are priced first.
-
-    Args:
-        propagated: the settled program with its propagated shardings.
-        objective: makes the objective for the mesh and the axes that move as wholes.
-        boundary: constraints on arguments and results, besides marks.
-        every: price every choice. Necessary if you read the costs of choices that are not chosen.
     """
     if not any(sharding.atoms for sharding in propagated.shardings.values()):
         return None
@@ -303,12 +289,6 @@ def _solved(
     """The cheapest states, and the gap: exact for a small problem, by rounds of messages for a large one.
 
     After each round of a large problem follow many rounds over the few most promising states of each node.
-
-    Args:
-        problem: the problem.
-        places: states of the reduced problem at which to begin: the result costs no more than these.
-        enough: stop once all states are known to cost at least as much.
-        known: the result for a large problem if the messages of a few rounds show that all states cost ``enough``.
     """
     reduced = reduce(problem)
     if (solution := exact(reduced.problem)) is not None:

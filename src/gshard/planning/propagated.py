@@ -42,25 +42,18 @@ from gshard.planning.nodes import Change, Node, nodes_of
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Propagated:
-    """The shardings that follow from the marks of a program.
+    """The shardings that follow from the marks of a program."""
 
-    Attributes:
-        program: the program.
-        mesh: the devices.
-        shardings: for every value; a value that no mark reaches is replicated.
-        reasons: for each split dimension of a value.
-        orders: for each marked value that needs another order of the devices than the mesh's, that order.
-        undecided: for values, the atoms that open dimensions could get from equations whose arrays disagree.
-        moved: for values, the shardings that follow if parts that cannot stay move to the first dimension that can have
-            them, or spread over the dimensions that are joined, and wherever that leads.
-    """
-
-    program: Program
-    mesh: Mesh
-    shardings: Mapping[Value, Sharding]
-    reasons: Mapping[tuple[Value, int], Reason]
+    program: Program  # the program
+    mesh: Mesh  # the devices
+    shardings: Mapping[Value, Sharding]  # for every value; a value that no mark reaches is replicated
+    reasons: Mapping[tuple[Value, int], Reason]  # for each split dimension of a value
+    # for each marked value that needs another order of the devices than the mesh's, that order
     orders: Mapping[Value, Order]
+    # for values, the atoms that open dimensions could get from equations whose arrays disagree
     undecided: Mapping[Value, Mapping[int, frozenset[str]]]
+    # for values, the shardings that follow if parts that cannot stay move to the first dimension that can have them, or
+    # spread over the dimensions that are joined, and wherever that leads
     moved: Mapping[Value, Sharding]
 
     def could(self, value: Value) -> Mapping[int, frozenset[str]]:
@@ -101,15 +94,7 @@ class Propagated:
 
 
 def propagated_from(program: Program, mesh: Mesh) -> Propagated:
-    """Propagates the marks of a program to a fixed point.
-
-    Args:
-        program: with the rules of the mesh (``planning.on_mesh``).
-        mesh: the devices.
-
-    Raises:
-        ShardingError: a mark does not fit its value or the mesh.
-    """
+    """Propagates the marks of a program to a fixed point."""
     state = _State(program, mesh)
     state.seed()
     state.run()

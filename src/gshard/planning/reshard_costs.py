@@ -150,12 +150,7 @@ def are_together(places: Sequence[object], base: Sequence[object]) -> bool:
 
 
 class _Graph:
-    """The shardings of one array that reshards pass through, and the shortest paths from some of them.
-
-    Args:
-        table: the steps between shardings of arrays of this rank.
-        costs: computes the costs of the steps that this array can take.
-    """
+    """The shardings of one array that reshards pass through, and the shortest paths from some of them."""
 
     def __init__(self, table: StepTable, costs: Callable[[], Steps]):
         self._table, self._costs = table, costs
@@ -191,12 +186,7 @@ class _Graph:
 
 
 class Moves:
-    """The costs of reshards. Results are kept, so that equal reshards are computed once.
-
-    Args:
-        mesh: the devices.
-        axes: the axes that move as wholes (``axes_of``).
-    """
+    """The costs of reshards. Results are kept, so that equal reshards are computed once."""
 
     def __init__(self, mesh: Mesh, axes: tuple[Atoms, ...]):
         self.mesh, self.axes = mesh, axes

@@ -25,20 +25,13 @@ from gshard.language.region import REGIONS
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Offer:
-    """A possible ring of a contraction, in which one array rotates.
+    """A possible ring of a contraction, in which one array rotates."""
 
-    Attributes:
-        ring: the ring.
-        bytes: bytes of the array on each device without the ring.
-        shared: whether other equations need the whole array too. Each contraction in which it rotates then sends it
-            again.
-        whole: whether every device needs the sums, so that gshard gathers them afterwards (the second half of an
-            all-reduce).
-    """
-
-    ring: Ring
-    bytes: int
+    ring: Ring  # the ring
+    bytes: int  # bytes of the array on each device without the ring
+    # whether other equations need the whole array too. Each contraction in which it rotates then sends it again.
     shared: bool = False
+    # whether every device needs the sums, so that gshard gathers them afterwards (the second half of an all-reduce)
     whole: bool = False
 
 

@@ -23,29 +23,14 @@ from gshard.solver.problem import Bools, Floats
 
 
 class Room:
-    """The bytes that the loops of a program may hold.
-
-    Args:
-        loops: the equations that run their bodies more than once.
-        propagated: the propagated shardings; None if there are none, so that loops have no limit.
-        mesh: the devices.
-    """
+    """The bytes that the loops of a program may hold."""
 
     def __init__(self, loops: Collection[Equation], propagated: Propagated | None, mesh: Mesh):
         self._loops, self._propagated, self._mesh = loops, propagated, mesh
         self._largest: dict[Equation, int] = {}
 
     def extra_bytes(self, e: Equation, edge: Edge, sizes: Sequence[int]) -> Floats | None:
-        """float64 [states]: bytes of a value at a loop's boundary beyond those of the marks.
-
-        Args:
-            e: the loop.
-            edge: the value outside and the one inside.
-            sizes: for each state, the bytes of the value outside on one device.
-
-        Returns:
-            None if ``e`` is no loop, or if there are no propagated shardings.
-        """
+        """float64 [states]: bytes of a value at a loop's boundary beyond those of the marks."""
         if self._propagated is None or e not in self._loops:
             return None
         shardings, stacked_dims = self._propagated.shardings, len(edge.outer.shape) - len(edge.inner.shape)
@@ -56,12 +41,7 @@ class Room:
         return np.array(sizes, float) - least
 
     def extra_bytes_of_group(self, group: Sequence[Value], states: Sequence[Sharding]) -> Floats:
-        """float64 [states]: bytes of the largest value of a group beyond those of the marks, at least 0.
-
-        Args:
-            group: values with one sharding.
-            states: the shardings to compare.
-        """
+        """float64 [states]: bytes of the largest value of a group beyond those of the marks, at least 0."""
         if self._propagated is None:
             return np.zeros(len(states))
         v = max(group, key=lambda v: v.bytes)

@@ -118,11 +118,7 @@ class SavedPlan:
         return plan_of_either(settled(program, mesh).program, mesh, lambda found: self._plan(found, mesh, boundary))
 
     def _plan(self, program: Program, mesh: Mesh, boundary: Boundary) -> Plan:
-        """The plan for a settled program with the same text.
-
-        Raises:
-            PlanError: the program is another one.
-        """
+        """The plan for a settled program with the same text."""
         if program.finite != self.finite:
             raise PlanError(
                 f"the plan was made {'with' if self.finite else 'without'} finite=True.",

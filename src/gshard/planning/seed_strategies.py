@@ -50,15 +50,7 @@ def opened(v: Value, propagated: Propagated, axes: tuple[Atoms, ...]) -> Shardin
 def suggested_shardings(
     propagated: Propagated, kinds: Kinds, tied: Collection[Equation], axes: tuple[Atoms, ...], *, whole_axes: bool
 ) -> dict[Value, dict[Sharding, None]]:
-    """Shardings over parts of axes in which equations read or make a value that is sharded as propagation found.
-
-    Args:
-        propagated: what follows from the marks.
-        kinds: the kind of each value.
-        tied: equations that have no choice of their own.
-        axes: the axes that move as wholes.
-        whole_axes: include shardings over whole axes, because not all of these are compared (``planning.nearby``).
-    """
+    """Shardings over parts of axes in which equations read or make a value that is sharded as propagation found."""
     suggested: dict[Value, dict[Sharding, None]] = {}
     by_key: dict[object, list[tuple[int, Sharding]]] = {}
     for e in propagated.program.block.walk():
@@ -174,24 +166,7 @@ def component_splits(
     near_split: tuple[tuple[int, Atoms], ...] | None = None,
     runs: Runs | None = None,
 ) -> tuple[tuple[Split, ...], float]:
-    """The splits of a component of an equation: over whole axes, and those that its arrays suggest.
-
-    Args:
-        rule: the rule of the equation.
-        component: the component.
-        passing: the keys of sums (below zero) over which unreduced operands may pass.
-        arrays: the operands and results, as propagation found them.
-        mesh: the devices.
-        axes: the axes that move as wholes.
-        barred: atoms that are manual at the equation, so that no split may use them.
-        pinned: factors with their manual atoms, which every split contains.
-        near_split: a split to compare, near which the others are; by default those that the arrays suggest.
-        runs: axes that may differ together from it, besides each axis alone; None to compare all splits.
-
-    Returns:
-        the splits, and the largest share of the work of the equation on one device under the marks (``inf`` without
-        suggestions).
-    """
+    """The splits of a component of an equation: over whole axes, and those that its arrays suggest."""
     if rule.manual is not None:
         return splits(rule, component, mesh, axes, passing, pinned=pinned), math.inf
     near = [split for known in arrays for split in candidates(rule, known, mesh)] if rule.fixed is None else []

@@ -23,14 +23,6 @@ def settled(program: Program, mesh: Mesh) -> Propagated:
     """Settles a program: the program to plan (``Propagated.program``) and the shardings that follow from its marks.
 
     A settled program is a fixed point: ``settled(found.program, mesh).program is found.program``.
-
-    Args:
-        program: the traced function.
-        mesh: the devices.
-
-    Raises:
-        ShardingError: a mark does not fit its value or the mesh.
-        RuleError: a user's rule contradicts the operator.
     """
     program = pipelined(program, mesh)
     while True:

@@ -45,47 +45,30 @@ class Steps(NamedTuple):
     """Steps that an array can take, in layers. Places have numbers here: those where most steps end come first.
 
     So the steps of a layer end at the first places, one step at each.
-
-    Attributes:
-        number: int64 [places], the number of each place.
-        begins: int64 [steps], the number of the place where each step begins, layer by layer.
-        costs: float64 [steps].
-        layers: for each run of layers of one width, their number and the index after their last step.
     """
 
-    number: Ints
-    begins: Ints
-    costs: Floats
+    number: Ints  # int64 [places], the number of each place
+    begins: Ints  # int64 [steps], the number of the place where each step begins, layer by layer
+    costs: Floats  # float64 [steps]
+    # for each run of layers of one width, their number and the index after their last step
     layers: tuple[tuple[int, int], ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Possible:
-    """The steps that an array of one shape can take, not priced yet.
+    """The steps that an array of one shape can take, not priced yet."""
 
-    Attributes:
-        steps: the steps, without costs.
-        kinds: one step of each kind, with its numbers: its group, the elements of a part before and after it, whether
-            the layout changes, and the sizes and numbers of parts of its two dimensions if they do not divide evenly.
-            Steps with equal numbers cost the same for any shape.
-        indices: int64 [kinds], an index for each kind; equal for equal numbers, in all tables.
-        kind_of: int64 [steps], the kind of each step.
-    """
-
-    steps: Steps
+    steps: Steps  # the steps, without costs
+    # one step of each kind, with its numbers: its group, the elements of a part before and after it, whether the layout
+    # changes, and the sizes and numbers of parts of its two dimensions if they do not divide evenly. Steps with equal
+    # numbers cost the same for any shape.
     kinds: tuple[tuple[Step, tuple[int, ...]], ...]
-    indices: Ints
-    kind_of: Ints
+    indices: Ints  # int64 [kinds], an index for each kind; equal for equal numbers, in all tables
+    kind_of: Ints  # int64 [steps], the kind of each step
 
 
 class StepTable:
-    """The steps between the shardings of arrays of one rank.
-
-    Args:
-        mesh: the mesh of the shardings' axes.
-        steps_from: finds the steps from a sharding, for a shape that every split divides.
-        indices: the indices of the kinds of steps so far, which tables share.
-    """
+    """The steps between the shardings of arrays of one rank."""
 
     def __init__(
         self, mesh: Mesh, steps_from: Callable[[Sharding], Iterable[Numbered]], indices: dict[tuple[int, ...], int]
@@ -139,12 +122,7 @@ class StepTable:
         return known[1]
 
     def _arrays(self) -> tuple[Ints, Ints, Ints]:
-        """The steps in the order of the places where they end, and the parts of places.
-
-        Returns:
-            int64 [steps], the indices of the steps; int64 [7, steps], their rows; int64 [shardings, dimensions], the
-            number of parts of each dimension.
-        """
+        """The steps in the order of the places where they end, and the parts of places."""
         if self._made is None:
             rows = np.array(self._rows, dtype=np.int64).reshape(-1, 7)
             order = np.argsort(rows[:, 1], kind="stable")
@@ -261,10 +239,6 @@ def _uneven(n: Ints, parts: Ints, begins: Ints, ends: Ints, kind: Ints, dim: Int
         kind: int64 [steps], the kinds of the steps.
         dim: int64 [steps], the dimensions that they change.
         to: int64 [steps], the other dimensions of all-to-alls.
-
-    Returns:
-        int64 [rows, 6], different rows: of each of the two dimensions the size and the numbers of parts before and
-        after; zeros in the first row, for parts of equal sizes; int64 [steps], the row of each step.
     """
     row_of, zeros = np.zeros(kind.size, np.int64), np.zeros((1, 6), np.int64)
     if not n.size:

@@ -42,18 +42,7 @@ def shardings(
     near: tuple[Sharding, ...] = (),
     runs: Runs | None = None,
 ) -> tuple[Sharding, ...]:
-    """The shardings of an array of this shape, the replicated one first.
-
-    Args:
-        shape: the global shape.
-        mesh: the devices.
-        given: the axes.
-        unreduced: the monoid with which the array may be unreduced; "" for none.
-        even: whether all parts must be equal, as at the boundary of a program.
-        also: dimensions and the atoms that may split them even into very unequal parts.
-        near: the known shardings.
-        runs: axes that may differ together from ``near``, besides each axis alone; None to enumerate all shardings.
-    """
+    """The shardings of an array of this shape, the replicated one first."""
     found = []
     bases = [places_of(dict(enumerate(s.dims)), given) for s in near]
     places = [None, *range(len(shape)), *([_SUM] if unreduced else [])]
@@ -122,17 +111,11 @@ def places_for(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Component:
-    """A part of a rule that is split independently of the others: a barrier's operand and result, or else all of it.
+    """A part of a rule that is split independently of the others: a barrier's operand and result, or else all of it."""
 
-    Attributes:
-        factors: keys in a split: its factors, and the sums (below zero) that may pass it.
-        operands: indices of its operands.
-        results: indices of its results.
-    """
-
-    factors: tuple[int, ...]
-    operands: tuple[int, ...]
-    results: tuple[int, ...]
+    factors: tuple[int, ...]  # keys in a split: its factors, and the sums (below zero) that may pass it
+    operands: tuple[int, ...]  # indices of its operands
+    results: tuple[int, ...]  # indices of its results
 
 
 @tabulated(4096)
@@ -167,19 +150,7 @@ def splits(
     runs: Runs | None = None,
     pinned: tuple[tuple[int, Atoms], ...] = (),
 ) -> tuple[Split, ...]:
-    """The splits of a component, the one that splits nothing first. If the rule has only one split, that one.
-
-    Args:
-        rule: the rule of the equation.
-        component: the component.
-        mesh: the devices.
-        given: the axes.
-        passing: the keys of sums (below zero) over which unreduced operands may pass.
-        also: factors and the atoms that may split them even into very unequal parts.
-        near: places of the axes in known splits.
-        runs: axes that may differ together from ``near``, besides each axis alone; None to enumerate all splits.
-        pinned: factors with their atoms, which are part of every split.
-    """
+    """The splits of a component, the one that splits nothing first. If the rule has only one split, that one."""
     if rule.fixed is not None:
         return (rule.fixed(mesh),)
     pinned_split = dict(pinned)

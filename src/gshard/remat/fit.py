@@ -30,19 +30,7 @@ def compiled_within(
     donated: frozenset[int],
     compiled: Callable[..., Executable] = compile_spmd,
 ) -> Executable:
-    """Compiles a program that recomputes as many values as the limit requires.
-
-    Args:
-        program: the result of ``rematerialise`` for the limit.
-        spmd: the program without recomputation.
-        limit: bytes that a device may hold at the peak: arguments, results and everything else.
-        machine: prices recomputation.
-        donated: arguments whose memory results may take.
-        compiled: compiles a program with these donated arguments.
-
-    Raises:
-        MemoryLimitError: the program does not fit. The error has the compiler's figure.
-    """
+    """Compiles a program that recomputes as many values as the limit requires."""
     target, planned = limit, ""
     for _ in range(_ATTEMPTS):
         executable = compiled(program, donated)

@@ -19,25 +19,16 @@ Seconds = Callable[[Kernel], float]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Liveness:
-    """The buffers of one block.
+    """The buffers of one block."""
 
-    Attributes:
-        kernels: the kernels of the block.
-        made: for each buffer, the position of the kernel that writes it.
-        last: for each buffer, the position of the last kernel that reads it; after the last kernel for outputs.
-        users: for each buffer, the positions of the kernels that read it.
-        ends: the buffers that are outputs of the block.
-        producer: for each value, the equation that computes it.
-        position: for the last equation of each kernel, the position of the kernel.
-    """
-
-    kernels: Kernels
-    made: dict[Value, int]
+    kernels: Kernels  # the kernels of the block
+    made: dict[Value, int]  # for each buffer, the position of the kernel that writes it
+    # for each buffer, the position of the last kernel that reads it; after the last kernel for outputs
     last: dict[Value, int]
-    users: dict[Value, list[int]]
-    ends: frozenset[Value]
-    producer: dict[Value, Equation]
-    position: dict[Equation, int]
+    users: dict[Value, list[int]]  # for each buffer, the positions of the kernels that read it
+    ends: frozenset[Value]  # the buffers that are outputs of the block
+    producer: dict[Value, Equation]  # for each value, the equation that computes it
+    position: dict[Equation, int]  # for the last equation of each kernel, the position of the kernel
 
     def home(self, v: Value) -> Value:
         """The buffer that holds a value."""

@@ -26,21 +26,13 @@ from gshard.rewrite.cse import common_key, is_pure
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stacked:
-    """Stacks that one loop writes for another, with the saving and the price of recomputing them.
+    """Stacks that one loop writes for another, with the saving and the price of recomputing them."""
 
-    Attributes:
-        writer: the loop that writes the stacks.
-        consumer: the loop that reads them.
-        values: the stacks, results of the writer.
-        freed: bytes saved, minus those of values that must be kept instead.
-        seconds: of recomputing all slices.
-    """
-
-    writer: Equation
-    consumer: Equation
-    values: tuple[Value, ...]
-    freed: int
-    seconds: float
+    writer: Equation  # the loop that writes the stacks
+    consumer: Equation  # the loop that reads them
+    values: tuple[Value, ...]  # the stacks, results of the writer
+    freed: int  # bytes saved, minus those of values that must be kept instead
+    seconds: float  # of recomputing all slices
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -194,13 +186,7 @@ def _kept_for(liveness: Liveness, pair: _Pair, x: Value) -> int:
 
 
 def without_stacking(liveness: Liveness, found: Stacked, names: Iterator[int]) -> Block:
-    """The block in which the consumer recomputes the stacks, slice by slice.
-
-    Args:
-        liveness: the liveness of the block.
-        found: a result of ``stacked_over``.
-        names: numbers for new values.
-    """
+    """The block in which the consumer recomputes the stacks, slice by slice."""
     loops = {found.writer, found.consumer}
     writer, consumer = (liveness.kernels.kernels[liveness.position[e]] for e in (found.writer, found.consumer))
     at = liveness.position[found.writer], liveness.position[found.consumer]

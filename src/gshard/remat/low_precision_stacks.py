@@ -22,19 +22,12 @@ from gshard.remat.straight_line import without_dead_code
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LowPrecision:
-    """Stacks of one loop that can have lower precision.
+    """Stacks of one loop that can have lower precision."""
 
-    Attributes:
-        writer: the loop.
-        values: the stacks.
-        freed: bytes that this saves.
-        seconds: 0, because nothing is computed twice.
-    """
-
-    writer: Equation
-    values: tuple[Value, ...]
-    freed: int
-    seconds: float = 0.0
+    writer: Equation  # the loop
+    values: tuple[Value, ...]  # the stacks
+    freed: int  # bytes that this saves
+    seconds: float = 0.0  # 0, because nothing is computed twice
 
 
 def low_precision_over(liveness: Liveness, peak: int, elsewhere: frozenset[Value]) -> list[LowPrecision]:
@@ -69,13 +62,7 @@ def _widened_operand(e: Equation) -> Value | None:
 
 
 def with_low_precision_stacks(liveness: Liveness, found: LowPrecision, names: Iterator[int]) -> Block:
-    """The block with the stacks widened after the loop.
-
-    Args:
-        liveness: the liveness of the block.
-        found: a result of ``low_precision_over``.
-        names: numbers for new values.
-    """
+    """The block with the stacks widened after the loop."""
     writer, block = found.writer, liveness.kernels.block
     body = writer.blocks[0]
     producer = {v: e for e in body.equations for v in e.outputs}

@@ -49,9 +49,6 @@ class MemoryLimitError(GShardError):
 def bytes_of(limit: int | str) -> int:
     """A number of bytes.
 
-    Raises:
-        MemoryLimitError: ``limit`` is not a number of bytes.
-
     >>> bytes_of("14GiB") == 14 * 2**30, bytes_of(1000), bytes_of("1.5 MB")
     (True, 1000, 1500000)
     """
@@ -65,20 +62,7 @@ def bytes_of(limit: int | str) -> int:
 
 @with_tables
 def rematerialise(spmd: SpmdProgram, limit: int, machine: Machine, donated: Iterable[int] = ()) -> SpmdProgram:
-    """Makes a per-device program fit into memory by computing some values twice.
-
-    Args:
-        spmd: the program.
-        limit: bytes that a device may hold at the peak: arguments, results and everything else.
-        machine: prices recomputation.
-        donated: arguments (counted without captured arrays) whose memory results may take.
-
-    Returns:
-        the program itself if it fits; otherwise one with the same results, with ``recomputed`` set.
-
-    Raises:
-        MemoryLimitError: the program cannot fit.
-    """
+    """Makes a per-device program fit into memory by computing some values twice."""
     before = device_program(spmd)
     lent = [len(spmd.program.captured) + i for i in donated]
     keeps_copies = machine.compiler.keeps_low_precision_copies

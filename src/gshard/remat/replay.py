@@ -22,13 +22,7 @@ from gshard.language.interpret import Interpreter
 
 
 def replayed(spmd: SpmdProgram, before: Kernels, block: Block) -> SpmdProgram:
-    """The program with another block of equations.
-
-    Args:
-        spmd: the program.
-        before: the kernels of its present block.
-        block: the new block, with the same inputs.
-    """
+    """The program with another block of equations."""
     devices = spmd.mesh.devices
     on_cpu = devices is not None and devices[0].platform == "cpu"
     jaxpr = run_by(_WithOpaqueBarriers(frozenset(before.block.walk()) if on_cpu else None), block, spmd)

@@ -22,30 +22,16 @@ from gshard.rewrite.equation_graph import operands_first
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Kept:
-    """A buffer that is alive at the peak and read only later, with the saving and the price of recomputing it.
+    """A buffer that is alive at the peak and read only later, with the saving and the price of recomputing it."""
 
-    Attributes:
-        value: the buffer.
-        freed: bytes saved at the peak.
-        seconds: of its recomputation.
-        anchors: the buffers from which it is recomputed.
-    """
-
-    value: Value
-    freed: int
-    seconds: float
-    anchors: frozenset[Value]
+    value: Value  # the buffer
+    freed: int  # bytes saved at the peak
+    seconds: float  # of its recomputation
+    anchors: frozenset[Value]  # the buffers from which it is recomputed
 
 
 def kept_over(liveness: Liveness, peak: int, seconds: Seconds, elsewhere: frozenset[Value]) -> list[Kept]:
-    """The buffers that can be recomputed after a kernel instead of being kept.
-
-    Args:
-        liveness: the liveness of the block.
-        peak: the position of the kernel.
-        seconds: prices one run of a kernel.
-        elsewhere: buffers that are never freed, such as results.
-    """
+    """The buffers that can be recomputed after a kernel instead of being kept."""
     found = []
     for v, made_at in liveness.made.items():
         later_users = [i for i in liveness.users.get(v, ()) if i > peak]
@@ -67,14 +53,7 @@ def kept_over(liveness: Liveness, peak: int, seconds: Seconds, elsewhere: frozen
 
 
 def without_keeping(liveness: Liveness, peak: int, dropped: Sequence[Value], names: Iterator[int]) -> Block:
-    """The block in which readers after the peak read recomputed values.
-
-    Args:
-        liveness: the liveness of the block.
-        peak: the position of a kernel.
-        dropped: buffers that ``kept_over`` found for this peak.
-        names: numbers for new values.
-    """
+    """The block in which readers after the peak read recomputed values."""
     return _Recomputing(liveness, peak, frozenset(dropped), names).block()
 
 

@@ -232,14 +232,7 @@ class _Movement:
     # New equations.
 
     def _make(self, x: Array | Window, result: Value | None, e: Equation, out: list[Equation]) -> Array | None:
-        """Appends equations that compute an array from its segments; None if that is not possible.
-
-        Args:
-            x: the array or window.
-            result: the value to compute; None for a new value.
-            e: the equation that is replaced.
-            out: the new equations.
-        """
+        """Appends equations that compute an array from its segments; None if that is not possible."""
         if result is None and x in self.needed:
             return x if isinstance(x, Value) else None
         if result is None and (made := self.made.get(x, self.made_now.get(x))) is not None:

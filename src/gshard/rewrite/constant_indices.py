@@ -26,16 +26,12 @@ Array = Value | Constant
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Known:
-    """Known values of an integer or boolean array.
+    """Known values of an integer or boolean array."""
 
-    Attributes:
-        values: all values; 0 for unknown values.
-        columns: for each position of the last dimension whether its values are known; () if all are known.
-        segments: the arrays that were concatenated along the last dimension, if any, each with its number of columns.
-    """
-
-    values: np.ndarray
+    values: np.ndarray  # all values; 0 for unknown values
+    # for each position of the last dimension whether its values are known; () if all are known
     columns: tuple[bool, ...] = ()
+    # the arrays that were concatenated along the last dimension, if any, each with its number of columns
     segments: tuple[tuple[Array, int], ...] = ()
 
     @property
@@ -45,11 +41,7 @@ class Known:
 
 
 class KnownValues:
-    """The known values of a program during tracing.
-
-    Args:
-        most: the largest number of elements of an array to evaluate.
-    """
+    """The known values of a program during tracing."""
 
     def __init__(self, most: int = _MOST) -> None:
         self._most = most

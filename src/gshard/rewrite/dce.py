@@ -17,13 +17,7 @@ def is_removable(e: Equation) -> bool:
 def without_dead_code(
     equations: Iterable[Equation], outputs: Iterable[Any], may_go: Callable[[Equation], bool] = is_removable
 ) -> list[Equation]:
-    """The equations of a block without those whose results are dead.
-
-    Args:
-        equations: the equations in order.
-        outputs: the results of the block.
-        may_go: returns whether an equation with dead results can be removed.
-    """
+    """The equations of a block without those whose results are dead."""
     kept: list[Equation] = []
     read: set[Any] = set(outputs)
     for e in reversed([*equations]):

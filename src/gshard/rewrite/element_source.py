@@ -13,27 +13,19 @@ from typing import Any
 
 import numpy as np
 
-from gshard.core.program import Constant, Value
-
-Array = Value | Constant
+from gshard.core.program import Constant
+from gshard.rewrite.equation_graph import Array
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Window:
-    """An array that is padded along one dimension, or cut by negative padding, but not yet computed.
+    """An array that is padded along one dimension, or cut by negative padding, but not yet computed."""
 
-    Attributes:
-        source: the array.
-        axis: the dimension.
-        low, high: the padding, as in ``lax.pad``.
-        number: the padding value; None if the array is only cut.
-    """
-
-    source: Array | Window
-    axis: int
-    low: int
+    source: Array | Window  # the array
+    axis: int  # the dimension
+    low: int  # low, high: the padding, as in ``lax.pad``
     high: int
-    number: Array | None = None
+    number: Array | None = None  # the padding value; None if the array is only cut
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -22,19 +22,13 @@ from gshard.rewrite.cse import is_pure, literal_key
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Function:
-    """The equations of a block that compute a function of one array.
+    """The equations of a block that compute a function of one array."""
 
-    Attributes:
-        root: the array.
-        equations: the equations in order.
-        outputs: the results that other equations read, or that leave the block.
-        outside: the other values that the equations read, in the order of reading: numbers, arrays that are small
-            beside the root, and arrays that depend on no array.
-    """
-
-    root: Value
-    equations: tuple[Equation, ...]
-    outputs: tuple[Value, ...]
+    root: Value  # the array
+    equations: tuple[Equation, ...]  # the equations in order
+    outputs: tuple[Value, ...]  # the results that other equations read, or that leave the block
+    # the other values that the equations read, in the order of reading: numbers, arrays that are small beside the root,
+    # and arrays that depend on no array
     outside: tuple[Value, ...]
 
     @property
@@ -52,9 +46,6 @@ def equal_functions(block: Block) -> list[list[Function]]:
 
     No function depends on another one of its group, and no two groups depend on each other: the functions of a group
     have the same level, and a function that depends on another one has a higher level.
-
-    Args:
-        block: the equations. Bodies of loops are not searched.
     """
     functions = list(_functions(block))
     if len(functions) < 2:
@@ -81,10 +72,6 @@ def needed_parts(parts: Sequence[Sequence[Equation]], places: Sequence[int]) -> 
     """For each part of a block, the numbers of the parts that must come before: those that it reads.
 
     If a part has effects, the part with effects before it is one of them.
-
-    Args:
-        parts: equations that stay together.
-        places: the place of each part in the block.
     """
     maker = {v: i for i, equations in enumerate(parts) for e in equations for v in e.outputs}
     needs = [{maker[x] for e in equations for x in e.inputs if x in maker} - {i} for i, equations in enumerate(parts)]
@@ -95,12 +82,7 @@ def needed_parts(parts: Sequence[Sequence[Equation]], places: Sequence[int]) -> 
 
 
 def in_order(places: Sequence[int], needs: Sequence[Set[int]]) -> Iterator[int]:
-    """Orders parts so that each follows those that it needs. Among parts that may come next, the lowest place wins.
-
-    Args:
-        places: the place of each part.
-        needs: the numbers of the parts that must come before each part.
-    """
+    """Orders parts so that each follows those that it needs. Among parts that may come next, the lowest place wins."""
     missing = list(map(len, needs))
     readers: dict[int, list[int]] = {}
     for i, needed in enumerate(needs):
@@ -144,19 +126,14 @@ class _Roots:
     An equation continues the function of its operands if all large arrays among them are functions of one root, or
     depend on no array. Otherwise its results are new roots. An array is large if it has more elements than each
     dimension of the largest operand.
-
-    Attributes:
-        of: the root of each value; None for a value that depends on no array, and for a number with several roots.
-        before: the roots on which each value depends, each as a bit.
-        bit: the bit of each root.
-        equations: the equations of each root's function, in order.
     """
 
     def __init__(self, block: Block):
+        # the root of each value; None for a value that depends on no array, and for a number with several roots
         self.of: dict[Value, Value | None] = {}
-        self.before: dict[Value, int] = {}
-        self.bit: dict[Value, int] = {}
-        self.equations: dict[Value, dict[Equation, None]] = {}
+        self.before: dict[Value, int] = {}  # the roots on which each value depends, each as a bit
+        self.bit: dict[Value, int] = {}  # the bit of each root
+        self.equations: dict[Value, dict[Equation, None]] = {}  # the equations of each root's function, in order
         for v in block.inputs:
             self._begin(v, 0, is_root=bool(v.shape))
         for e in block.equations:

@@ -54,18 +54,12 @@ def operands_first(values: Iterable[Any], operands: Callable[[Any], Iterable[Any
 
 
 class Graph:
-    """The equations of a block, or of a segment of one.
-
-    Attributes:
-        equations: the equations in order.
-        outputs: the values that are read outside of these equations, as keys in order.
-        writer: creates new equations.
-    """
+    """The equations of a block, or of a segment of one."""
 
     def __init__(self, equations: Sequence[Equation], outputs: Sequence[Array], writer: Writer):
-        self.equations = tuple(equations)
-        self.outputs = dict.fromkeys(outputs)
-        self.writer = writer
+        self.equations = tuple(equations)  # the equations in order
+        self.outputs = dict.fromkeys(outputs)  # the values that are read outside of these equations, as keys in order
+        self.writer = writer  # creates new equations
 
     @functools.cached_property
     def _producers(self) -> dict[Array, Equation]:
@@ -96,15 +90,7 @@ class Graph:
         self, out: list[Equation], at: Equation, primitive: Any, params: dict[str, Any], inputs: Sequence[Array],
         shape: tuple[int, ...], dtype: Any, result: Value | None = None,
     ) -> Value:  # fmt: skip
-        """Appends one equation with one result, and returns the result.
-
-        Args:
-            out: the list of new equations.
-            at: the equation whose source line the new equation gets.
-            primitive, params, inputs: of the new equation.
-            shape, dtype: of its result.
-            result: the value that it produces; None for a new value.
-        """
+        """Appends one equation with one result, and returns the result."""
         value = self.writer.fresh(shape, dtype) if result is None else result
         out.append(self.writer.equation(primitive, params, tuple(inputs), (value,), at.source_info))
         return value
@@ -127,15 +113,7 @@ class Graph:
 def written(
     writer: Writer, function: Callable[..., Any], inputs: Sequence[Array], outputs: Sequence[Value], at: Equation
 ) -> list[Equation]:
-    """The equations of a function, traced by JAX.
-
-    Args:
-        writer: creates the equations.
-        function: a function of arrays that returns an array or a list of arrays.
-        inputs: its operands; the values of constants are passed directly.
-        outputs: the values that become its results. A separate equation produces each of them.
-        at: the equation that is replaced. The new equations get its source line.
-    """
+    """The equations of a function, traced by JAX."""
     arrays = [x for x in inputs if isinstance(x, Value)]
 
     def of_arrays(*tracers: Any) -> Any:

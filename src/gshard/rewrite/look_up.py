@@ -75,31 +75,19 @@ def _traced(function: Callable[..., Any], operands: Sequence[Array]) -> tuple[An
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _LookUp:
-    """The parameters of a gather or a scatter, in common terms.
+    """The parameters of a gather or a scatter, in common terms."""
 
-    Attributes:
-        name: the name of the primitive.
-        combine: combines an element and its update, for a scatter; None for a gather.
-        numbers: the dimension numbers of the primitive.
-        shape: the shape of the operand.
-        sizes: the size of the window in each dimension of the operand.
-        dropped: the dimensions of the operand, of size 1 in the window, that the result or the updates do not have.
-        columns: for each column of the indices the dimension of the operand in which it moves the window.
-        batching: pairs of batching dimensions of operand and indices.
-        window_dims: the dimensions of the result or the updates that belong to the window.
-        rank: the number of dimensions of the result or the updates.
-    """
-
-    name: str
-    combine: Callable[[Any, Any], Any] | None
-    numbers: Any
-    shape: tuple[int, ...]
-    sizes: tuple[int, ...]
+    name: str  # the name of the primitive
+    combine: Callable[[Any, Any], Any] | None  # combines an element and its update, for a scatter; None for a gather
+    numbers: Any  # the dimension numbers of the primitive
+    shape: tuple[int, ...]  # the shape of the operand
+    sizes: tuple[int, ...]  # the size of the window in each dimension of the operand
+    # the dimensions of the operand, of size 1 in the window, that the result or the updates do not have
     dropped: tuple[int, ...]
-    columns: tuple[int, ...]
-    batching: tuple[tuple[int, int], ...]
-    window_dims: tuple[int, ...]
-    rank: int
+    columns: tuple[int, ...]  # for each column of the indices the dimension of the operand in which it moves the window
+    batching: tuple[tuple[int, int], ...]  # pairs of batching dimensions of operand and indices
+    window_dims: tuple[int, ...]  # the dimensions of the result or the updates that belong to the window
+    rank: int  # the number of dimensions of the result or the updates
 
     @staticmethod
     def of(name: str, params: Mapping[str, Any], inputs: Sequence[Array]) -> _LookUp:

@@ -126,14 +126,7 @@ class _Emitter:
         are_in_pieces: Sequence[bool],
         results: Sequence[Value],
     ) -> list[Equation]:
-        """The equations of a function of the operands of an equation.
-
-        Args:
-            function: takes for each operand an array or a list of pieces, and returns arrays or lists of pieces.
-            e: the equation.
-            are_in_pieces: whether each operand is in pieces.
-            results: the values of the flat results.
-        """
+        """The equations of a function of the operands of an equation."""
         inputs: list[Value] = []
         for x, in_pieces_ in zip(e.inputs, are_in_pieces, strict=True):
             if in_pieces_:

@@ -43,17 +43,11 @@ _FILL = lax.GatherScatterMode.FILL_OR_DROP
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Touch:
-    """An equation and one of its factors, along which arrays are in pieces.
+    """An equation and one of its factors, along which arrays are in pieces."""
 
-    Attributes:
-        equation: the equation.
-        factor: the number of the factor.
-        operands, results: for each operand and result the dimension of the factor, or None.
-    """
-
-    equation: Equation
-    factor: int
-    operands: tuple[Dim, ...]
+    equation: Equation  # the equation
+    factor: int  # the number of the factor
+    operands: tuple[Dim, ...]  # operands, results: for each operand and result the dimension of the factor, or None
     results: tuple[Dim, ...]
 
     @property
@@ -126,14 +120,7 @@ def in_pieces(t: Touch, layout: Layout) -> Callable[[Sequence[Any]], list[Any]]:
 
 
 def moved(e: Equation, dim: int, source: Source, operands: Sequence[Any]) -> Any:
-    """A new piece of the result of an equation that moves elements along a dimension.
-
-    Args:
-        e: the equation.
-        dim: the dimension.
-        source: the source of the piece.
-        operands: for each operand its list of pieces, or a number.
-    """
+    """A new piece of the result of an equation that moves elements along a dimension."""
     like = next(parts for parts in operands if isinstance(parts, list))[0]
     piece, part = source.piece, source.part
     if part is None:

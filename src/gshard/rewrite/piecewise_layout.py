@@ -61,23 +61,15 @@ def starts_of(layout: Layout) -> list[int]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Source:
-    """The source of a piece.
+    """The source of a piece."""
 
-    Attributes:
-        piece: the piece.
-        operand: the number of the operand that contains its elements, or that is the number that fills it.
-        part: the number of the piece of this operand; None if the operand is a number.
-        low, high: the numbers of elements at the ends of the window that are filled with a number.
-        number: the operand that is this number.
-        cut: the elements of the operand's frame that are cut out; None if the frame is kept.
-    """
-
-    piece: Piece
-    operand: int
-    part: int | None
-    low: int = 0
+    piece: Piece  # the piece
+    operand: int  # the number of the operand that contains its elements, or that is the number that fills it
+    part: int | None  # the number of the piece of this operand; None if the operand is a number
+    low: int = 0  # low, high: the numbers of elements at the ends of the window that are filled with a number
     high: int = 0
-    number: int = 0
+    number: int = 0  # the operand that is this number
+    # the elements of the operand's frame that are cut out; None if the frame is kept
     cut: tuple[int, int] | None = None
 
     @property
@@ -97,15 +89,7 @@ def spans_along(e: Equation, dim: int) -> list[Sequence[Span]] | None:
 
 
 def sources_of(spans: Sequence[Span], layouts: Sequence[Layout | None]) -> list[Source] | None:
-    """The sources of the pieces of a result.
-
-    Args:
-        spans: the spans of the result.
-        layouts: the layouts of the operands; None for numbers.
-
-    Returns:
-        the sources; None if there are too many, or if two pieces would have the same frame.
-    """
+    """The sources of the pieces of a result."""
     sources: list[Source] = []
     for span in spans:
         layout = layouts[span.operand]

@@ -53,22 +53,14 @@ class Moves:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Region:
-    """A closed region.
+    """A closed region."""
 
-    Attributes:
-        dims, layouts: the dimension and the layout of each array in pieces.
-        equations: the equations to compute in pieces, each with its treatment.
-        brought: the arrays from outside of the region that are cut into pieces.
-        kept: results that are computed also as ordinary arrays.
-        joined: results that are joined from their pieces.
-    """
-
-    dims: dict[Array, int]
+    dims: dict[Array, int]  # dims, layouts: the dimension and the layout of each array in pieces
     layouts: dict[Array, Layout]
-    equations: dict[Equation, Touch | Moves]
-    brought: set[Array]
-    kept: set[Array]
-    joined: set[Array]
+    equations: dict[Equation, Touch | Moves]  # the equations to compute in pieces, each with its treatment
+    brought: set[Array]  # the arrays from outside of the region that are cut into pieces
+    kept: set[Array]  # results that are computed also as ordinary arrays
+    joined: set[Array]  # results that are joined from their pieces
 
 
 def closed_regions(block: Block, split: Split) -> list[Region]:
@@ -137,17 +129,13 @@ def _region(graph: _Neighbours, first: Equation, dim: int, split: Split) -> Regi
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Choice:
-    """The treatment of arrays that equations outside of a region read.
+    """The treatment of arrays that equations outside of a region read."""
 
-    Attributes:
-        taken: arrays whose readers are all added to the region, in order.
-        brought: arrays that are computed as before and cut into pieces.
-        kept: arrays that are computed twice.
-    """
-
+    # arrays whose readers are all added to the region, in order
     taken: list[Array] = dataclasses.field(default_factory=list)
+    # arrays that are computed as before and cut into pieces
     brought: set[Array] = dataclasses.field(default_factory=set)
-    kept: set[Array] = dataclasses.field(default_factory=set)
+    kept: set[Array] = dataclasses.field(default_factory=set)  # arrays that are computed twice
 
 
 class _Neighbours:
@@ -178,12 +166,7 @@ class _Search:
         self.waiting: list[Array] = []
 
     def run(self, first: Equation, dim: int) -> Region:
-        """The region that begins at an equation.
-
-        Raises:
-            _OpenError: the region is not closed.
-            _AgainError: a choice has changed.
-        """
+        """The region that begins at an equation."""
         self.move(first, dim, begins=True)
         while self.waiting:
             x = self.waiting.pop()

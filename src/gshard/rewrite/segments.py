@@ -17,14 +17,7 @@ Rewrite = Callable[[Context, Sequence[Equation], Sequence[Any]], Sequence[Equati
 
 
 def in_segments(equations: Sequence[Equation], outputs: Sequence[Any], rewrite: Rewrite) -> list[Equation]:
-    """Rewrites each segment of a block separately.
-
-    Args:
-        equations: the equations of the block.
-        outputs: the results of the block.
-        rewrite: takes the context of a segment, its equations, and the results that are read outside of the segment;
-            returns equations that compute these results.
-    """
+    """Rewrites each segment of a block separately."""
     segments = [(context, list(part)) for context, part in itertools.groupby(equations, lambda e: e.context)]
     read = set(outputs)
     rewritten = list[list[Equation]]()

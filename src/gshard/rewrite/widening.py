@@ -22,14 +22,7 @@ _BROADCAST = "broadcast_in_dim"
 
 
 def narrow_sources(graph: Graph, x: Value, length: int | None = None) -> tuple[Value, ...] | None:
-    """The arrays from which elementwise equations compute an array, with the fewest bytes; None if it is itself best.
-
-    Args:
-        graph: the block of the array.
-        x: the array.
-        length: the size of dimension 0, which all arrays must have and whose positions must stay apart. None if any
-            dimensions will do.
-    """
+    """The arrays from which elementwise equations compute an array, with the fewest bytes; None if it is best."""
     best: dict[Value, tuple[Value, ...]] = {}
     for v in operands_first([x], lambda v: _operands(graph, v, length) or ()):
         operands = _operands(graph, v, length)
@@ -39,14 +32,7 @@ def narrow_sources(graph: Graph, x: Value, length: int | None = None) -> tuple[V
 
 
 def computed_from(graph: Graph, x: Value, sources: Sequence[Value], *, slices: bool) -> Callable[..., Any]:
-    """The function that computes an array from its narrow sources.
-
-    Args:
-        graph: the block of the array.
-        x: the array.
-        sources: its sources, as ``narrow_sources`` returns them.
-        slices: whether the function takes slices of the sources along dimension 0, and returns a slice.
-    """
+    """The function that computes an array from its narrow sources."""
 
     def function(*arrays: Any) -> Any:
         known: dict[Array, Any] = dict(zip(sources, arrays, strict=True))

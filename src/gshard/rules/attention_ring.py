@@ -36,17 +36,11 @@ _BY_KEY = ("k", "v", "k_positions", "k_segments")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sequences:
-    """The distribution of the positions of queries and keys over the devices of a ring.
+    """The distribution of the positions of queries and keys over the devices of a ring."""
 
-    Attributes:
-        params: the parameters of attention.
-        count: the number of positions.
-        parts: the number of devices.
-    """
-
-    params: AttentionParams
-    count: int
-    parts: int
+    params: AttentionParams  # the parameters of attention
+    count: int  # the number of positions
+    parts: int  # the number of devices
 
     @property
     def size(self) -> int:
@@ -81,13 +75,7 @@ class Sequences:
         return (behind, ahead) if behind + ahead < others else (others, 0)
 
     def zigzags(self, query_shape: Sequence[int], sent: int, *, gradient: bool) -> bool:
-        """Whether devices first exchange halves of their parts.
-
-        Args:
-            query_shape: the shape of one device's part of the queries.
-            sent: the bytes that a device sends in the exchange.
-            gradient: whether devices compute the gradient.
-        """
+        """Whether devices first exchange halves of their parts."""
         if not self.triangular or self.params.segments or self.params.mask:
             return False
         if self.padded or self.size % 2 or self.parts < 2:
@@ -101,15 +89,7 @@ class Sequences:
 def in_place(
     params: AttentionParams, arrays: _Arrays, q_at: Any, k_at: Any, keys: int | None
 ) -> tuple[AttentionParams, dict[str, Any]]:
-    """Adds the positions in the whole arrays to the parameters and operands of parts of queries and keys.
-
-    Args:
-        params: the parameters of attention.
-        arrays: the parts of the operands, by name.
-        q_at, k_at: the indices of the parts in the whole arrays, in the dimensions of positions.
-        keys: the number of keys in the whole array; keys from this index on are padding, which no query sees. None if
-            there is no padding.
-    """
+    """Adds the positions in the whole arrays to the parameters and operands of parts of queries and keys."""
     arrays = dict(arrays)
     if params.by_position and not params.positions:
         params = dataclasses.replace(params, positions=True)
@@ -128,14 +108,7 @@ def in_place(
 def ring_bytes(
     sequences: Sequences, shapes: Mapping[str, tuple[int, ...]], dtypes: Sequence[Any], gradient: bool
 ) -> int:
-    """The bytes that each device sends.
-
-    Args:
-        sequences: the positions that devices hold.
-        shapes: the shapes of one device's parts of the operands, by name, in the order of the operands.
-        dtypes: the dtypes of the operands.
-        gradient: whether devices compute the gradient.
-    """
+    """The bytes that each device sends."""
     if sequences.parts == 1:
         return 0
     sizes = {
@@ -295,9 +268,6 @@ class _Ring:
 
         Queries in the upper half always see the keys in the lower half. In addition, the lower halves see each other
         if the keys come from an earlier device, and the upper halves otherwise.
-
-        Returns:
-            whether the keys come from an earlier device; the results, stacked over the two pairs in this order.
         """
         earlier = self._are_earlier(steps)
         operands = []

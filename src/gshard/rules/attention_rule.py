@@ -113,21 +113,7 @@ def attention_gradient(call: Call) -> Rule:
 
 
 class _Dims:
-    """The factors of the operands and results of attention.
-
-    Args:
-        make: the maker of the rule.
-        params: the parameters of attention.
-        shapes: the shapes of the operands, by name.
-        gradient: whether the equation is the gradient.
-
-    Attributes:
-        together: whether queries and keys have one factor.
-        t, s: the dimensions of queries and of keys.
-        lse, out: the dimensions of the log-sum-exp and of the result.
-        of: the dimensions of each operand, by name; () for a dimension of size 1 that is broadcast.
-        pairs: the number of pairs of a query and a key that count.
-    """
+    """The factors of the operands and results of attention."""
 
     def __init__(
         self, make: RuleMaker, params: AttentionParams, shapes: Mapping[str, Sequence[int]], *, gradient: bool
@@ -136,15 +122,16 @@ class _Dims:
         keys, out_features = shapes["k"][-3], shapes["v"][-1]
         self._params, self._shapes = params, shapes
         self.features, self.out_features = features, out_features
-        self.together = queries == keys and queries > 1
+        self.together = queries == keys and queries > 1  # whether queries and keys have one factor
         summed = (REDUCE, "add") if gradient else ()
         self._batch = [make.factor(n) for n in batch]
+        # t, s: the dimensions of queries and of keys
         self.t = make.communicate(queries) if self.together else make.factor(queries, *summed)
         head, groups = make.factor(heads), make.factor(group, *summed)
         d = make.replicate(features)
         self.s = self.t if self.together else make.factor(keys, *summed) if gradient else make.communicate(keys)
         e = make.replicate(out_features)
-        self.lse = [*self._batch, self.t, head, groups]
+        self.lse = [*self._batch, self.t, head, groups]  # lse, out: the dimensions of the log-sum-exp and of the result
         self.out = [*self.lse, e]
         columns = make.replicate(keys) if self.together and params.mask else self.s
         full = {
@@ -154,11 +141,13 @@ class _Dims:
             "mask": [*self._batch, head, groups, self.t, columns],
             "lse": self.lse, "delta": self.lse, "dout": self.out,
         }  # fmt: skip
+        # the dimensions of each operand, by name; () for a dimension of size 1 that is broadcast
         self.of = {
             name: [dim if make.factors[dim[0]].size == n else () for dim, n in zip(full[name], shape, strict=True)]
             for name, shape in shapes.items()
         }
         self.queries, self.keys = queries, keys
+        # the number of pairs of a query and a key that count
         self.pairs = math.prod(batch) * heads * group * queries * self._seen_keys()
 
     def _seen_keys(self) -> int:

@@ -99,11 +99,7 @@ def with_effects(call: Call) -> Rule:
 
 
 def _caller(sharding: Any, shards: Shards) -> int:
-    """The position in the mesh of the device that calls: the device that a sharding names, or the first device.
-
-    Raises:
-        PlanError: the sharding does not name one device of the mesh.
-    """
+    """The position in the mesh of the device that calls: the device that a sharding names, or the first device."""
     if sharding is None:
         return 0
     devices = tuple(sharding.device_set)

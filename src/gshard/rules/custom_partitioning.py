@@ -68,12 +68,7 @@ def _run_whole(shards: Shards, *arrays: Any) -> list[Any]:
 
 
 class _RuleOnMesh:
-    """Finds the rule of an equation on a mesh, by calls of the user's functions.
-
-    Args:
-        operator: the user's functions, and the types of operands and results.
-        mesh: the mesh.
-    """
+    """Finds the rule of an equation on a mesh, by calls of the user's functions."""
 
     def __init__(self, operator: Partitioned, mesh: Mesh):
         self.operator, self.mesh = operator, mesh

@@ -43,21 +43,13 @@ _FILL = lax.GatherScatterMode.FILL_OR_DROP
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Partial:
-    """A dimension of the operand along which a look-up reads or writes only a window.
+    """A dimension of the operand along which a look-up reads or writes only a window."""
 
-    Attributes:
-        dim: the dimension of the operand.
-        n: its size.
-        size: the size of the window.
-        column: the component of the indices at which windows begin; None if all begin at 0.
-        axis: the dimension of the window in the result or the updates; None for a dropped dimension of size 1.
-    """
-
-    dim: int
-    n: int
-    size: int
-    column: int | None
-    axis: int | None
+    dim: int  # the dimension of the operand
+    n: int  # its size
+    size: int  # the size of the window
+    column: int | None  # the component of the indices at which windows begin; None if all begin at 0
+    axis: int | None  # the dimension of the window in the result or the updates; None for a dropped dimension of size 1
 
 
 @rule("gather")
@@ -145,19 +137,7 @@ def _look_up_dims(
     columns: Sequence[int],
     create: Callable[[int], Dim],
 ) -> tuple[list[Dim], list[Dim], list[_Partial]]:
-    """The dimensions of the operand and of the windows (the result of a gather, the updates of a scatter).
-
-    Args:
-        call: the equation.
-        make: the maker of the rule.
-        shape: the shape of the windows.
-        batching: the batching dimensions of the operand.
-        batch: the dimensions of the indices.
-        window_dims: the dimensions of ``shape`` that belong to windows; the others belong to the indices.
-        dropped: the dimensions of the operand that windows do not have.
-        columns: for each component of the indices the dimension of the operand.
-        create: creates a dimension of the operand along which only windows are read or written.
-    """
+    """The dimensions of the operand and of the windows (the result of a gather, the updates of a scatter)."""
     indices, axes = iter(batch), iter(window_dims)
     windows = [() if d in window_dims else next(indices) for d in range(len(shape))]
     operand: list[Dim] = []

@@ -71,13 +71,7 @@ def concatenate(call: Call) -> Rule:
 
 
 def joined(call: Call, axis: int, chunks: Sequence[tuple[int, int]]) -> Rule:
-    """The rule of a concatenation of slices.
-
-    Args:
-        call: the equation. Scalar operands fill their slices with copies.
-        axis: the dimension of the slices and the concatenation.
-        chunks: for each operand the start and the end of its slice.
-    """
+    """The rule of a concatenation of slices."""
     (target,) = call.out_shapes
     make = RuleMaker()
     lengths = [shape[axis] if shape else None for shape in call.in_shapes]
@@ -160,15 +154,7 @@ def split(call: Call) -> Rule:
 def _moved(
     start: int, end: int, at: int, source: int, target: int, parts: int, source_begin: int, target_begin: int
 ) -> Iterator[Chunk]:
-    """The chunks of a range of elements that lie in one part of the source and in one part of the target.
-
-    Args:
-        start, end: the range of elements in the source.
-        at: the position of the first of them in the target.
-        source, target: the numbers of elements of the source and the target.
-        parts: the number of parts of both.
-        source_begin, target_begin: where the parts begin in the arrays that contain them.
-    """
+    """The chunks of a range of elements that lie in one part of the source and in one part of the target."""
     source_size, target_size = -(-source // parts), -(-target // parts)
     while start < end:
         sender, low = divmod(start, source_size)

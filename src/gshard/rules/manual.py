@@ -90,11 +90,7 @@ def axes_of_mesh(mesh: Any) -> tuple[tuple[tuple[str, int], ...], tuple[Any, ...
 
 
 def check_devices(axes: tuple[tuple[str, int], ...], devices: tuple[Any, ...], mesh: Mesh) -> None:
-    """Refuses a ``shard_map`` over a mesh that is not the program's.
-
-    Raises:
-        ShardingError: the mesh has other devices, or the same devices in another order.
-    """
+    """Refuses a ``shard_map`` over a mesh that is not the program's."""
     differ = bool(devices) and mesh.devices is not None and devices != mesh.devices
     if math.prod(size for _, size in axes) != mesh.size or differ:
         raise ShardingError(

@@ -90,31 +90,19 @@ def take_rows(call: Call) -> Rule:
 
 
 class _Rows:
-    """The factors of tokens and their places.
-
-    Args:
-        make: the maker of the rule.
-        call: the equation; its second operand are the numbers of places ``[*batches, tokens, choices]``.
-        places: the number of places of a batch.
-        reads: whether rows are read, and not written.
-
-    Attributes:
-        batch: the dimensions of the batches, each with places of its own.
-        factor: the dimension of tokens and of places.
-        numbers: the dimensions of the numbers of places.
-        choices: how many places each token has.
-    """
+    """The factors of tokens and their places."""
 
     def __init__(self, make: RuleMaker, call: Call, places: int, *, reads: bool = False) -> None:
         self._make, self._call, self._places = make, call, places
-        *self._batches, self._tokens, self.choices = call.in_shapes[1]
+        *self._batches, self._tokens, self.choices = call.in_shapes[1]  # how many places each token has
         on_keys = jax.dtypes.issubdtype(call.in_dtypes[0], jax.dtypes.prng_key)
         size = max(self._tokens, places)
         is_whole = on_keys or 0 in call.in_shapes[1] or not places
-        self.batch = make.parallel(self._batches)
+        self.batch = make.parallel(self._batches)  # the dimensions of the batches, each with places of its own
+        # the dimension of tokens and of places
         self.factor = make.replicate(size) if is_whole else make.communicate(size)
         copies = make.factor(self.choices) if reads else make.replicate(self.choices)
-        self.numbers = [*self.batch, self.factor, copies]
+        self.numbers = [*self.batch, self.factor, copies]  # the dimensions of the numbers of places
 
     def row(self, shape: Sequence[int]) -> list[tuple[int, ...]]:
         """The dimensions of a row."""
@@ -198,10 +186,6 @@ class _Rows:
 
 def _joined(places: Any, held: int) -> Any:
     """Numbers of places in batches as numbers in one array, in which a device has its places of all batches together.
-
-    Args:
-        places: int32 ``[batches, n]``; negative for none.
-        held: how many places of all batches a device has.
 
     >>> _joined(jnp.array([[0, 1, 2, 3], [3, 2, -1, 0]]), 4).tolist()
     [[0, 1, 4, 5], [7, 6, -1, 2]]

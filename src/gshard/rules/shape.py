@@ -214,19 +214,13 @@ class _Misaligned:
     """Groups of dimensions of operand and result that contain the same elements and have no common factor.
 
     Each part of the major dimension, of the operand or the result, is a range of these elements in row-major order.
-
-    Attributes:
-        factor: the factor of the major dimensions.
-        begin, end: the range of the operand's dimensions.
-        m: the size of the major dimension of the result.
-        total: the number of elements.
     """
 
-    factor: int
-    begin: int
+    factor: int  # the factor of the major dimensions
+    begin: int  # begin, end: the range of the operand's dimensions
     end: int
-    m: int
-    total: int
+    m: int  # the size of the major dimension of the result
+    total: int  # the number of elements
 
     def window(self, parts: int) -> Window:
         """The range of the operand's elements that forms each part of the result."""
@@ -243,14 +237,6 @@ def _align(
     two current dimensions is a factor of both. If it is 1, the shapes are misaligned: both sides get factors that
     cannot be split until their products are equal again. If both current dimensions are still whole, these two share a
     factor that communicates.
-
-    Args:
-        make: the maker of the rule.
-        source, target: the shapes of operand and result, without dimensions of size 0.
-        may_communicate: whether misaligned dimensions may communicate.
-
-    Returns:
-        the dimensions of operand and result, and the misaligned groups that communicate.
     """
     operand: list[tuple[int, ...]] = [() for _ in source]
     result: list[tuple[int, ...]] = [() for _ in target]

@@ -86,10 +86,6 @@ def sorted_search(params: Mapping[str, Any], in_avals: Sequence[Any]) -> Any:
     """The closed jaxpr that replaces the search in a call of ``jnp.searchsorted``; None for other equations.
 
     JAX converts types and applies a ``sorter`` in the call, before the search.
-
-    Args:
-        params: the parameters of the equation.
-        in_avals: the types of its operands.
     """
     name = str(params.get("name") or params.get("_prim"))
     if ("searchsorted_" not in name and "SearchSorted" not in name) or len(in_avals) != 2:

@@ -28,17 +28,11 @@ from gshard.language.traits import Places, traits_of
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Table:
-    """The equations that compute an array from positions and scalars.
+    """The equations that compute an array from positions and scalars."""
 
-    Attributes:
-        equations: the equations in order; elementwise, or of primitives with the trait ``placed``.
-        numbers: the scalars that they read.
-        result: the array.
-    """
-
-    equations: tuple[Equation, ...]
-    numbers: tuple[Value, ...]
-    result: Value
+    equations: tuple[Equation, ...]  # the equations in order; elementwise, or of primitives with the trait ``placed``
+    numbers: tuple[Value, ...]  # the scalars that they read
+    result: Value  # the array
 
     def part(self, numbers: Sequence[Any], at: Places) -> Any:
         """The elements at some positions of each dimension, for these values of the scalars."""

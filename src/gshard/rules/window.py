@@ -28,17 +28,7 @@ from gshard.language.registry import Call, rule
 
 
 def sliding(n: int, m: int, size: int, stride: int, low: int, base: int, dilation: int) -> Callable[[int], Window]:
-    """The window of an operand that each part of the results reads.
-
-    Args:
-        n: the number of elements of the operand.
-        m: the number of results.
-        size: the size of a sliding window.
-        stride: the distance of the windows of two results.
-        low: the padding in front of the operand; result ``i`` reads from position ``i * stride - low`` on.
-        base: the distance of two elements of the operand (``lhs_dilation``, ``base_dilation``).
-        dilation: the distance of two elements of a sliding window.
-    """
+    """The window of an operand that each part of the results reads."""
 
     def window(parts: int) -> Window:
         local = -(-m // parts)
@@ -283,9 +273,6 @@ def fetch_reached(
 
     If all parts of a dilated operand begin at the same distance from an element, this is an array of the elements
     alone. Otherwise it also contains ``fill`` between the elements.
-
-    Returns:
-        the elements; the padding that remains around them; the dilation that remains between them.
     """
     if not _has_constant_phase(window):
         return shards.window(x, dim, atoms, window, fill), (0, 0), 1

@@ -39,18 +39,12 @@ _ARGUMENTS = "arguments"  # the place of the mark that places all of them
 
 @dataclasses.dataclass(frozen=True)
 class FoundMark:
-    """One mark, perhaps on several values of the same name in equal layers.
+    """One mark, perhaps on several values of the same name in equal layers."""
 
-    Attributes:
-        at: an argument, or the operation and line that compute the value.
-        text: the source text, ``gshard.shard(x, P(None, 'model'))``.
-        saved: seconds of a call that it saves, after the marks before it.
-        shardings: the marked values, with their shardings in the plan.
-    """
-
-    at: str
-    text: str
-    saved: float
+    at: str  # an argument, or the operation and line that compute the value
+    text: str  # the source text, ``gshard.shard(x, P(None, 'model'))``
+    saved: float  # seconds of a call that it saves, after the marks before it
+    # the marked values, with their shardings in the plan
     shardings: Mapping[Value, Sharding] = dataclasses.field(repr=False)
 
     @property
@@ -65,25 +59,15 @@ class FoundMark:
 
 @dataclasses.dataclass(frozen=True)
 class Marks:
-    """Marks that make a program nearly as fast as a plan, in about its memory.
+    """Marks that make a program nearly as fast as a plan, in about its memory."""
 
-    Attributes:
-        marks: the marks, in the order in which they were found.
-        priced: the plan with all of them.
-        bare: the plan with none of them.
-        goal: the plan to reproduce.
-        limit: bytes that a device may hold.
-        took: seconds that the search took.
-        left_out: steps that were cut or not begun because the time was over.
-    """
-
-    marks: tuple[FoundMark, ...]
-    priced: PricedPlan
-    bare: PricedPlan
-    goal: PricedPlan
-    limit: float
-    took: float = 0.0
-    left_out: tuple[str, ...] = ()
+    marks: tuple[FoundMark, ...]  # the marks, in the order in which they were found
+    priced: PricedPlan  # the plan with all of them
+    bare: PricedPlan  # the plan with none of them
+    goal: PricedPlan  # the plan to reproduce
+    limit: float  # bytes that a device may hold
+    took: float = 0.0  # seconds that the search took
+    left_out: tuple[str, ...] = ()  # steps that were cut or not begun because the time was over
 
     def placed_by_user(self) -> Marks:
         """The same marks where the user places the arguments, because ``in_shardings`` cannot be given."""
@@ -167,17 +151,7 @@ def marks_of(
     tolerance: float = 0.01,
     most: int = 12,
 ) -> Marks:
-    """Finds marks that reproduce a plan.
-
-    Args:
-        goal: the plan; its program has the user's own marks.
-        limit: bytes that a device may hold; marks with which a call needs more count as none.
-        price: plans and prices the program with other marks.
-        budget: the time that is left; the program without further marks is priced in any case.
-        can_write: whether statements of the user's source can mark values; others are marked only if these do not help.
-        tolerance: the relative distance from the goal, in time and in memory, at which the search ends.
-        most: the largest number of marks.
-    """
+    """Finds marks that reproduce a plan."""
     program, mesh = goal.plan.program, goal.plan.mesh
     near = goal.cost.seconds * (1 + tolerance)
     chosen: list[_Candidate] = []
@@ -240,11 +214,7 @@ def marks_of(
 def _candidates(
     plan: Plan, current_plan: Plan, chosen: Sequence[_Candidate], can_write: Callable[[Collection[Value]], bool]
 ) -> tuple[list[_Candidate], list[_Candidate]]:
-    """Values whose sharding differs from the plan: all arguments; of equal names, the largest and the first.
-
-    Returns:
-        candidates that statements can mark, and others.
-    """
+    """Values whose sharding differs from the plan: all arguments; of equal names, the largest and the first."""
     marked = {v for c in chosen for v in c.shardings}
     arguments = {*plan.program.block.inputs[len(plan.program.captured) :]}
     groups: dict[tuple[str, Sharding], dict[Value, Sharding]] = {}

@@ -12,40 +12,24 @@ from gshard.solver.solve import Solution
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Best:
-    """The result of a search on one mesh.
+    """The result of a search on one mesh."""
 
-    Attributes:
-        mesh: the mesh.
-        chosen: the fastest plan that fits; if none fits, the one with the least memory.
-        searched: the best of the searched plans; None if the search did not get as far.
-        others: the presets.
-        graph: the problem, which is the simplified model; None if the search did not get as far.
-        solution: the solution that became ``searched``.
-        bound: seconds that every plan within the limit takes at least, in the simplified model.
-        predicted: seconds of ``chosen`` in the simplified model; None if the model has no such plan.
-        limit: bytes that a device may hold.
-        seconds: the time that the search took.
-        left_out: steps that were cut or not begun because the time was over.
-        failed: candidates that ended with an error, each with its first line.
-        stopped: the signal that ended the search; None if none did.
-        near: the mesh on which the plan was found near which the others were compared; None if there is no such plan.
-        is_limited: whether there are plans over whole axes that were not compared: ``bound`` says nothing of them.
-    """
-
-    mesh: Mesh
-    chosen: PricedPlan
-    searched: PricedPlan | None
-    others: tuple[PricedPlan, ...]
-    graph: Graph | None
-    solution: Solution | None
-    bound: float
-    predicted: float | None
-    limit: float
-    seconds: float
-    left_out: tuple[str, ...] = ()
-    failed: tuple[str, ...] = ()
-    stopped: int | None = None
+    mesh: Mesh  # the mesh
+    chosen: PricedPlan  # the fastest plan that fits; if none fits, the one with the least memory
+    searched: PricedPlan | None  # the best of the searched plans; None if the search did not get as far
+    others: tuple[PricedPlan, ...]  # the presets
+    graph: Graph | None  # the problem, which is the simplified model; None if the search did not get as far
+    solution: Solution | None  # the solution that became ``searched``
+    bound: float  # seconds that every plan within the limit takes at least, in the simplified model
+    predicted: float | None  # seconds of ``chosen`` in the simplified model; None if the model has no such plan
+    limit: float  # bytes that a device may hold
+    seconds: float  # the time that the search took
+    left_out: tuple[str, ...] = ()  # steps that were cut or not begun because the time was over
+    failed: tuple[str, ...] = ()  # candidates that ended with an error, each with its first line
+    stopped: int | None = None  # the signal that ended the search; None if none did
+    # the mesh on which the plan was found near which the others were compared; None if there is no such plan
     near: Mesh | None = None
+    # whether there are plans over whole axes that were not compared: ``bound`` says nothing of them
     is_limited: bool = False
 
     @property

@@ -43,15 +43,10 @@ def has_own_way(rule: Rule, split: Split) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Emitted:
-    """The price of one run of an equation.
+    """The price of one run of an equation."""
 
-    Attributes:
-        seconds: of everything that it emits.
-        windows: the part that other equations may share.
-    """
-
-    seconds: float
-    windows: tuple[Windows, ...]
+    seconds: float  # of everything that it emits
+    windows: tuple[Windows, ...]  # the part that other equations may share
 
 
 class OwnWays:
@@ -148,15 +143,7 @@ _FetchSeconds = dict[Hashable, float]
 def emitted_alone(
     e: Equation, split: Split, mesh: Mesh, machine: Machine, fetch_seconds: _FetchSeconds | None = None
 ) -> Emitted:
-    """Prices one run of an equation whose operands are in the shardings of the split.
-
-    Args:
-        e: the equation.
-        split: its split.
-        mesh: the devices.
-        machine: the machine.
-        fetch_seconds: known prices of windows; new ones are added.
-    """
+    """Prices one run of an equation whose operands are in the shardings of the split."""
     seconds_of_windows: _FetchSeconds = {} if fetch_seconds is None else fetch_seconds
     fetched: dict[int, list[Hashable]] = {}
     seconds = _seconds(partition(_alone(e, split, mesh, fetched)).jaxpr, mesh, machine)

@@ -59,20 +59,7 @@ _NEAR = 1.02  # ratio of limits of memory: between nearer ones no further limit 
 
 
 class MeshSearch:
-    """The search on one mesh, in steps. Results are kept, so that a search that is ended early returns the best so far.
-
-    Args:
-        program: the program. Its marks are kept.
-        mesh: the devices.
-        machine: a machine with as many devices.
-        donated: arguments (counted without captured arrays) whose memory results may take.
-        memory_limit: bytes that a device may hold; the machine's memory if None.
-        on_better: called with each plan that is the best so far.
-        budget: the time that is left for this mesh and others.
-        near: a plan on this mesh, or on a coarser one. Only plans that differ from it in one axis of each choice are
-            compared, so nothing is proven of other plans.
-        known: all plans that were priced, also on other meshes; grows.
-    """
+    """The search on one mesh, in steps. Results are kept, so that an early end returns the best so far."""
 
     def __init__(
         self,
@@ -146,11 +133,7 @@ class MeshSearch:
         return not any(sharding.atoms for sharding in self.presets[0].plan.shardings.values())
 
     def _price_preset(self, preset: Preset, machine: Machine | None, *, always: bool = False) -> PricedPlan | None:
-        """Prices a preset that is planned for a machine, or by bytes; of two plans of one preset the better is kept.
-
-        Returns:
-            the better one; None if the time is over, or if it failed (as if a mark contradicts one of the user's).
-        """
+        """Prices a preset that is planned for a machine, or by bytes; of two plans of one preset the better is kept."""
         name = f"the preset '{preset.name}'"
         by_bytes = f"{name}, planned by bytes"
         name = by_bytes if machine is None else name
@@ -371,15 +354,7 @@ def best_plan(
     progress: bool | Callable[[str], object] | None = False,
     near: Plan | None = None,
 ) -> Best:
-    """Searches for the fastest plan of a program.
-
-    Args:
-        program, mesh, machine, donated, memory_limit, near: as in ``MeshSearch``.
-        budget_seconds, progress: as in ``gshard.search``.
-
-    Raises:
-        ShardingError: a mark does not fit its value or the mesh.
-    """
+    """Searches for the fastest plan of a program."""
     budget = TimeBudget.of(budget_seconds, progress)
     search = MeshSearch(
         program, mesh, machine, donated=donated, memory_limit=memory_limit, budget=budget, near=near,

@@ -14,12 +14,7 @@ _SHOWN = 4  # printed names of steps that were left out
 
 
 def how_near(best: Best, *, is_one_of_several: bool = False) -> str:
-    """One sentence on the returned plan, with its price in the simplified model and its full price.
-
-    Args:
-        best: the search on its mesh.
-        is_one_of_several: whether search tried other meshes, which the bound does not cover.
-    """
+    """One sentence on the returned plan, with its price in the simplified model and its full price."""
     full = f"priced in full: {format_ms(best.chosen.cost.seconds)}"
     gap = best.gap
     if gap is not None and best.predicted is not None:
@@ -44,13 +39,7 @@ def how_near(best: Best, *, is_one_of_several: bool = False) -> str:
 
 
 def to_gain(gap: float | None, is_limited: bool, meshes: str) -> str:
-    """What the best plan so far could gain at most, for a line of progress.
-
-    Args:
-        gap: of the best plan; None if nothing is proven.
-        is_limited: whether not all choices were compared.
-        meshes: the meshes that the gap is of, as text.
-    """
+    """What the best plan so far could gain at most, for a line of progress."""
     if gap is None:
         return "nothing is proven yet of the best plan"
     compared = ", of the choices compared" if is_limited else ""

@@ -24,12 +24,7 @@ _EFFORT = 0.1
 
 
 def in_model(graph: Graph, plan: Plan) -> float | None:
-    """The seconds of a plan in a problem; None if the problem has no such plan.
-
-    Args:
-        graph: the problem of the searched program.
-        plan: a plan of the same program.
-    """
+    """The seconds of a plan in a problem; None if the problem has no such plan."""
     chosen = _states_of(graph, plan)
     if chosen is None:
         return None

@@ -17,15 +17,7 @@ from gshard.search.priced import PricedPlan
 def jit_keywords(
     mesh: Mesh, priced: PricedPlan, limit: float, paths: Sequence[str], donated: Collection[int]
 ) -> dict[str, str]:
-    """The keywords by name, as source text, without those that are the default.
-
-    Args:
-        mesh: the mesh of the plan.
-        priced: the plan.
-        limit: bytes that a device may hold.
-        paths: the paths of the arguments.
-        donated: the arguments that are donated.
-    """
+    """The keywords by name, as source text, without those that are the default."""
     machine = priced.cost.machine
     keywords = {"mesh": json.dumps(dict(mesh.axes), ensure_ascii=False)}
     if machine != machine_to_plan_for(mesh) and _reads_as(machine):

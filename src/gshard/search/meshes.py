@@ -22,12 +22,7 @@ NAMES = ("data", "model", "inner")
 
 
 def meshes(size: int, devices: tuple[Any, ...] | None = None) -> Iterator[Mesh]:
-    """The meshes of a number of devices with one axis and with two.
-
-    Args:
-        size: the number of devices.
-        devices: the devices; None takes the first of ``jax.devices()``, if there are enough.
-    """
+    """The meshes of a number of devices with one axis and with two."""
     available = tuple(jax.devices())
     if devices is None and len(available) >= size:
         devices = available[:size]
@@ -57,12 +52,7 @@ def cut_in_two(mesh: Mesh) -> Iterator[Mesh]:
 
 
 def on_finer(plan: Plan, mesh: Mesh) -> Plan:
-    """The shardings and splits of a plan on a mesh of the same devices with other axes.
-
-    Args:
-        plan: the plan.
-        mesh: a mesh whose axes are parts of the axes of the plan's mesh.
-    """
+    """The shardings and splits of a plan on a mesh of the same devices with other axes."""
     names = dict(zip(plan.mesh.atoms, mesh.atoms, strict=True))
 
     def renamed(atoms: Atoms) -> Atoms:

@@ -48,31 +48,19 @@ from gshard.search.seconds import on_machine
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Settings:
-    """The inputs of the stages besides the program.
+    """The inputs of the stages besides the program."""
 
-    Attributes:
-        mesh: the devices.
-        machine: planning minimises seconds on it; bytes if None.
-        strict: refuse primitives without a rule.
-        boundary: constraints on arguments and results, besides marks.
-        donated: arguments (counted without captured arrays) whose memory results may take.
-        given: makes the plan of a traced program, if it is saved or searched; None chooses one.
-        windowed: selects contractions that may run as collective matmuls; None selects none.
-        faster: use collective matmuls only if they make a call faster, by the cost model.
-        memory_limit: bytes that a device may hold; the machine's memory if None.
-        recomputes: recompute values to keep within the memory limit.
-    """
-
-    mesh: Mesh
-    machine: Machine | None = None
-    strict: bool = False
-    boundary: Boundary = AS_MARKED
-    donated: tuple[int, ...] = ()
+    mesh: Mesh  # the devices
+    machine: Machine | None = None  # planning minimises seconds on it; bytes if None
+    strict: bool = False  # refuse primitives without a rule
+    boundary: Boundary = AS_MARKED  # constraints on arguments and results, besides marks
+    donated: tuple[int, ...] = ()  # arguments (counted without captured arrays) whose memory results may take
+    # makes the plan of a traced program, if it is saved or searched; None chooses one
     given: Callable[[Program, Mesh, Boundary], Plan] | None = None
-    windowed: Policy | None = None
-    faster: bool = False
-    memory_limit: int | None = None
-    recomputes: bool = False
+    windowed: Policy | None = None  # selects contractions that may run as collective matmuls; None selects none
+    faster: bool = False  # use collective matmuls only if they make a call faster, by the cost model
+    memory_limit: int | None = None  # bytes that a device may hold; the machine's memory if None
+    recomputes: bool = False  # recompute values to keep within the memory limit
 
     @property
     def on(self) -> Machine:
@@ -87,17 +75,11 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Draft:
-    """A program between two stages.
+    """A program between two stages."""
 
-    Attributes:
-        program: the traced program; None if the draft begins with a plan.
-        propagated: the settled program with its propagated shardings; None if the plan is given.
-        plans: the plans, the best first. Later stages work on the best.
-    """
-
-    program: Program | None = None
-    propagated: Propagated | None = None
-    plans: tuple[Planned, ...] = ()
+    program: Program | None = None  # the traced program; None if the draft begins with a plan
+    propagated: Propagated | None = None  # the settled program with its propagated shardings; None if the plan is given
+    plans: tuple[Planned, ...] = ()  # the plans, the best first. Later stages work on the best.
 
     @property
     def best(self) -> Planned:
@@ -125,19 +107,13 @@ class Draft:
 
 
 class Stage(NamedTuple):
-    """One stage.
+    """One stage."""
 
-    Attributes:
-        name: the name in the log.
-        run: makes the next draft.
-        shown: the part of the draft that the log shows; None for a stage that logs its own steps.
-        applies: whether the stage runs under these settings.
-    """
-
-    name: str
-    run: Callable[[Draft, Settings], Draft]
+    name: str  # the name in the log
+    run: Callable[[Draft, Settings], Draft]  # makes the next draft
+    # the part of the draft that the log shows; None for a stage that logs its own steps
     shown: Callable[[Draft], object] | None
-    applies: Callable[[Settings], bool] = lambda settings: True
+    applies: Callable[[Settings], bool] = lambda settings: True  # whether the stage runs under these settings
 
 
 def _settle(draft: Draft, settings: Settings) -> Draft:
@@ -257,13 +233,7 @@ EMITTING = (PARTITION, *FITTING)
 @collected_seldom()
 @with_tables
 def run(stages: Sequence[Stage], draft: Draft, settings: Settings) -> Draft:
-    """Runs the stages that apply, in order.
-
-    Raises:
-        ShardingError: a mark does not fit its value or the mesh.
-        PlanError: ``settings.strict``, and a primitive has no rule; or the given plan belongs to another program.
-        MemoryLimitError: ``settings.recomputes``, and the program does not fit.
-    """
+    """Runs the stages that apply, in order."""
     for stage in stages:
         if stage.applies(settings):
             draft = stage.run(draft, settings)
@@ -275,14 +245,7 @@ def run(stages: Sequence[Stage], draft: Draft, settings: Settings) -> Draft:
 def plans_of(
     program: Program, mesh: Mesh, machine: Machine | None, boundary: Boundary = AS_MARKED
 ) -> tuple[Planned, ...]:
-    """Completes the user's marks to plans, the best first; arguments and errors as of ``planning.propagate``.
-
-    Args:
-        program: the traced function.
-        mesh: the devices.
-        machine: the machine for times; None to count bytes.
-        boundary: constraints on arguments and results, besides marks.
-    """
+    """Completes the user's marks to plans, the best first; arguments and errors as of ``planning.propagate``."""
     settings = Settings(mesh if machine is None else on_machine(mesh, machine), machine, boundary=boundary)
     return run((PROPAGATE_AND_REWRITE, CHOOSE, BATCH), Draft(program), settings).plans
 
@@ -296,19 +259,7 @@ def as_run(
     recomputes: bool = False,
     rings: bool = True,
 ) -> Planned:
-    """The program that runs for a plan on a machine, with its cost.
-
-    Args:
-        planned: the plan.
-        machine: the machine for times.
-        donated: arguments (counted without captured arrays) whose memory results may take.
-        limit: bytes that a device may hold; the machine's memory if None.
-        recomputes: recompute values to keep within the limit.
-        rings: use collective matmuls if they are faster, as ``jit`` does by default.
-
-    Raises:
-        MemoryLimitError: ``recomputes``, and the program does not fit.
-    """
+    """The program that runs for a plan on a machine, with its cost."""
     mesh = planned.plan.mesh
     policy = CollectiveMatmul.of(None, mesh, machine) if rings and not planned.plan.rings else None
     settings = Settings(

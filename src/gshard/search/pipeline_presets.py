@@ -36,14 +36,6 @@ def best_pipeline(
 ) -> Preset | None:
     """The best pipeline over the layers of a program; None if it has no loop over layers, or pipelines already, or if
     no plan is known.
-
-    Args:
-        program: the traced program. Its marks are kept.
-        mesh: the devices.
-        boundary: constraints on arguments and results.
-        known: plans without pipelines.
-        limit: bytes that a device may hold.
-        price: plans and prices a preset; None if that is impossible.
     """
     costs, stacks = [plan.cost for plan in known], layer_stacks(program)
     if not costs or stacks is None or any(all_schedules(program)):
@@ -86,13 +78,7 @@ def _work(cost: Cost) -> float:
 
 
 def _estimate(shared: Cost, schedule: Schedule, stages: int) -> float:
-    """Seconds of a pipeline, at least about: nothing is sent, and everything is inside of the loops.
-
-    Args:
-        shared: the cost of a call whose work is shared best among the devices.
-        schedule: the schedule.
-        stages: their number.
-    """
+    """Seconds of a pipeline, at least about: nothing is sent, and everything is inside of the loops."""
     turns, rounds = schedule.turns(stages), schedule.rounds
     launches = shared.by_bound.get("launch", 0.0) * turns / (stages * rounds)
     return _work(shared) * turns / (schedule.micro_batches * rounds) + launches

@@ -29,22 +29,15 @@ from gshard.search.seconds import on_machine, seconds_on
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Planned:
-    """A plan, with its per-device program and cost if choosing it required them.
+    """A plan, with its per-device program and cost if choosing it required them."""
 
-    Attributes:
-        plan: the plan.
-        spmd: the per-device program; None if it is not emitted yet.
-        cost: the cost of that program; None if it is not priced yet.
-        choice: builds and solves the problem of the plan again; it returns None if nothing was open. None for a plan
-            that was given.
-        planning_seconds: processor time of this thread that planning took; 0 if not measured.
-    """
-
-    plan: Plan
-    spmd: SpmdProgram | None = None
-    cost: Cost | None = None
+    plan: Plan  # the plan
+    spmd: SpmdProgram | None = None  # the per-device program; None if it is not emitted yet
+    cost: Cost | None = None  # the cost of that program; None if it is not priced yet
+    # builds and solves the problem of the plan again; it returns None if nothing was open. None for a plan that was
+    # given.
     choice: Callable[[], Choice | None] | None = None
-    planning_seconds: float = 0.0
+    planning_seconds: float = 0.0  # processor time of this thread that planning took; 0 if not measured
 
     @property
     def seconds(self) -> float:
@@ -74,17 +67,7 @@ class Planned:
 def cheapest(
     propagated: Propagated, machine: Machine | None, *, strict: bool = False, boundary: Boundary = AS_MARKED
 ) -> tuple[Planned, ...]:
-    """The plans of a settled program, the best first.
-
-    Args:
-        propagated: the settled program with its propagated shardings.
-        machine: the machine for times; None to count bytes.
-        strict: refuse primitives without a rule.
-        boundary: constraints on arguments and results, besides marks.
-
-    Raises:
-        PlanError: ``strict``, and the program has a primitive without a rule, or something that gshard drops.
-    """
+    """The plans of a settled program, the best first."""
     program, mesh = propagated.program, propagated.mesh
     if machine is not None:
         propagated = dataclasses.replace(propagated, mesh=on_machine(mesh, machine))

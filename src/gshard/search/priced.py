@@ -26,21 +26,13 @@ _LARGE = 1 / 64
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class PricedPlan:
-    """A plan and its cost.
+    """A plan and its cost."""
 
-    Attributes:
-        name: ``searched``, or the name of a preset.
-        plan: the plan.
-        cost: the cost of its per-device program.
-        kept: bytes at the peak without recomputation.
-        recomputed: whether values are recomputed so that the plan fits.
-    """
-
-    name: str
-    plan: Plan
-    cost: Cost
-    kept: int
-    recomputed: bool = False
+    name: str  # ``searched``, or the name of a preset
+    plan: Plan  # the plan
+    cost: Cost  # the cost of its per-device program
+    kept: int  # bytes at the peak without recomputation
+    recomputed: bool = False  # whether values are recomputed so that the plan fits
 
     def __str__(self) -> str:
         return f"{self.name}: {self.cost}{', some of it computed twice to fit' if self.recomputed else ''}"
@@ -55,23 +47,15 @@ class PricedPlan:
 
 @dataclasses.dataclass(eq=False)
 class Pricing:
-    """Prices plans as they would run.
+    """Prices plans as they would run."""
 
-    Attributes:
-        machine: the machine.
-        donated: arguments (counted without captured arrays) whose memory results may take.
-        limit: bytes that a device may hold.
-        on_better: called with each plan that is better than all before.
-        known: the plans that were priced.
-        makes_fit: whether plans that do not fit are tried with collective matmuls and recomputed values, which takes
-            longer than pricing.
-    """
-
-    machine: Machine
-    donated: list[int]
-    limit: float
-    on_better: Callable[[PricedPlan], None] | None = None
-    known: list[PricedPlan] = dataclasses.field(default_factory=list)
+    machine: Machine  # the machine
+    donated: list[int]  # arguments (counted without captured arrays) whose memory results may take
+    limit: float  # bytes that a device may hold
+    on_better: Callable[[PricedPlan], None] | None = None  # called with each plan that is better than all before
+    known: list[PricedPlan] = dataclasses.field(default_factory=list)  # the plans that were priced
+    # whether plans that do not fit are tried with collective matmuls and recomputed values, which takes longer than
+    # pricing
     makes_fit: bool = True
 
     def marked(self, name: str, program: Program, mesh: Mesh) -> PricedPlan:

@@ -19,35 +19,21 @@ _BEAT = 10.0  # seconds after which an unfinished step is reported again
 
 @dataclasses.dataclass(eq=False)
 class Progress:
-    """The lines of one search.
+    """The lines of one search."""
 
-    Attributes:
-        write: prints a line; None to print nothing.
-        silent: seconds from the beginning in which nothing is printed.
-        since: when the search began (``time.monotonic``).
-        doing: the present step.
-        best: the best plan so far, as text.
-        name: what the lines begin with.
-        end: when the search ends at the latest (``time.monotonic``).
-    """
-
-    write: Callable[[str], object] | None
-    silent: float = 0.0
+    write: Callable[[str], object] | None  # prints a line; None to print nothing
+    silent: float = 0.0  # seconds from the beginning in which nothing is printed
+    # when the search began (``time.monotonic``)
     since: float = dataclasses.field(default_factory=lambda: time.monotonic())
-    doing: str = ""
-    best: str = ""
-    name: str = "gshard.search"
-    end: float = math.inf
+    doing: str = ""  # the present step
+    best: str = ""  # the best plan so far, as text
+    name: str = "gshard.search"  # what the lines begin with
+    end: float = math.inf  # when the search ends at the latest (``time.monotonic``)
     _last: float = -float("inf")  # the time of the last line
 
     @staticmethod
     def of(option: bool | Callable[[str], object] | None) -> Progress:
-        """Reads the option ``gshard.search(progress=...)``.
-
-        Args:
-            option: None for lines on stderr after two seconds, True for all lines, False for none, or a function that
-                takes each line.
-        """
+        """Reads the option ``gshard.search(progress=...)``."""
         if callable(option):
             return Progress(option)
         return Progress(_on_stderr if option is None or option else None, _SILENT if option is None else 0.0)

@@ -42,14 +42,7 @@ _FOLLOWS = 1e-10
 
 
 class Seconds(Moves):
-    """An objective (``planning.objective``) in seconds on one machine.
-
-    Args:
-        mesh: the devices.
-        machine: a machine with as many devices.
-        axes: the axes that move as wholes.
-        joined: whether collectives that may share a message are priced as if they did (``StepTimes``).
-    """
+    """An objective (``planning.objective``) in seconds on one machine."""
 
     def __init__(self, mesh: Mesh, machine: Machine, axes: tuple[Atoms, ...], *, joined: bool = False):
         super().__init__(mesh, axes)
@@ -192,15 +185,7 @@ class Seconds(Moves):
         return any([self._own_ways.of(e, split) is not None for e, split in unknown])
 
     def work(self, e: Equation, products: float, others: float, moved: float, *, returns: bool = False) -> float:
-        """Seconds of one kernel on one device.
-
-        Args:
-            e: the equation of the kernel.
-            products: operations of products, of the device's share.
-            others: all other operations.
-            moved: bytes that the kernel reads and writes.
-            returns: whether the kernel writes a result of the program.
-        """
+        """Seconds of one kernel on one device."""
         return kernel_roofline(self.machine, e, products, others, moved, returns=returns).seconds
 
 

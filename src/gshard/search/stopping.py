@@ -10,14 +10,10 @@ from typing import Any
 
 
 class Stop:
-    """The signal that ended a search.
-
-    Attributes:
-        number: the number of the signal; None if there was none.
-    """
+    """The signal that ended a search."""
 
     def __init__(self) -> None:
-        self.number: int | None = None
+        self.number: int | None = None  # the number of the signal; None if there was none
 
     def deliver(self) -> None:
         """Raises SIGTERM again if its default action was replaced. Called if the search has nothing to return."""

@@ -26,24 +26,17 @@ EFFORT = 0.2  # of the solver, for problems after the first
 
 @dataclasses.dataclass(eq=False)
 class TimeBudget:
-    """The time of one search: all its meshes, plans and prices.
+    """The time of one search: all its meshes, plans and prices."""
 
-    Attributes:
-        seconds: how long the search may take.
-        uses_all: whether solving continues as long as there is time; otherwise the size of the problem limits its
-            steps, and the time only cuts them.
-        progress: prints the lines.
-        left_out: steps that were cut or not begun.
-        failed: candidates that ended with an error, each with its first line.
-        end: the end of the time (``time.monotonic``).
-    """
-
-    seconds: float = DEFAULT_SECONDS
+    seconds: float = DEFAULT_SECONDS  # how long the search may take
+    # whether solving continues as long as there is time; otherwise the size of the problem limits its steps, and the
+    # time only cuts them
     uses_all: bool = False
-    progress: Progress = dataclasses.field(default_factory=lambda: Progress.of(None))
-    left_out: list[str] = dataclasses.field(default_factory=list)
+    progress: Progress = dataclasses.field(default_factory=lambda: Progress.of(None))  # prints the lines
+    left_out: list[str] = dataclasses.field(default_factory=list)  # steps that were cut or not begun
+    # candidates that ended with an error, each with its first line
     failed: dict[str, str] = dataclasses.field(default_factory=dict)
-    end: float = math.inf
+    end: float = math.inf  # the end of the time (``time.monotonic``)
 
     def __post_init__(self) -> None:
         self.end = min(self.end, self.progress.since + self.seconds)
@@ -82,12 +75,7 @@ class TimeBudget:
 
     @contextlib.contextmanager
     def step(self, name: str, *, always: bool = False) -> Iterator[None]:
-        """Runs the body of a ``with`` statement, and cuts it when the time is over.
-
-        Args:
-            name: what the step does, for progress and for ``left_out``.
-            always: never cut it, because without its result there is nothing to return.
-        """
+        """Runs the body of a ``with`` statement, and cuts it when the time is over."""
         self.progress.step(name)
         try:
             with until(math.inf if always else self.end, self.progress.beat):
@@ -116,12 +104,7 @@ def in_a_line(error: Exception) -> str:
 
 
 class Watch:
-    """Time that is left for trials of one kind, which take about equally long; the first is made in any case.
-
-    Args:
-        end: until when.
-        clock: the time.
-    """
+    """Time that is left for trials of one kind, which take about equally long; the first is made in any case."""
 
     def __init__(self, end: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.end, self._clock, self._longest = end, clock, 0.0
@@ -140,11 +123,7 @@ class Watch:
 
 
 def seconds_of(budget_seconds: float | None) -> float | None:
-    """Checks the option ``budget_seconds``, and returns it.
-
-    Raises:
-        ArgumentError: it is neither None nor a number above zero.
-    """
+    """Checks the option ``budget_seconds``, and returns it."""
     is_number = isinstance(budget_seconds, int | float) and not isinstance(budget_seconds, bool)
     if budget_seconds is None or (is_number and budget_seconds > 0):
         return budget_seconds

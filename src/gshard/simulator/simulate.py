@@ -42,23 +42,7 @@ from gshard.simulator.simulated_runs import (
 def simulate(
     jaxpr: Any, consts: Sequence[Any], axis_sizes: Mapping[str, int], stacked_args: Sequence[Any]
 ) -> list[np.ndarray]:
-    """The results of a per-device program on all devices.
-
-    Args:
-        jaxpr: the program of one device (Jaxpr or ClosedJaxpr). This is the ``jaxpr`` of a ``shard_map`` equation that
-            is traced with ``check_vma=False``.
-        consts: the values of its constvars, the same on every device; empty for a ClosedJaxpr.
-        axis_sizes: the axes of the mesh and their sizes, major to minor.
-        stacked_args: for each argument an array with a leading dimension over the D devices, or a list of D
-            arrays. Devices are numbered row-major over the axes.
-
-    Returns:
-        each result as one array with a leading dimension over the devices (random keys as a JAX array).
-
-    Raises:
-        TraceError: an argument has another shape or dtype, or a collective has no simulation.
-        RuleError: devices would wait for each other forever, or the pairs of a ppermute are no permutation.
-    """
+    """The results of a per-device program on all devices."""
     sizes = tuple(axis_sizes.items())
     devices = math.prod(axis_sizes.values())
     invars = jax_adapter.closed(jaxpr)[0].invars
@@ -73,15 +57,7 @@ def simulate(
 def simulate_function(
     function: Callable[..., Any], axis_sizes: Mapping[str, int], *stacked_args: Any
 ) -> list[np.ndarray]:
-    """Traces a function of one device's arrays, and simulates it.
-
-    Args:
-        function: a function of one device's arrays. It may use ``jax.lax`` collectives over the axes of the mesh.
-        axis_sizes, stacked_args: as for ``simulate``.
-
-    Returns:
-        the flat list of results, as for ``simulate``.
-    """
+    """Traces a function of one device's arrays, and simulates it."""
     jaxpr, constants = local_jaxpr(function, axis_sizes, *(x[0] for x in stacked_args))
     devices = math.prod(axis_sizes.values())
     return simulate(jaxpr, (), axis_sizes, [*([c] * devices for c in constants), *stacked_args])
@@ -90,17 +66,7 @@ def simulate_function(
 def local_jaxpr(
     function: Callable[..., Any], axis_sizes: Mapping[str, int], *local_args: Any
 ) -> tuple[Any, tuple[Any, ...]]:
-    """Traces the program of one device. The devices of the mesh need not exist.
-
-    Args:
-        function: a function of one device's arrays.
-        axis_sizes: the axes of the mesh and their sizes, major to minor.
-        local_args: one device's arrays, or their types.
-
-    Returns:
-        the jaxpr inside the ``shard_map``, and the arrays that the function captures: the first arguments of the
-        jaxpr, the same on every device.
-    """
+    """Traces the program of one device. The devices of the mesh need not exist."""
     mesh = jax.sharding.AbstractMesh(tuple(axis_sizes.values()), tuple(axis_sizes))
     replicated = jax.sharding.PartitionSpec()
     mapped = jax.shard_map(function, mesh=mesh, in_specs=replicated, out_specs=replicated, check_vma=False)

@@ -30,13 +30,7 @@ PerDevice = list[Any]
 
 @tabulated(1024)
 def device_groups(axis_sizes: AxisSizes, axes: tuple[str, ...], index_groups: Groups | None = None) -> Groups:
-    """The groups of devices of a collective over ``axes``.
-
-    Args:
-        axis_sizes: the axes of the mesh with their sizes, major to minor.
-        axes: the axes of the collective. The first is the major one within a group.
-        index_groups: JAX's ``axis_index_groups``: parts of each group, as positions in the group.
-    """
+    """The groups of devices of a collective over ``axes``."""
     names = [name for name, _ in axis_sizes]
     sizes = [size for _, size in axis_sizes]
     named = [names.index(axis) for axis in axes]

@@ -74,18 +74,12 @@ class Run:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlacedRun:
-    """A run in a program.
+    """A run in a program."""
 
-    Attributes:
-        run: the run.
-        reads, writes: the slots of the program for its operands and results.
-        repeat: whether it must be called for each device, even if operands are the same, because it has effects.
-    """
-
-    run: Run
-    reads: tuple[int, ...]
+    run: Run  # the run
+    reads: tuple[int, ...]  # reads, writes: the slots of the program for its operands and results
     writes: tuple[int, ...]
-    repeat: bool
+    repeat: bool  # whether it must be called for each device, even if operands are the same, because it has effects
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -99,19 +93,12 @@ class Communication:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FlatProgram:
-    """A flattened jaxpr.
+    """A flattened jaxpr."""
 
-    Attributes:
-        operands: the slots of its operands.
-        constants: the slots and values of its constants.
-        steps: runs and communications, in the order of their times.
-        results: the slots of its results, or literals.
-    """
-
-    operands: tuple[int, ...]
-    constants: tuple[tuple[int, Any], ...]
-    steps: tuple[PlacedRun | Communication, ...]
-    results: tuple[Operand, ...]
+    operands: tuple[int, ...]  # the slots of its operands
+    constants: tuple[tuple[int, Any], ...]  # the slots and values of its constants
+    steps: tuple[PlacedRun | Communication, ...]  # runs and communications, in the order of their times
+    results: tuple[Operand, ...]  # the slots of its results, or literals
 
 
 @tabulated(1024)
@@ -218,12 +205,7 @@ def _slots(operands: Iterable[Operand]) -> set[int]:
 
 
 def _place(operations: list[tuple[Operation, bool]], needed: set[int]) -> PlacedRun:
-    """The run of these operations. Slots are numbered in the order of first use, so that equal runs are equal values.
-
-    Args:
-        operations: operations, and whether they have effects.
-        needed: the slots of the program that other steps or the results read.
-    """
+    """The run of these operations. Slots are numbered by first use, so that equal runs are equal values."""
     computed = {slot for op, _ in operations for slot in op.results}
     slots = (x for op, _ in operations for x in op.operands if isinstance(x, int))
     reads = list(dict.fromkeys(slot for slot in slots if slot not in computed))

@@ -27,22 +27,15 @@ NOISE = (0.03, 0.1, 0.3, 1.0)
 
 
 class Descent:
-    """The search for the best states of a reduced problem.
-
-    Attributes:
-        flat: the problem.
-        prices: the prices of memory, with the best bound.
-        states: int64 [nodes], the best states that fit; None before there are any.
-        value: their cost; ``inf`` before there are any.
-    """
+    """The search for the best states of a reduced problem."""
 
     def __init__(self, problem: Problem, seed: int):
-        self.flat = Flat(problem)
+        self.flat = Flat(problem)  # the problem
         self.generator = np.random.default_rng(seed)
         self.messages = Messages(self.flat, self.generator.permutation(self.flat.size.size))
-        self.prices = Prices(self.flat)
-        self.states: Ints | None = None
-        self.value = np.inf
+        self.prices = Prices(self.flat)  # the prices of memory, with the best bound
+        self.states: Ints | None = None  # int64 [nodes], the best states that fit; None before there are any
+        self.value = np.inf  # their cost; ``inf`` before there are any
         self.rounds = 0
         # Another starting point of leaps, its value, and the leaps from it without gain. At first there is none.
         self._other, self._other_value, self._stuck = np.zeros(0, dtype=np.int64), np.inf, STUCK + 1

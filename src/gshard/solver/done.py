@@ -40,12 +40,7 @@ class Done:
         return array
 
     def __call__(self, work: Callable[..., Any], *arrays: Any) -> Any:
-        """``work(*arrays)``: an interned array, or a tuple that may contain some.
-
-        Args:
-            work: a pure function.
-            arrays: arrays from ``one`` or from an earlier call.
-        """
+        """``work(*arrays)``: an interned array, or a tuple that may contain some."""
         key = (work, *map(id, arrays))
         try:
             return self._found[key]

@@ -34,11 +34,7 @@ def entries(problem: Problem) -> int:
 
 
 def best_of_few(descent: Descent) -> bool:
-    """Offers the best states among the most promising few to a search. True if the best solution improves.
-
-    Args:
-        descent: a search of a problem without a limit of memory, after a round.
-    """
+    """Offers the best states among the most promising few to a search. True if the best solution improves."""
     if descent.states is None:
         return False
     flat, problem = descent.flat, descent.flat.problem

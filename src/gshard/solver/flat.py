@@ -21,27 +21,17 @@ HELD = 256  # moments whose bytes are kept, because repairs return to the same o
 
 
 class Flat:
-    """The arrays of a problem.
-
-    Attributes:
-        problem: the problem.
-        size: int64 [nodes], the number of states.
-        first: int64 [nodes + 1], the index of each node's first state.
-        owner: int64 [all states], the node of each state.
-        cost: float64 [all states].
-        table: float64, all tables, row by row, equal ones once.
-        table_first: int64 [edges], where each table begins.
-        limit: bytes; ``inf`` without a limit.
-    """
+    """The arrays of a problem."""
 
     def __init__(self, problem: Problem):
-        self.problem = problem
-        self.limit = np.inf if problem.limit is None else problem.limit
-        self.size = problem.states
-        self.first = problem.first
-        self.owner = np.repeat(np.arange(self.size.size), self.size)
-        self.cost = problem.cost
+        self.problem = problem  # the problem
+        self.limit = np.inf if problem.limit is None else problem.limit  # bytes; ``inf`` without a limit
+        self.size = problem.states  # int64 [nodes], the number of states
+        self.first = problem.first  # int64 [nodes + 1], the index of each node's first state
+        self.owner = np.repeat(np.arange(self.size.size), self.size)  # int64 [all states], the node of each state
+        self.cost = problem.cost  # float64 [all states]
         u, v = problem.ends[:, 0], problem.ends[:, 1]
+        # table: float64, all tables, row by row, equal ones once; table_first: int64 [edges], where each table begins
         self.table_first, self.table = problem.table_first, problem.table
         self._sides(u, v)
         self._loads()
@@ -108,12 +98,7 @@ class Flat:
         return self.bytes[self._bytes_first[a] : self._bytes_first[b]].reshape(b - a, self.size[node])
 
     def bytes_at(self, moment: int) -> tuple[Ints, Floats, Ints]:
-        """The memory at a moment, for all states of the nodes that hold some.
-
-        Returns:
-            int64 [n], the states, increasing; float64 [n], their bytes; int64 [n], the position of the first state of
-            the same node.
-        """
+        """The memory at a moment, for all states of the nodes that hold some."""
         if moment not in self._held:
             if len(self._held) >= HELD:
                 self._held.clear()
@@ -135,12 +120,7 @@ class Flat:
         return self.cost + np.bincount(self._bytes_target, self.bytes * weight[self._bytes_load], self.cost.size)
 
     def padded(self, edges: Ints, a: Ints, b: Ints) -> tuple[Floats, Ints, Ints, Ints, Ints]:
-        """Tables of edges between nodes ``a`` and ``b``, padded to one shape by repeating the last state of a node.
-
-        Returns:
-            float64 [states of a, edges, states of b], the tables; int64 [edges, states], the indices of the states of
-            a, and of b; the same two with padding that points behind all states, to add to them.
-        """
+        """Tables of edges between nodes ``a`` and ``b``, padded to one shape by repeating the last state of a node."""
         rows, columns = np.arange(int(self.size[a].max())), np.arange(int(self.size[b].max()))
         row, column = (np.minimum(some, self.size[x][:, None] - 1) for some, x in ((rows, a), (columns, b)))
         if rows.size * columns.size >= LARGE:

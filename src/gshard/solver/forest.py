@@ -14,15 +14,11 @@ from gshard.solver.problem import Floats, Ints
 
 
 class Forest:
-    """A random maximal induced forest of a problem.
-
-    Attributes:
-        inside: bool [nodes], the nodes of the forest.
-    """
+    """A random maximal induced forest of a problem."""
 
     def __init__(self, flat: Flat, generator: np.random.Generator):
         self.flat = flat
-        self.inside = _induced_forest(flat, generator)
+        self.inside = _induced_forest(flat, generator)  # bool [nodes], the nodes of the forest
         ends = flat.problem.ends
         edges = np.flatnonzero(self.inside[ends].all(1))
         round_, child, parent = _peeled(ends[edges], flat.size.size)

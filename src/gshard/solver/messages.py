@@ -24,28 +24,20 @@ ROUNDING = 1e-11  # by which a bound is lowered, relative to the magnitudes of i
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Batch:
-    """Edges into one level; a is the state of the earlier node, b that of the later.
+    """Edges into one level; a is the state of the earlier node, b that of the later."""
 
-    Attributes:
-        tables: float64 [a, edges, b].
-        turned: float64 [b, edges, a], the same: numpy finds least entries fastest along the first axis.
-        early, late: int64 [edges], the nodes.
-        early_states, late_states: int64 [edges, a] and [edges, b], indices of their states; padding repeats the last.
-        early_into, late_into: the same, but padding points behind all states.
-        to_early, to_late: float64, the messages, by the states of their receiver.
-        early_share, late_share: float64 [edges, 1], the share of a node's sum that it gives each edge in a sweep.
-    """
-
-    tables: Floats
-    turned: Floats
-    early: Ints
+    tables: Floats  # float64 [a, edges, b]
+    turned: Floats  # float64 [b, edges, a], the same: numpy finds least entries fastest along the first axis
+    early: Ints  # early, late: int64 [edges], the nodes
     late: Ints
+    # early_states, late_states: int64 [edges, a] and [edges, b], indices of their states; padding repeats the last
     early_states: Ints
     late_states: Ints
-    early_into: Ints
+    early_into: Ints  # early_into, late_into: the same, but padding points behind all states
     late_into: Ints
-    to_early: Floats
+    to_early: Floats  # to_early, to_late: float64, the messages, by the states of their receiver
     to_late: Floats
+    # early_share, late_share: float64 [edges, 1], the share of a node's sum that it gives each edge in a sweep
     early_share: Floats
     late_share: Floats
 
@@ -56,9 +48,6 @@ class Messages:
     Args:
         flat: the problem. Some state of every neighbour must allow each state, as ``reduce`` guarantees.
         rank: int [nodes], the order. A random order has few levels, however long the paths of the problem are.
-
-    Attributes:
-        belief: float64 [all states], after a sweep: the cost of each state plus the messages of all neighbours.
     """
 
     def __init__(self, flat: Flat, rank: Ints):
@@ -88,6 +77,7 @@ class Messages:
         for nodes in grouped(level, flat.size, np.ones_like(flat.size)):
             states = np.arange(int(flat.size[nodes].max()))[:, None]
             self.nodes[level[nodes[0]]].append((nodes, flat.first[nodes] + np.minimum(states, flat.size[nodes] - 1)))
+        # float64 [all states], after a sweep: the cost of each state plus the messages of all neighbours
         self.belief = flat.cost
 
     def sums(self, costs: Floats) -> Floats:
@@ -102,9 +92,6 @@ class Messages:
             forward: visit nodes in order; otherwise backwards.
             choose: also choose states, each by the choices of the neighbours visited before and the messages of those
                 visited later.
-
-        Returns:
-            the bound for these costs, and int64 [nodes], the chosen states (all 0 without ``choose``).
         """
         flat, belief = self.flat, self.sums(costs)
         chosen = np.zeros(flat.size.size, dtype=np.int64)

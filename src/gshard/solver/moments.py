@@ -15,12 +15,7 @@ from gshard.solver.problem import Floats, Ints
 
 
 def fullest_moments(spans: Sequence[tuple[int, tuple[int, int], Floats]], count: int) -> Ints:
-    """The moments that matter: at any other moment, every state takes at most what it takes at one of these.
-
-    Args:
-        spans: for each load, its node, its first moment and the one after its last, and its bytes by state.
-        count: the number of moments.
-    """
+    """The moments that matter: at any other moment, every state takes at most what it takes at one of these."""
     starts: list[list[tuple[int, Floats]]] = [[] for _ in range(count + 1)]
     for node, (first, last), amount in spans:
         starts[first].append((node, amount))

@@ -22,17 +22,12 @@ RISE, FALL, SLOW, SLOWEST = 0.3, 0.35, 0.12, 0.02  # relative changes of a price
 
 
 class Prices:
-    """Prices that follow the use of memory.
-
-    Attributes:
-        values: float64 [moments].
-        bound: the best bound at any prices so far.
-        best: float64 [moments], the prices of that bound.
-    """
+    """Prices that follow the use of memory."""
 
     def __init__(self, flat: Flat):
         self.flat = flat
-        self.values = np.zeros(len(flat.problem.moments))
+        self.values = np.zeros(len(flat.problem.moments))  # float64 [moments]
+        # bound: the best bound at any prices so far; best: float64 [moments], the prices of that bound
         self.best, self.bound = self.values, 0.0
         self._rounds = 0
 

@@ -50,12 +50,7 @@ _DominatedStates = tuple[tuple[tuple[int, int], ...], np.ndarray | None]
 
 
 def reduce(problem: Problem) -> Reduced:
-    """Applies all rules until none applies.
-
-    Raises:
-        ProblemError: forbidden choices leave a node without a state.
-        DoesNotFit: only memory leaves a node without a state.
-    """
+    """Applies all rules until none applies."""
     work = _Work(problem)
     work.settle()
     while work.fewer_loads() | work.fewer_states():
@@ -64,52 +59,38 @@ def reduce(problem: Problem) -> Reduced:
 
 
 class _Work:
-    """The problem while it shrinks. All containers are ordered.
-
-    Attributes:
-        whole: the original problem.
-        cost: for each node, float64 [remaining states].
-        kept: for each node, its remaining states.
-        tables_of: for each node, the tables of its edges by neighbour, with its own states first.
-        loads: for each node, the bytes of its states by range of moments.
-        alive: whether each node remains.
-        constant: the cost of what is decided.
-        fixed: float64 [moments], the bytes of what is decided.
-        by_memory: whether a state was removed for its bytes.
-        steps: the reduction so far.
-        changed: nodes that changed since their states were compared.
-        edges: edges whose tables changed.
-        nodes: nodes at which something changed.
-        done: computes functions of equal arrays once.
-        transposed: the transposes of tables, by identity.
-        known_dominated: the dominated states of equal nodes without loads.
-    """
+    """The problem while it shrinks. All containers are ordered."""
 
     def __init__(self, problem: Problem):
         n = len(problem.costs)
-        self.whole = problem
-        done = self.done = Done()
+        self.whole = problem  # the original problem
+        done = self.done = Done()  # computes functions of equal arrays once
         given = {id(array): array for array in (*problem.costs, *problem.tables)}
         interned = {i: done.one(array) for i, array in given.items()}
-        self.transposed: dict[int, Floats] = {}
+        self.transposed: dict[int, Floats] = {}  # the transposes of tables, by identity
+        # the dominated states of equal nodes without loads
         self.known_dominated: dict[tuple[int, ...], _DominatedStates] = {}
+        # for each node, float64 [remaining states]
         self.cost: list[Floats] = [interned[id(cost)] for cost in problem.costs]
-        self.kept: list[Ints] = [done(all_states, cost) for cost in self.cost]
+        self.kept: list[Ints] = [done(all_states, cost) for cost in self.cost]  # for each node, its remaining states
+        # for each node, the tables of its edges by neighbour, with its own states first
         self.tables_of: list[dict[int, Floats]] = [{} for _ in range(n)]
+        # for each node, the bytes of its states by range of moments
         self.loads: list[dict[tuple[int, int], Floats]] = [{} for _ in range(n)]
-        self.alive = [True] * n
-        self.constant = 0.0
-        self.by_memory = False
-        self.fixed = np.zeros(len(problem.moments))
-        self.steps: list[Step | Dominated] = []
+        self.alive = [True] * n  # whether each node remains
+        self.constant = 0.0  # the cost of what is decided
+        self.by_memory = False  # whether a state was removed for its bytes
+        self.fixed = np.zeros(len(problem.moments))  # float64 [moments], the bytes of what is decided
+        self.steps: list[Step | Dominated] = []  # the reduction so far
         for (u, v), table in zip(problem.ends.tolist(), problem.tables):
             self._set_table(u, v, interned[id(table)])
         if problem.limit is not None:
             for load, (first, last) in zip(problem.loads, problem.rows.tolist()):
                 self._add_load(load.node, (first, last), load.bytes)
-        self.changed: dict[int, None] = dict.fromkeys(range(n))
+        self.changed: dict[int, None] = dict.fromkeys(range(n))  # nodes that changed since their states were compared
+        # edges whose tables changed
         self.edges: dict[tuple[int, int], None] = dict.fromkeys(map(tuple, problem.ends.tolist()))
-        self.nodes: dict[int, None] = dict.fromkeys(range(n))
+        self.nodes: dict[int, None] = dict.fromkeys(range(n))  # nodes at which something changed
         for i in range(n):
             self._restrict(i, done(finite_states, self.cost[i]))
 

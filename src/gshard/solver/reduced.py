@@ -24,23 +24,16 @@ class DoesNotFit(ProblemError):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Step:
-    """An eliminated node, and how its state follows from those of others.
+    """An eliminated node, and how its state follows from those of others."""
 
-    Attributes:
-        node: the node.
-        kept: its remaining states at that time, increasing.
-        given: the nodes from which its state follows; none, one or two.
-        given_kept: their remaining states at that time.
-        choice: int [states of the given node], the index in ``kept`` of the only state that it allows; None if it may
-            have several.
-        costs: the cost of its states, and its tables with the given nodes, if it may have several states.
-    """
-
-    node: int
-    kept: Ints
-    given: tuple[int, ...]
-    given_kept: tuple[Ints, ...]
+    node: int  # the node
+    kept: Ints  # its remaining states at that time, increasing
+    given: tuple[int, ...]  # the nodes from which its state follows; none, one or two
+    given_kept: tuple[Ints, ...]  # their remaining states at that time
+    # int [states of the given node], the index in ``kept`` of the only state that it allows; None if it may have
+    # several
     choice: Ints | None
+    # the cost of its states, and its tables with the given nodes, if it may have several states
     costs: tuple[Floats, ...] = ()
 
     def best(self, given: Sequence[int]) -> int:
@@ -62,24 +55,15 @@ class Dominated:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Reduced:
-    """A reduced problem, with the steps that made it.
+    """A reduced problem, with the steps that made it."""
 
-    Attributes:
-        whole: the original problem.
-        problem: the reduced problem. Its last node may have a single state, with the cost and bytes of everything that
-            is decided.
-        nodes: for each node of ``problem``, the node of ``whole``; -1 for the node of what is decided.
-        kept: for each node of ``problem``, the remaining states of that node.
-        moments: for each moment of ``problem``, the index of the moment of ``whole``.
-        steps: the steps of the reduction, in order.
-    """
-
-    whole: Problem
+    whole: Problem  # the original problem
+    # the reduced problem. Its last node may have a single state, with the cost and bytes of everything that is decided.
     problem: Problem
-    nodes: tuple[int, ...]
-    kept: tuple[Ints, ...]
-    moments: Ints
-    steps: tuple[Step | Dominated, ...]
+    nodes: tuple[int, ...]  # for each node of ``problem``, the node of ``whole``; -1 for the node of what is decided
+    kept: tuple[Ints, ...]  # for each node of ``problem``, the remaining states of that node
+    moments: Ints  # for each moment of ``problem``, the index of the moment of ``whole``
+    steps: tuple[Step | Dominated, ...]  # the steps of the reduction, in order
 
     def lift(self, states: Sequence[int] | Ints) -> Ints:
         """The states of all nodes of ``whole``, with the same value."""

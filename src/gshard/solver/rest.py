@@ -15,12 +15,7 @@ from gshard.solver.reduce import reduce
 
 
 def best_of_rest(descent: Descent, tolerance: float) -> Ints | None:
-    """States that no others improve on; None if too many choices are left.
-
-    Args:
-        descent: a search that has found states of a problem without a limit of memory.
-        tolerance: a share of the value: states whose bound exceeds the best value by at most that much are kept.
-    """
+    """States that no others improve on; None if too many choices are left."""
     flat, found = descent.flat, descent.states
     assert found is not None
     best, problem, sent = found.copy(), flat.problem, descent.messages.sent.copy()

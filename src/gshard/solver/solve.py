@@ -41,31 +41,18 @@ ENDLESS = 1 << 60
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Solution:
-    """States, with their cost and bounds.
+    """States, with their cost and bounds."""
 
-    Attributes:
-        problem: the problem.
-        states: int64 [nodes].
-        value: the cost of the states; ``inf`` if no allowed states were found.
-        bound: no states that fit cost less.
-        peak: bytes at the fullest moment.
-        prices: float64 [moments], the price of a byte at each moment.
-        steps: the number of rounds and leaps.
-        peak_bound: no states have a lower peak; 0 if the search did not minimise the peak.
-        cut: whether the time was over before all planned steps.
-        interrupted: whether Ctrl-C ended the search.
-    """
-
-    problem: Problem
-    states: Ints
-    value: float
-    bound: float
-    peak: float
-    prices: Floats
-    steps: int = 0
-    peak_bound: float = 0.0
-    cut: bool = False
-    interrupted: bool = False
+    problem: Problem  # the problem
+    states: Ints  # int64 [nodes]
+    value: float  # the cost of the states; ``inf`` if no allowed states were found
+    bound: float  # no states that fit cost less
+    peak: float  # bytes at the fullest moment
+    prices: Floats  # float64 [moments], the price of a byte at each moment
+    steps: int = 0  # the number of rounds and leaps
+    peak_bound: float = 0.0  # no states have a lower peak; 0 if the search did not minimise the peak
+    cut: bool = False  # whether the time was over before all planned steps
+    interrupted: bool = False  # whether Ctrl-C ended the search
     _alternatives: tuple[Floats, ...] = ()
 
     @property
@@ -122,26 +109,7 @@ def solve(
     effort: float = 1.0,
     most_seconds: float = np.inf,
 ) -> Solution:
-    """Searches for the best states. An interrupt (Ctrl-C) ends the search early.
-
-    Args:
-        problem: costs, tables and loads.
-        budget_seconds: the time of the search. A step that has begun is finished; ``reduce`` is one step. If None, the
-            number of steps depends on the sizes of the problem.
-        start: states to begin with. The result is no worse than the best of those that fit.
-        on_better: called with each solution that is better than all before.
-        tolerance: the gap at which to stop.
-        seed: the seed of the random numbers.
-        effort: a factor on the number of steps, if no time is given.
-        most_seconds: ends these steps too; only ``core.deadline`` cuts ``reduce``.
-
-    Returns:
-        a solution. If nothing fits, its ``fits`` is False, and it has the lowest peak that was found.
-
-    Raises:
-        ProblemError: a node has no state that its neighbours allow.
-        OutOfTime: the deadline (``core.deadline``) passed before there was a result.
-    """
+    """Searches for the best states. An interrupt (Ctrl-C) ends the search early."""
     search = _Search(problem, on_better, seed)
     by_size = budget_seconds is None
     deadline = time.monotonic() + (most_seconds if budget_seconds is None else budget_seconds)

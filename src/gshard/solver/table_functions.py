@@ -24,13 +24,7 @@ def finite_states(cost: Floats) -> np.ndarray | None:
 
 
 def allowed_entries(table: Floats) -> tuple[np.ndarray | None, np.ndarray | None, bool, Ints | None, Ints | None]:
-    """Finds the allowed entries of a table.
-
-    Returns:
-        bool [rows] and bool [columns], with an allowed entry, None if all have one; whether the table is the sum of a
-        cost of the row and one of the column; int64 [columns] and int64 [rows], the only row that each column allows
-        and the only column that each row allows, None if there are several.
-    """
+    """Finds the allowed entries of a table."""
     allowed = np.isfinite(table)
     count = np.count_nonzero(allowed)
     if count == table.size:

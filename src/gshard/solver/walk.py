@@ -15,16 +15,12 @@ SMALL = 1e-9  # of the value: a smaller saving counts as none
 
 
 class Walk:
-    """States of a problem that change one by one.
-
-    Attributes:
-        states: int64 [nodes].
-        costs: float64 [all states], the cost of each state with the neighbours' present states.
-        usage: float64 [moments], bytes.
-    """
+    """States of a problem that change one by one."""
 
     def __init__(self, flat: Flat, states: Ints):
-        self.flat, self.states = flat, states.copy()
+        self.flat, self.states = flat, states.copy()  # int64 [nodes]
+        # costs: float64 [all states], the cost of each state with the neighbours' present states; usage: float64
+        # [moments], bytes
         self.costs, self.usage = flat.given(states), flat.usage(states)
 
     @property

@@ -105,11 +105,7 @@ def assert_collectives(
 
 
 def check_devices(found: CompiledExplanation, limits: Limits | None = None) -> None:
-    """Refuses a program on one device, which sends nothing whatever its text.
-
-    Raises:
-        ArgumentError: it is one, and more is limited than its memory.
-    """
+    """Refuses a program on one device, which sends nothing whatever its text."""
     if found.mesh.size == 1 and (limits is None or not limits.is_of_one_device):
         raise ArgumentError(
             f"{found.name} was compiled for one device, where no program sends anything.",

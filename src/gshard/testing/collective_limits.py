@@ -46,47 +46,28 @@ WHOLE_CURE = "whole arguments: give them a sharding that splits a dimension, or 
 
 @dataclasses.dataclass(frozen=True)
 class Exceeded:
-    """One limit that a program does not keep.
+    """One limit that a program does not keep."""
 
-    Attributes:
-        what: what is limited.
-        allowed, found: as text.
-        argument: the argument of ``assert_collectives`` that allows what was found.
-        rows: the collectives that it limits.
-        cures: what to do, a sentence each.
-        arguments: the arguments of the program that are larger than allowed.
-        is_peak: whether memory is limited.
-    """
-
-    what: str
-    allowed: str
+    what: str  # what is limited
+    allowed: str  # allowed, found: as text
     found: str
-    argument: str
-    rows: tuple[CompiledRow, ...] = ()
-    cures: tuple[str, ...] = ()
-    arguments: tuple[CompiledArgument, ...] = ()
-    is_peak: bool = False
+    argument: str  # the argument of ``assert_collectives`` that allows what was found
+    rows: tuple[CompiledRow, ...] = ()  # the collectives that it limits
+    cures: tuple[str, ...] = ()  # what to do, a sentence each
+    arguments: tuple[CompiledArgument, ...] = ()  # the arguments of the program that are larger than allowed
+    is_peak: bool = False  # whether memory is limited
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What a program may send and hold.
+    """What a program may send and hold."""
 
-    Attributes:
-        times: allowed numbers of collectives, by kind or for all (``TOTAL``);
-        most_times: and the largest allowed ones.
-        most_bytes: that a device may send in one call, by kind or in all.
-        peak: bytes that a device may hold; None for any.
-        whole: bytes of the largest argument that each device may hold whole; None for any.
-        over: only collectives that cross one of these axes count; none for all.
-    """
-
-    times: Mapping[str, Times]
-    most_times: Mapping[str, int]
-    most_bytes: Mapping[str, int]
-    peak: int | None
-    whole: int | None
-    over: tuple[str, ...]
+    times: Mapping[str, Times]  # allowed numbers of collectives, by kind or for all (``TOTAL``);
+    most_times: Mapping[str, int]  # and the largest allowed ones
+    most_bytes: Mapping[str, int]  # that a device may send in one call, by kind or in all
+    peak: int | None  # bytes that a device may hold; None for any
+    whole: int | None  # bytes of the largest argument that each device may hold whole; None for any
+    over: tuple[str, ...]  # only collectives that cross one of these axes count; none for all
 
     @property
     def is_empty(self) -> bool:
@@ -99,12 +80,7 @@ class Limits:
         return not (self.times or self.most_times or self.most_bytes) and self.whole is None
 
     def exceeded(self, found: CompiledExplanation) -> list[Exceeded]:
-        """The limits that a program does not keep, in the order of the arguments.
-
-        Raises:
-            MeshError: ``over`` names an axis that the mesh does not have. ArgumentError: ``whole`` is limited, and the
-                program does not tell how its arguments are cut.
-        """
+        """The limits that a program does not keep, in the order of the arguments."""
         program = found.program
         if unknown := [axis for axis in self.over if axis not in dict(found.mesh.axes)]:
             raise MeshError(
@@ -171,11 +147,7 @@ def limits_of(
     max_whole: Size | None,
     over: str | Sequence[str] | None,
 ) -> Limits:
-    """The arguments of ``assert_collectives`` as limits.
-
-    Raises:
-        ArgumentError: a number is none, a text is no number of bytes, or a kind is unknown.
-    """
+    """The arguments of ``assert_collectives`` as limits."""
     sizes = max_bytes if isinstance(max_bytes, Mapping) else {} if max_bytes is None else {TOTAL: max_bytes}
     for name, given in (("at_most", at_most or {}), ("max_bytes", sizes)):
         for kind in given:

@@ -28,17 +28,7 @@ from gshard.xla_programs.compiled_explanation import CompiledExplanation
 def compiled_subject(
     f: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None, mesh: MeshLike = None
 ) -> CompiledExplanation:
-    """Compiles a function and reads the program; reads a program that is compiled.
-
-    Args:
-        f: a function from ``jax.jit`` or ``gshard.jit``, a stage of either, a ``jax.export.Exported``, the text of a
-            compiled program or the path of a file with it, or a ``CompiledExplanation``.
-        args, kwargs: arguments of a function; none otherwise.
-        mesh: the devices and the names of their axes, for a text or an exported function.
-
-    Raises:
-        ArgumentError: ``f`` is none of these, or the arguments do not fit it. MeshError: there are fewer devices.
-    """
+    """Compiles a function and reads the program; reads a program that is compiled."""
     if isinstance(args, Mapping | str) or not isinstance(args, Sequence):
         raise ArgumentError(
             "the arguments of the function stand in a tuple.",

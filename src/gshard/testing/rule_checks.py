@@ -107,19 +107,12 @@ def check_rule(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Alone:
-    """One equation as a program of its own.
+    """One equation as a program of its own."""
 
-    Attributes:
-        program: it.
-        equation: its only equation.
-        arguments: the values of the operands that are not constants.
-        expected: what the primitive computes from them; None for results that the program does not read.
-    """
-
-    program: Program
-    equation: Equation
-    arguments: tuple[Any, ...]
-    expected: tuple[Any, ...]
+    program: Program  # it
+    equation: Equation  # its only equation
+    arguments: tuple[Any, ...]  # the values of the operands that are not constants
+    expected: tuple[Any, ...]  # what the primitive computes from them; None for results that the program does not read
 
     @staticmethod
     def of(program: Program, equation: Equation, leaves: Sequence[Any]) -> Alone:
@@ -172,11 +165,7 @@ class Alone:
                 yield by_value[value]
 
     def compare(self, results: Sequence[Sequence[Any]], split: Split, mesh: Mesh, tolerance: float) -> None:
-        """Compares the results on every device with the expected ones.
-
-        Raises:
-            RuleError: an element differs.
-        """
+        """Compares the results on every device with the expected ones."""
         for i, (per_device, whole) in enumerate(zip(results, self.expected, strict=True)):
             if whole is None:
                 continue
@@ -189,11 +178,7 @@ class Alone:
                     raise self._lie(split, mesh, f"result {i}: {one} ({(~right).sum()} of {right.size} differ)")
 
     def compare_sent(self, spmd: SpmdProgram, split: Split) -> None:
-        """Compares what the devices send with what the rule's ``local`` reports of it.
-
-        Raises:
-            RuleError: it sends something else, so explanations would not be true.
-        """
+        """Compares what the devices send with what the rule's ``local`` reports of it."""
         sent, said = emitted(spmd.jaxpr, spmd.mesh.atom_sizes), reported(spmd.collectives)
         if sent != said:
             assert self.equation.rule is not None

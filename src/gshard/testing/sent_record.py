@@ -39,25 +39,16 @@ Sums = Mapping[tuple[str, str], tuple[int, int]]  # of a kind over axes: how man
 
 @dataclasses.dataclass(frozen=True)
 class SentRecord:
-    """What a compiled program sends and holds.
+    """What a compiled program sends and holds."""
 
-    Attributes:
-        name: of the function.
-        mesh: the axes of the mesh with their sizes.
-        peak: bytes that a device holds.
-        rows: of each array how many collectives move it, and the bytes that each device sends in all of them.
-        sums: the same of all collectives of a kind over the same axes; one that moves several arrays counts once.
-        jax: the version.
-        platform: what it was compiled for.
-    """
-
-    name: str
-    mesh: str
-    peak: int
+    name: str  # of the function
+    mesh: str  # the axes of the mesh with their sizes
+    peak: int  # bytes that a device holds
+    # of each array how many collectives move it, and the bytes that each device sends in all of them
     rows: Mapping[Key, tuple[int, int]]
-    sums: Sums
-    jax: str
-    platform: str
+    sums: Sums  # the same of all collectives of a kind over the same axes; one that moves several arrays counts once
+    jax: str  # the version
+    platform: str  # what it was compiled for
 
     @staticmethod
     def of(found: CompiledExplanation) -> SentRecord:
@@ -104,11 +95,7 @@ class SentRecord:
 
     @staticmethod
     def read(text: str) -> SentRecord:
-        """Reads a file.
-
-        Raises:
-            ValueError: it is none that ``text`` wrote; the error has the line.
-        """
+        """Reads a file."""
         rows: dict[Key, tuple[int, int]] = {}
         sums: dict[tuple[str, str], tuple[int, int]] = {}
         told: dict[str, str] = {}
@@ -138,13 +125,7 @@ class SentRecord:
         return SentRecord(name[1] if name else "", told["mesh"], peak, rows, sums, *known)
 
     def differs(self, now: SentRecord, exact: bool, tolerance: float) -> list[str]:
-        """How another record exceeds this one, or differs from it, in words; nothing if it does not.
-
-        Args:
-            now: the other record.
-            exact: any difference counts.
-            tolerance: by which part the peak may differ.
-        """
+        """How another record exceeds this one, or differs from it, in words; nothing if it does not."""
         return list(self._differences(now, exact, tolerance))
 
     def _differences(self, now: SentRecord, exact: bool, tolerance: float) -> Iterator[str]:
@@ -163,12 +144,7 @@ class SentRecord:
             yield "other arrays, or other modules, are sent in the same number of collectives"
 
     def grown(self, now: SentRecord, exact: bool) -> set[Key]:
-        """The rows of another record that are not here, run more often or send more.
-
-        Args:
-            now: the other record.
-            exact: also of kinds that do not send more in all.
-        """
+        """The rows of another record that are not here, run more often or send more."""
         more = {where for where, of in now.sums.items() if exact or _is_more(of, self.sums.get(where, (0, 0)))}
         return {key for key, of in now.rows.items() if key[:2] in more and _is_more(of, self.rows.get(key, (0, 0)))}
 

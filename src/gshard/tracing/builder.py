@@ -54,44 +54,28 @@ from gshard.tracing.permitted import permit_from
 
 @dataclasses.dataclass
 class _Body:
-    """The equations of a block under construction.
+    """The equations of a block under construction."""
 
-    Attributes:
-        equations: the equations so far.
-        known: the equation for each key of ``common_key``, to merge equal equations.
-    """
-
-    equations: list[Equation] = dataclasses.field(default_factory=list)
+    equations: list[Equation] = dataclasses.field(default_factory=list)  # the equations so far
+    # the equation for each key of ``common_key``, to merge equal equations
     known: dict[Any, Equation] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
 class Builder:
-    """Converts jaxprs to blocks. All blocks of one builder share the numbering of values.
+    """Converts jaxprs to blocks. All blocks of one builder share the numbering of values."""
 
-    Attributes:
-        counter: the numbers of new values.
-        rules: the rule of each call, which equal calls share.
-        bodies: the jaxpr of each opened equation, which equal equations share.
-        layout: the layout for names of dimensions.
-        context: the context of the current equation.
-        dropped: features that the program does not keep.
-        rewrites: the rewrites to run.
-        fired: the rewrites that have changed the program.
-        named: the values whose dimensions have names.
-        known_values: the known values of constant indices.
-    """
-
-    counter: Iterator[int] = dataclasses.field(default_factory=itertools.count)
-    rules: dict[Any, Rule] = dataclasses.field(default_factory=dict)
+    counter: Iterator[int] = dataclasses.field(default_factory=itertools.count)  # the numbers of new values
+    rules: dict[Any, Rule] = dataclasses.field(default_factory=dict)  # the rule of each call, which equal calls share
+    # the jaxpr of each opened equation, which equal equations share
     bodies: dict[Any, Any] = dataclasses.field(default_factory=dict)
-    layout: Layout | None = None
-    context: Context = NO_CONTEXT
-    dropped: list[Dropped] = dataclasses.field(default_factory=list)
-    rewrites: Sequence[Rewrite] = TRACE
-    fired: list[Fired] = dataclasses.field(default_factory=list)
-    named: list[Named] = dataclasses.field(default_factory=list)
-    known_values: KnownValues = dataclasses.field(default_factory=KnownValues)
+    layout: Layout | None = None  # the layout for names of dimensions
+    context: Context = NO_CONTEXT  # the context of the current equation
+    dropped: list[Dropped] = dataclasses.field(default_factory=list)  # features that the program does not keep
+    rewrites: Sequence[Rewrite] = TRACE  # the rewrites to run
+    fired: list[Fired] = dataclasses.field(default_factory=list)  # the rewrites that have changed the program
+    named: list[Named] = dataclasses.field(default_factory=list)  # the values whose dimensions have names
+    known_values: KnownValues = dataclasses.field(default_factory=KnownValues)  # the known values of constant indices
 
     def block(
         self,
@@ -100,14 +84,7 @@ class Builder:
         captured: Sequence[Any] = (),
         same: Iterable[Value | Constant] = (),
     ) -> Block:
-        """The block of a jaxpr.
-
-        Args:
-            jaxpr: the jaxpr.
-            consts: the values of its constants, which become literals. Without them the constants are the first inputs.
-            captured: the known values of constants that are inputs.
-            same: for each argument the value outside that it is equal to.
-        """
+        """The block of a jaxpr."""
         env: dict[Any, Value | Constant] = {}
         inputs: list[Value] = []
         for i, var in enumerate(jaxpr.constvars):
@@ -146,13 +123,7 @@ class Builder:
         return body.equations, [_read(env, v) for v in jaxpr.outvars]
 
     def marked_by_type(self, block: Block, variables: Sequence[Any], as_typed: bool) -> Block:
-        """The block with marks on results whose types (with explicit axes) contain a sharding.
-
-        Args:
-            block: the block.
-            variables: the variables of its results in the jaxpr.
-            as_typed: whether to mark also results whose types name no axis.
-        """
+        """The block with marks on results whose types (with explicit axes) contain a sharding."""
         marks: list[Equation] = []
         outputs = list(block.outputs)
         for i, (v, variable) in enumerate(zip(block.outputs, variables, strict=True)):
@@ -165,14 +136,7 @@ class Builder:
         return Block(block.inputs, (*block.equations, *marks), tuple(outputs))
 
     def _equations(self, jaxpr: Any, env: dict[Any, Any], out: _Body, line: Any) -> None:
-        """Appends the equations of a jaxpr.
-
-        Args:
-            jaxpr: the jaxpr.
-            env: the value of each variable so far; the variables of results are added.
-            out: the block under construction.
-            line: the source information of the call that contains the jaxpr; None outside of calls.
-        """
+        """Appends the equations of a jaxpr."""
         outer = self.context
         for eqn in jaxpr.eqns:
             self.context = context_of(eqn).inside(outer)
@@ -244,12 +208,7 @@ class Builder:
         env.update({v: _read(env_inner, w) for v, w in zip(eqn.outvars, inner.outvars, strict=True)})
 
     def equation(self, primitive: Any, params: dict[str, Any], inputs: Any, outputs: Any, source: Any) -> Equation:
-        """An equation with its rule or its region.
-
-        Args:
-            primitive, params, inputs, outputs: of the equation.
-            source: the source information with the user's line.
-        """
+        """An equation with its rule or its region."""
         region = REGIONS.get(primitive.name)
         if region is not None:
             same = itertools.chain(region.same(params), itertools.repeat(range(0)))

@@ -70,10 +70,6 @@ def _adds_no_mark(destination: Any, aval: Any) -> bool:
 
     If arguments are on a mesh, JAX adds reshards to constants, such as the 1.0 with which a gradient begins. Such a
     reshard names no axis, so the program is the same whether or not its arguments are on a mesh.
-
-    Args:
-        destination: the sharding that the reshard names.
-        aval: the type of its operand.
     """
     mark = mark_of_type(destination, len(aval.shape))
     if mark is None:
@@ -156,14 +152,6 @@ def mark_of_any_sharding(sharding: Any, shape: tuple[int, ...], leaf: str = "") 
 
     A ``NamedSharding`` is read by its axes. Other shardings (``SingleDeviceSharding``, XLA's own) are read by the
     devices that hold each part.
-
-    Args:
-        sharding: the sharding.
-        shape: the shape of the array.
-        leaf: the name of the leaf, for messages.
-
-    Raises:
-        ShardingError: the sharding has unreduced axes that a mark cannot state.
     """
     if isinstance(sharding, NamedSharding):
         return mark_of_named_sharding(sharding, len(shape), leaf)
@@ -179,11 +167,7 @@ def mark_of_any_sharding(sharding: Any, shape: tuple[int, ...], leaf: str = "") 
 
 
 def mark_of_result(aval: Any, i: int, block: Block) -> Mark | None:
-    """The mark for the type of result ``i`` of a program (``mark_of_type``).
-
-    Raises:
-        ShardingError: the type is unreduced or reduced, which an array outside of a program cannot be.
-    """
+    """The mark for the type of result ``i`` of a program (``mark_of_type``)."""
     mark = mark_of_type(getattr(aval, "sharding", None), len(block.outputs[i].shape))
     if mark is not None and (mark.unreduced or mark.reduced):
         raise ShardingError(
@@ -200,9 +184,6 @@ def marks_of_parts(eqn: Any, source: Any) -> Iterator[tuple[Any, Mark]]:
 
     Such types come from an ``out_sharding`` of a product, or from the derivative of a look-up. Equations that are marks
     are skipped.
-
-    Raises:
-        ShardingError: a ``shard_map`` takes or returns unreduced values.
     """
     if "out_specs" in eqn.params:
         _refuse_unreduced((*eqn.params["in_specs"], *eqn.params["out_specs"]), source)
@@ -238,11 +219,7 @@ def _unreduced_axes(aval: Any) -> frozenset[str]:
 
 
 def mark_of_named_sharding(sharding: NamedSharding, ndim: int, leaf: str = "") -> Mark:
-    """The mark for a ``NamedSharding``. It is resolved by the names of its axes, or by the devices along them.
-
-    Raises:
-        ShardingError: the sharding has unreduced axes that a mark cannot state.
-    """
+    """The mark for a ``NamedSharding``. It is resolved by the names of its axes, or by the devices along them."""
     entries, unreduced_and_reduced = words_of(sharding.spec)
     spec = (*entries, *(None,) * (ndim - len(entries)))
     axes = tuple((str(name), int(size)) for name, size in sharding.mesh.shape.items())

@@ -34,15 +34,7 @@ def names_of_files(paths: Iterable[str]) -> dict[str, str]:
 
 
 def with_names_of_files(block: Block, beside: Block | None = None) -> Block:
-    """Sets the printed file names of equations whose files share their name with another file.
-
-    Args:
-        block: the block of a program, whose equations are changed.
-        beside: another block, whose files are taken into account.
-
-    Returns:
-        ``block``.
-    """
+    """Sets the printed file names of equations whose files share their name with another file."""
     files = _files(block)
     all_files = [*files, *(_files(beside) if beside is not None else [])]
     names = names_of_files({path for _, path in all_files})

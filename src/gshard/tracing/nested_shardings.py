@@ -23,16 +23,7 @@ from gshard.tracing.expand import mark_of_any_sharding
 
 
 def with_shardings_as_marks(primitive: Any, params: Mapping[str, Any], in_avals: Sequence[Any]) -> Any | None:
-    """The closed jaxpr of a call of ``jit`` with marks instead of shardings; None for other equations.
-
-    Args:
-        primitive: the primitive of the equation.
-        params: its parameters.
-        in_avals: the types of its operands.
-
-    Raises:
-        ShardingError: a sharding is not over the devices of a mesh, or has a memory layout.
-    """
+    """The closed jaxpr of a call of ``jit`` with marks instead of shardings; None for other equations."""
     if primitive.name not in ("jit", "pjit"):
         return None
     _refuse_layouts(params, in_avals)

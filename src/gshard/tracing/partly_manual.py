@@ -86,13 +86,7 @@ class _Region(Rewritten):
         self._axes, self._devices, self._manual = axes, devices, manual
 
     def run(self, params: dict[str, Any], arrays: Sequence[Any], line: str) -> list[Any]:
-        """Traces a ``shard_map`` over the mesh of this region.
-
-        Args:
-            params: the parameters of the ``shard_map``.
-            arrays: its operands.
-            line: the user's source line, for error messages.
-        """
+        """Traces a ``shard_map`` over the mesh of this region."""
         new_manual = _manual_axes(params)
         inside = _Region(self._axes, self._devices, (*self._manual, *new_manual))
 
@@ -122,11 +116,7 @@ class _Region(Rewritten):
         return rest.results(whole, leave)
 
     def shard_map(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
-        """Opens a ``shard_map`` in the body. Its axes become manual in addition.
-
-        Raises:
-            ShardingError: it has another mesh than the outer one.
-        """
+        """Opens a ``shard_map`` in the body. Its axes become manual in addition."""
         axes, _ = axes_of_mesh(eqn.params["mesh"])
         line = user_line(eqn.source_info)
         if axes != self._axes:
@@ -139,11 +129,7 @@ class _Region(Rewritten):
         return self.run(eqn.params, operands, line)
 
     def collective(self, eqn: Any, name: str, axes: tuple[Any, ...], operands: list[Any]) -> Sequence[Any]:
-        """Binds a collective as an equation of the program.
-
-        Raises:
-            RuleError: gshard does not support the collective.
-        """
+        """Binds a collective as an equation of the program."""
         check_known(eqn, name, axes)
         params = tuple((key, _hashable(value)) for key, value in sorted(eqn.params.items()))
         results = tuple((tuple(v.aval.shape), v.aval.dtype) for v in eqn.outvars)
@@ -151,11 +137,7 @@ class _Region(Rewritten):
         return MANUAL_COLLECTIVES[name].bind(*operands, collective=collective)
 
     def constraint(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
-        """Binds a sharding constraint as a mark over automatic axes.
-
-        Raises:
-            ShardingError: the constraint names a manual axis.
-        """
+        """Binds a sharding constraint as a mark over automatic axes."""
         (x,) = operands
         line = user_line(eqn.source_info)
         mark = mark_of_equation(eqn.primitive.name, eqn.params, jax.numpy.shape(x))

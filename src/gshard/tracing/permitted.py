@@ -30,15 +30,7 @@ _SUM = "add"
 
 
 def permitted(block: Block, *, finite: bool) -> Block:
-    """The block with rules that contain the permitted ways.
-
-    Args:
-        block: the block of a whole program. It is returned unchanged if nothing is permitted.
-        finite: whether the user states that parts of all sums of floats are finite.
-
-    Raises:
-        ShardingError: a mark requires unreduced values of a dtype that its monoid cannot combine.
-    """
+    """The block with rules that contain the permitted ways."""
     marks = [e for e in block.walk() if e.mark is not None and e.mark.unreduced]
     if not finite and not marks:
         return block
@@ -69,13 +61,7 @@ def permitted(block: Block, *, finite: bool) -> Block:
 
 
 def permit_from(first: int, equations: list[Equation], target: Any) -> None:
-    """Permits all ways for the equations from position ``first`` on, if their partitioned function has ``finite=True``.
-
-    Args:
-        first: the position of the first equation.
-        equations: the equations, which are replaced.
-        target: the partitioned function, or None.
-    """
+    """Permits all ways for the equations from position ``first`` on, if the function has ``finite=True``."""
     if getattr(target, "finite", False):
         equations[first:] = permitted(Block((), tuple(equations[first:]), ()), finite=True).equations
 

@@ -15,7 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import Sharding as JaxSharding
 
 from gshard.core.errors import ShardingError
 from gshard.core.jax_adapter import shapes_of, user_line
@@ -26,16 +27,7 @@ from gshard.language.transfer import is_transfer, transferred
 
 
 def put_apart(params: dict[str, Any], in_avals: list[Any], mark_of: Callable[..., Mark]) -> Any | None:
-    """The closed jaxpr of marks and transfers that replaces a ``device_put``; None if it is a single transfer.
-
-    Args:
-        params: the parameters of the ``device_put``.
-        in_avals: the types of its operands.
-        mark_of: returns the mark for a ``NamedSharding`` and a number of dimensions.
-
-    Raises:
-        ShardingError: it names a memory, a layout or a kind of sharding for which gshard has no mark.
-    """
+    """The closed jaxpr of marks and transfers that replaces a ``device_put``; None if it is a single transfer."""
     if is_transfer(params, in_avals):
         return None
     targets = zip(params["devices"], in_avals, strict=True)
@@ -63,7 +55,7 @@ def _mark_and_memory(target: Any, aval: Any, mark_of: Callable[..., Mark]) -> tu
         if target not in (jax.memory.Space.Host, jax.memory.Space.Device):
             raise _refused(f"memory space {target.name} is none that an array can be put in.", target)
         return None, target is jax.memory.Space.Host
-    if not isinstance(target, Sharding):
+    if not isinstance(target, JaxSharding):
         raise _refused(f"jax.device_put inside a program does not read a {type(target).__name__}.", target)
     to_host = on_host if target.memory_kind is None else is_in_host_space(target.memory_kind)
     if isinstance(target, NamedSharding):

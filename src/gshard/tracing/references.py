@@ -24,19 +24,7 @@ from gshard.core.jax_adapter_references import (
 
 
 def without_references(whole: Any, name: str) -> tuple[Any, tuple[int, ...]]:
-    """The closed jaxpr of arrays for a closed jaxpr of references.
-
-    Args:
-        whole: the jaxpr. References among its constants become its last arguments.
-        name: the name of the function.
-
-    Returns:
-        the jaxpr of arrays, and the numbers of the arguments that were references. Their final values are the last
-        results, in this order.
-
-    Raises:
-        TraceError: an operation reads a reference but cannot be converted, or a reference from outside is frozen.
-    """
+    """The closed jaxpr of arrays for a closed jaxpr of references."""
     if is_discharged(whole):
         return whole, ()
     whole = with_references_as_arguments(whole)

@@ -31,17 +31,11 @@ from gshard.tracing.expand import without_shardings
 
 @dataclasses.dataclass(frozen=True)
 class Ending:
-    """The last equations of a region for one result.
+    """The last equations of a region for one result."""
 
-    Attributes:
-        total: the equation of the sum.
-        after: the elementwise equations behind it.
-        source: the position of the first result that is computed from the sum.
-    """
-
-    total: Any
-    after: tuple[Any, ...]
-    source: int
+    total: Any  # the equation of the sum
+    after: tuple[Any, ...]  # the elementwise equations behind it
+    source: int  # the position of the first result that is computed from the sum
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -51,23 +45,13 @@ class Ending:
 
 @dataclasses.dataclass(frozen=True)
 class WithoutSums:
-    """A region without its last sums.
+    """A region without its last sums."""
 
-    Attributes:
-        body: the jaxpr of the body. Where a sum has left, it returns the addends.
-        endings: for each result what has left; None for a result that the body still returns.
-    """
-
-    body: Any
-    endings: tuple[Ending | None, ...]
+    body: Any  # the jaxpr of the body. Where a sum has left, it returns the addends.
+    endings: tuple[Ending | None, ...]  # for each result what has left; None for a result that the body still returns
 
     def results(self, arrays: Sequence[Any], add: Callable[[int, Any, Ending], Any]) -> list[Any]:
-        """The results of the whole region.
-
-        Args:
-            arrays: the results of the region without sums.
-            add: ``add(i, addends, ending)`` returns the sum for result ``i`` of the region.
-        """
+        """The results of the whole region."""
         sums: dict[int, Any] = {}
         results = []
         for x, end in zip(arrays, self.endings, strict=True):
@@ -100,12 +84,7 @@ def _applied(eqn: Any, x: Any) -> Any:
 
 
 def without_sums(params: Mapping[str, Any], manual: Collection[str]) -> WithoutSums | None:
-    """A ``shard_map`` without its last sums; None if it ends with none.
-
-    Args:
-        params: its parameters.
-        manual: the axes that become manual in it.
-    """
+    """A ``shard_map`` without its last sums; None if it ends with none."""
     body, specs = params["jaxpr"], params["out_specs"]
     made = {v: eqn for eqn in body.eqns for v in eqn.outvars}
     readers: dict[Any, list[Any]] = {}

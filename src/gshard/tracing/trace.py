@@ -83,19 +83,7 @@ def program_of(
     layout: Layout | None = None,
     finite: bool = False,
 ) -> Program:
-    """The program of a closed jaxpr.
-
-    Args:
-        whole: the jaxpr. Its constants become the first inputs of the program.
-        out_tree: the pytree structure of its results.
-        name: the name of the function.
-        names: the names of its flat arguments.
-        argument_marks: for each flat argument a mark or None.
-        as_typed: whether results must have the shardings of their types also if these name no axis. JAX's
-            transformations rely on these types.
-        layout: the layout for names of dimensions; without a layout names have no effect.
-        finite: whether the user states that parts of sums of floats are finite.
-    """
+    """The program of a closed jaxpr."""
     whole, references = without_references(whole, name)
     closed_over = len(whole.in_avals) - len(names)
     if argument_marks is None:
@@ -136,12 +124,7 @@ def program_of(
 
 @no_mesh_set()
 def block_of(jaxpr: Any, program: Program | None) -> Block:
-    """The block of an existing jaxpr, such as the jaxpr of a per-device program.
-
-    Args:
-        jaxpr: the jaxpr.
-        program: the program that it belongs to, whose printed file names it shares; None if there is none.
-    """
+    """The block of an existing jaxpr, such as the jaxpr of a per-device program."""
     block = Builder(rules=_shared_rules()).block(jaxpr_without_dead_code(jaxpr))
     return with_names_of_files(block, None if program is None else program.block)
 

@@ -25,29 +25,18 @@ _Buffers = tuple[int, ...]  # one for each element of a result; -1 for what take
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Held:
-    """An array that a device holds.
+    """An array that a device holds."""
 
-    Attributes:
-        array: which.
-        bytes: of it.
-        type: ``f32[8,4]``.
-    """
-
-    array: Array
-    bytes: int
-    type: str
+    array: Array  # which
+    bytes: int  # of it
+    type: str  # ``f32[8,4]``
 
 
 class Moment(NamedTuple):
-    """What is held while an instruction runs.
+    """What is held while an instruction runs."""
 
-    Attributes:
-        bytes: of temporaries.
-        computation, name: of the instruction.
-    """
-
-    bytes: int
-    computation: str
+    bytes: int  # of temporaries
+    computation: str  # computation, name: of the instruction
     name: str
 
 
@@ -62,14 +51,10 @@ class _Peak:
 
 @dataclasses.dataclass(frozen=True)
 class HeldMemory(MemoryTotals):
-    """What a device holds in one call.
+    """What a device holds in one call."""
 
-    Attributes:
-        alive: what makes the moment with most temporaries, largest first.
-        moments: the bytes of temporaries while each instruction runs, in order; each body of a loop once.
-    """
-
-    alive: tuple[Held, ...]
+    alive: tuple[Held, ...]  # what makes the moment with most temporaries, largest first
+    # the bytes of temporaries while each instruction runs, in order; each body of a loop once
     moments: tuple[Moment, ...] = ()
 
 

@@ -23,20 +23,13 @@ from gshard.xla.kernels import Work, work_of
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Ran(PricedKernel):
-    """One instruction that takes time, with all its runs in one call.
+    """One instruction that takes time, with all its runs in one call."""
 
-    Attributes:
-        computation, made: which.
-        work: of a kernel.
-        collective: of a collective where it runs.
-        start: when it begins, in seconds from the beginning of a run of its computation.
-    """
-
-    computation: str
+    computation: str  # computation, made: which
     made: Instruction
-    work: Work | None = None
-    collective: Sent | None = None
-    start: float = 0.0
+    work: Work | None = None  # of a kernel
+    collective: Sent | None = None  # of a collective where it runs
+    start: float = 0.0  # when it begins, in seconds from the beginning of a run of its computation
 
     @property
     def duration(self) -> float:
@@ -46,34 +39,21 @@ class Ran(PricedKernel):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Inner:
-    """An instruction that runs computations: a loop, a branch or a call.
+    """An instruction that runs computations: a loop, a branch or a call."""
 
-    Attributes:
-        made: which.
-        start: when it begins, in seconds from the beginning of a run of its computation.
-        rounds: how often it runs the bodies.
-        bodies: what it runs, one after the other.
-    """
-
-    made: Instruction
-    start: float
-    rounds: int
-    bodies: tuple[Elapsed, ...]
+    made: Instruction  # which
+    start: float  # when it begins, in seconds from the beginning of a run of its computation
+    rounds: int  # how often it runs the bodies
+    bodies: tuple[Elapsed, ...]  # what it runs, one after the other
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Elapsed:
-    """One computation in time.
+    """One computation in time."""
 
-    Attributes:
-        seconds: of one run.
-        rows: its own instructions that take time, in the order in which they begin.
-        inner: those that run other computations, in order.
-    """
-
-    seconds: float
-    rows: tuple[Ran, ...] = ()
-    inner: tuple[Inner, ...] = ()
+    seconds: float  # of one run
+    rows: tuple[Ran, ...] = ()  # its own instructions that take time, in the order in which they begin
+    inner: tuple[Inner, ...] = ()  # those that run other computations, in order
 
     def in_order(self) -> list[Ran | Inner]:
         """What takes time here, in the order in which it begins."""
@@ -95,13 +75,7 @@ Network = Callable[[CompiledCollective, Instruction], float]
 
 
 def elapsed(module: Module, machine: Machine, network: Network) -> Elapsed:
-    """One call of a program in time.
-
-    Args:
-        module: a compiled program.
-        machine: one of its devices runs the kernels.
-        network: the seconds of one run of a collective.
-    """
+    """One call of a program in time."""
     return _Clock(module, machine, network).run(module.entry, 1) if module.entry else Elapsed(0.0)
 
 

@@ -28,23 +28,14 @@ _ARRAY = re.compile(r"\b([a-z]+)(\d*)[a-z0-9]*\[([\d,<=]*)\]")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Instruction:
-    """One line of a computation.
+    """One line of a computation."""
 
-    Attributes:
-        name: without ``%``.
-        type: as printed: ``f32[8,4]{1,0}``, or several in parentheses.
-        opcode: ``all-reduce``, ``while``, ...
-        operands: names; a constant or a parameter has none.
-        literal: what stands between the parentheses.
-        attributes: everything after them.
-    """
-
-    name: str
-    type: str
-    opcode: str
-    operands: tuple[str, ...]
-    literal: str
-    attributes: str
+    name: str  # without ``%``
+    type: str  # as printed: ``f32[8,4]{1,0}``, or several in parentheses
+    opcode: str  # ``all-reduce``, ``while``, ..
+    operands: tuple[str, ...]  # names; a constant or a parameter has none
+    literal: str  # what stands between the parentheses
+    attributes: str  # everything after them
 
     def called(self, attribute: str) -> tuple[str, ...]:
         """The computations that an attribute names, one or a list in braces."""
@@ -93,24 +84,15 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A compiled program.
+    """A compiled program."""
 
-    Attributes:
-        computations: by name.
-        entry: the name of the one that runs.
-        devices: how many devices it runs on.
-        replicas: how many replicas of the program these run, each on ``devices / replicas`` partitions.
-        places: the user's line, with the whole path of its file, by the number that instructions call
-            ``stack_frame_id``.
-        header: the first line, with attributes of the module.
-    """
-
-    computations: Mapping[str, Computation]
-    entry: str
-    devices: int
-    replicas: int
+    computations: Mapping[str, Computation]  # by name
+    entry: str  # the name of the one that runs
+    devices: int  # how many devices it runs on
+    replicas: int  # how many replicas of the program these run, each on ``devices / replicas`` partitions
+    # the user's line, with the whole path of its file, by the number that instructions call ``stack_frame_id``
     places: Mapping[int, str]
-    header: str = ""
+    header: str = ""  # the first line, with attributes of the module
 
     def place_of(self, made: Instruction) -> str:
         """The user's line of an instruction with the whole path of its file, or empty."""

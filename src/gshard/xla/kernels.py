@@ -36,38 +36,23 @@ _FORMS = ("bitcast", "copy", "convert", "reshape", "transpose")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Work:
-    """What one run of an instruction takes.
+    """What one run of an instruction takes."""
 
-    Attributes:
-        products: operations of matrix products and convolutions.
-        others: operations of everything else.
-        moved: bytes that it reads from and writes to the device's memory.
-        dtype: in which products are computed: that of their first operand.
-        is_known: False for a custom call whose operations the text does not tell.
-    """
-
-    products: int = 0
-    others: int = 0
-    moved: int = 0
-    dtype: str = "f32"
-    is_known: bool = True
+    products: int = 0  # operations of matrix products and convolutions
+    others: int = 0  # operations of everything else
+    moved: int = 0  # bytes that it reads from and writes to the device's memory
+    dtype: str = "f32"  # in which products are computed: that of their first operand
+    is_known: bool = True  # False for a custom call whose operations the text does not tell
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ArrayType:
-    """One array of a printed type.
+    """One array of a printed type."""
 
-    Attributes:
-        dtype: ``f32``.
-        shape: its dimensions.
-        bytes: of all of it.
-        is_on_chip: whether it is in a memory on the chip, and not in the device's own memory.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    bytes: int
-    is_on_chip: bool
+    dtype: str  # ``f32``
+    shape: tuple[int, ...]  # its dimensions
+    bytes: int  # of all of it
+    is_on_chip: bool  # whether it is in a memory on the chip, and not in the device's own memory
 
     @property
     def elements(self) -> int:

@@ -26,19 +26,12 @@ _TRANSFORMATIONS = frozenset("jvp transpose vmap remat checkpoint custom_jvp cus
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Origin:
-    """Where an instruction comes from.
+    """Where an instruction comes from."""
 
-    Attributes:
-        operation: the operator, by JAX's name of its primitive; empty if nothing tells.
-        module: the named scopes around it, joined by ``/``; empty without any.
-        is_backward: whether it is part of a gradient.
-        is_recomputed: whether ``jax.checkpoint`` computes it once more.
-    """
-
-    operation: str = ""
-    module: str = ""
-    is_backward: bool = False
-    is_recomputed: bool = False
+    operation: str = ""  # the operator, by JAX's name of its primitive; empty if nothing tells
+    module: str = ""  # the named scopes around it, joined by ``/``; empty without any
+    is_backward: bool = False  # whether it is part of a gradient
+    is_recomputed: bool = False  # whether ``jax.checkpoint`` computes it once more
 
 
 def origin_of(op_name: str) -> Origin:

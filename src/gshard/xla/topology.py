@@ -18,11 +18,7 @@ class PlanningError(GShardError):
 
 
 def topology_mesh(machine: Machine) -> Mesh:
-    """The devices of a TPU topology that need not exist, in row-major order, from libtpu.
-
-    Raises:
-        PlanningError: the machine is no TPU, libtpu is missing, or it does not know the topology.
-    """
+    """The devices of a TPU topology that need not exist, in row-major order, from libtpu."""
     if not machine.topology:
         raise PlanningError(f"{machine.name} is no arrangement of TPU chips.", hint="Name chips and shape: v3:8x8.")
     try:

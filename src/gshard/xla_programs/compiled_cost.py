@@ -19,21 +19,13 @@ from gshard.xla_programs.moved_parts import atoms_of
 
 @dataclasses.dataclass(frozen=True)
 class CompiledCost(CallTotals):
-    """What one call of a compiled program takes on each device, as modelled.
+    """What one call of a compiled program takes on each device, as modelled."""
 
-    Attributes:
-        machine: what was assumed.
-        kernels: the instructions that take time, in order.
-        peak: the most bytes that a device holds.
-        unknown: custom calls whose operations the text does not tell: they count by their bytes.
-        elapsed: one call in time.
-    """
-
-    machine: Machine
-    kernels: tuple[Ran, ...]
-    peak: int
-    unknown: tuple[str, ...] = ()
-    elapsed: Elapsed = dataclasses.field(default=Elapsed(0.0), repr=False)
+    machine: Machine  # what was assumed
+    kernels: tuple[Ran, ...]  # the instructions that take time, in order
+    peak: int  # the most bytes that a device holds
+    unknown: tuple[str, ...] = ()  # custom calls whose operations the text does not tell: they count by their bytes
+    elapsed: Elapsed = dataclasses.field(default=Elapsed(0.0), repr=False)  # one call in time
 
     @property
     def products(self) -> int:
@@ -58,15 +50,7 @@ class CompiledCost(CallTotals):
 
 
 def compiled_cost(program: CompiledProgram, machine: Machine) -> CompiledCost:
-    """Prices a compiled program.
-
-    Args:
-        program: what was compiled.
-        machine: as many devices as it runs on.
-
-    Raises:
-        MachineError: the machine has another number of devices.
-    """
+    """Prices a compiled program."""
     mesh = program.mesh
     if machine.size != mesh.size:
         raise MachineError(

@@ -55,20 +55,15 @@ _OF_PROGRAM = ("parts", "arguments", "whole", "regathered", "bytes_by_kind", "ti
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CompiledAgain:
-    """What compiles an explained function once more, with other shardings or constraints.
+    """What compiles an explained function once more, with other shardings or constraints."""
 
-    Attributes:
-        leaves: for each argument of the program the array that the user gives, as ``jax.ShapeDtypeStruct`` with its
-            sharding; None if it is not known.
-        lower: traces and lowers the function, with other shardings of some arguments.
-        read: compiles and explains what is lowered.
-        planned: the shardings that gshard plans for values of the function, by the path of the file, the line, and the
-            shape. It takes the seconds after which it gives up.
-    """
-
+    # for each argument of the program the array that the user gives, as ``jax.ShapeDtypeStruct`` with its sharding;
+    # None if it is not known
     leaves: tuple[Any, ...]
-    lower: Callable[[Specs], Any]
-    read: Callable[[Any], CompiledExplanation]
+    lower: Callable[[Specs], Any]  # traces and lowers the function, with other shardings of some arguments
+    read: Callable[[Any], CompiledExplanation]  # compiles and explains what is lowered
+    # the shardings that gshard plans for values of the function, by the path of the file, the line, and the shape. It
+    # takes the seconds after which it gives up.
     planned: Callable[[float], Planned]
 
     def compiled(self, specs: Specs) -> CompiledExplanation | None:

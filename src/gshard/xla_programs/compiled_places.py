@@ -20,11 +20,7 @@ from gshard.xla_programs.compiled_program import CompiledProgram
 
 
 class CompiledPlaces:
-    """The lines of one program; those that were named are what the page shows of its files.
-
-    Args:
-        program: what was compiled.
-    """
+    """The lines of one program; those that were named are what the page shows of its files."""
 
     def __init__(self, program: CompiledProgram) -> None:
         self.program = program
@@ -67,12 +63,7 @@ class CompiledPlaces:
         return self.origin(made).operation or self.told(made).opcode
 
     def described(self, computation: str, name: str, folded: Mapping[str, str] | None = None) -> tuple[str, str]:
-        """What an instruction computes, with its module; and its line.
-
-        Args:
-            computation, name: which.
-            folded: the modules of equal layers with what they are called together.
-        """
+        """What an instruction computes, with its module; and its line."""
         made = self.program.module.computations[computation].instructions[name]
         what, module = self.called(made), self.origin(made).module
         module = (folded or {}).get(module, module)

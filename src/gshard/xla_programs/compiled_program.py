@@ -25,27 +25,17 @@ _MESH = re.compile(r"\bmesh\[((?:'[^']*'=\d+,?\s*)+)\]")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CompiledArgument:
-    """One argument of a compiled program.
+    """One argument of a compiled program."""
 
-    Attributes:
-        name: its path, ``params['up']``; ``argument 3`` if the program does not tell.
-        short: what it is called in tables.
-        type: of one device's part, ``f32[8,4]``.
-        local_bytes: of this part;
-        bytes: and of the whole array; None if the program does not tell.
-        sharding: how it is cut, as text; empty if the program does not tell.
-        parts: in how many parts each dimension is cut; empty if each device has the whole array, or if it is unknown.
-        dims: the atoms of the mesh that cut each dimension; None if they are not known.
-    """
-
-    name: str
-    short: ShortName
-    type: str
-    local_bytes: int
-    bytes: int | None
-    sharding: str
+    name: str  # its path, ``params['up']``; ``argument 3`` if the program does not tell
+    short: ShortName  # what it is called in tables
+    type: str  # of one device's part, ``f32[8,4]``
+    local_bytes: int  # of this part;
+    bytes: int | None  # and of the whole array; None if the program does not tell
+    sharding: str  # how it is cut, as text; empty if the program does not tell
+    # in how many parts each dimension is cut; empty if each device has the whole array, or if it is unknown
     parts: tuple[int, ...] = ()
-    dims: tuple[Atoms, ...] | None = None
+    dims: tuple[Atoms, ...] | None = None  # the atoms of the mesh that cut each dimension; None if they are not known
 
     @property
     def is_whole(self) -> bool:
@@ -55,25 +45,15 @@ class CompiledArgument:
 
 @dataclasses.dataclass(frozen=True)
 class CompiledProgram:
-    """A compiled program that can be explained.
+    """A compiled program that can be explained."""
 
-    Attributes:
-        name: of the function.
-        module: what was read.
-        mesh: the devices and the names of their axes.
-        arguments: in order.
-        results: names of the results in order, as far as they are known.
-        platform: ``cpu``, ``gpu`` or ``tpu``; empty if that is not known.
-        memory: the compiler's own figures, or None.
-    """
-
-    name: str
-    module: Module
-    mesh: Mesh
-    arguments: tuple[CompiledArgument, ...]
-    results: tuple[str, ...] = ()
-    platform: str = ""
-    memory: MemoryTotals | None = None
+    name: str  # of the function
+    module: Module  # what was read
+    mesh: Mesh  # the devices and the names of their axes
+    arguments: tuple[CompiledArgument, ...]  # in order
+    results: tuple[str, ...] = ()  # names of the results in order, as far as they are known
+    platform: str = ""  # ``cpu``, ``gpu`` or ``tpu``; empty if that is not known
+    memory: MemoryTotals | None = None  # the compiler's own figures, or None
 
     @functools.cached_property
     def flow(self) -> Dataflow:
@@ -147,22 +127,7 @@ def read_program(
     memory: MemoryTotals | None = None,
     names: Mapping[str, str] | None = None,
 ) -> CompiledProgram:
-    """Reads a compiled program.
-
-    Args:
-        text: what ``compiled.as_text()`` gives, or a dump of XLA's after optimisation.
-        mesh: its devices and their axes. None takes the axes that the text names, or one axis called ``devices``.
-        whole: of each argument the bytes of the whole array and its sharding as text, where they are known.
-        cuts: of each argument the axes that cut it, where they are known and the text may not tell.
-        results: names of the results.
-        platform: what it was compiled for.
-        memory: as ``CompiledProgram.memory``.
-        names: other names of arguments, by those in the text.
-
-    Raises:
-        ArgumentError: the text is no compiled program, or one from before the end of XLA's passes.
-        MeshError: the mesh has another number of devices than the program.
-    """
+    """Reads a compiled program."""
     if not text.lstrip().startswith("HloModule"):
         raise ArgumentError(
             "this is no compiled program.",

@@ -52,26 +52,16 @@ _READERS = 40  # lines that read an argument, at most
 
 @dataclasses.dataclass(frozen=True)
 class CompiledReport:
-    """What is shown of a compiled program.
+    """What is shown of a compiled program."""
 
-    Attributes:
-        program: what was read.
-        rows: its collectives, most bytes first;
-        parts: and the arrays that they move, one by one.
-        arguments: largest first.
-        whole: those that every device holds whole.
-        regathered: what is gathered only to be cut again.
-        cost: what it takes.
-        verdict: what bounds a call; None without a machine: then the seconds of ``cost`` are those of no device.
-    """
-
-    program: CompiledProgram
-    rows: Sequence[CompiledRow]
-    parts: Sequence[Part]
-    arguments: Sequence[CompiledArgument]
-    whole: Sequence[CompiledArgument]
-    regathered: Sequence[Regathered]
-    cost: CompiledCost
+    program: CompiledProgram  # what was read
+    rows: Sequence[CompiledRow]  # its collectives, most bytes first;
+    parts: Sequence[Part]  # and the arrays that they move, one by one
+    arguments: Sequence[CompiledArgument]  # largest first
+    whole: Sequence[CompiledArgument]  # those that every device holds whole
+    regathered: Sequence[Regathered]  # what is gathered only to be cut again
+    cost: CompiledCost  # what it takes
+    # what bounds a call; None without a machine: then the seconds of ``cost`` are those of no device
     verdict: CompiledVerdict | None
 
     def data(self) -> dict[str, Any]:

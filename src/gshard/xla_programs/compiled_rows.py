@@ -14,15 +14,10 @@ from gshard.xla_programs.moved_parts import Part, axes_text
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledRow(CollectiveRow):
-    """Collectives of one kind over the same devices for the same line.
+    """Collectives of one kind over the same devices for the same line."""
 
-    Attributes:
-        place: the line with the whole path of its file.
-        parts: what it was made of.
-    """
-
-    place: str
-    parts: tuple[Part, ...] = dataclasses.field(default=(), repr=False)
+    place: str  # the line with the whole path of its file
+    parts: tuple[Part, ...] = dataclasses.field(default=(), repr=False)  # what it was made of
 
     @property
     def is_attributed(self) -> bool:
@@ -33,13 +28,7 @@ class CompiledRow(CollectiveRow):
 def compiled_rows(
     program: CompiledProgram, parts: Sequence[Part], taken: Mapping[int, tuple[float, float]] | None = None
 ) -> tuple[CompiledRow, ...]:
-    """The collectives of a program, most bytes first.
-
-    Args:
-        program: a compiled program.
-        parts: what its collectives move, ``parts_of(program)``.
-        taken: seconds of one run of each collective, and the exposed ones, as ``CompiledCost.by_collective``.
-    """
+    """The collectives of a program, most bytes first."""
     # With the operator inside, so that a scope with a number that holds no other scope may be a layer, too.
     paths = {(*p.origin.module.split("/"), p.origin.operation): None for p in parts if p.origin.module}
     folded = {path[:-1]: alike[:-1] for path, alike in equal_layers(paths, same_inside=False).items()}

@@ -17,17 +17,11 @@ _HIDDEN = 0.005  # of the network's seconds: less is not worth a sentence
 
 @dataclasses.dataclass(frozen=True)
 class CompiledVerdict(CallVerdict):
-    """What bounds one call of a compiled program on a machine, as modelled.
+    """What bounds one call of a compiled program on a machine, as modelled."""
 
-    Attributes:
-        cost: what it was read from.
-        rows: the collectives, with their seconds on this machine.
-        platform: what the program was compiled for; empty if that is not known.
-    """
-
-    cost: CompiledCost
-    rows: Sequence[CompiledRow] = dataclasses.field(repr=False)
-    platform: str = ""
+    cost: CompiledCost  # what it was read from
+    rows: Sequence[CompiledRow] = dataclasses.field(repr=False)  # the collectives, with their seconds on this machine
+    platform: str = ""  # what the program was compiled for; empty if that is not known
 
     @property
     def ideal(self) -> float:

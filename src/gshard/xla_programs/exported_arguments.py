@@ -22,19 +22,12 @@ from gshard.xla_programs.plan_compiler import PlanCompiler, spec_text
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExportedArgument:
-    """One array that a function takes, and its sharding.
+    """One array that a function takes, and its sharding."""
 
-    Attributes:
-        path: ``params/up/kernel``; a node of Flax's that only holds the array and its metadata has no part in it.
-        value: its shape and dtype.
-        spec: its sharding, an entry for each dimension.
-        memory: the memory kind in which it is.
-    """
-
-    path: str
-    value: Value
-    spec: PartitionSpec
-    memory: str
+    path: str  # ``params/up/kernel``; a node of Flax's that only holds the array and its metadata has no part in it
+    value: Value  # its shape and dtype
+    spec: PartitionSpec  # its sharding, an entry for each dimension
+    memory: str  # the memory kind in which it is
 
     @property
     def axes(self) -> tuple[tuple[str, ...], ...]:

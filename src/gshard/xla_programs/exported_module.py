@@ -19,17 +19,7 @@ from gshard.xla_programs.plan_compiler import PlanCompiler
 
 
 def exported_module(made: PlanCompiler, function: Callable[..., Any], compiled: CompiledExplanation) -> export.Exported:
-    """The program as ``jax.export`` makes it, checked.
-
-    Args:
-        made: has the program and its shardings.
-        function: of the flat inputs, captured arrays first.
-        compiled: what XLA compiled of it.
-
-    Raises:
-        PlanError: the module that is exported sends other bytes than ``compiled``; or an argument that was given by
-            keyword is in another memory than that of its type.
-    """
+    """The program as ``jax.export`` makes it, checked."""
     program, tree = made.program, made.found.in_tree
     first = len(program.captured)
 

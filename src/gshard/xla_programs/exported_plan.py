@@ -215,16 +215,7 @@ class ExportedPlan:
 
 @with_tables
 def exported_plan(found: SearchResult, spmd: SpmdProgram, devices: Sequence[object]) -> ExportedPlan:
-    """Makes the shardings of a plan for ``jax.jit``, and compiles the program with them.
-
-    Args:
-        found: the search.
-        spmd: the per-device program of its plan.
-        devices: what to compile for, as many as the mesh has.
-
-    Raises:
-        ArgumentError: the function writes references.
-    """
+    """Makes the shardings of a plan for ``jax.jit``, and compiles the program with them."""
     plan = found.plan
     program = plan.program
     if program.references:

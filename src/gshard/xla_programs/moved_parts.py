@@ -27,31 +27,18 @@ _MANY = 8  # devices of a group that are listed
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Part:
-    """One array that a collective moves.
+    """One array that a collective moves."""
 
-    Attributes:
-        sent: the collective.
-        number: which of its arrays.
-        bytes: that each device sends of it in one run.
-        type: the operand on one device.
-        array: what it is called.
-        is_named: whether it is called after an argument.
-        origin: the operator for which it is moved;
-        line: its line, ``train.py:9``;
-        place: with the whole path of the file; both empty if nothing tells.
-        why: which operator reads or makes it.
-    """
-
-    sent: Sent
-    number: int
-    bytes: int
-    type: ArrayType
-    array: ShortName
-    is_named: bool
-    origin: Origin
-    line: str
-    place: str
-    why: str
+    sent: Sent  # the collective
+    number: int  # which of its arrays
+    bytes: int  # that each device sends of it in one run
+    type: ArrayType  # the operand on one device
+    array: ShortName  # what it is called
+    is_named: bool  # whether it is called after an argument
+    origin: Origin  # the operator for which it is moved;
+    line: str  # its line, ``train.py:9``;
+    place: str  # with the whole path of the file; both empty if nothing tells
+    why: str  # which operator reads or makes it
 
 
 def parts_of(program: CompiledProgram) -> tuple[Part, ...]:

@@ -38,15 +38,10 @@ _SHOWN = 8  # lines at which XLA sends more that are printed
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WorseLine:
-    """A line at which XLA sends more than the plan.
+    """A line at which XLA sends more than the plan."""
 
-    Attributes:
-        line: ``train.py:9``.
-        planned, compiled: bytes that each device sends for it.
-    """
-
-    line: str
-    planned: int
+    line: str  # ``train.py:9``
+    planned: int  # planned, compiled: bytes that each device sends for it
     compiled: int
 
     def __str__(self) -> str:
@@ -55,17 +50,11 @@ class WorseLine:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PlanCompiler:
-    """Compiles functions of a program's flat inputs, captured arrays first, for the devices of a mesh.
+    """Compiles functions of a program's flat inputs, captured arrays first, for the devices of a mesh."""
 
-    Attributes:
-        found: the search whose plan is exported.
-        spmd: the per-device program of the plan.
-        mesh: the mesh of the plan, with devices.
-    """
-
-    found: SearchResult
-    spmd: SpmdProgram
-    mesh: Mesh
+    found: SearchResult  # the search whose plan is exported
+    spmd: SpmdProgram  # the per-device program of the plan
+    mesh: Mesh  # the mesh of the plan, with devices
 
     @property
     def plan(self) -> Plan:
@@ -125,13 +114,7 @@ class PlanCompiler:
         ins: Sequence[NamedSharding] | None = None,
         outs: Sequence[NamedSharding | None] | None = None,
     ) -> CompiledExplanation:
-        """Compiles a function, and reads what XLA made of it.
-
-        Args:
-            function: of the flat inputs, to the flat results; by default the program without constraints.
-            ins: a sharding for each input; by default the plan's.
-            outs: the same for results; None in it leaves one to XLA.
-        """
+        """Compiles a function, and reads what XLA made of it."""
         function = xla_function(self.program, self.mesh) if function is None else function
         jitted = jax.jit(
             function,
@@ -226,12 +209,7 @@ def has_explicit_axes(mesh: Mesh) -> bool:
 
 
 def mesh_for_jit(mesh: Mesh, devices: Sequence[object]) -> Mesh:
-    """The mesh for XLA's partitioner: with devices, and with axes of type Auto.
-
-    Args:
-        mesh: of the plan.
-        devices: for an abstract mesh, in its order.
-    """
+    """The mesh for XLA's partitioner: with devices, and with axes of type Auto."""
     if mesh.devices is None:
         return dataclasses.replace(mesh, devices=tuple(devices), made_from=None)
     return dataclasses.replace(mesh, made_from=None) if has_explicit_axes(mesh) else mesh

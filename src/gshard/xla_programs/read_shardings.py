@@ -24,17 +24,11 @@ _NAMED = re.compile(r"\bsharding=\{@?mesh\[[^\]]*\][^\[]*\[(.*?)\]\s*(?:,[^}]*)?
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReadSharding:
-    """How an array is cut.
+    """How an array is cut."""
 
-    Attributes:
-        parts: in how many parts each dimension is cut; none where all of the array is on each device.
-        dims: the atoms of the mesh that cut each dimension; None if the parts lie along no axes.
-        text: ``P(data, None)``; the parts if no axes are known.
-    """
-
-    parts: tuple[int, ...]
-    dims: tuple[Atoms, ...] | None
-    text: str
+    parts: tuple[int, ...]  # in how many parts each dimension is cut; none where all of the array is on each device
+    dims: tuple[Atoms, ...] | None  # the atoms of the mesh that cut each dimension; None if the parts lie along no axes
+    text: str  # ``P(data, None)``; the parts if no axes are known
 
     @property
     def count(self) -> int:
@@ -62,11 +56,6 @@ def read_sharding(attributes: str, mesh: Mesh) -> ReadSharding | None:
 
 def sharding_of_spec(axes_of: Sequence[Sequence[str]], sizes: Mapping[str, int], mesh: Mesh) -> ReadSharding:
     """The sharding that names axes for each dimension.
-
-    Args:
-        axes_of: the axes that cut each dimension.
-        sizes: of the axes.
-        mesh: whose atoms are named, if it has these axes.
 
     >>> sharding_of_spec([[], ["model", "data"]], {"data": 2, "model": 4}, Mesh.abstract(data=2, model=4)).text
     'P(None, (model, data))'

@@ -25,15 +25,10 @@ _MOST = 200  # instructions that an index is followed back
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Regathered:
-    """An array that every device of a group gathers, though it keeps only a part of the array.
+    """An array that every device of a group gathers, though it keeps only a part of the array."""
 
-    Attributes:
-        part: the gather.
-        kept: the part that a device keeps, as text.
-    """
-
-    part: Part
-    kept: str
+    part: Part  # the gather
+    kept: str  # the part that a device keeps, as text
 
 
 def whole_arguments(program: CompiledProgram) -> tuple[CompiledArgument, ...]:
@@ -46,12 +41,7 @@ def whole_arguments(program: CompiledProgram) -> tuple[CompiledArgument, ...]:
 
 
 def regathered(program: CompiledProgram, parts: Sequence[Part]) -> tuple[Regathered, ...]:
-    """The gathers whose result each device keeps only in part, most bytes first.
-
-    Args:
-        program: a compiled program.
-        parts: what its collectives move, ``parts_of(program)``.
-    """
+    """The gathers whose result each device keeps only in part, most bytes first."""
     found = []
     for part in parts:
         if part.sent.collective.kind == "all_gather" and (kept := _kept(program, part)):

@@ -57,14 +57,7 @@ def report_data(
     rows: Sequence[MergedCollective],
     verdict: Verdict,
 ) -> dict[str, Any]:
-    """The report as data that JSON can hold.
-
-    Args:
-        explanation: the tensors and totals.
-        found: the cost on a machine.
-        rows: the collectives, merged, those that send most first.
-        verdict: what bounds a call.
-    """
+    """The report as data that JSON can hold."""
     places, plan, mesh = Places(), explanation.plan, explanation.mesh
     producers = {v: e for e in plan.program.block.walk() for v in e.outputs}
     owners = origins(explanation.spmd, found)
@@ -220,12 +213,6 @@ def timeline_data(
 
     Names and places are numbers in ``texts``. What bounds an event counts in ``BOUNDS``; the number after the last is
     for rounds that are not drawn.
-
-    Args:
-        lanes: what runs, in order of time.
-        loops: where loops begin and end.
-        found: the cost of the call.
-        told: name, place and row of an event of a kernel; the row is -1 if the kernel sends nothing.
     """
     texts: dict[str, int] = {}
 
@@ -250,14 +237,7 @@ def _when(x: Event) -> tuple[float, float]:
 def memory_data(
     totals: MemoryTotals, moments: Sequence[M], told: Callable[[M], str], rows: Sequence[list[Any]]
 ) -> dict[str, Any]:
-    """The curve of temporaries (thinned to its maxima where it is long) and what makes the peak.
-
-    Args:
-        totals: what a device holds.
-        moments: the bytes at each.
-        told: what runs then, as text.
-        rows: what makes the peak, largest first: type, bytes, name, place, number of arrays.
-    """
+    """The curve of temporaries (thinned to its maxima where it is long) and what makes the peak."""
     every = max(1, -(-len(moments) // MOMENTS))
     kept = [max(moments[i : i + every], key=lambda m: m.bytes) for i in range(0, len(moments), every)]
     return {
@@ -273,11 +253,7 @@ def memory_data(
 
 
 def time_data(kernels: Iterable[tuple[str, PricedKernel]]) -> list[dict[str, Any]]:
-    """Seconds, FLOPs and bytes by class of operator and by what bounds them.
-
-    Args:
-        kernels: each with its class.
-    """
+    """Seconds, FLOPs and bytes by class of operator and by what bounds them."""
     rows: dict[str, dict[str, Any]] = {}
     for name, k in kernels:
         row = rows.setdefault(name, {"class": name, **dict.fromkeys(BOUNDS, 0.0), "flops": 0, "moved": 0, "sent": 0})
