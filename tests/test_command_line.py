@@ -119,7 +119,7 @@ BUILD = "builder.py:build --machine cpu:8 --mesh data=8 --global-batch 16 --dona
 TWO_BY_FOUR = "step.hlo.txt --mesh data=2,model=4"
 
 # Commands that run one after the other in one folder: each with its exit status and words that it prints.
-SESSIONS: dict[str, list[tuple[str, int, list[str]]]] = {
+SESSIONS = {
     "explain prints a table": [
         (f"explain {LOSS} --mesh data=4", 0, ["loss on 4 devices (data=4)", "all_reduce", "ms a call on cpu"]),
     ],

@@ -2,9 +2,6 @@
 
 import functools
 import itertools
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import equinox as eqx
 import flax.linen as nn
@@ -28,33 +25,33 @@ OPTIMIZER = optax.adam(1e-2)
 class MLP(nnx.Module):
     """Two layers, and a counter of keys, which is no weight."""
 
-    def __init__(self, rngs: nnx.Rngs) -> None:
+    def __init__(self, rngs):
         self.up, self.down = nnx.Linear(32, 64, rngs=rngs), nnx.Linear(64, 32, rngs=rngs)
         self.dropout = nnx.Dropout(0.1, rngs=rngs)
 
-    def __call__(self, x: Any) -> Any:
+    def __call__(self, x):
         return self.down(self.dropout(nnx.gelu(self.up(x))))
 
 
-def nnx_step(model: Any, optimizer: Any, x: Any) -> Any:
+def nnx_step(model, optimizer, x):
     loss, grads = nnx.value_and_grad(lambda model: jnp.mean((model(x) - x) ** 2))(model)
     optimizer.update(model, grads)
     return loss
 
 
-def eqx_step(model: Any, state: Any, x: Any, kind: str) -> Any:
+def eqx_step(model, state, x, kind):
     loss, grads = eqx.filter_value_and_grad(lambda model: jnp.mean((jax.vmap(model)(x) - x) ** 2))(model)
     updates, state = OPTIMIZER.update(grads, state, eqx.filter(model, eqx.is_array))
     return eqx.apply_updates(model, updates), state, loss, kind
 
 
-def placed(tree: Any) -> Any:
+def placed(tree):
     """The arrays of a pytree: matrices cut over the mesh, others on every device."""
     where = lambda x: SPLIT if np.ndim(x) == 2 else NamedSharding(MESH, P())  # noqa: E731
     return jax.tree.map(lambda x: jax.device_put(x, where(x)) if isinstance(x, jax.Array) else x, tree)
 
 
-def of_nnx() -> tuple[Any, tuple[Any, ...], set[str]]:
+def of_nnx():
     model = MLP(nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, OPTIMIZER, wrt=nnx.Param)
     nnx.update((model, optimizer), placed(nnx.state((model, optimizer))))
@@ -62,7 +59,7 @@ def of_nnx() -> tuple[Any, tuple[Any, ...], set[str]]:
     return nnx.jit(nnx_step, donate_argnames=("model", "optimizer")), arguments, {"up.kernel", "down.kernel"}
 
 
-def of_equinox() -> tuple[Any, tuple[Any, ...], set[str]]:
+def of_equinox():
     model = eqx.nn.MLP(32, 32, 64, 1, key=jax.random.key(0))  # its activation function is a leaf too
     state = OPTIMIZER.init(eqx.filter(model, eqx.is_array))
     arguments = placed(model), placed(state), placed(jnp.ones((64, 32))), "train"
@@ -73,7 +70,7 @@ FRAMEWORKS = {"nnx": of_nnx, "equinox": of_equinox}
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_it_is_explained_with_the_names_of_the_user(framework: str) -> None:
+def test_it_is_explained_with_the_names_of_the_user(framework):
     f, arguments, weights = FRAMEWORKS[framework]()
     found = gshard.explain(f, *arguments)
     assert isinstance(found, gshard.stages.CompiledExplanation)
@@ -92,7 +89,7 @@ def test_it_is_explained_with_the_names_of_the_user(framework: str) -> None:
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
-def test_gshard_partitions_it_where_it_is_told_to(framework: str) -> None:
+def test_gshard_partitions_it_where_it_is_told_to(framework):
     f, arguments, weights = FRAMEWORKS[framework]()
     for options in ({"partitioner": "gshard"}, {"mesh": MESH, "machine": "h100"}, {"memory_limit": "1GiB"}):
         found = gshard.explain(f, *arguments, **options)
@@ -106,15 +103,15 @@ def test_gshard_partitions_it_where_it_is_told_to(framework: str) -> None:
         gshard.explain(f, *arguments, mesh=4)
 
 
-def test_a_wrapper_that_lowers_is_explained_as_xla_compiles_it() -> None:
+def test_a_wrapper_that_lowers_is_explained_as_xla_compiles_it():
     class Wrapper:  # as of scalax: neither a function of JAX's, nor of a framework's that it wraps
-        def __init__(self, f: Any) -> None:
+        def __init__(self, f):
             self.jitted = jax.jit(f, out_shardings=NamedSharding(MESH, P()))
 
-        def __call__(self, x: Any) -> Any:
+        def __call__(self, x):
             return self.jitted(x)
 
-        def lower(self, x: Any) -> Any:
+        def lower(self, x):
             return self.jitted.lower(x)
 
     step, x = Wrapper(lambda x: jnp.tanh(x)), placed(jnp.ones((64, 32)))
@@ -124,20 +121,20 @@ def test_a_wrapper_that_lowers_is_explained_as_xla_compiles_it() -> None:
     assert isinstance(gshard.explain(step, x, partitioner="gshard", mesh=MESH), gshard.stages.Explanation)
 
 
-def test_in_a_block_a_function_of_jax_is_explained_as_gshard_partitions_it() -> None:
+def test_in_a_block_a_function_of_jax_is_explained_as_gshard_partitions_it():
     f, x = jax.jit(lambda x: x.sum()), jax.ShapeDtypeStruct((64, 32), "float32", sharding=SPLIT)
     with gshard.instead_of_jit(mesh=MESH):
         assert isinstance(gshard.explain(f, x), gshard.stages.Explanation)
         assert isinstance(gshard.explain(f, x, partitioner="xla"), gshard.stages.CompiledExplanation)
 
 
-def test_a_limit_on_what_it_sends_names_the_weight() -> None:
+def test_a_limit_on_what_it_sends_names_the_weight():
     f, arguments, _ = of_nnx()
     with pytest.raises(AssertionError, match=r"up\.kernel"):
         gshard.testing.assert_collectives(f, arguments, all_gather=0)
 
 
-def fresh(framework: str) -> tuple[Any, ...]:
+def fresh(framework):
     """The function and its arguments, which are on no mesh."""
     f, arguments, _ = FRAMEWORKS[framework]()
     on_one = lambda x: jnp.asarray(np.asarray(x)) if isinstance(x, jax.Array) and x.ndim else x  # noqa: E731
@@ -147,7 +144,7 @@ def fresh(framework: str) -> tuple[Any, ...]:
     return f, jax.tree.map(on_one, list(arguments))
 
 
-def losses(framework: str, f: Any, arguments: list[Any]) -> list[float]:
+def losses(framework, f, arguments):
     """The losses of four steps. The batch is on one device, on the mesh, split otherwise, and on the host."""
     found = []
     x = np.asarray(arguments[2])
@@ -163,7 +160,7 @@ def losses(framework: str, f: Any, arguments: list[Any]) -> list[float]:
 
 
 @pytest.mark.parametrize("framework", ["nnx", pytest.param("equinox", marks=pytest.mark.slow)])
-def test_a_searched_plan_runs_in_a_block(framework: str, tmp_path: Path) -> None:
+def test_a_searched_plan_runs_in_a_block(framework, tmp_path):
     """All calls run the plan, wherever the arguments are; also one that was read from a file."""
     f, arguments = fresh(framework)
     expected = losses(framework, *fresh(framework))
@@ -180,12 +177,12 @@ def test_a_searched_plan_runs_in_a_block(framework: str, tmp_path: Path) -> None
     assert "chosen by search" in str(gshard.explain(lowered))
 
 
-def test_a_plan_is_for_the_function_with_its_name() -> None:
+def test_a_plan_is_for_the_function_with_its_name():
     f, arguments = fresh("nnx")
     found = gshard.search(f, *arguments, mesh={"data": 8}, machine="h100:1x8", progress=False)
 
     @nnx.jit
-    def evaluate(model: Any, x: Any) -> Any:
+    def evaluate(model, x):
         return model.up(x)
 
     expected = evaluate(arguments[0], arguments[2])
@@ -194,10 +191,10 @@ def test_a_plan_is_for_the_function_with_its_name() -> None:
         with pytest.raises(gshard.PlanError, match="nnx_step is not the program that the plan was made for"):
             f(*arguments[:2], arguments[2][:16])
     with pytest.raises(gshard.PlanError, match="plan= takes a plan, not a str"):
-        gshard.instead_of_jit(mesh=found.mesh, plan="plan.json")  # type: ignore[arg-type]
+        gshard.instead_of_jit(mesh=found.mesh, plan="plan.json")
 
 
-def test_what_a_framework_takes_apart_is_refused_with_the_way_out() -> None:
+def test_what_a_framework_takes_apart_is_refused_with_the_way_out():
     f, arguments = fresh("nnx")
     with pytest.raises(
         gshard.ArgumentError, match=r"gshard\.search takes donate_argnums for a function of arrays only"
@@ -213,7 +210,7 @@ def test_what_a_framework_takes_apart_is_refused_with_the_way_out() -> None:
     assert found.marks.marks
 
 
-def test_the_mesh_of_its_arguments_is_searched() -> None:
+def test_the_mesh_of_its_arguments_is_searched():
     f, arguments, _ = of_nnx()
     found = gshard.search(f, *arguments, machine="h100:1x8", progress=False)
     assert found.mesh.axes == (("data", 8),)
@@ -230,11 +227,11 @@ X = np.random.default_rng(0).normal(size=(64, 32)).astype(np.float32)
 class MLP_OF_FRAMEWORKS(nnx.Module):
     """Two layers, with state of all kinds: weights, statistics, a counter of keys."""
 
-    def __init__(self, rngs: nnx.Rngs) -> None:
+    def __init__(self, rngs):
         self.first, self.second = nnx.Linear(32, 64, rngs=rngs), nnx.Linear(64, 32, rngs=rngs)
         self.norm, self.dropout = nnx.BatchNorm(64, rngs=rngs), nnx.Dropout(0.1, rngs=rngs)
 
-    def __call__(self, x: Any) -> Any:
+    def __call__(self, x):
         return self.second(self.dropout(self.norm(nnx.gelu(self.first(x)))))
 
 
@@ -242,7 +239,7 @@ class MLP_OF_FRAMEWORKS(nnx.Module):
 jitted_nnx_step = functools.partial(nnx.jit, donate_argnames=("model", "optimizer"))(nnx_step)
 
 
-def train_nnx(step: Callable[..., Any], place: bool) -> tuple[list[float], Any]:
+def train_nnx(step, place):
     model = MLP_OF_FRAMEWORKS(nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
     if place:  # FSDP: weights and moments of Adam are split where they divide
@@ -253,11 +250,11 @@ def train_nnx(step: Callable[..., Any], place: bool) -> tuple[list[float], Any]:
     return losses, model.first.kernel[...]
 
 
-def loss_of(model: Any, x: Any) -> Any:
+def loss_of(model, x):
     return jnp.mean((jax.vmap(model)(x) - x) ** 2)
 
 
-def eqx_step_of_frameworks(model: Any, state: Any, x: Any, kind: str) -> Any:
+def eqx_step_of_frameworks(model, state, x, kind):
     assert kind == "train"
     loss, grads = eqx.filter_value_and_grad(loss_of)(model, x)
     updates, state = OPTIMIZER.update(grads, state, eqx.filter(model, eqx.is_array))
@@ -267,7 +264,7 @@ def eqx_step_of_frameworks(model: Any, state: Any, x: Any, kind: str) -> Any:
 jitted_eqx_step = eqx.filter_jit(eqx_step_of_frameworks, donate="all-except-first")
 
 
-def train_eqx(step: Callable[..., Any], place: bool) -> tuple[list[float], Any]:
+def train_eqx(step, place):
     model = eqx.nn.MLP(32, 32, 64, 1, key=jax.random.key(0))  # its activation function is a leaf too
     state = OPTIMIZER.init(eqx.filter(model, eqx.is_array))
     losses = []
@@ -284,11 +281,11 @@ class Linen(nn.Module):
     """The same in Flax Linen."""
 
     @nn.compact
-    def __call__(self, x: Any) -> Any:
+    def __call__(self, x):
         return nn.Dense(32)(nn.gelu(nn.Dense(64)(x)))
 
 
-def linen_step(state: Any, x: Any) -> Any:
+def linen_step(state, x):
     loss, grads = jax.value_and_grad(lambda p: jnp.mean((state.apply_fn({"params": p}, x) - x) ** 2))(state.params)
     return state.apply_gradients(grads=grads), loss
 
@@ -296,7 +293,7 @@ def linen_step(state: Any, x: Any) -> Any:
 jitted_linen_step = jax.jit(linen_step, donate_argnums=0)
 
 
-def train_linen(step: Callable[..., Any], place: bool) -> tuple[list[float], Any]:
+def train_linen(step, place):
     model = Linen()
     params = model.init(jax.random.key(0), X)["params"]
     state = train_state.TrainState.create(apply_fn=model.apply, params=params, tx=OPTIMIZER)
@@ -307,7 +304,7 @@ def train_linen(step: Callable[..., Any], place: bool) -> tuple[list[float], Any
     return losses, state.params["Dense_0"]["kernel"]
 
 
-STEPS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[[], Any]]] = {
+STEPS = {
     "nnx": (train_nnx, jitted_nnx_step, lambda: nnx.jit(nnx_step)),
     "equinox": (train_eqx, jitted_eqx_step, lambda: eqx.filter_jit(eqx_step_of_frameworks)),
     "linen": (train_linen, jitted_linen_step, lambda: jax.jit(linen_step)),
@@ -322,7 +319,7 @@ FAST = {("nnx", True, "before")}
         for case in itertools.product(STEPS, (True, False), ("before", "inside"))
     ],
 )
-def test_three_steps(framework: str, place: bool, when: str) -> None:
+def test_three_steps(framework, place, when):
     """Jitted before the block or in it, the losses are those of one device; outside it trains as ever."""
     train, before, jit = STEPS[framework]
     expected, _ = train(before if when == "before" else jit(), False)
@@ -338,7 +335,7 @@ def test_three_steps(framework: str, place: bool, when: str) -> None:
         assert len(weight.sharding.device_set) == 1
 
 
-def test_equinox_lowered() -> None:
+def test_equinox_lowered():
     model = eqx.nn.MLP(32, 32, 64, 1, key=jax.random.key(0))
     state = OPTIMIZER.init(eqx.filter(model, eqx.is_array))
     with gshard.instead_of_jit(mesh=MESH):

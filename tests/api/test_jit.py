@@ -3,7 +3,6 @@
 import functools
 import logging
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ from gshard import split
 from invented import invented
 
 
-def test_every_stage_can_be_had_and_printed(mesh_2x4: jax.sharding.Mesh) -> None:
+def test_every_stage_can_be_had_and_printed(mesh_2x4):
     lowered = gshard.jit(lambda x: jnp.tanh(split(x, 0, "data")).sum(), mesh=mesh_2x4).lower(jnp.ones((4, 6)))
     assert "tanh" in str(lowered.program)
     assert "f32[4@data,6]" in str(lowered.plan)
@@ -25,17 +24,17 @@ def test_every_stage_can_be_had_and_printed(mesh_2x4: jax.sharding.Mesh) -> None
     assert "all-reduce" in str(lowered.executable)
 
 
-def test_shardings_of_arguments_are_marks(mesh_2x4: jax.sharding.Mesh) -> None:
+def test_shardings_of_arguments_are_marks(mesh_2x4):
     x = jax.device_put(jnp.arange(32.0).reshape(8, 4), NamedSharding(mesh_2x4, P("model", "data")))
     lowered = gshard.jit(lambda x: jnp.sin(x), mesh=mesh_2x4).lower(x)
     assert lowered.plan.format(lowered.program.block.inputs[0]) == "f32[8@model,4@data]"
     assert lowered.plan.format(lowered.program.block.outputs[0]) == "f32[8@model,4@data]"
 
 
-def test_results_go_in_again_with_other_shapes_beside_them() -> None:
+def test_results_go_in_again_with_other_shapes_beside_them():
     """A training loop with batches of two shapes: the state of the first program is traced into the second."""
 
-    def step(w: Any, x: Any) -> Any:
+    def step(w, x):
         scale = jnp.broadcast_to(w.sum() * 0.1, x.shape)
         return w + split(x * scale, 0, 8).mean(0), jnp.reshape(x, (-1,)).sum()
 
@@ -47,15 +46,15 @@ def test_results_go_in_again_with_other_shapes_beside_them() -> None:
         np.testing.assert_allclose(w, v, rtol=1e-5)
 
 
-def test_inside_another_gshard_function_marks_count() -> None:
+def test_inside_another_gshard_function_marks_count():
     inner = gshard.jit(lambda x: split(x, 0, 8).sum(), mesh=8)
     outer = gshard.jit(lambda x: inner(x * 2), mesh=8)
     assert [c.kind for c in outer.lower(jnp.ones(8)).spmd.collectives] == ["all_reduce"]
     assert outer(jnp.ones(8)) == 16
 
 
-def test_strict_refuses_what_has_no_rule() -> None:
-    def f(x: Any) -> Any:
+def test_strict_refuses_what_has_no_rule():
+    def f(x):
         return invented(split(x, 0, 8))
 
     loose = gshard.jit(f, mesh=8)
@@ -65,7 +64,7 @@ def test_strict_refuses_what_has_no_rule() -> None:
         gshard.jit(f, mesh=8, strict=True)(x)
 
 
-def test_a_planned_mesh_explains_but_does_not_run() -> None:
+def test_a_planned_mesh_explains_but_does_not_run():
     mesh = gshard.Mesh.abstract(data=64, expert=32)
     x = jax.ShapeDtypeStruct((4096, 64), jnp.float32)
     found = gshard.explain(lambda x: split(x, 0, 2048).sum(), x, mesh=mesh)
@@ -74,10 +73,10 @@ def test_a_planned_mesh_explains_but_does_not_run() -> None:
         gshard.jit(lambda x: x + 1, mesh=mesh)(jnp.ones(3))
 
 
-def test_uneven_results_may_stay_where_they_are(rng: np.random.Generator) -> None:
+def test_uneven_results_may_stay_where_they_are(rng):
     """A state of 11 rows over 8 devices goes from call to call without being gathered."""
 
-    def step(state: Any, x: Any) -> Any:
+    def step(state, x):
         table = split(state["table"], 0, 8)
         return {"table": table * 2 + x, "count": state["count"] + 1}
 
@@ -109,7 +108,7 @@ def test_uneven_results_may_stay_where_they_are(rng: np.random.Generator) -> Non
         gshard.jit(step, mesh=8, uneven="padded")
 
 
-def test_an_uneven_argument_may_be_needed_otherwise(rng: np.random.Generator) -> None:
+def test_an_uneven_argument_may_be_needed_otherwise(rng):
     x = rng.standard_normal((11, 10), np.float32)
     rows = gshard.jit(lambda x: split(x, 0, 8) + 0, mesh=8, uneven="keep")(x)
     columns = gshard.jit(lambda x: split(x, 1, 8) + 0, mesh=8, uneven="keep")
@@ -120,11 +119,11 @@ def test_an_uneven_argument_may_be_needed_otherwise(rng: np.random.Generator) ->
 
 
 @pytest.mark.parametrize("parts", [4, 8])
-def test_a_donated_state_comes_as_it_leaves(parts: int, mesh_2x4: jax.sharding.Mesh, rng: np.random.Generator) -> None:
+def test_a_donated_state_comes_as_it_leaves(parts, mesh_2x4, rng):
     """6 rows over 4 or 8 devices leave in halves. So they come, and one program serves all steps, the first too."""
     traced, mesh = [], 4 if parts == 4 else mesh_2x4
 
-    def step(state: Any, x: Any) -> Any:
+    def step(state, x):
         traced.append(1)
         rows = split(state["rows"], 0, parts)
         return {"rows": rows * 2 + x.sum(), "kept": state["kept"] + split(x, 0, parts).sum(0)}
@@ -146,7 +145,7 @@ def test_a_donated_state_comes_as_it_leaves(parts: int, mesh_2x4: jax.sharding.M
     assert len(traced) <= 1, "by jax.jit; ours was traced before"
 
 
-def test_values_where_only_shapes_are_known() -> None:
+def test_values_where_only_shapes_are_known():
     for bad in (lambda n: jnp.zeros(gshard.replicate(n)), lambda n: jnp.zeros(4) if n > 3 else n):
         with pytest.raises(gshard.TraceError, match="only shapes are known"):
             gshard.jit(bad, mesh=8)(4)
@@ -160,11 +159,11 @@ def test_values_where_only_shapes_are_known() -> None:
 
 
 @functools.cache
-def eight() -> Mesh:
+def eight():
     return Mesh(np.array(jax.devices()[:8]), ("devices",))
 
 
-def test_an_earlier_call_changes_nothing() -> None:
+def test_an_earlier_call_changes_nothing():
     x = jnp.arange(8.0)
     placed = jax.device_put(x, NamedSharding(eight(), P("devices")))
     fresh, used = (gshard.jit(lambda x: x * 2, mesh=8) for _ in range(2))
@@ -174,7 +173,7 @@ def test_an_earlier_call_changes_nothing() -> None:
     assert used(placed).sharding == fresh(placed).sharding
 
 
-def test_a_state_that_goes_round_is_compiled_once() -> None:
+def test_a_state_that_goes_round_is_compiled_once():
     """The first state is placed nowhere, later ones as the program left them; their plans are the same."""
     step = gshard.jit(lambda w, x: (w - 0.1 * split(x, 0, 8).sum(0), x.mean()), mesh=8, donate_argnums=0)
     w, x = jnp.zeros(4), jnp.ones((16, 4))
@@ -185,11 +184,11 @@ def test_a_state_that_goes_round_is_compiled_once() -> None:
     assert moved.sharding.spec == P()
 
 
-def several(count: int, *xs: Any, key: Any = None) -> Any:
+def several(count, *xs, key=None):
     return [x * count for x in xs], key
 
 
-def test_names_of_arguments_leave_static_ones_out() -> None:
+def test_names_of_arguments_leave_static_ones_out():
     """Also beyond the named parameters: the second of ``*xs`` is not called by the name that follows them."""
     x, text = np.arange(8.0), "text"
     call = gshard.jit(several, mesh=8, static_argnums=0)
@@ -212,8 +211,8 @@ def test_names_of_arguments_leave_static_ones_out() -> None:
     assert [s.spec for s in placed] == [P(), P("devices")]
 
 
-def test_names_reach_the_compiled_program() -> None:
-    def train_step(x: Any) -> Any:
+def test_names_reach_the_compiled_program():
+    def train_step(x):
         with jax.named_scope("my_block"):
             return jax.nn.relu(split(x, 0, 8) @ x.T)
 
@@ -235,11 +234,11 @@ MESH = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 X = jnp.ones((16, 8))
 
 
-def step(x: Any, rate: Any = 1.0) -> Any:
+def step(x, rate=1.0):
     return rate * x
 
 
-OTHER: dict[str, tuple[tuple[Any, ...], str]] = {
+OTHER = {
     "shape": ((jnp.ones((24, 8)),), "x is float32[24,8], and was float32[16,8]"),
     "dtype": ((X.astype(jnp.int32),), "x is int32[16,8], and was float32[16,8]"),
     "structure": ((X, 2.0), "its arguments have another structure than before"),
@@ -249,7 +248,7 @@ OTHER: dict[str, tuple[tuple[Any, ...], str]] = {
 }  # fmt: skip
 
 
-def test_without_a_setting_it_is_information(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_setting_it_is_information(caplog):
     f = gshard.jit(lambda x: 2 * gshard.split(x, 0, 8), mesh=8)
     with caplog.at_level(logging.INFO, "gshard"):
         for rows in (16, 24, 32):
@@ -260,7 +259,7 @@ def test_without_a_setting_it_is_information(caplog: pytest.LogCaptureFixture) -
 
 
 @pytest.mark.parametrize("case", OTHER)
-def test_what_is_new_is_told_once(case: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_new_is_told_once(case, caplog):
     arguments, text = OTHER[case]
     f = gshard.jit(step, mesh=MESH)
     with jax.log_compiles(), caplog.at_level(logging.WARNING, "gshard"):
@@ -273,7 +272,7 @@ def test_what_is_new_is_told_once(case: str, caplog: pytest.LogCaptureFixture) -
     assert told.startswith(f"step is planned again: {text}")
 
 
-def test_many_arguments_and_static_ones(caplog: pytest.LogCaptureFixture) -> None:
+def test_many_arguments_and_static_ones(caplog):
     f = gshard.jit(lambda xs, n: n * sum(x.sum() for x in xs), mesh=8, static_argnums=1)
     with caplog.at_level(logging.DEBUG, "gshard"):
         f.lower([X] * 6, 1)
@@ -287,7 +286,7 @@ def test_many_arguments_and_static_ones(caplog: pytest.LogCaptureFixture) -> Non
     assert setting.endswith("a setting of JAX or a rule has changed")
 
 
-def test_shapes_that_change_with_each_call_get_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_shapes_that_change_with_each_call_get_one_warning(caplog):
     f = gshard.jit(step, mesh=8)
     with caplog.at_level(logging.WARNING, "gshard"):
         for rows in range(1, 15):

@@ -24,27 +24,27 @@ from placed import mesh_of, three_calls
 Weights = dict[str, Any]
 
 
-def loss(w: Weights, x: Any) -> Any:
+def loss(w, x):
     x = gshard.split(x, 0, 8)
     h = jnp.tanh(x @ w["a"])
     return jnp.mean((h @ w["b"]) ** 2)
 
 
 @pytest.fixture
-def arguments(rng: np.random.Generator) -> tuple[Weights, Any, Any]:
+def arguments(rng):
     w = {"a": rng.standard_normal((12, 16), np.float32), "b": rng.standard_normal((16, 5), np.float32)}
     return w, rng.standard_normal((24, 12), np.float32), rng.standard_normal((3, 24, 12), np.float32)
 
 
-def over_scan(f: Callable[..., Any]) -> Callable[..., Any]:
+def over_scan(f):
     return lambda w, x, xs: jax.lax.scan(lambda c, v: (c + f(w, v), c), 0.0, xs)
 
 
-def hessian_vector(f: Callable[..., Any]) -> Callable[..., Any]:
+def hessian_vector(f):
     return lambda w, x, xs: jax.jvp(jax.grad(lambda v: f(w, v)), (x,), (xs[0],))[1]
 
 
-TRANSFORMATIONS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+TRANSFORMATIONS = {
     "jit": lambda f: lambda w, x, xs: jax.jit(f)(w, x),
     "grad": lambda f: lambda w, x, xs: jax.grad(f)(w, x),
     "jit of grad": lambda f: lambda w, x, xs: jax.jit(jax.grad(f))(w, x),
@@ -74,14 +74,14 @@ TRANSFORMATIONS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] =
 
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 @pytest.mark.one_in(2)
-def test_transformations_of_a_partitioned_function(name: str, arguments: tuple[Weights, Any, Any]) -> None:
+def test_transformations_of_a_partitioned_function(name, arguments):
     transform = TRANSFORMATIONS[name]
     got = transform(gshard.jit(loss, mesh=8))(*arguments)
     want = transform(loss)(*arguments)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=3e-5, atol=3e-5), got, want)
 
 
-def test_a_derivative_is_partitioned_too(arguments: tuple[Weights, Any, Any]) -> None:
+def test_a_derivative_is_partitioned_too(arguments):
     """What backward needs of the forward half comes sharded as it is: one all-reduce of the gradients, no gather."""
     w, x, _ = arguments
     compiled = jax.jit(jax.grad(gshard.jit(loss, mesh=8))).lower(w, x).compile()
@@ -89,11 +89,11 @@ def test_a_derivative_is_partitioned_too(arguments: tuple[Weights, Any, Any]) ->
     assert kinds == {"all_reduce"}
 
 
-def test_a_derivative_is_planned_once(arguments: tuple[Weights, Any, Any]) -> None:
+def test_a_derivative_is_planned_once(arguments):
     w, x, _ = arguments
     traced = 0
 
-    def counted(w: Weights, x: Any) -> Any:
+    def counted(w, x):
         nonlocal traced
         traced += 1
         return loss(w, x)
@@ -104,7 +104,7 @@ def test_a_derivative_is_planned_once(arguments: tuple[Weights, Any, Any]) -> No
     assert traced == 1
 
 
-def test_marks_of_results_and_arguments_hold_inside(arguments: tuple[Weights, Any, Any]) -> None:
+def test_marks_of_results_and_arguments_hold_inside(arguments):
     _, x, _ = arguments
     spec = jax.sharding.PartitionSpec("devices")
     doubled = gshard.jit(lambda v: v * 2, mesh=8, in_shardings=(spec,), out_shardings=spec)
@@ -113,23 +113,23 @@ def test_marks_of_results_and_arguments_hold_inside(arguments: tuple[Weights, An
     assert out.sharding.shard_shape(out.shape) == (3, 12)
 
 
-def test_integers_have_no_derivative(rng: np.random.Generator) -> None:
+def test_integers_have_no_derivative(rng):
     table, at = rng.standard_normal((10, 4), np.float32), np.array([3, 1, 9, 3], np.int32)
 
-    def looked_up(table: Any, at: Any) -> tuple[Any, Any]:
+    def looked_up(table, at):
         table = gshard.split(table, 0, 8)
         return jnp.sum(table[at] ** 2), at + 1
 
-    def gradient(f: Callable[..., Any]) -> Any:
+    def gradient(f):
         return jax.grad(lambda t: f(t, at)[0])(table)
 
     np.testing.assert_allclose(gradient(gshard.jit(looked_up, mesh=8)), gradient(looked_up), rtol=1e-6)
 
 
-def test_random_keys_pass_through(rng: np.random.Generator) -> None:
+def test_random_keys_pass_through(rng):
     x = rng.standard_normal((16, 3), np.float32)
 
-    def noisy(key: Any, x: Any) -> Any:
+    def noisy(key, x):
         x = gshard.split(x, 0, 8)
         return jnp.sum(x * jax.random.normal(key, x.shape))
 
@@ -153,13 +153,13 @@ POLICIES = {
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_policy_of_checkpoint_selects_values_inside(name: str, rng: np.random.Generator) -> None:
+def test_a_policy_of_checkpoint_selects_values_inside(name, rng):
     w, x = rng.standard_normal((3, 16, 16), np.float32) / 8, rng.standard_normal((64, 16), np.float32)
 
-    def layer(x: Any, w: Any) -> Any:
+    def layer(x, w):
         return jnp.sin(checkpoint_name(jnp.tanh(gshard.split(x, 0, 8) @ w), "h") @ w.T)
 
-    def gradient(layer: Callable[..., Any], **policy: Any) -> Callable[..., Any]:
+    def gradient(layer, **policy):
         body = jax.checkpoint(layer, **policy)
         return jax.grad(lambda w, x: jnp.sum(jax.lax.scan(lambda c, w: (body(c, w), None), x, w)[0] ** 2))
 
@@ -181,7 +181,7 @@ def test_a_policy_of_checkpoint_selects_values_inside(name: str, rng: np.random.
 
 
 @pytest.mark.parametrize("wrapped", [lambda f: f, jax.jit, gshard.jit(mesh=8)])
-def test_a_reducer_can_be_partitioned(wrapped: Callable[..., Any]) -> None:
+def test_a_reducer_can_be_partitioned(wrapped):
     """XLA takes no region for all devices as a reducer: a call of scalars is as the function itself."""
     reducer = gshard.jit(lambda a, b: a + b, mesh=8)
     f = wrapped(lambda x: jax.lax.reduce(x, np.float32(0), reducer, (0,)))
@@ -198,12 +198,12 @@ W = np.random.default_rng(1).standard_normal((16, 16)).astype(np.float32) / 4
 Loss = Callable[[Any, Any], Any]
 
 
-def loss_of_operands(x: Any, w: Any) -> Any:
+def loss_of_operands(x, w):
     return jnp.mean(jnp.tanh(x @ w) ** 2)
 
 
-def stepped(f: Loss) -> Callable[..., Any]:
-    def step(x: Any, w: Any) -> Any:
+def stepped(f):
+    def step(x, w):
         value, gradient = jax.value_and_grad(f, 1)(x, w)
         return w - gradient / 2, value
 
@@ -211,7 +211,7 @@ def stepped(f: Loss) -> Callable[..., Any]:
 
 
 # At the top of a program, and in bodies that JAX lowers before the call of them.
-PLACES: dict[str, Callable[[Loss], Callable[..., Any]]] = {
+PLACES = {
     "call": lambda f: f,
     "of what is computed": lambda f: lambda x, w: f(2 * x.reshape(1, *x.shape)[0] + 1, w.T),
     "grad": lambda f: jax.grad(f, 1),
@@ -230,7 +230,7 @@ MESHES = {kind: jax.make_mesh((8,), ("d",), axis_types=(kind,)) for kind in (Axi
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("place", [p if p in FAST else pytest.param(p, marks=pytest.mark.slow) for p in PLACES])
-def test_placed_arguments_stay_split(place: str, kind: AxisType) -> None:
+def test_placed_arguments_stay_split(place, kind):
     mesh, around = MESHES[kind], PLACES[place]
     x, w = jax.device_put(X, NamedSharding(mesh, P("d"))), jax.device_put(W, NamedSharding(mesh, P()))
     with jax.set_mesh(mesh) if kind is AxisType.Explicit else contextlib.nullcontext():
@@ -241,13 +241,13 @@ def test_placed_arguments_stay_split(place: str, kind: AxisType) -> None:
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), ours(x, w), theirs(x, w))
 
 
-def integers(x: Any, at: Any) -> Any:
+def integers(x, at):
     return jnp.take(jnp.cumsum(x * 3, 0), at, axis=0).at[at].add(x) + jnp.arange(x.shape[1], dtype=x.dtype)
 
 
 @pytest.mark.parametrize("x64", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("sizes", [{"a": 2, "b": 4}, pytest.param({"a": 3}, marks=pytest.mark.slow)])
-def test_the_same_bits_wherever_arguments_are(sizes: dict[str, int], x64: bool) -> None:
+def test_the_same_bits_wherever_arguments_are(sizes, x64):
     devices = jax.devices()[: np.prod([*sizes.values()])]
     mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
     with jax.enable_x64(x64):
@@ -261,19 +261,19 @@ def test_the_same_bits_wherever_arguments_are(sizes: dict[str, int], x64: bool) 
             assert (np.asarray(found) == np.asarray(expected)).all()
 
 
-def residual(x: Any, w: Any) -> Any:
+def residual(x, w):
     for _ in range(40):
         x = jnp.tanh(x @ w) / 4 + x
     return x
 
 
-def chain(x: Any, w: Any) -> Any:
+def chain(x, w):
     for _ in range(1500):
         x = jnp.sin(x)
     return x
 
 
-def of_calls(x: Any, w: Any) -> Any:
+def of_calls(x, w):
     layer = jax.jit(lambda x, w: (jnp.tanh(x @ w) + x, jnp.cos(x)))
     for _ in range(40):
         y, z = layer(x, w)
@@ -282,7 +282,7 @@ def of_calls(x: Any, w: Any) -> Any:
 
 
 @pytest.mark.parametrize("before", [residual, chain, of_calls])
-def test_operands_of_many_operations(before: Callable[..., Any]) -> None:
+def test_operands_of_many_operations(before):
     """All operations before the call are read, each once, whatever the number of ways from an argument to the call."""
     mesh = MESHES[AxisType.Auto]
     partitioned = gshard.jit(loss_of_operands, mesh=mesh)
@@ -296,7 +296,7 @@ def test_operands_of_many_operations(before: Callable[..., Any]) -> None:
     np.testing.assert_allclose(run(X, W), expected, rtol=1e-5)
 
 
-def test_equal_calls_are_planned_for_their_own_operands() -> None:
+def test_equal_calls_are_planned_for_their_own_operands():
     mesh = MESHES[AxisType.Auto]
     double = gshard.jit(lambda x: x * 2, mesh=mesh)
     x, y = jax.device_put((X, X), (NamedSharding(mesh, P("d")), NamedSharding(mesh, P(None, "d"))))
@@ -306,7 +306,7 @@ def test_equal_calls_are_planned_for_their_own_operands() -> None:
 
 
 @pytest.mark.parametrize("place", ["call", "nested jit"])
-def test_arguments_on_a_mesh_with_smaller_axes(place: str) -> None:
+def test_arguments_on_a_mesh_with_smaller_axes(place):
     theirs = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     f = jax.jit(PLACES[place](gshard.jit(lambda x, w: jnp.cumsum(x, 0) @ w, mesh=MESHES[AxisType.Auto])))
     expected = jax.jit(PLACES[place](lambda x, w: jnp.cumsum(x, 0) @ w))(X, W)
@@ -315,7 +315,7 @@ def test_arguments_on_a_mesh_with_smaller_axes(place: str) -> None:
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_program_planned_at_partitioning_can_be_serialized() -> None:
+def test_a_program_planned_at_partitioning_can_be_serialized():
     mesh = MESHES[AxisType.Auto]
     x, w = jax.device_put(X, NamedSharding(mesh, P("d"))), jax.device_put(W, NamedSharding(mesh, P()))
     compiled = jax.jit(PLACES["nested jit"](gshard.jit(loss_of_operands, mesh=mesh))).lower(x, w).compile()
@@ -323,7 +323,7 @@ def test_a_program_planned_at_partitioning_can_be_serialized() -> None:
     assert loaded(x, w) == compiled(x, w)
 
 
-def test_what_explain_tells_of_a_call_runs() -> None:
+def test_what_explain_tells_of_a_call_runs():
     mesh = MESHES[AxisType.Auto]
     f = jax.jit(gshard.jit(loss_of_operands, mesh=mesh))
     x, w = jax.device_put(X, NamedSharding(mesh, P("d"))), jax.device_put(W, NamedSharding(mesh, P()))
@@ -331,7 +331,7 @@ def test_what_explain_tells_of_a_call_runs() -> None:
     assert [c.kind for c in collectives(f.lower(x, w).compile().as_text())] == ["all_reduce"]
 
 
-def test_where_operands_cannot_be_seen_the_log_is_told_and_strict_refuses(caplog: pytest.LogCaptureFixture) -> None:
+def test_where_operands_cannot_be_seen_the_log_is_told_and_strict_refuses(caplog):
     mesh = MESHES[AxisType.Auto]
     x, w = jax.device_put(X, NamedSharding(mesh, P("d"))), jax.device_put(W, NamedSharding(mesh, P()))
     around = PLACES["nested jit"]
@@ -347,7 +347,7 @@ def test_where_operands_cannot_be_seen_the_log_is_told_and_strict_refuses(caplog
 
 
 @pytest.mark.parametrize("place", ["nested jit", pytest.param("scan", marks=pytest.mark.slow)])
-def test_an_error_at_xlas_partitioning_is_ours_with_the_users_line(place: str) -> None:
+def test_an_error_at_xlas_partitioning_is_ours_with_the_users_line(place):
     """XLA asks for the program of a call in a body; what is refused then is no text in an error of XLA's."""
     mesh = MESHES[AxisType.Auto]
     inside = PLACES[place](gshard.jit(lambda x, w: jnp.mean(jnp.tanh(x @ x.T @ x @ w)), mesh=mesh, strict=100.0))

@@ -4,7 +4,6 @@ import functools
 import itertools
 import random
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ from gshard.comm.reshard import plan_reshard, reshard_bytes
 from gshard.comm.rotation import Rotation
 from gshard.comm.route import pairs
 from gshard.comm.shards import Shards
-from gshard.comm.steps import Step, bytes_sent, is_exchange, is_of_tiles, rounds, run
+from gshard.comm.steps import bytes_sent, is_exchange, is_of_tiles, rounds, run
 from gshard.core.mesh import Mesh
 from gshard.core.sharding import Sharding
 from gshard.device.machine import Machine
@@ -30,7 +29,7 @@ from laws.test_reshard_any import move, ordinal, parts, places, shardings
 MESHES = Mesh.abstract(a=2, b=2, c=2), Mesh.abstract(a=4, b=2), Mesh.abstract(a=4, b=3)
 
 
-def exchanges(mesh: Mesh, rank: int) -> list[Step]:
+def exchanges(mesh, rank):
     """Steps that are an exchange, each all that its reshard needs."""
     finished = [s for s in shardings(mesh, rank) if not s.unreduced]
     found = []
@@ -42,7 +41,7 @@ def exchanges(mesh: Mesh, rank: int) -> list[Step]:
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_every_element_comes_where_it_belongs(mesh: Mesh, rng: np.random.Generator) -> None:
+def test_every_element_comes_where_it_belongs(mesh, rng):
     found = exchanges(mesh, 2)
     assert len(found) >= 4
     for step in random.Random(1).sample(found, 4):
@@ -50,7 +49,7 @@ def test_every_element_comes_where_it_belongs(mesh: Mesh, rng: np.random.Generat
         move(rng.integers(-99, 99, shape).astype(np.int32), step.before, step.after, mesh, rng)
 
 
-def test_three_dimensions_change_places(rng: np.random.Generator) -> None:
+def test_three_dimensions_change_places(rng):
     mesh = Mesh.abstract(a=4, b=2, c=2, d=2)
     (a, e), b, c, d = mesh.atoms_of["a"], "b", "c", "d"
     for source, target in (
@@ -64,7 +63,7 @@ def test_three_dimensions_change_places(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_each_element_is_sent_once_in_few_rounds(mesh: Mesh) -> None:
+def test_each_element_is_sent_once_in_few_rounds(mesh):
     shape = (mesh.size**2,) * 2
     for step in exchanges(mesh, 2):
         found = exchange(step.before.dims, step.after.dims, mesh)
@@ -76,7 +75,7 @@ def test_each_element_is_sent_once_in_few_rounds(mesh: Mesh) -> None:
         assert bytes_sent(step, shape, 4, mesh) == part
 
 
-def test_unequal_parts_go_another_way(rng: np.random.Generator) -> None:
+def test_unequal_parts_go_another_way(rng):
     mesh = MESHES[1]
     x, y = mesh.atoms_of["a"], mesh.atoms_of["b"]
     for shape in ((8, 7), (5, 8), (6, 8), (3, 1), (0, 8)):
@@ -84,7 +83,7 @@ def test_unequal_parts_go_another_way(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.bool_, np.complex64])
-def test_bits_are_kept(dtype: np.dtype, rng: np.random.Generator) -> None:
+def test_bits_are_kept(dtype, rng):
     mesh = MESHES[1]
     x, y = mesh.atoms_of["a"], mesh.atoms_of["b"]
     (step,) = plan_reshard(Sharding((x, y)), Sharding((y, x)), (8, 16), 4, mesh)
@@ -97,7 +96,7 @@ def test_bits_are_kept(dtype: np.dtype, rng: np.random.Generator) -> None:
     assert moved.tobytes() == parts(whole, step.after, mesh, rng).tobytes()
 
 
-def test_on_devices() -> None:
+def test_on_devices():
     x = jnp.arange(32 * 16, dtype=jnp.float32).reshape(32, 16) - 100
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     jitted = gshard.jit(lambda x: x.T * -1, mesh=mesh, in_shardings=P("a", "b"), out_shardings=P("a", "b"))
@@ -107,14 +106,14 @@ def test_on_devices() -> None:
     assert sum(c.total_bytes for c in sent) == x.nbytes // 8, "each element once"
 
 
-def test_keys_of_random_numbers_change_places() -> None:
+def test_keys_of_random_numbers_change_places():
     keys = jax.random.split(jax.random.key(3), (8, 8))
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     moved = gshard.jit(lambda k: gshard.shard(gshard.shard(k, P("a", "b")), P("b", "a")), mesh=mesh)(keys)
     np.testing.assert_array_equal(jax.random.key_data(moved), jax.random.key_data(keys))
 
 
-def test_who_sends_to_whom_is_what_the_rounds_say() -> None:
+def test_who_sends_to_whom_is_what_the_rounds_say():
     """Along other atoms of a larger mesh, too, which stay where they are."""
     mesh = Mesh.abstract(z=3, a=4, b=2)
     a, b = mesh.atoms_of["a"], mesh.atoms_of["b"]
@@ -128,7 +127,7 @@ def test_who_sends_to_whom_is_what_the_rounds_say() -> None:
     assert sorted(zip(senders.tolist(), receivers.tolist(), strict=True)) == sorted(expected)
 
 
-def test_rounds_are_timed_as_messages_one_after_the_other() -> None:
+def test_rounds_are_timed_as_messages_one_after_the_other():
     mesh = MESHES[1]
     x, y = mesh.atoms_of["a"], mesh.atoms_of["b"]
     (step,) = plan_reshard(Sharding((x, y)), Sharding((y, x)), (64, 64), 4, mesh)
@@ -146,7 +145,7 @@ MESHES_OF_TILES = Mesh.abstract(a=2, b=2, c=2), Mesh.abstract(a=2, b=3)
 
 
 @functools.cache
-def pairs_of_tiles(mesh: Mesh, rank: int = 3, most: int = 1000) -> list[tuple[Sharding, Sharding]]:
+def pairs_of_tiles(mesh, rank=3, most=1000):
     """Pairs of shardings with one all-to-all of tiles between them, found among at most ``most`` pairs."""
     shape = (mesh.size,) * rank
     finished = [s for s in shardings(mesh, rank) if not s.unreduced]
@@ -159,10 +158,10 @@ def pairs_of_tiles(mesh: Mesh, rank: int = 3, most: int = 1000) -> list[tuple[Sh
     return found
 
 
-def lacked(source: Sharding, target: Sharding, n: int, mesh: Mesh) -> int:
+def lacked(source, target, n, mesh):
     """Elements of a cube of ``n`` that the device which lacks most of its part has to get."""
 
-    def elements(sharding: Sharding, at: dict[str, int]) -> list[set[int]]:
+    def elements(sharding, at):
         size = [n // mesh.count(atoms) for atoms in sharding.dims]
         first = [ordinal(atoms, at, mesh) * m for atoms, m in zip(sharding.dims, size, strict=True)]
         return [set(range(a, a + m)) for a, m in zip(first, size, strict=True)]
@@ -176,7 +175,7 @@ def lacked(source: Sharding, target: Sharding, n: int, mesh: Mesh) -> int:
 
 
 @pytest.mark.parametrize("mesh", MESHES_OF_TILES)
-def test_every_element_comes_where_it_belongs_of_tiles(mesh: Mesh, rng: np.random.Generator) -> None:
+def test_every_element_comes_where_it_belongs_of_tiles(mesh, rng):
     found = pairs_of_tiles(mesh)
     assert len(found) > 20
     for source, target in random.Random(0).sample(found, 20):
@@ -186,13 +185,13 @@ def test_every_element_comes_where_it_belongs_of_tiles(mesh: Mesh, rng: np.rando
 
 @pytest.mark.parametrize("most", [1000, pytest.param(10**9, marks=pytest.mark.slow)], ids=["some", "all"])
 @pytest.mark.parametrize("mesh", MESHES_OF_TILES)
-def test_no_more_is_sent_than_a_device_lacks(mesh: Mesh, most: int) -> None:
+def test_no_more_is_sent_than_a_device_lacks(mesh, most):
     n = mesh.size
     for source, target in pairs_of_tiles(mesh, most=most):
         assert reshard_bytes(source, target, (n, n, n), 4, mesh) == 4 * lacked(source, target, n, mesh)
 
 
-def test_unequal_parts_go_another_way_of_tiles(rng: np.random.Generator) -> None:
+def test_unequal_parts_go_another_way_of_tiles(rng):
     mesh = MESHES_OF_TILES[0]
     (source, target), *_ = pairs_of_tiles(mesh)
     for shape in ((5, 8, 8), (8, 6, 12), (8, 8, 0), (3, 1, 2)):
@@ -200,12 +199,12 @@ def test_unequal_parts_go_another_way_of_tiles(rng: np.random.Generator) -> None
 
 
 @pytest.mark.parametrize("dtype", [jnp.bool_, jnp.bfloat16, jnp.complex64])
-def test_on_devices_of_tiles(dtype: jnp.dtype) -> None:
+def test_on_devices_of_tiles(dtype):
     x = jnp.arange(16 * 16 * 8).reshape(16, 16, 8).astype(dtype)
 
     spec = jax.sharding.PartitionSpec
 
-    def tiles(x: jax.Array) -> jax.Array:
+    def tiles(x):
         return gshard.shard(gshard.shard(x, spec(("a", "b"))), spec(None, "a", "b"))
 
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -215,11 +214,11 @@ def test_on_devices_of_tiles(dtype: jnp.dtype) -> None:
     assert (sent.kind, sent.bytes) == ("all_to_all", x.nbytes // 8 * 7 // 8)
 
 
-def test_keys_of_random_numbers_go_in_tiles() -> None:
+def test_keys_of_random_numbers_go_in_tiles():
     keys = jax.random.split(jax.random.key(3), (8, 8, 4))
     spec = jax.sharding.PartitionSpec
 
-    def f(keys: jax.Array) -> jax.Array:
+    def f(keys):
         return gshard.shard(gshard.shard(keys, spec("a")), spec(None, ("a", "b")))
 
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -249,11 +248,11 @@ def test_what_is_nothing_but_parts_is_exchanged_as_a_dimension_of_its_own(rng, s
 # Parts that move around a ring reach every device, and sums for them return.
 
 
-def on_ring(parts: int, run: Any, x: np.ndarray) -> tuple[np.ndarray, int]:
+def on_ring(parts, run, x):
     """What ``run(rotation, part)`` returns on a ring of devices, joined, and the bytes that it notes."""
     mesh, sent = Mesh.abstract(ring=parts), []
 
-    def note(kind: str, atoms: Any, count: int, x: Any, times: int = 1) -> None:
+    def note(kind, atoms, count, x, times=1):
         sent.append(count * times)
 
     shards = Shards(trace(jnp.sin, x).block.equations[0], {}, mesh, note)
@@ -266,7 +265,7 @@ def on_ring(parts: int, run: Any, x: np.ndarray) -> tuple[np.ndarray, int]:
 
 
 @pytest.mark.parametrize("parts", [2, 3, 8])
-def test_zigzag_pairs_both_ends(parts: int) -> None:
+def test_zigzag_pairs_both_ends(parts):
     x = np.arange(4 * parts, dtype=np.float32)
     halves = x.reshape(2 * parts, 2)
     want = np.concatenate([halves[[d, 2 * parts - 1 - d]].ravel() for d in range(parts)])
@@ -281,12 +280,12 @@ def test_zigzag_pairs_both_ends(parts: int) -> None:
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("fewer", [0, 1])
 @pytest.mark.one_in(3)
-def test_every_device_uses_the_parts_that_pass(parts: int, sign: int, fewer: int) -> None:
+def test_every_device_uses_the_parts_that_pass(parts, sign, fewer):
     """The state is a sum of the parts, each with a weight by its distance; sums get the visitors."""
     steps, x = parts - 1 - fewer, np.arange(1, parts + 1, dtype=np.float32)
 
-    def run(ring: Rotation, x: Any) -> Any:
-        def use(state: Any, passing: list[Any], j: Any) -> Any:
+    def run(ring, x):
+        def use(state, passing, j):
             own = jax.lax.axis_index(ring.atoms).astype(jnp.float32)
             right = passing[0][0] == ring.behind(j) + 1
             return state + jnp.where(right, 10.0 ** jnp.abs(j), jnp.nan), [jnp.full_like(passing[0], own + 1)]

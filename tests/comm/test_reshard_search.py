@@ -5,8 +5,6 @@ import heapq
 import itertools
 import random
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any
 
 import jax
 import numpy as np
@@ -41,12 +39,12 @@ CUBE, SHAPE, BYTES = Mesh.abstract(a=2, b=2, c=2), (64, 64, 64), 4
 EVERY = shardings(CUBE, len(SHAPE))
 
 
-def every_step(here: Sharding) -> Iterator[Step]:
+def every_step(here):
     """All that can be done to an even array in one step."""
     waiting = dict(here.unreduced)
     free = [a for a in CUBE.atoms if a not in here.atoms]
 
-    def with_changes(changes: dict[int, tuple[str, ...]], combined: tuple[str, ...] = ()) -> Sharding:
+    def with_changes(changes, combined=()):
         dims = tuple(changes.get(d, dim) for d, dim in enumerate(here.dims))
         return Sharding(dims).with_unreduced({a: m for a, m in waiting.items() if a not in combined})
 
@@ -75,7 +73,7 @@ def every_step(here: Sharding) -> Iterator[Step]:
             yield Step(PERMUTE, CUBE.atoms, here, after)
 
 
-def least_bytes(source: Sharding) -> dict[Sharding, int]:
+def least_bytes(source):
     """What it takes at least to get from one sharding to each other."""
     best, queue, order = {source: 0}, [(0, 0, source)], itertools.count(1)
     while queue:
@@ -90,7 +88,7 @@ def least_bytes(source: Sharding) -> dict[Sharding, int]:
     return best
 
 
-def check(sources: list[Sharding]) -> None:
+def check(sources):
     ratios = []
     for source in sources:
         least = least_bytes(source)
@@ -103,16 +101,16 @@ def check(sources: list[Sharding]) -> None:
     assert sum(r == 1.0 for r in ratios) >= 0.93 * len(ratios)
 
 
-def test_some_reshards_send_no_more_than_they_must() -> None:
+def test_some_reshards_send_no_more_than_they_must():
     check(random.Random(3).sample(EVERY, 6))
 
 
 @pytest.mark.slow
-def test_all_reshards_send_no_more_than_they_must() -> None:
+def test_all_reshards_send_no_more_than_they_must():
     check(list(EVERY))
 
 
-def test_few_shardings_are_looked_at_on_a_mesh_of_hundreds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_shardings_are_looked_at_on_a_mesh_of_hundreds(monkeypatch):
     """Without regard to what is still missing, the search goes through 8,000 shardings of small parts."""
     mesh = Mesh.abstract(data=16, model=32)
     data, model = mesh.atoms_of["data"], mesh.atoms_of["model"]
@@ -125,7 +123,7 @@ def test_few_shardings_are_looked_at_on_a_mesh_of_hundreds(monkeypatch: pytest.M
     assert 0 < len(looked_at) < 200
 
 
-def test_few_shardings_are_looked_at_on_thousands_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_shardings_are_looked_at_on_thousands_of_devices(monkeypatch):
     """If parts of blocks moved anywhere, the search would go through 10,000 shardings for the same chain."""
     mesh = dataclasses.replace(Mesh.abstract(data=256, stage=8), times=StepTimes(Machine.of("v3:32x32")))
     data, stage = mesh.atoms_of["data"], mesh.atoms_of["stage"]
@@ -137,7 +135,7 @@ def test_few_shardings_are_looked_at_on_thousands_of_devices(monkeypatch: pytest
     assert 0 < len(looked_at) < 500
 
 
-def test_parts_are_gathered_along_the_outer_axis_first_and_scattered_along_it_last() -> None:
+def test_parts_are_gathered_along_the_outer_axis_first_and_scattered_along_it_last():
     mesh = Mesh.abstract(outer=4, inner=4)
     outer, inner = mesh.atoms_of["outer"], mesh.atoms_of["inner"]
     cut, whole = Sharding((inner, (), outer)), Sharding(((), (), ()))
@@ -156,7 +154,7 @@ MESHES = [Mesh.abstract(a=2, b=3), Mesh.abstract(a=4), Mesh.abstract(a=1, b=2)]
 
 
 @st.composite
-def redistributions(draw: st.DrawFn) -> tuple[Mesh, tuple[Chunk, ...]]:
+def redistributions(draw):
     """Some chunks, which do not overlap where they come to lie."""
     mesh = draw(st.sampled_from(MESHES))
     chunks = []
@@ -172,7 +170,7 @@ def redistributions(draw: st.DrawFn) -> tuple[Mesh, tuple[Chunk, ...]]:
 
 @settings(max_examples=30, deadline=None)
 @given(redistributions())
-def test_chunks_arrive(drawn: tuple[Mesh, tuple[Chunk, ...]]) -> None:
+def test_chunks_arrive(drawn):
     mesh, chunks = drawn
     route = routed(chunks)
     x = np.arange(1, mesh.size * 2 * SIZE + 1, dtype=np.int32).reshape(mesh.size, 2, SIZE)
@@ -185,7 +183,7 @@ def test_chunks_arrive(drawn: tuple[Mesh, tuple[Chunk, ...]]) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(redistributions())
-def test_no_more_rounds_than_the_busiest_device_needs(drawn: tuple[Mesh, tuple[Chunk, ...]]) -> None:
+def test_no_more_rounds_than_the_busiest_device_needs(drawn):
     _, chunks = drawn
     for rounds, own in zip((routed(chunks).stay, routed(chunks).rounds), (True, False), strict=True):
         wanted = [p for p in chunks if (p.source == p.receiver) == own]
@@ -197,14 +195,14 @@ def test_no_more_rounds_than_the_busiest_device_needs(drawn: tuple[Mesh, tuple[C
         assert len(rounds) == busiest
 
 
-def test_what_stays_goes_along_where_all_parts_are_put_together_alike() -> None:
+def test_what_stays_goes_along_where_all_parts_are_put_together_alike():
     """Blocks in another order, one of which stays: a single CollectivePermute, and nothing is masked."""
     mesh, order = Mesh.abstract(a=4), (3, 1, 0, 2)
     route = routed(tuple(Chunk(source, 0, receiver, 0, SIZE) for receiver, source in enumerate(order)))
     assert [len(chunks) for chunks in (*route.stay, *route.rounds)] == [1, 3]
     x = np.arange(-10, 4 * SIZE * 2 - 10, dtype=np.int32).reshape(4, 2, SIZE)
 
-    def local(part: Any) -> Any:
+    def local(part):
         return carry(part, 1, mesh.atoms, mesh, route, SIZE)
 
     (found,) = simulate_function(local, mesh.atom_sizes, x)
@@ -213,7 +211,7 @@ def test_what_stays_goes_along_where_all_parts_are_put_together_alike() -> None:
     assert [e.primitive.name for e in made.eqns if e.primitive.name != "slice"] == ["ppermute"]
 
 
-def test_windows_within_hold_elements_and_nothing_else() -> None:
+def test_windows_within_hold_elements_and_nothing_else():
     """By counting: every position of every part's window is one of the array's."""
     for n in (1, 7, 12):
         for first in range(-2, 4):
@@ -225,7 +223,7 @@ def test_windows_within_hold_elements_and_nothing_else() -> None:
                     assert w.within == held or not positions, w
 
 
-def test_windows_that_begin_alike_are_cut_from_the_whole_part() -> None:
+def test_windows_that_begin_alike_are_cut_from_the_whole_part():
     """Halos to one side, to both and inside of parts, over even and uneven parts."""
     mesh = Mesh.abstract(a=2, b=2)
     for n in (16, 13):

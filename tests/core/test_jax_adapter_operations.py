@@ -1,22 +1,20 @@
 """Operations of the user's code pass through a function, each once, and those of JAX's own do not."""
 
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from gshard.core.jax_adapter_operations import Operation, operations_handled
+from gshard.core.jax_adapter_operations import operations_handled
 
 X = jax.ShapeDtypeStruct((4, 4), jnp.float32)
 
 
-def operations_of(f: Callable[..., Any], *args: Any) -> list[Operation]:
-    found: list[Operation] = []
+def operations_of(f, *args):
+    found = []
 
-    def note(operation: Operation, perform: Callable[[], Sequence[Any]]) -> Sequence[Any]:
+    def note(operation, perform):
         found.append(operation)
         return perform()
 
@@ -25,8 +23,8 @@ def operations_of(f: Callable[..., Any], *args: Any) -> list[Operation]:
     return found
 
 
-def test_each_operation_has_the_expression_that_performs_it() -> None:
-    def f(x: Any) -> Any:
+def test_each_operation_has_the_expression_that_performs_it():
+    def f(x):
         return jax.lax.sin(x) + jax.lax.cos(x)
 
     found = [o for o in operations_of(f, X) if not o.is_nested]
@@ -38,29 +36,29 @@ def test_each_operation_has_the_expression_that_performs_it() -> None:
     assert texts == ["jax.lax.sin(x)", "jax.lax.cos(x)", "jax.lax.sin(x) + jax.lax.cos(x)"]
 
 
-def test_derivatives_are_not_operations_of_the_user() -> None:
-    def f(x: Any) -> Any:
+def test_derivatives_are_not_operations_of_the_user():
+    def f(x):
         return jnp.sum(jax.lax.sin(x))
 
-    def primitives(f: Callable[..., Any]) -> list[str]:
+    def primitives(f):
         return [o.primitive for o in operations_of(f, X) if not o.is_nested]
 
     assert primitives(f) == primitives(jax.grad(f))
 
 
-def test_a_function_that_is_traced_already_is_traced_again() -> None:
+def test_a_function_that_is_traced_already_is_traced_again():
     inner = jax.jit(jax.lax.sin)
     jax.jit(inner).trace(X)
     assert [o.primitive for o in operations_of(inner, X)].count("sin") == 1
 
 
-def test_operations_inside_of_a_function_of_jax_are_nested() -> None:
+def test_operations_inside_of_a_function_of_jax_are_nested():
     found = operations_of(jax.nn.relu, X)
     assert any(o.is_nested for o in found)
 
 
-def test_results_are_replaced() -> None:
-    def negated(operation: Operation, perform: Callable[[], Sequence[Any]]) -> Sequence[Any]:
+def test_results_are_replaced():
+    def negated(operation, perform):
         return [jax.lax.neg(x) for x in perform()] if operation.primitive == "sin" else perform()
 
     with operations_handled(negated):
@@ -68,10 +66,10 @@ def test_results_are_replaced() -> None:
     assert [e.primitive.name for e in jaxpr.eqns] == ["sin", "neg"]
 
 
-def test_jax_is_as_before_also_after_an_error() -> None:
+def test_jax_is_as_before_also_after_an_error():
     before = jax.extend.core.Primitive.bind
 
-    def fail(_: Operation, perform: Callable[[], Sequence[Any]]) -> Sequence[Any]:
+    def fail(_, perform):
         raise KeyError("no")
 
     with operations_handled(fail), pytest.raises(KeyError):
@@ -80,10 +78,10 @@ def test_jax_is_as_before_also_after_an_error() -> None:
     assert str(jax.jit(jax.lax.sin).trace(X).jaxpr).count("sin") == 1
 
 
-def test_other_threads_are_left_alone() -> None:
-    found: list[str] = []
+def test_other_threads_are_left_alone():
+    found = []
 
-    def note(operation: Operation, perform: Callable[[], Sequence[Any]]) -> Sequence[Any]:
+    def note(operation, perform):
         found.append(operation.primitive)
         return perform()
 
@@ -95,11 +93,11 @@ def test_other_threads_are_left_alone() -> None:
     assert found == ["sin"]
 
 
-def test_calls_around_an_operation_are_noted() -> None:
-    def body(x: Any, _: None) -> tuple[Any, None]:
+def test_calls_around_an_operation_are_noted():
+    def body(x, _):
         return jax.lax.sin(x), None
 
-    def f(x: Any) -> Any:
+    def f(x):
         return jax.lax.scan(body, x, None, length=2)[0]
 
     found = [o for o in operations_of(f, X) if not o.is_nested]

@@ -19,12 +19,12 @@ import gshard
 from gshard import shard
 from gshard.core.errors import ShardingError
 from gshard.core.mark import Mark, resolve
-from gshard.core.mesh import Atoms, Mesh
+from gshard.core.mesh import Mesh
 
 MESHES = (Mesh.abstract(devices=8), Mesh.abstract(a=2, b=6), Mesh.abstract(a=3, b=2, c=2), Mesh.abstract(a=1, b=5))
 
 
-def parts_held(dims: tuple[Atoms, ...], mesh: Mesh) -> list[tuple[int, ...]]:
+def parts_held(dims, mesh):
     """For each device, which part of an array it holds, counted along each dimension."""
     held = []
     for at in itertools.product(*(range(n) for n in mesh.atom_sizes.values())):
@@ -39,19 +39,19 @@ def parts_held(dims: tuple[Atoms, ...], mesh: Mesh) -> list[tuple[int, ...]]:
     return held
 
 
-def assigned(ids: np.ndarray, mesh: Mesh) -> list[tuple[int, ...]]:
+def assigned(ids, mesh):
     """The same as the device assignment says it: id ``i`` stands for the ``i``-th run of consecutive devices."""
     part_of = {int(i): tuple(map(int, np.argwhere(ids == i)[0])) for i in ids.flat}
     copies = mesh.size // ids.size
     return [part_of[device // copies] for device in range(mesh.size)]
 
 
-def assignment(ids: np.ndarray) -> Mark:
+def assignment(ids):
     return Mark("assignment", ids=tuple(map(int, ids.ravel())), ids_shape=ids.shape)
 
 
 @st.composite
-def affine_assignments(draw: st.DrawFn) -> tuple[Mesh, np.ndarray]:
+def affine_assignments(draw):
     """Device ids that follow the atoms: a mesh's major devices, its axes in another order and merged."""
     mesh = draw(st.sampled_from(MESHES))
     used = draw(st.integers(0, len(mesh.atoms)))
@@ -64,7 +64,7 @@ def affine_assignments(draw: st.DrawFn) -> tuple[Mesh, np.ndarray]:
 
 
 @given(affine_assignments())
-def test_a_device_assignment_puts_every_part_where_it_says(drawn: tuple[Mesh, np.ndarray]) -> None:
+def test_a_device_assignment_puts_every_part_where_it_says(drawn):
     mesh, ids = drawn
     demand = resolve(assignment(ids), mesh, (12,) * ids.ndim, "")
     assert parts_held(demand.dims, mesh) == assigned(ids, mesh)
@@ -72,7 +72,7 @@ def test_a_device_assignment_puts_every_part_where_it_says(drawn: tuple[Mesh, np
 
 
 @given(st.sampled_from(MESHES), st.data())
-def test_any_order_of_devices_is_read_as_it_is(mesh: Mesh, data: st.DataObject) -> None:
+def test_any_order_of_devices_is_read_as_it_is(mesh, data):
     """Random orders of the devices: on the mesh in the order that is found, every part is where it should be."""
     ids = np.array(data.draw(st.permutations(range(mesh.size))))
     rows = data.draw(st.sampled_from([n for n in range(1, mesh.size + 1) if mesh.size % n == 0]))
@@ -88,7 +88,7 @@ def test_any_order_of_devices_is_read_as_it_is(mesh: Mesh, data: st.DataObject) 
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_fewer_partitions_than_devices_lie_on_consecutive_devices(mesh: Mesh) -> None:
+def test_fewer_partitions_than_devices_lie_on_consecutive_devices(mesh):
     """``split`` and ``shard`` with ``arange`` agree wherever the number of parts is a product of major atoms."""
     for used in range(len(mesh.atoms) + 1):
         parts = mesh.count(mesh.atoms[:used])
@@ -100,7 +100,7 @@ def test_fewer_partitions_than_devices_lie_on_consecutive_devices(mesh: Mesh) ->
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_every_number_of_partitions_that_divides_the_devices_works(mesh: Mesh) -> None:
+def test_every_number_of_partitions_that_divides_the_devices_works(mesh):
     for parts in range(1, mesh.size + 1):
         if mesh.size % parts:
             with pytest.raises(ShardingError, match=f"cannot hold {parts} partitions"):
@@ -110,7 +110,7 @@ def test_every_number_of_partitions_that_divides_the_devices_works(mesh: Mesh) -
         assert {held.count(part) for part in range(parts)} == {mesh.size // parts}
 
 
-def test_axes_by_name() -> None:
+def test_axes_by_name():
     mesh = Mesh.abstract(a=2, b=6, one=1)
     b = mesh.atoms_of["b"]
     assert resolve(Mark("spec", spec=(("b", "a"),)), mesh, (3, 4), "").dims == ((*b, "a"), ())
@@ -122,7 +122,7 @@ def test_axes_by_name() -> None:
     assert open_one.dims == ((), ("a",))
 
 
-def test_axes_of_another_mesh_over_the_same_devices() -> None:
+def test_axes_of_another_mesh_over_the_same_devices():
     """A constraint of a mesh ``2 x 4`` is understood on one axis of 8, by the strides of its axes."""
     mark = Mark("spec", spec=("y", "x"), axes=(("x", 2), ("y", 4)))
     mesh = Mesh.abstract(devices=8)
@@ -132,7 +132,7 @@ def test_axes_of_another_mesh_over_the_same_devices() -> None:
         resolve(Mark("spec", spec=("x",), axes=(("x", 3), ("y", 4))), mesh, (4,), "")
 
 
-def test_dimensions_that_vmap_adds_are_open() -> None:
+def test_dimensions_that_vmap_adds_are_open():
     mark = Mark("split", dim=0, partitions=2).with_batch_dimension(1).with_batch_dimension(0)
     demand = resolve(mark, Mesh.abstract(a=2), (7, 4, 6), "")
     assert demand.dims == ((), ("a",), ())
@@ -152,14 +152,12 @@ def test_dimensions_that_vmap_adds_are_open() -> None:
     ],
     ids=str,
 )
-def test_bad_shardings_of_arguments_and_results(
-    settings: dict[str, Any], what: str, mesh_2x4: jax.sharding.Mesh
-) -> None:
+def test_bad_shardings_of_arguments_and_results(settings, what, mesh_2x4):
     with pytest.raises(ShardingError, match=what):
         gshard.jit(lambda tokens: tokens * 2, mesh=mesh_2x4, **settings)(jnp.ones((4, 6)))
 
 
-def holders(x: jax.Array) -> dict[int, tuple[range, ...]]:
+def holders(x):
     """Which device holds which slice of an array."""
     return {s.device.id: tuple(range(n)[i] for i, n in zip(s.index, x.shape)) for s in x.addressable_shards}
 
@@ -169,7 +167,7 @@ def holders(x: jax.Array) -> dict[int, tuple[range, ...]]:
     [np.arange(8).reshape(4, 2), np.arange(8).reshape(2, 4).T, np.arange(8).reshape(8, 1), np.arange(2).reshape(1, 2)],
     ids=lambda ids: str(ids.tolist()),
 )  # fmt: skip
-def test_devices_hold_the_parts_that_the_assignment_gives_them(ids: np.ndarray) -> None:
+def test_devices_hold_the_parts_that_the_assignment_gives_them(ids):
     x = np.arange(8 * 16, dtype=np.float32).reshape(8, 16)
     out = gshard.jit(lambda x: shard(x, ids), mesh=8)(x)
     copies, size = 8 // ids.size, tuple(n // p for n, p in zip(x.shape, ids.shape, strict=True))
@@ -178,7 +176,7 @@ def test_devices_hold_the_parts_that_the_assignment_gives_them(ids: np.ndarray) 
         assert index == tuple(range(i * n, (i + 1) * n) for i, n in zip(map(int, at), size, strict=True))
 
 
-def test_devices_hold_what_jax_itself_would_give_them() -> None:
+def test_devices_hold_what_jax_itself_would_give_them():
     """The same names on a mesh of permuted devices: every device holds the slice that NamedSharding gives it."""
     devices = np.array(jax.devices())[[3, 1, 7, 5, 0, 2, 6, 4]].reshape(2, 4)
     mesh = jax.sharding.Mesh(devices, ("data", "model"))
@@ -198,19 +196,19 @@ PLAN_MESH = gshard.Mesh.abstract(data=4, model=2)
 Function = Callable[[Any], Any]
 
 
-def mark(x: Any, *spec: Any) -> Any:
+def mark(x, *spec):
     return lax.with_sharding_constraint(x, P(*spec))
 
 
 @jax.custom_vjp
-def sine(x: Any) -> Any:
+def sine(x):
     return jnp.sin(mark(x, "data"))
 
 
 sine.defvjp(lambda x: (sine(x), x), lambda x, g: (mark(jnp.cos(x) * g, "data"),))
 
 # Each with the sharding of its result.
-PROGRAMS: dict[str, tuple[Function, P]] = {
+PROGRAMS = {
     "constraint": (lambda x: mark(x, "data") * 2, P("data")),
     "nested jit": (lambda x: jax.jit(lambda x: mark(x, "data") * 2)(x), P("data")),
     "out_shardings of a nested jit": (lambda x: jax.jit(jnp.sin, out_shardings=P("data"))(x), P("data")),
@@ -228,16 +226,16 @@ PROGRAMS: dict[str, tuple[Function, P]] = {
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_bare_spec_is_over_the_mesh_of_jit(name: str) -> None:
+def test_a_bare_spec_is_over_the_mesh_of_jit(name):
     f, expected = PROGRAMS[name]
     plan = gshard.jit(f, mesh=PLAN_MESH).lower(jax.ShapeDtypeStruct(X.shape, X.dtype)).plan
     assert plan.mesh.spec_of(plan.leave[0].dims) == expected
 
 
-def test_calls_with_arguments_placed_in_any_way() -> None:
+def test_calls_with_arguments_placed_in_any_way():
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     run = gshard.jit(lambda x: sine(mark(jax.device_put(x, P(None, "model")), "data")), mesh=mesh)
-    around: list[Function] = [run, jax.jit(lambda x: run(x) + 0), jax.jit(jax.grad(lambda x: jnp.sum(run(x))))]
+    around = [run, jax.jit(lambda x: run(x) + 0), jax.jit(jax.grad(lambda x: jnp.sum(run(x))))]
     for place in (P(), P("data"), P(None, "model"), P("model", "data")):
         x = jax.device_put(X, NamedSharding(mesh, place))
         for f, right in zip(around, (np.sin(X), np.sin(X), np.cos(X)), strict=True):
@@ -246,7 +244,7 @@ def test_calls_with_arguments_placed_in_any_way() -> None:
         assert f(X).sharding.spec == P("data")
 
 
-def test_a_mesh_that_is_set_counts() -> None:
+def test_a_mesh_that_is_set_counts():
     run = gshard.jit(lambda x: mark(x, "rows") * 2, mesh={"data": 8})
     with pytest.raises(ValueError, match="rows"):
         run(X)
@@ -255,10 +253,10 @@ def test_a_mesh_that_is_set_counts() -> None:
     assert jax.sharding.get_abstract_mesh().empty
 
 
-def test_a_function_without_bare_specs_sees_no_mesh() -> None:
-    seen: list[bool] = []
+def test_a_function_without_bare_specs_sees_no_mesh():
+    seen = []
 
-    def f(x: Any) -> Any:
+    def f(x):
         seen.append(jax.sharding.get_abstract_mesh().empty)
         other = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
         return jax.shard_map(jnp.sin, mesh=other, in_specs=P("a", "b"), out_specs=P("a", "b"))(x)

@@ -6,7 +6,6 @@ import logging
 import re
 import threading
 import weakref
-from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -29,14 +28,14 @@ def step(x):
     return jnp.sin(gshard.split(x, 0, "data")).sum()
 
 
-def records_of(caplog: pytest.LogCaptureFixture) -> list[tuple[int, str]]:
+def records_of(caplog):
     """Levels and messages, without the seconds."""
     found = [r for r in caplog.records if r.name == "gshard" and r.getMessage().startswith("Finished")]
     assert all(TIME.search(r.getMessage()) for r in found)
     return [(r.levelno, TIME.sub("", r.getMessage())) for r in found]
 
 
-def test_each_phase_is_logged_once_as_a_warning_where_jax_logs_compilations(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_phase_is_logged_once_as_a_warning_where_jax_logs_compilations(caplog):
     f = gshard.jit(step, mesh=jax.make_mesh((8,), ("data",)))
     with jax.log_compiles(), caplog.at_level(logging.WARNING, "gshard"):
         f.lower(SHAPE).compile()
@@ -46,7 +45,7 @@ def test_each_phase_is_logged_once_as_a_warning_where_jax_logs_compilations(capl
     assert records_of(caplog) == [(logging.WARNING, f"Finished {text}") for text in said]
 
 
-def test_phases_are_logged_for_debugging_otherwise(caplog: pytest.LogCaptureFixture) -> None:
+def test_phases_are_logged_for_debugging_otherwise(caplog):
     with caplog.at_level(logging.INFO, "gshard"):
         gshard.jit(step, mesh=gshard.Mesh.abstract(data=8)).lower(SHAPE).spmd  # noqa: B018
     assert records_of(caplog) == []
@@ -57,13 +56,13 @@ def test_phases_are_logged_for_debugging_otherwise(caplog: pytest.LogCaptureFixt
     assert texts[-2:] == ("Finished planning step for 4 devices", "Finished partitioning step for 4 devices")
 
 
-def test_a_phase_that_fails_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_phase_that_fails_is_not_logged(caplog):
     with caplog.at_level(logging.DEBUG, "gshard"), pytest.raises(gshard.PlanError), phase("planning", "step", 8):
         raise gshard.PlanError("refused.")
     assert records_of(caplog) == []
 
 
-def test_a_partitioned_function_inside_jax_jit_is_logged_too(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_partitioned_function_inside_jax_jit_is_logged_too(caplog):
     inner = gshard.jit(step, mesh=jax.make_mesh((8,), ("data",)))
     with caplog.at_level(logging.DEBUG, "gshard"):
         jax.jit(lambda x: inner(x) + 1).lower(SHAPE)
@@ -77,37 +76,37 @@ def test_a_partitioned_function_inside_jax_jit_is_logged_too(caplog: pytest.LogC
 
 
 @pytest.fixture(autouse=True)
-def as_it_was() -> Iterator[None]:
+def as_it_was():
     before = gc.get_threshold()
     gc.set_threshold(700, 11, 12)
     yield
     gc.set_threshold(*before)
 
 
-def test_the_threshold_is_raised_and_restored() -> None:
+def test_the_threshold_is_raised_and_restored():
     with collected_seldom():
         assert gc.get_threshold() == (50_000, 11, 12)
     assert gc.get_threshold() == (700, 11, 12)
 
 
-def test_it_is_restored_after_an_error() -> None:
+def test_it_is_restored_after_an_error():
     with pytest.raises(ZeroDivisionError), collected_seldom():
         raise ZeroDivisionError
     assert gc.get_threshold() == (700, 11, 12)
 
 
 @pytest.mark.parametrize("threshold", [0, 90_000], ids=["off", "higher"])
-def test_what_is_rarer_already_stays(threshold: int) -> None:
+def test_what_is_rarer_already_stays(threshold):
     gc.set_threshold(threshold)
     with collected_seldom():
         assert gc.get_threshold()[0] == threshold
     assert gc.get_threshold()[0] == threshold
 
 
-def test_the_last_thread_restores_it() -> None:
+def test_the_last_thread_restores_it():
     entered, may_leave = threading.Event(), threading.Event()
 
-    def stay() -> None:
+    def stay():
         with collected_seldom():
             entered.set()
             may_leave.wait(30)
@@ -122,10 +121,10 @@ def test_the_last_thread_restores_it() -> None:
     assert gc.get_threshold()[0] == 700
 
 
-def test_every_stage_does_so() -> None:
+def test_every_stage_does_so():
     seen = []
 
-    def f(x: jnp.ndarray) -> jnp.ndarray:
+    def f(x):
         seen.append(gc.get_threshold()[0])
         return x * 2
 
@@ -141,27 +140,27 @@ class Key:
     """Something that can be followed."""
 
 
-computed: list[object] = []
+computed = []
 
 
 @tabulated(2)
-def noted(key: object) -> int:
+def noted(key):
     computed.append(key)
     return len(computed)
 
 
 @with_tables
-def three_times(key: object) -> list[int]:
+def three_times(key):
     return [noted(key) for _ in range(3)]
 
 
-def test_results_are_kept_within_one_call_only() -> None:
+def test_results_are_kept_within_one_call_only():
     computed.clear()
     assert [three_times("a"), three_times("a")] == [[1, 1, 1], [2, 2, 2]]
     assert [noted("a"), noted("a")] == [3, 4]
 
 
-def test_the_outermost_tables_count() -> None:
+def test_the_outermost_tables_count():
     computed.clear()
     with tables():
         assert three_times("a") == three_times("a") == [1, 1, 1]
@@ -171,7 +170,7 @@ def test_the_outermost_tables_count() -> None:
     assert noted("a") == 2
 
 
-def test_as_many_as_said_are_kept() -> None:
+def test_as_many_as_said_are_kept():
     computed.clear()
     with tables():
         for key in "abcab":
@@ -179,7 +178,7 @@ def test_as_many_as_said_are_kept() -> None:
     assert computed == list("abcab")
 
 
-def test_nothing_is_kept_afterwards() -> None:
+def test_nothing_is_kept_afterwards():
     key = Key()
     seen = weakref.ref(key)
     three_times(key)
@@ -189,7 +188,7 @@ def test_nothing_is_kept_afterwards() -> None:
     assert seen() is None
 
 
-def test_another_thread_has_its_own() -> None:
+def test_another_thread_has_its_own():
     computed.clear()
     with tables():
         noted("a")
@@ -200,11 +199,11 @@ def test_another_thread_has_its_own() -> None:
     assert computed == ["a", "a"]
 
 
-def test_tables_end_with_an_error() -> None:
+def test_tables_end_with_an_error():
     computed.clear()
 
     @with_tables
-    def fails() -> None:
+    def fails():
         noted("a")
         raise ValueError
 

@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections.abc import Callable
 
 import jax.numpy as jnp
 import pytest
@@ -20,11 +19,11 @@ MONOIDS = ("add", "max", "min", "mul", "and", "or", "xor")
 
 
 @st.composite
-def shardings(draw: st.DrawFn) -> tuple[Sharding, tuple[int, ...]]:
+def shardings(draw):
     """Any sharding on the mesh (atoms in any order, some unreduced) with a shape that it may cut unevenly."""
     rank = draw(st.integers(0, 4))
-    dims: list[list[str]] = [[] for _ in range(rank)]
-    unreduced: dict[str, str] = {}
+    dims = [[] for _ in range(rank)]
+    unreduced = {}
     for atom in draw(st.permutations(MESH.atoms)):
         at = draw(st.integers(-2, rank - 1))
         if at >= 0:
@@ -36,12 +35,12 @@ def shardings(draw: st.DrawFn) -> tuple[Sharding, tuple[int, ...]]:
 
 
 @given(shardings(), st.sampled_from(["f32", "bf16", "s8", "pred", "c64", ""]))
-def test_the_text_form_reads_back(drawn: tuple[Sharding, tuple[int, ...]], dtype: str) -> None:
+def test_the_text_form_reads_back(drawn, dtype):
     sharding, shape = drawn
     assert Sharding.parse(sharding.format(MESH, shape, dtype), MESH) == (sharding, shape, dtype)
 
 
-def test_the_text_of_keys_reads_back() -> None:
+def test_the_text_of_keys_reads_back():
     """The name of a key's dtype has brackets of its own."""
     sharding = Sharding((("data",), ()))
     text = sharding.format(MESH, (4, 3), "key<fry>")
@@ -63,7 +62,7 @@ def test_the_text_of_keys_reads_back() -> None:
     ],
     ids=str,
 )
-def test_text(sharding: Sharding, shape: tuple[int, ...], text: str) -> None:
+def test_text(sharding, shape, text):
     assert sharding.format(MESH, shape, "f32") == text
     assert Sharding.parse(text, MESH)[0] == sharding
 
@@ -80,13 +79,13 @@ def test_text(sharding: Sharding, shape: tuple[int, ...], text: str) -> None:
         ("f32[8@data data]", "is not the text of a sharding"),
     ],
 )
-def test_what_is_no_text_of_a_sharding_is_refused(text: str, what: str) -> None:
+def test_what_is_no_text_of_a_sharding_is_refused(text, what):
     with pytest.raises(ShardingError, match=what):
         Sharding.parse(text, MESH)
 
 
 @given(shardings())
-def test_local_shapes_are_ceilings(drawn: tuple[Sharding, tuple[int, ...]]) -> None:
+def test_local_shapes_are_ceilings(drawn):
     sharding, shape = drawn
     parts = [MESH.count(atoms) for atoms in sharding.dims]
     local = sharding.local_shape(MESH, shape)
@@ -96,20 +95,20 @@ def test_local_shapes_are_ceilings(drawn: tuple[Sharding, tuple[int, ...]]) -> N
 
 
 @given(shardings())
-def test_atoms_are_counted_once(drawn: tuple[Sharding, tuple[int, ...]]) -> None:
+def test_atoms_are_counted_once(drawn):
     sharding, _ = drawn
     assert len(set(sharding.atoms)) == len(sharding.atoms)
     assert sharding.is_replicated == (not sharding.atoms)
 
 
-def test_unreduced_is_kept_sorted_so_that_equal_shardings_are_equal() -> None:
+def test_unreduced_is_kept_sorted_so_that_equal_shardings_are_equal():
     one = Sharding(()).with_unreduced({"model": "add", "data": "max"})
     other = Sharding(()).with_unreduced({"data": "max", "model": "add"})
     assert one == other
     assert hash(one) == hash(other)
 
 
-def test_names_of_dtypes() -> None:
+def test_names_of_dtypes():
     short = {jnp.bfloat16: "bf16", jnp.float32: "f32", jnp.int8: "s8", jnp.uint32: "u32", jnp.complex64: "c64"}
     for dtype, name in {**short, jnp.bool_: "pred"}.items():
         assert short_dtype(jnp.dtype(dtype)) == name
@@ -138,9 +137,7 @@ near_powers = st.builds(lambda power, off: power * (1 + off), st.sampled_from(PO
 @example(999.6e-6)
 @example(1234.5)
 @example(1024**2 - 1)
-def test_a_number_fills_its_unit_but_not_the_next(
-    text_of: Callable[[float], str], base: float, off: float, whole: bool, x: float
-) -> None:
+def test_a_number_fills_its_unit_but_not_the_next(text_of, base, off, whole, x):
     x = float(math.floor(x)) if whole else x
     number, unit = text_of(x).split()
     assert re.fullmatch(r"\d+(\.\d+)?", number)
@@ -150,7 +147,7 @@ def test_a_number_fills_its_unit_but_not_the_next(
 
 
 @given(st.floats(-1e20, 1e20), st.integers(1, 6))
-def test_significant_digits(x: float, digits: int) -> None:
+def test_significant_digits(x, digits):
     text = significant(x, digits)
     assert float(text) == float(f"{x:.{digits}g}")
     assert "e" not in text.lower()

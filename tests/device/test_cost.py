@@ -5,7 +5,6 @@ import functools
 import importlib.util
 import sys
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,7 @@ from gshard.core.program import itemsize
 from gshard.core.sharding import Sharding
 from gshard.device.cost import cost, kernel_cost
 from gshard.device.epilogues import epilogues
-from gshard.device.fusion_model import PRODUCT, Kernels, device_program, kernels_of
+from gshard.device.fusion_model import PRODUCT, device_program, kernels_of
 from gshard.device.gather_stalls import product_seconds
 from gshard.device.jaxpr_collectives import emitted, reported
 from gshard.device.machine import Machine
@@ -195,7 +194,7 @@ MACHINES = ("cpu:8", "v3:2x2", "v5e:2x4", "h100:1x8")
 SHAPES = ((4096, 4096, 4096), (4096, 8, 4096), (8, 8, 8), (8, 1, 1))
 
 
-def product(m: int, k: int, n: int, dtype: str) -> Any:
+def product(m, k, n, dtype):
     arrays = (jax.ShapeDtypeStruct(s, dtype) for s in ((m, k), (k, n)))
     return gshard.jit(lambda x, w: split(x, 0, "d") @ w, mesh=Mesh.abstract(d=8)).lower(*arrays)
 
@@ -203,7 +202,7 @@ def product(m: int, k: int, n: int, dtype: str) -> Any:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_all_callers_price_a_product_the_same(shape: tuple[int, int, int], machine: str, dtype: str) -> None:
+def test_all_callers_price_a_product_the_same(shape, machine, dtype):
     m, k, n = shape
     lowered, on = product(*shape, dtype), Machine.of(machine)
     (planned,) = kernels_of(lowered.plan.program.block).kernels
@@ -235,10 +234,10 @@ NARROW = {
 
 
 @pytest.mark.parametrize(("machine", "fast"), [(m, fast) for names, fast in NARROW.items() for m in names.split()])
-def test_8_bit_products_run_at_the_rate_of_the_data_sheet(machine: str, fast: tuple[str, ...]) -> None:
+def test_8_bit_products_run_at_the_rate_of_the_data_sheet(machine, fast):
     on = Machine.of(machine, 2)
 
-    def seconds(*dtypes: str) -> float:
+    def seconds(*dtypes):
         arrays = (jax.ShapeDtypeStruct((8192, 8192), dtype) for dtype in dtypes)
         f = functools.partial(jax.lax.dot_general, dimension_numbers=(((1,), (0,)), ((), ())))
         found = cost(gshard.jit(f, mesh=Mesh.abstract(x=2)).lower(*arrays).spmd, on)
@@ -252,22 +251,22 @@ def test_8_bit_products_run_at_the_rate_of_the_data_sheet(machine: str, fast: tu
         assert seconds(dtype, dtype) == wide
 
 
-def test_a_measured_machine_keeps_the_ratios_that_were_not_measured() -> None:
+def test_a_measured_machine_keeps_the_ratios_that_were_not_measured():
     on = dataclasses.replace(Machine.of("h100:1x1"), flops={"f32": 3e14, "bf16": 6e14}, measured=True)
     assert [on.rate(dtype) / 1e14 for dtype in ("bf16", "f32", "f8_e4m3fn", "f4_e2m1fn")] == [6, 3, 6 * 2, 6]
     assert on.rate("s8") == pytest.approx(12e14, rel=1e-3)
     assert on.rate("f64") == pytest.approx(6e14 * 67 / 989)
 
 
-def test_a_result_of_the_program_is_launched_for_however_small() -> None:
+def test_a_result_of_the_program_is_launched_for_however_small():
     """Parts of eight bytes: what only a kernel of the program reads starts none, and what is returned starts one."""
     mesh, on = Mesh.abstract(d=64), Machine.of("h100:8x8")
     b, x = jax.ShapeDtypeStruct((64,), "float32"), jax.ShapeDtypeStruct((1 << 20, 64), "float32")
 
-    def updated(b: Any, g: Any) -> Any:
+    def updated(b, g):
         return split(b, 0, "d") - 0.1 * split(g, 0, "d")
 
-    def read(b: Any, x: Any) -> Any:  # the steps are read by a loop of a thousand times their size
+    def read(b, x):  # the steps are read by a loop of a thousand times their size
         return split(x, 0, "d") * (b[:1] - 0.1 * b[1:2])
 
     lowered = gshard.jit(updated, mesh=mesh).lower(b, b)
@@ -284,11 +283,11 @@ def test_a_result_of_the_program_is_launched_for_however_small() -> None:
     assert sum(spent for k in inside.kernels for what, spent in k.parts if what == "launch") == on.launch
 
 
-def test_the_end_of_a_product_takes_what_the_roofline_of_both_takes_more() -> None:
+def test_the_end_of_a_product_takes_what_the_roofline_of_both_takes_more():
     arrays = (jax.ShapeDtypeStruct((4096, 4096), "float32") for _ in range(3))
     lowered = gshard.jit(lambda x, w, y: x @ w + y, mesh=Mesh.abstract(d=1)).lower(*arrays)
     on = Machine.of("v5e:1x1")
-    program: Kernels = device_program(lowered.spmd)
+    program = device_program(lowered.spmd)
     first, second = program.kernels
     assert first.kind == PRODUCT
     alone = {kernel: kernel_cost(kernel, 1, lowered.mesh, on).seconds for kernel in program.kernels}
@@ -298,7 +297,7 @@ def test_the_end_of_a_product_takes_what_the_roofline_of_both_takes_more() -> No
 
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("elements", [0, 4, 8, 1 << 20])
-def test_a_step_that_only_cuts_is_a_copy(elements: int, machine: str) -> None:
+def test_a_step_that_only_cuts_is_a_copy(elements, machine):
     on = Machine.of(machine)
     mesh = Mesh.abstract(d=8)
     whole, cut = Sharding(((),)), Sharding((mesh.atoms,))
@@ -310,11 +309,11 @@ def test_a_step_that_only_cuts_is_a_copy(elements: int, machine: str) -> None:
 
 
 @pytest.mark.parametrize("machine", [*MACHINES, "a100:1x8"])
-def test_a_transfer_takes_the_link_to_the_host_in_prices_and_in_searches(machine: str) -> None:
+def test_a_transfer_takes_the_link_to_the_host_in_prices_and_in_searches(machine):
     on = Machine.of(machine)
     mesh, rows = Mesh.abstract(d=on.size), 4096
 
-    def step(m: Any, g: Any) -> Any:
+    def step(m, g):
         m = jax.device_put(split(m, 0, "d"), jax.memory.Space.Device) + g
         return jax.device_put(m, jax.memory.Space.Host)
 
@@ -421,7 +420,7 @@ GPU = Machine.of("h100:1x8")
 
 
 @pytest.fixture(scope="module")
-def seconds() -> Any:
+def seconds():
     """``seconds`` of the benchmark."""
     spec = importlib.util.spec_from_file_location("priced_hlo", PRICED)
     assert spec is not None
@@ -432,21 +431,21 @@ def seconds() -> Any:
     return module.seconds
 
 
-def softmax(x: Any) -> Any:
+def softmax(x):
     e = jnp.exp(x)
     return e / jnp.sum(e, 1, keepdims=True)
 
 
-def norm(x: Any, square: Any) -> Any:
+def norm(x, square):
     return x * jax.lax.rsqrt(square + 1e-3)
 
 
-def convolution(x: Any, w: Any) -> Any:
+def convolution(x, w):
     return jax.lax.conv_general_dilated(x, w, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
 
 TWO, THREE = (64, 128), (16, 32, 64)
-CASES: dict[str, tuple[Any, Any, Any, tuple[Any, ...]]] = {
+CASES = {
     # name: a function, shardings of arguments and of results, shapes
     "a gather of rows for a product": (jnp.dot, (P("x"), P()), P(), (TWO, (128, 32))),
     "a gather of columns for a product": (jnp.dot, (P(None, "x"), P("x")), P("x"), (TWO, (128, 48))),
@@ -473,7 +472,7 @@ CASES: dict[str, tuple[Any, Any, Any, tuple[Any, ...]]] = {
 @pytest.mark.parametrize("machine", ["h100:1x8", "cpu:8"])
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.one_in(3)
-def test_the_model_is_the_price_of_the_compiled_program(seconds: Any, name: str, machine: str):
+def test_the_model_is_the_price_of_the_compiled_program(seconds, name, machine):
     function, arguments, results, shapes = CASES[name]
     where = Machine.of(machine)
     # XLA compiles the program for CPUs, whatever machine it is planned for.
@@ -490,7 +489,7 @@ def test_the_model_is_the_price_of_the_compiled_program(seconds: Any, name: str,
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.one_in(3)
-def test_such_programs_are_right(rng: np.random.Generator, name: str):
+def test_such_programs_are_right(rng, name):
     function, arguments, results, shapes = CASES[name]
     arrays = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
     if name == "a root for each row":
@@ -502,21 +501,21 @@ def test_such_programs_are_right(rng: np.random.Generator, name: str):
         np.testing.assert_allclose(found, want, rtol=0, atol=1e-5 * float(jnp.abs(want).max()))
 
 
-def test_an_update_of_what_nobody_needs_any_more_moves_what_it_writes() -> None:
+def test_an_update_of_what_nobody_needs_any_more_moves_what_it_writes():
     """What is needed again, and what may be the caller's, is copied."""
     here = (1, 0)
 
-    def written(x: Any) -> Any:
+    def written(x):
         return lax.dynamic_update_slice(lax.sort(x), jnp.sin(x[:1]), here)
 
-    def needed(x: Any) -> Any:
+    def needed(x):
         y = lax.sort(x)
         return lax.dynamic_update_slice(y, jnp.sin(x[:1]), here), y
 
-    def argument(x: Any) -> Any:
+    def argument(x):
         return lax.dynamic_update_slice(x, jnp.sin(x[:1]), here)
 
-    def moved(f: Any) -> tuple[bool, int]:
+    def moved(f):
         every = kernels_of(trace(f, f32(64, 32)).block).kernels
         (kernel,) = (k for k in every if k.equation.name == "dynamic_update_slice")
         return kernel.in_place, kernel.moved

@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ import gshard
 from device.models import explained, f32, model
 from gshard.core.mesh import Mesh
 from gshard.device.fusion_model import COLLECTIVE
-from gshard.device.held import Held, held_at_peak
+from gshard.device.held import held_at_peak
 from gshard.device.machine import Dimension, Machine, MachineError
 from gshard.device.machine_kinds import COMPILERS, KINDS, LINE, RING
 from gshard.device.network import (
@@ -371,12 +370,12 @@ MESH = gshard.Mesh.abstract(data=8)
 LAYERS, WIDTH, HIDDEN = 3, 64, 512
 
 
-def step(params: Any, x: Any) -> Any:
+def step(params, x):
     """Gradient descent on layers in a loop, whose weights are split and gathered in each round."""
     params = jax.tree.map(lambda w: gshard.split(w, w.ndim - 1, 8), params)
 
-    def loss(params: Any) -> Any:
-        def layer(x: Any, w: Any) -> Any:
+    def loss(params):
+        def layer(x, w):
             return x + jnp.tanh(x @ w["up"]) @ w["down"], None
 
         y, _ = jax.lax.scan(layer, gshard.split(x, 0, 8), params)
@@ -385,11 +384,11 @@ def step(params: Any, x: Any) -> Any:
     return jax.tree.map(lambda w, g: w - 0.1 * g, params, jax.grad(loss)(params))
 
 
-def arguments() -> tuple[Any, ...]:
+def arguments():
     return {"up": f32(LAYERS, WIDTH, HIDDEN), "down": f32(LAYERS, HIDDEN, WIDTH)}, f32(2048, WIDTH)
 
 
-def peak_of(explanation: gshard.stages.Explanation) -> tuple[Held, ...]:
+def peak_of(explanation):
     cost = explanation.cost("h100:1x8")
     rows = held_at_peak(cost.memory, cost.program.block, explanation.plan.program, explanation.names)
     assert sum(row.bytes for row in rows) == sum(v.bytes for v, _ in cost.memory.alive)
@@ -397,14 +396,14 @@ def peak_of(explanation: gshard.stages.Explanation) -> tuple[Held, ...]:
     return rows
 
 
-def test_weights_that_are_gathered_and_their_gradients_are_named() -> None:
+def test_weights_that_are_gathered_and_their_gradients_are_named():
     rows = peak_of(gshard.explain(step, *arguments(), mesh=MESH))
     names = {row.name for row in rows if row.type in (f"f32[{WIDTH},{HIDDEN}]", f"f32[{HIDDEN},{WIDTH}]")}
     assert names
     assert names <= {f"{what}params.{w}" for what in ("", "gradient of ") for w in ("up", "down")}
 
 
-def test_the_report_and_errors_show_these_names() -> None:
+def test_the_report_and_errors_show_these_names():
     explanation = gshard.explain(step, *arguments(), mesh=MESH)
     shown = explanation.data("h100:1x8")["memory"]["alive"]
     assert [(row[0], row[2], row[4]) for row in shown] == [

@@ -4,7 +4,6 @@ import dataclasses
 import importlib.util
 import json
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,15 +24,15 @@ LABEL = "the machine under the desk"
 FLAGS = ("compiler", "kind")
 
 
-def loss(ws: Any, x: Any) -> Any:
-    def layer(h: Any, w: Any) -> Any:
+def loss(ws, x):
+    def layer(h, w):
         return jnp.tanh(h @ split(w[0], 1, "b")) @ w[1], None
 
     h, _ = jax.lax.scan(layer, split(x, 0, "a"), ws)
     return (h**2).mean()
 
 
-def step(ws: Any, x: Any) -> Any:
+def step(ws, x):
     return jax.tree.map(lambda w, g: w - g, ws, jax.grad(loss)(ws, x))
 
 
@@ -51,7 +50,7 @@ ONE_OF_EACH_MAKER = ("v3", "h100", "mi300x", "cpu")
     "kind", [pytest.param(kind, marks=() if kind in ONE_OF_EACH_MAKER else pytest.mark.slow) for kind in KINDS]
 )
 @pytest.mark.one_in(3)
-def test_renaming_a_machine_changes_its_name_only(kind: str, tmp_path: Path) -> None:
+def test_renaming_a_machine_changes_its_name_only(kind, tmp_path):
     machine = Machine.of(kind, MESH.size)
     renamed = dataclasses.replace(machine, name=LABEL)
     assert renamed != machine
@@ -78,7 +77,7 @@ def test_renaming_a_machine_changes_its_name_only(kind: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("kind", ["v3", "v5e", "tpu7x", "h100", "mi300x", "cpu"])
 @pytest.mark.one_in(2)
-def test_a_calibrated_machine_behaves_as_its_kind(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_calibrated_machine_behaves_as_its_kind(kind, monkeypatch, tmp_path):
     """Its figures are measured; what its compiler does, and so peak memory and messages, are those of the kind."""
     monkeypatch.setattr("gshard.xla.calibrate.kind_of_devices", lambda mesh: kind)
     measured, named = calibrate(jax.devices()[:8], side=8, elements=64), Machine.of(kind, 8)
@@ -92,7 +91,7 @@ def test_a_calibrated_machine_behaves_as_its_kind(kind: str, monkeypatch: pytest
     assert str(measured).startswith(f"{measured.name}, measured: 8 devices")
 
 
-def test_an_unknown_accelerator_is_calibrated_as_its_platform(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_accelerator_is_calibrated_as_its_platform(monkeypatch):
     monkeypatch.setattr("gshard.xla.calibrate.kind_of_devices", lambda mesh: None)
     monkeypatch.setattr("gshard.xla.calibrate.compiler_of", lambda device: COMPILERS["gpu"])
     with pytest.raises(gshard.MachineError, match="does not tell how much memory"):
@@ -103,7 +102,7 @@ def test_an_unknown_accelerator_is_calibrated_as_its_platform(monkeypatch: pytes
     assert measured.compiler == COMPILERS["gpu"]
 
 
-def test_a_measured_machine_of_an_older_version_is_refused(tmp_path: Path) -> None:
+def test_a_measured_machine_of_an_older_version_is_refused(tmp_path):
     """Its file says nothing of the compiler, and the name is no place to guess it from."""
     old = dataclasses.asdict(dataclasses.replace(Machine.of("h100:1x8"), measured=True, name="NVIDIA H100 x 8"))
     for name in FLAGS:
@@ -153,17 +152,17 @@ def test_a_measured_machine_of_an_older_version_is_refused(tmp_path: Path) -> No
         ("cpu", "gpu", None),
     ],
 )
-def test_device_kinds_are_told_apart(called: str, platform: str, kind: str | None) -> None:
+def test_device_kinds_are_told_apart(called, platform, kind):
     assert kind_called(called, platform) == kind
 
 
-def test_every_kind_has_devices_and_every_device_a_kind() -> None:
+def test_every_kind_has_devices_and_every_device_a_kind():
     assert set(DEVICE_KINDS.values()) | {"cpu"} == set(KINDS)
     assert all(called == called.lower() for called in DEVICE_KINDS)
 
 
-def test_a_node_is_as_large_as_its_kind_says() -> None:
-    def sizes(kind: str, devices: int) -> list[int]:
+def test_a_node_is_as_large_as_its_kind_says():
+    def sizes(kind, devices):
         return [d.size for d in Machine.of(kind, devices).network]
 
     assert sizes("h100", 8) == [8]
@@ -176,13 +175,13 @@ def test_a_node_is_as_large_as_its_kind_says() -> None:
     assert sizes("tpu7x", 128) == [4, 4, 4, 2]
 
 
-def test_cores_of_a_chip_exchange_as_their_kind_says() -> None:
+def test_cores_of_a_chip_exchange_as_their_kind_says():
     assert Machine.of("v3:2x2").network[-1].bandwidth == 225e9  # through memory, which is written and read
     assert Machine.of("tpu7x:2x2x1").network[-1].bandwidth == 600e9
     assert Machine.of("tpu7x:4x4x4").network[0].kind == "ring"
 
 
-def test_direct_links_are_used_together_by_collectives_and_singly_by_messages() -> None:
+def test_direct_links_are_used_together_by_collectives_and_singly_by_messages():
     machine, data = Machine.of("mi300x:1x8"), 64 << 20
     assert machine.network == (Dimension(8, DIRECT, 64e9, 2e-6),)
     mesh = Mesh.abstract(a=2, b=4)
@@ -201,14 +200,14 @@ def test_direct_links_are_used_together_by_collectives_and_singly_by_messages() 
     assert permutation_seconds(data, around, switch) < permutation_seconds(data, around, machine)
 
 
-def test_only_chips_in_a_torus_have_a_topology_of_libtpu() -> None:
+def test_only_chips_in_a_torus_have_a_topology_of_libtpu():
     assert Machine.of("v5e:2x4").topology == "v5e:2x4"
     assert dataclasses.replace(Machine.of("tpu7x:2x2x1"), name=LABEL).topology == "tpu7x:2x2x1"
     with pytest.raises(PlanningError, match="no arrangement of TPU chips"):
         topology_mesh(Machine.of("h100:1x8"))
 
 
-def test_the_documentation_has_the_figures_of_every_kind() -> None:
+def test_the_documentation_has_the_figures_of_every_kind():
     spec = importlib.util.spec_from_file_location("machines", ROOT / "scripts" / "machines.py")
     assert spec is not None
     assert spec.loader is not None

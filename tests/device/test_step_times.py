@@ -3,8 +3,6 @@
 import dataclasses
 import math
 import random
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +22,7 @@ from gshard.device.cost import cost
 from gshard.device.fusion_model import kernels_of
 from gshard.device.loop_stacks import stack_slices
 from gshard.device.machine import Machine
-from gshard.device.machine_kinds import COMPILERS, Compiler
+from gshard.device.machine_kinds import COMPILERS
 from gshard.device.network import least_gather_seconds, seconds
 from gshard.device.roofline import copy_seconds
 from gshard.device.step_times import StepTimes
@@ -52,14 +50,14 @@ MACHINES = ["v5e:2x4", "v3:4x2", "h100:2x8", "cpu:8"]
 class Unguided(StepTimes):
     """Looks at every way that is not dearer than the one it takes."""
 
-    def least(self, held: int, wanted: int) -> float:
+    def least(self, held, wanted):
         return 0.0
 
 
-def some(mesh: Mesh, rank: int, rng: random.Random) -> Sharding:
+def some(mesh, rank, rng):
     atoms = [a for a in mesh.atoms if rng.random() < 0.8]
     rng.shuffle(atoms)
-    dims: list[list[str]] = [[] for _ in range(rank)]
+    dims = [[] for _ in range(rank)]
     unreduced = {}
     for a in atoms:
         if rng.random() < 0.15:
@@ -71,7 +69,7 @@ def some(mesh: Mesh, rank: int, rng: random.Random) -> Sharding:
 
 @pytest.mark.parametrize(("named", "joined"), crossed(MACHINES, [False, True], one_in=4))
 @pytest.mark.one_in(2)
-def test_ways_are_no_dearer_for_what_is_known_to_remain(named: str, joined: bool) -> None:
+def test_ways_are_no_dearer_for_what_is_known_to_remain(named, joined):
     rng = random.Random(len(named))
     machine = Machine.of(named)
     mesh = Mesh.abstract(x=2, y=machine.size // 2)
@@ -88,14 +86,14 @@ def test_ways_are_no_dearer_for_what_is_known_to_remain(named: str, joined: bool
 
 
 @pytest.mark.parametrize("named", MACHINES)
-def test_steps_take_what_they_copy_and_what_they_make_a_message_longer(named: str) -> None:
+def test_steps_take_what_they_copy_and_what_they_make_a_message_longer(named):
     machine = Machine.of(named)
     mesh = Mesh.abstract(d=machine.size)
     times, joined = StepTimes(machine), StepTimes(machine, joined=True)
     shape, n = (256, 512), mesh.size
     whole, local = Sharding(((), ())), 4 * 256 * 512 // n
 
-    def taken(step: Step, of: StepTimes = times) -> float:
+    def taken(step, of=times):
         return of.seconds(step, shape, 4, mesh)
 
     rows, columns = Sharding((mesh.atoms, ())), Sharding(((), mesh.atoms))
@@ -123,7 +121,7 @@ def test_steps_take_what_they_copy_and_what_they_make_a_message_longer(named: st
 
 
 @pytest.mark.parametrize("named", MACHINES)
-def test_what_uneven_parts_pad_and_cut_is_copied(named: str) -> None:
+def test_what_uneven_parts_pad_and_cut_is_copied(named):
     machine = Machine.of(named)
     mesh = Mesh.abstract(d=machine.size)
     times, n = StepTimes(machine), mesh.size
@@ -138,7 +136,7 @@ def test_what_uneven_parts_pad_and_cut_is_copied(named: str) -> None:
     assert times.seconds(exchange, (n, 2 * n - 1), 4, mesh) - sent == pytest.approx(copy_seconds(machine, local))
 
 
-def test_tiles_of_an_exchange_are_cut_and_put_in_place() -> None:
+def test_tiles_of_an_exchange_are_cut_and_put_in_place():
     """Where starting a kernel takes long and messages are short, an all-to-all and a permutation are less."""
     mesh = Mesh.abstract(x=2, y=4)
     x, y = (mesh.atoms_of[name] for name in ("x", "y"))
@@ -157,13 +155,13 @@ def test_tiles_of_an_exchange_are_cut_and_put_in_place() -> None:
 
 
 @pytest.mark.parametrize("named", MACHINES)
-def test_the_bound_leaves_out_steps(named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bound_leaves_out_steps(named, monkeypatch):
     """A step is priced only if the steps that must follow it can still be cheaper than the best ones so far."""
     machine = Machine.of(named)
     mesh, counts = Mesh.abstract(a=2, b=machine.size // 2), dict[type, int]()
     original = StepTimes.seconds
 
-    def counted(self: StepTimes, *args: Any, **options: Any) -> float:
+    def counted(self, *args, **options):
         counts[type(self)] = counts.get(type(self), 0) + 1
         return original(self, *args, **options)
 
@@ -178,7 +176,7 @@ def test_the_bound_leaves_out_steps(named: str, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("named", MACHINES)
-def test_no_gather_takes_less_than_the_least(named: str) -> None:
+def test_no_gather_takes_less_than_the_least(named):
     machine = Machine.of(named)
     mesh = Mesh.abstract(d=machine.size)
     for first in range(len(mesh.atoms)):
@@ -190,7 +188,7 @@ def test_no_gather_takes_less_than_the_least(named: str) -> None:
     assert least_gather_seconds(8, 8, machine) == least_gather_seconds(16, 8, machine) == 0
 
 
-def test_what_is_left_over_a_torus_is_not_taken_for_what_goes_over_a_switch() -> None:
+def test_what_is_left_over_a_torus_is_not_taken_for_what_goes_over_a_switch():
     machine = Machine.of("v3:4x2")  # two cores of a chip are behind a switch that is faster than all links
     half, whole = (least_gather_seconds(1 << 20, n << 20, machine) for n in (2, 16))
     links = sum(2 * d.bandwidth / d.shared_by for d in machine.network[:2])
@@ -205,13 +203,13 @@ SQUARES = f32(32, 32), f32(4, 32, 32)
 CPU, TPU = COMPILERS["cpu"], Machine.of("v5e:1x1").compiler
 
 
-def slicing_in_place(machine: Machine) -> Machine:
+def slicing_in_place(machine):
     """The machine with a compiler that slices stacks as libtpu does."""
     compiler = dataclasses.replace(machine.compiler, products_slice_stacks=True, fills_forward_stacks=False)
     return dataclasses.replace(machine, compiler=compiler)
 
 
-def modelled(f: Callable[..., Any], compiler: Compiler) -> tuple[int, int]:
+def modelled(f, compiler):
     """The number of slices that are copied in an iteration, and of stacks that are filled."""
     slices = list(stack_slices(kernels_of(trace(f, *SQUARES).block), compiler))
     return sum(x.copied for x in slices), sum(x.filled for x in slices)
@@ -222,7 +220,7 @@ def modelled(f: Callable[..., Any], compiler: Compiler) -> tuple[int, int]:
     [layers, kept_products, elementwise, kept_carry, gradient, both_ways, backwards, nested],
     ids=lambda f: f.__name__,
 )
-def test_as_many_slices_are_copied_and_stacks_filled_as_in_the_compiled_program(f: Callable[..., Any]):
+def test_as_many_slices_are_copied_and_stacks_filled_as_in_the_compiled_program(f):
     compiled = jax.jit(f).lower(*SQUARES).compile()
     assert modelled(f, CPU) == copies_and_fills(compiled.as_text())
 
@@ -241,14 +239,12 @@ def test_as_many_slices_are_copied_and_stacks_filled_as_in_the_compiled_program(
     ],
     ids=lambda f: getattr(f, "__name__", ""),
 )
-def test_libtpu_slices_inside_of_products_and_fills_stacks_of_loops_that_count_down(
-    f: Callable[..., Any], expected: tuple[int, int]
-):
+def test_libtpu_slices_inside_of_products_and_fills_stacks_of_loops_that_count_down(f, expected):
     assert modelled(f, TPU) == expected
 
 
 def test_a_look_up_reads_a_slice_inside_the_stack():
-    def looked_up(x: Any, ws: Any) -> Any:
+    def looked_up(x, ws):
         return jax.lax.scan(lambda x, w: (x + w[jnp.arange(4) * 2].sum(), None), x, ws)[0]
 
     assert modelled(looked_up, CPU) == (0, 0)
@@ -268,7 +264,7 @@ def test_the_cost_of_a_loop_has_its_copies_and_fills():
 
 
 @pytest.mark.parametrize("f", [layers, kept_products, gradient, nested], ids=lambda f: f.__name__)
-def test_planning_pays_what_the_cost_has(f: Callable[..., Any]):
+def test_planning_pays_what_the_cost_has(f):
     mesh, machine = gshard.Mesh.abstract(x=1), Machine.of("h100:1x1")
     in_place = slicing_in_place(machine)
     lowered = gshard.jit(f, mesh=mesh).lower(*SQUARES)
@@ -284,10 +280,10 @@ def test_planning_pays_what_the_cost_has(f: Callable[..., Any]):
 
 
 def test_a_search_pays_for_the_part_of_a_stack_that_a_device_has():
-    def split_gradient(x: Any, ws: Any) -> Any:
+    def split_gradient(x, ws):
         return gradient(gshard.shard(x, P(None, "x")), gshard.shard(ws, P(None, "x")))
 
-    def found(machine: Machine) -> tuple[float, float]:
+    def found(machine):
         """The seconds of the plan in the model of the search, and in full."""
         plan = gshard.search(split_gradient, f32(64, 1024), f32(16, 1024, 1024), mesh=mesh, machine=machine)
         return plan.best.predicted, plan.cost.seconds
@@ -305,7 +301,7 @@ def test_a_search_pays_for_the_part_of_a_stack_that_a_device_has():
 MESH, MACHINE = gshard.Mesh.abstract(x=4, y=2), Machine.of("v5e:2x4")
 
 
-def all_reduces(f: Any, specs: Any, *arguments: Any) -> list[float]:
+def all_reduces(f, specs, *arguments):
     """Seconds of each."""
     lowered = gshard.jit(f, mesh=MESH, in_shardings=specs, out_shardings=P()).lower(*arguments)
     return [k.seconds for k in cost(lowered.spmd, MACHINE).kernels if k.name == "all_reduce"]
@@ -316,7 +312,7 @@ ARRAYS = f32(8, 1024), f32(8, 1024)
 
 
 def test_sums_that_do_not_need_each_other_are_one_message():
-    def f(a: Any, b: Any) -> Any:
+    def f(a, b):
         return jnp.sum(jnp.sin(a), 0), jnp.sum(b * b, 0)
 
     first, second = all_reduces(f, ROWS, *ARRAYS)
@@ -326,7 +322,7 @@ def test_sums_that_do_not_need_each_other_are_one_message():
 
 
 def test_a_sum_that_needs_another_is_a_message_of_its_own():
-    def f(a: Any, b: Any) -> Any:
+    def f(a, b):
         return jnp.sum(b * jnp.sin(jnp.sum(a, 0)), 0)
 
     first, second = all_reduces(f, ROWS, *ARRAYS)
@@ -370,7 +366,7 @@ SLOW = {("layers/attention_sequence", "h100:1x8"), ("layers/layer_data'", "v5e:2
     ],
 )
 @pytest.mark.one_in(2)
-def test_with_a_machine_no_plan_is_slower_there_than_the_one_by_bytes(name: str, machine: str):
+def test_with_a_machine_no_plan_is_slower_there_than_the_one_by_bytes(name, machine):
     case, where = CASES[name], Machine.of(machine)
     steps = [gshard.jit(case.function, mesh=case.jax_mesh, machine=m) for m in (None, machine)]
     by_bytes, chosen = (cost(step.lower(*case.arguments).spmd, where).seconds for step in steps)

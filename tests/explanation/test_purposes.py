@@ -2,8 +2,6 @@
 
 import re
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,17 +25,17 @@ MEGATRON_AND_FSDP = {
 }  # fmt: skip
 
 
-def block(x: Any, p: Any) -> Any:
+def block(x, p):
     q, k, v = jnp.einsum("btd,cdhk->cbthk", x, p["qkv"])
     scores = jax.nn.softmax(jnp.einsum("bthk,bshk->bhts", q, k) / 8, -1)
     x = x + jnp.einsum("bhts,bshk,hkd->btd", scores, v, p["out"])
     return x + jax.nn.gelu(x @ p["up"]) @ p["down"]
 
 
-def step(params: Any, x: Any) -> Any:
+def step(params, x):
     params, x = gshard.shard_by_path(params, MEGATRON_AND_FSDP), gshard.split(x, 0, "data")
 
-    def loss(params: Any) -> Any:
+    def loss(params):
         y = x
         for p in params:
             y = block(y, p)
@@ -46,7 +44,7 @@ def step(params: Any, x: Any) -> Any:
     return jax.tree.map(lambda w, g: w - 0.1 * g, params, jax.grad(loss)(params))
 
 
-def purposes(rows: int, **mesh: int) -> dict[tuple[str, str], str]:
+def purposes(rows, **mesh):
     x, on = array((rows, 512, 1024), "float32"), gshard.Mesh.abstract(**mesh)
     explained = gshard.explain(step, [BLOCK] * 2, x, mesh=on)
     assert sum(row.bytes for row in explained.purposes) == explained.total_bytes
@@ -55,14 +53,14 @@ def purposes(rows: int, **mesh: int) -> dict[tuple[str, str], str]:
     return {(row.kind, row.axes): row.purpose for row in reversed(explained.purposes)}  # the largest of a kind
 
 
-def test_tensor_parallelism_beside_fsdp() -> None:
+def test_tensor_parallelism_beside_fsdp():
     found = purposes(2, data=2, model=4)
     assert found["all_reduce", "model"].startswith("sums partial results of products (tensor parallelism: row-parallel")
     assert found["all_gather", "data"] == "gathers weights for products (FSDP, ZeRO-3)"
     assert found["reduce_scatter", "data"] == "sums gradients of weights, one shard for each device (FSDP, ZeRO)"
 
 
-def test_large_batches_gather_weights_instead() -> None:
+def test_large_batches_gather_weights_instead():
     """Where activations are larger than weights, weights marked over the tensor axis are gathered over it."""
     found = purposes(256, data=2, model=4)
     assert found["all_gather", "model"] == (
@@ -77,8 +75,8 @@ def test_large_batches_gather_weights_instead() -> None:
         (lambda p: gshard.split(p, 0, "data"), "all_gather", "gathers weights for products (FSDP, ZeRO-3)"),
     ],
 )
-def test_data_parallelism(mark: Any, kind: str, purpose: str) -> None:
-    def ours(p: Any, x: Any) -> Any:
+def test_data_parallelism(mark, kind, purpose):
+    def ours(p, x):
         p, x = mark(p), gshard.split(x, 0, "data")
         return jax.grad(lambda p: jnp.mean(jnp.tanh(x @ p) ** 2))(p)
 
@@ -93,7 +91,7 @@ def test_data_parallelism(mark: Any, kind: str, purpose: str) -> None:
 MESH = gshard.Mesh.abstract(fsdp=8, tensor=8)
 
 
-def layer(wi: Any, wo: Any, x: Any) -> Any:
+def layer(wi, wo, x):
     """A feed-forward layer with weights split over both axes, as for tensor parallelism."""
     wi, wo = gshard.shard(wi, P("fsdp", "tensor")), gshard.shard(wo, P("tensor", "fsdp"))
     x = gshard.split(x, 0, ("fsdp", "tensor"))
@@ -101,12 +99,12 @@ def layer(wi: Any, wo: Any, x: Any) -> Any:
     return gshard.split(hidden @ wo, 0, ("fsdp", "tensor"))
 
 
-def arrays(batch: int, length: int, model: int) -> list[Any]:
+def arrays(batch, length, model):
     shapes = (model, model), (model, model), (batch, length, model)
     return [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes]
 
 
-def test_small_weights_are_gathered_and_both_numbers_are_said() -> None:
+def test_small_weights_are_gathered_and_both_numbers_are_said():
     found = gshard.explain(layer, *arrays(64, 4096, 4096), mesh=MESH)
     rows = moved_instead(found.plan)
     weight, activation, part = 4096 * 4096 * 2 // 8, 8 * 4096 * 4096 * 2, 4096 * 4096 * 2 // 64
@@ -120,8 +118,8 @@ def test_small_weights_are_gathered_and_both_numbers_are_said() -> None:
     assert "59.5 MiB instead of 227.5 MiB" in text
 
 
-def test_equal_products_of_a_loop_are_one_row() -> None:
-    def layers(ws: Any, x: Any) -> Any:
+def test_equal_products_of_a_loop_are_one_row():
+    def layers(ws, x):
         return jax.lax.scan(lambda x, w: (layer(w, w.T, x), None), x, ws)[0]
 
     stack = jax.ShapeDtypeStruct((3, 4096, 4096), "bfloat16")
@@ -129,10 +127,10 @@ def test_equal_products_of_a_loop_are_one_row() -> None:
     assert [(row.operand, row.times) for row in rows] == [("bf16[4096,4096]", 3)] * 2
 
 
-def test_weights_that_stay_are_not_mentioned() -> None:
+def test_weights_that_stay_are_not_mentioned():
     """Activations are smaller than weights: they are gathered, and results reduce-scattered, as Megatron does."""
 
-    def f(wi: Any, wo: Any, x: Any) -> Any:
+    def f(wi, wo, x):
         wi, wo, x = gshard.shard(wi, P(None, "tensor")), gshard.shard(wo, P("tensor")), gshard.split(x, 0, "tensor")
         return gshard.split(jax.nn.gelu(x @ wi) @ wo, 0, "tensor")
 
@@ -142,8 +140,8 @@ def test_weights_that_stay_are_not_mentioned() -> None:
     assert "operands gathered" not in found.format(tensors=0)
 
 
-def test_fully_sharded_weights_are_not_mentioned() -> None:
-    def fsdp(w: Any, x: Any) -> Any:
+def test_fully_sharded_weights_are_not_mentioned():
+    def fsdp(w, x):
         w, x = gshard.split((w, x), 0, "fsdp")
         return x @ w
 
@@ -160,26 +158,26 @@ X = np.arange(-63.0 * 4, 63 * 4, dtype=np.float32).reshape(63, 8) / 8
 TYPO, OTHERS = gshard.Layout(batc="data"), gshard.Layout(batch="data", heads="model")
 
 
-def on(**axes: int) -> NamedSharding:
+def on(**axes):
     return NamedSharding(mesh_of(**axes), P(next(iter(axes))))
 
 
-def twice(x: Any) -> Any:
+def twice(x):
     return gshard.split(gshard.split(x, 0, "data"), 1, "model")
 
 
-def named(x: Any) -> Any:
+def named(x):
     return 2 * gshard.name(x, "batch _")
 
 
-def reshard(x: Any) -> Any:
+def reshard(x):
     """The first split decides how the value is computed that two operations read, or how it travels."""
     y = gshard.split(x, 0, "data")
     return gshard.split(y, 1, "model") + y, gshard.split(gshard.split(x, 0, "data"), 1, "data")
 
 
 # The function, its options, its argument, and what the warning has.
-WARNED: dict[str, tuple[Callable[[Any], Any], dict[str, Any], Any, str]] = {
+WARNED = {
     "uneven": (
         lambda x: gshard.split(x, 0, "data") * 2, {}, X,
         r'x: f32\[63@data,8\] inside \(512 B a device\), f32\[63,8\] returned .*uneven="keep" returns',
@@ -200,7 +198,7 @@ WARNED: dict[str, tuple[Callable[[Any], Any], dict[str, Any], Any, str]] = {
         lambda x: (gshard.split(x, 0, "data"), x * 2)[1], {}, X, "nothing reads the result of split",
     ),
 }  # fmt: skip
-SILENT: dict[str, tuple[Callable[[Any], Any], dict[str, Any], Any]] = {
+SILENT = {
     "even": (lambda x: gshard.split(x, 0, "data") * 2, {}, X[:8]),
     "kept": (lambda x: gshard.split(x, 0, "data") * 2, {"uneven": "keep"}, X),
     "a reshard": (reshard, {}, X[:8]),
@@ -210,7 +208,7 @@ SILENT: dict[str, tuple[Callable[[Any], Any], dict[str, Any], Any]] = {
 }  # fmt: skip
 
 
-def called(f: Callable[[Any], Any], options: dict[str, Any], x: Any) -> list[str]:
+def called(f, options, x):
     """What three calls warn of whose arguments are in different places, and compiling ahead of time."""
     run = gshard.jit(f, mesh=AXES, **options)
     with warnings.catch_warnings(record=True) as found:
@@ -222,7 +220,7 @@ def called(f: Callable[[Any], Any], options: dict[str, Any], x: Any) -> list[str
 
 
 @pytest.mark.parametrize("case", WARNED)
-def test_one_warning_with_the_line(case: str) -> None:
+def test_one_warning_with_the_line(case):
     f, options, x, text = WARNED[case]
     found = called(f, options, x)
     assert len(found) == 1, found
@@ -237,11 +235,11 @@ def test_one_warning_with_the_line(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", SILENT)
-def test_no_warning_of_what_is_meant(case: str) -> None:
+def test_no_warning_of_what_is_meant(case):
     assert called(*SILENT[case]) == []
 
 
-def test_explain_does_not_warn() -> None:
+def test_explain_does_not_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = gshard.explain(twice, X, mesh=AXES)

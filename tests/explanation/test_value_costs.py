@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +12,8 @@ from jax.sharding import PartitionSpec as P
 import gshard
 from device.models import f32
 from gshard.core.number_text import format_seconds
-from gshard.core.program import Value
-from gshard.explanation.explain import Explanation
 from gshard.planning.causes import Causes
-from gshard.planning.propagate import Choice, choose
+from gshard.planning.propagate import choose
 from gshard.planning.settled import settled
 from gshard.search.seconds import on_machine, seconds_on
 from gshard.solver.solve import solve
@@ -25,31 +21,31 @@ from gshard.solver.solve import solve
 GRID = gshard.Mesh.abstract(data=4, model=2)
 
 
-def step(x: Any, w: Any, v: Any) -> Any:
-    def loss(w: Any) -> Any:
+def step(x, w, v):
+    def loss(w):
         h = jnp.tanh(gshard.split(x, 0, "data") @ w)
         return jnp.sum((h @ gshard.split(v, 0, "model")) ** 2)
 
     return w - 0.1 * jax.grad(loss)(w)
 
 
-def crossed(x: Any, w: Any) -> Any:
+def crossed(x, w):
     """Rows and columns ask for the same axis."""
     y = gshard.shard(x, P("data", None)) @ gshard.shard(w, P("data", None))
     return gshard.shard(y.T, P("model", None)), jnp.exp(y * 2.0).sum(0)
 
 
-def stacked(x: Any, ws: Any) -> Any:
+def stacked(x, ws):
     body = lambda x, w: (jnp.tanh(x @ w), x.sum(0))  # noqa: E731
     return jax.lax.scan(body, gshard.split(x, 0, "data"), gshard.split(ws, 2, "model"))
 
 
-def windows(x: Any, k: Any) -> Any:
+def windows(x, k):
     x = gshard.split(x, 2, "data")
     return sum(jax.lax.conv(x, k * i, (1, 1), "SAME") for i in (1, 2)) + x
 
 
-PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+PROGRAMS = {
     "step": (step, (f32(64, 32), f32(32, 128), f32(128, 16))),
     "crossed": (crossed, (f32(64, 32), f32(32, 48))),
     "stacked": (stacked, (f32(16, 32), f32(4, 32, 32))),
@@ -58,7 +54,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 
 
 @functools.cache
-def explained(name: str, machine: str | None = None) -> tuple[Explanation, Choice]:
+def explained(name, machine=None):
     f, arguments = PROGRAMS[name]
     found = gshard.explain(f, *arguments, mesh=GRID, machine=machine)
     assert found.choice is not None
@@ -67,7 +63,7 @@ def explained(name: str, machine: str | None = None) -> tuple[Explanation, Choic
     return found, choice
 
 
-def forced(choice: Choice, v: Value, sharding: str) -> float:
+def forced(choice, v, sharding):
     """The least cost with a sharding of a value, by another solver than the one that planning takes."""
     k, problem = choice.graph.groups.of[v], choice.graph.problem
     texts = [s.format(GRID, v.shape, v.dtype_name) for s in choice.graph.states[k]]
@@ -80,11 +76,9 @@ def forced(choice: Choice, v: Value, sharding: str) -> float:
     ("name", "machine"), [("step", None), ("step", "h100:1x8"), ("crossed", None), ("stacked", None)]
 )
 @pytest.mark.one_in(2)
-def test_a_cost_is_that_of_the_best_plan_with_its_sharding_and_the_sum_of_its_parts(
-    name: str, machine: str | None
-) -> None:
+def test_a_cost_is_that_of_the_best_plan_with_its_sharding_and_the_sum_of_its_parts(name, machine):
     found, choice = explained(name, machine)
-    groups: set[int] = set()
+    groups = set()
     compared = 0
     for row in found.tensors:
         if (group := choice.graph.groups.of[row.value]) in groups:
@@ -114,7 +108,7 @@ def test_a_cost_is_that_of_the_best_plan_with_its_sharding_and_the_sum_of_its_pa
 
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.one_in(2)
-def test_causes_add_up_to_what_states_cost(name: str, rng: np.random.Generator) -> None:
+def test_causes_add_up_to_what_states_cost(name, rng):
     f, arguments = PROGRAMS[name]
     machine = gshard.Machine.of("h100:1x8")
     choice = choose(settled(gshard.stages.trace(f, *arguments), on_machine(GRID, machine)), seconds_on(machine))
@@ -128,7 +122,7 @@ def test_causes_add_up_to_what_states_cost(name: str, rng: np.random.Generator) 
             assert causes.cause(nodes, states, cost).text
 
 
-def test_causes_name_operations_moves_and_lines() -> None:
+def test_causes_name_operations_moves_and_lines():
     found, _ = explained("step")
     text = str(found.costs("%4"))
     assert "  * f32[64@data,128@model]" in text
@@ -137,7 +131,7 @@ def test_causes_name_operations_moves_and_lines() -> None:
     assert len(text.splitlines()) < len(found.costs("%4").format(100).splitlines())
 
 
-def test_the_array_of_a_collective_is_found_by_its_name() -> None:
+def test_the_array_of_a_collective_is_found_by_its_name():
     found, _ = explained("step")
     (row,) = (row for row in found.collectives if row.array == "gradient of w")
     chosen = found.costs("gradient of w").chosen
@@ -145,7 +139,7 @@ def test_the_array_of_a_collective_is_found_by_its_name() -> None:
     assert found.why("gradient of w").startswith("%")
 
 
-def test_a_mark_that_leaves_no_choice_is_named() -> None:
+def test_a_mark_that_leaves_no_choice_is_named():
     found, _ = explained("step")
     marked = found.costs("%3")
     assert len(marked.rows) == 1
@@ -155,7 +149,7 @@ def test_a_mark_that_leaves_no_choice_is_named() -> None:
     assert "the marks decide how this argument comes" in str(found.costs("w"))
 
 
-def test_values_of_one_sharding_group_are_named() -> None:
+def test_values_of_one_sharding_group_are_named():
     found, choice = explained("crossed")
     group = next(own for own in choice.graph.groups.members if len(own) > 1)
     first, second = (next(row for row in found.tensors if row.value is v) for v in group[:2])
@@ -164,8 +158,8 @@ def test_values_of_one_sharding_group_are_named() -> None:
     assert [row.sharding for row in costs.rows] == [row.sharding for row in found.costs(second.name).rows]
 
 
-def test_equal_layers_are_compared_together() -> None:
-    def net(ws: Any, x: Any) -> Any:
+def test_equal_layers_are_compared_together():
+    def net(ws, x):
         for w in ws:
             x = jax.nn.relu(x @ gshard.split(w, 1, "data"))
         return jnp.mean(x**2)
@@ -186,25 +180,25 @@ def test_equal_layers_are_compared_together() -> None:
 
 
 @pytest.mark.slow
-def test_a_plan_by_bytes_that_is_as_fast_is_named() -> None:
+def test_a_plan_by_bytes_that_is_as_fast_is_named():
     found, choice = explained("windows", "v5e:2x4")
     assert choice.objective.counted == "bytes sent"
     assert "the plan by bytes is as fast on v5e:2x4 as those by time" in str(found.costs("k"))
 
 
-def test_there_is_nothing_to_compare_without_a_mark() -> None:
+def test_there_is_nothing_to_compare_without_a_mark():
     costs = gshard.explain(lambda x: x.sum(), f32(8, 4), mesh=GRID).costs("x")
     assert costs.rows == ()
     assert "no mark splits anything" in str(costs)
 
 
-def test_a_name_that_is_not_known_is_refused_with_near_ones() -> None:
+def test_a_name_that_is_not_known_is_refused_with_near_ones():
     found, _ = explained("step")
     with pytest.raises(gshard.ArgumentError, match=r"no tensor is called 'xx'[^$]*Did you mean 'x'"):
         found.costs("xx")
 
 
-def test_nothing_was_compared_for_a_plan_that_was_given() -> None:
+def test_nothing_was_compared_for_a_plan_that_was_given():
     found, _ = explained("step")
     f, arguments = PROGRAMS["step"]
     given = gshard.explain(gshard.jit(f, mesh=GRID, plan=found.plan), *arguments)
@@ -212,7 +206,7 @@ def test_nothing_was_compared_for_a_plan_that_was_given() -> None:
         given.costs("w")
 
 
-def test_a_searched_plan_has_the_costs_that_the_search_compared() -> None:
+def test_a_searched_plan_has_the_costs_that_the_search_compared():
     f, arguments = PROGRAMS["step"]
     found = gshard.search(f, *arguments, mesh=GRID, machine="v5e:2x4", progress=False)
     explained = found.explain()
@@ -232,8 +226,8 @@ def test_a_searched_plan_has_the_costs_that_the_search_compared() -> None:
 MESH = gshard.Mesh.abstract(data=4, model=2)
 
 
-def trained(weights: Any, x: Any) -> Any:
-    def loss(weights: Any) -> Any:
+def trained(weights, x):
+    def loss(weights):
         return jnp.mean((jax.nn.relu(gshard.split(x, 0, "data") @ weights[0]) @ weights[1]) ** 2)
 
     return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))

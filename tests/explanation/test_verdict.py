@@ -1,7 +1,5 @@
 """The verdict: what bounds a call, whose work is done twice, which line sends most, and which mark would help."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -205,15 +203,15 @@ def test_what_one_device_alone_takes_has_no_communication():
 # Devices without work of their own: axes that split nothing, dimensions with too few elements; the time of both.
 
 
-def net(p: Any, x: Any, y: Any) -> Any:
+def net(p, x, y):
     return jnp.mean((jnp.tanh(jnp.tanh(x @ p["a"]) @ p["b"]) - y) ** 2)
 
 
-def arguments(rows: int) -> tuple[Any, ...]:
+def arguments(rows):
     return {"a": f32(64, 64), "b": f32(64, 8)}, f32(rows, 64), f32(rows, 8)
 
 
-def test_a_program_without_marks_is_computed_by_every_device() -> None:
+def test_a_program_without_marks_is_computed_by_every_device():
     told = gshard.explain(net, *arguments(32), mesh=MESH)
     (line,) = told.replicated
     assert line.startswith("no array is split: each of the 8 devices computes the whole program; split(x, 0, 'data')")
@@ -229,21 +227,21 @@ def test_a_program_without_marks_is_computed_by_every_device() -> None:
         (P(("data", "model")), None),
     ],
 )
-def test_an_axis_that_splits_nothing_is_named(spec: P, line: str | None) -> None:
+def test_an_axis_that_splits_nothing_is_named(spec, line):
     told = gshard.explain(lambda x: gshard.shard(jnp.sin(gshard.shard(x, spec)), spec), f32(32, 8), mesh=MESH)
     assert told.replicated == (() if line is None else (line,))
 
 
-def test_a_part_of_an_axis_that_splits_nothing_is_named() -> None:
-    def f(x: Any) -> Any:
+def test_a_part_of_an_axis_that_splits_nothing_is_named():
+    def f(x):
         return gshard.split(jnp.sin(gshard.split(x, 0, 2)), 0, 2)
 
     told = gshard.explain(f, f32(32, 8), mesh=gshard.Mesh.abstract(data=8))
     assert told.replicated == ("axis 'data' splits arrays into 2 parts of 8: 4 devices repeat the same work",)
 
 
-def test_a_batch_smaller_than_the_mesh_leaves_devices_without_rows() -> None:
-    def f(p: Any, x: Any, y: Any) -> Any:
+def test_a_batch_smaller_than_the_mesh_leaves_devices_without_rows():
+    def f(p, x, y):
         return net(p, gshard.split(x, 0, "data"), y)
 
     mesh = gshard.Mesh.abstract(data=8)
@@ -253,11 +251,11 @@ def test_a_batch_smaller_than_the_mesh_leaves_devices_without_rows() -> None:
     assert gshard.explain(f, *arguments(8), mesh=mesh).replicated == ()
 
 
-def test_a_search_says_which_devices_have_no_work_and_shows_split_arguments_first() -> None:
+def test_a_search_says_which_devices_have_no_work_and_shows_split_arguments_first():
     idle = gshard.search(net, *arguments(4), mesh=gshard.Mesh.abstract(data=8), machine="h100:1x8", progress=False)
     assert "no array is split: each of the 8 devices computes the whole program" in str(idle)
 
-    def product(w: Any, x: Any) -> Any:
+    def product(w, x):
         return jnp.tanh(gshard.split(x, 0, "x") @ w)
 
     small = gshard.search(product, f32(4096, 4096), f32(512, 4096), mesh={"x": 2}, machine="h100:1x2", progress=False)
@@ -267,10 +265,10 @@ def test_a_search_says_which_devices_have_no_work_and_shows_split_arguments_firs
     assert [("@" in row) for row in rows] == sorted((("@" in row) for row in rows), reverse=True)
 
 
-def test_the_verdict_says_what_splitting_the_batch_would_take() -> None:
+def test_the_verdict_says_what_splitting_the_batch_would_take():
     """On a machine a small batch is gathered: said with the time of the plan that splits it."""
 
-    def f(p: Any, x: Any, y: Any) -> Any:
+    def f(p, x, y):
         g = jax.grad(net)(p, gshard.split(x, 0, "data"), y)
         return jax.tree.map(lambda p, g: p - 0.1 * g, p, g)
 
@@ -295,7 +293,7 @@ W = np.random.default_rng(0).standard_normal((16, 24)).astype(np.float32)
 X = np.random.default_rng(1).standard_normal((8, 16)).astype(np.float32)
 
 
-def contracted(x: Any, w: Any) -> Any:
+def contracted(x, w):
     return jnp.tanh(gshard.replicate(split(x, 1, 8) @ split(w, 0, 8)))
 
 
@@ -303,14 +301,14 @@ SENT = 2 * 8 * 24 * 4 * 7 // 8  # one all-reduce of the result
 
 
 @pytest.mark.parametrize("strict", [SENT, SENT + 0.5, 1e9, True, False])
-def test_a_program_that_keeps_to_its_budget_runs(strict: Any) -> None:
+def test_a_program_that_keeps_to_its_budget_runs(strict):
     assert gshard.explain(contracted, X, W, mesh=8).total_bytes == SENT
     jitted = gshard.jit(contracted, mesh=8, strict=strict)
     np.testing.assert_allclose(jitted(X, W), np.tanh(X @ W), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("strict", [0, SENT - 1])
-def test_one_that_does_not_is_refused_with_what_to_do(strict: Any) -> None:
+def test_one_that_does_not_is_refused_with_what_to_do(strict):
     with pytest.raises(gshard.PlanError) as caught:
         gshard.jit(contracted, mesh=8, strict=strict)(X, W)
     text = str(caught.value)
@@ -321,18 +319,18 @@ def test_one_that_does_not_is_refused_with_what_to_do(strict: Any) -> None:
     assert "split(x, 1, 8)" in text, "the mark that causes it is missing"
 
 
-def test_it_holds_for_each_half_of_a_derivative() -> None:
+def test_it_holds_for_each_half_of_a_derivative():
     jitted = gshard.jit(lambda x, w: contracted(x, w).sum(), mesh=8, strict=16)
     with pytest.raises(gshard.PlanError, match="strict allows 16 bytes"):
         jax.jit(jax.grad(jitted))(X, W)
 
 
-def test_what_moves_nothing_needs_no_budget() -> None:
+def test_what_moves_nothing_needs_no_budget():
     jitted = gshard.jit(lambda x: 2 * split(x, 0, 8), mesh=8, strict=0)
     np.testing.assert_array_equal(jitted(X), 2 * X)
 
 
 @pytest.mark.parametrize("strict", [-1, "1 MB", float("nan"), None])
-def test_budgets_that_say_nothing(strict: Any) -> None:
+def test_budgets_that_say_nothing(strict):
     with pytest.raises(gshard.PlanError, match="number of bytes"):
         gshard.jit(contracted, mesh=8, strict=strict)

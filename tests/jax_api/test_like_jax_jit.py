@@ -6,8 +6,6 @@ and shape of arrays, tree and plain values of the rest. A case of ``RAISES`` mus
 are those of JAX's own tests of ``jax.jit``, which ``run.py`` runs themselves.
 """
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 import copy
@@ -45,23 +43,23 @@ class Tools:
     split: Callable[[Any], Any]
 
 
-LONG: dict[str, Callable[[Tools], Any]] = {}
+LONG = {}
 
 
-def case(run: Callable[[Tools], Any]) -> Any:
+def case(run):
     """Adds a case that is no single expression."""
     assert LONG.setdefault(run.__name__, run) is run
     return run
 
 
-def ours(mesh: int) -> Tools:
+def ours(mesh):
     return Tools(lambda *f, **options: gshard.jit(*f, mesh=mesh, **options), lambda x: gshard.split(x, 0, mesh))
 
 
 JAX = Tools(jax.jit, lambda x: x)
 
 
-def compare(found: Any, expected: Any) -> None:
+def compare(found, expected):
     """Trees, arrays in all that JAX knows of them, and plain values."""
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
@@ -80,17 +78,17 @@ def compare(found: Any, expected: Any) -> None:
             np.testing.assert_array_equal(x, y)
 
 
-def called(*args: Any, **kwargs: Any) -> Any:
+def called(*args, **kwargs):
     """The arguments of a call."""
     return args, kwargs
 
 
-def traces(t: Tools, f: Callable[..., Any], *calls: Any, **options: Any) -> Any:
+def traces(t, f, *calls, **options):
     """The results of calls of one function, and how often it was traced."""
     traced = []
 
     @functools.wraps(f)
-    def counted(*args: Any, **kwargs: Any) -> Any:
+    def counted(*args, **kwargs):
         traced.append(1)
         return f(*args, **kwargs)
 
@@ -98,7 +96,7 @@ def traces(t: Tools, f: Callable[..., Any], *calls: Any, **options: Any) -> Any:
     return [g(*args, **kwargs) for args, kwargs in calls], len(traced)
 
 
-def donates(t: Tools, f: Callable[..., Any], *args: Any, names: Any = (), **options: Any) -> Any:
+def donates(t, f, *args, names=(), **options):
     """The results of a second call with those of a first, and which of its arguments are deleted.
 
     What is where the program wants it is donated; a first call may have to move it. ``names`` are given by name.
@@ -110,7 +108,7 @@ def donates(t: Tools, f: Callable[..., Any], *args: Any, names: Any = (), **opti
     return again, [x.is_deleted() for x in moved.values()]
 
 
-def are_traced(*args: Any) -> tuple[int, ...]:
+def are_traced(*args):
     return tuple(int(isinstance(x, jax.core.Tracer)) for x in args)
 
 
@@ -121,71 +119,71 @@ class Point(NamedTuple):
 
 @jax.tree_util.register_pytree_node_class
 class Tagged:
-    def __init__(self, value: Any, tag: str):
+    def __init__(self, value, tag):
         self.value, self.tag = value, tag
 
-    def tree_flatten(self) -> Any:
+    def tree_flatten(self):
         return (self.value,), self.tag
 
     @classmethod
-    def tree_unflatten(cls, tag: str, values: Any) -> Any:
+    def tree_unflatten(cls, tag, values):
         return cls(values[0], tag)
 
 
 class Unequal:
-    def __hash__(self) -> int:
+    def __hash__(self):
         return 1
 
-    def __eq__(self, other: object) -> bool:
+    def __eq__(self, other):
         raise NotImplementedError
 
 
 class Same(Unequal):
     __hash__ = Unequal.__hash__
 
-    def __eq__(self, other: object) -> bool:
+    def __eq__(self, other):
         return isinstance(other, Same)
 
 
 class Plus:
-    def __init__(self, n: int):
+    def __init__(self, n):
         self.n = n
 
-    def __call__(self, x: Any) -> Any:
+    def __call__(self, x):
         return x + self.n
 
 
 class BadRepr(Plus):
-    def __repr__(self) -> str:
+    def __repr__(self):
         raise ValueError("no repr")
 
 
-def numbers(x: Any) -> Any:
+def numbers(x):
     yield x
 
 
-def add(a: Any, b: Any, *, c: Any = 1) -> Any:
+def add(a, b, *, c=1):
     return a + 2 * b + 4 * c
 
 
-def positional(a: Any, /, b: Any, *, c: Any) -> Any:
+def positional(a, /, b, *, c):
     return a, b, c
 
 
-def of_kind(x: Any, n: int = 2, *, kind: str = "plus") -> Any:
+def of_kind(x, n=2, *, kind="plus"):
     assert isinstance(n, int)
     return x + n if kind == "plus" else x - n
 
 
-def two(x: Any, y: Any) -> tuple[int, ...]:
+def two(x, y):
     return are_traced(x, y)
 
 
-def affine(x: Any, *, b: Any) -> Any:
+def affine(x, *, b):
     return {"y": jnp.sqrt(x**2) @ jnp.ones((4, 2)) + b}
 
 
-def curve(t: Tools) -> Callable[..., Any]:
+def curve(t):
     return t.jit(lambda x, w: jnp.tanh(t.split(x) @ w).sum(-1))
 
 
@@ -198,7 +196,7 @@ EMBEDDED = {"xla_embed_ir_in_executable": True}
 INVALID = {"invalid_key": "invalid_value"}
 
 # Cases that give a value: of one expression each.
-VALUES: dict[str, Callable[[Tools], Any]] = {
+VALUES = {
     # functions, methods, callables
     "decorated with options": lambda t: (
         (f := t.jit(static_argnames=["flag"])(lambda x, flag: x if flag else -x))(1, True), f(1, False), f(1, flag=True)
@@ -459,7 +457,7 @@ VALUES: dict[str, Callable[[Tools], Any]] = {
 
 @case
 def attributes_of_the_function(t: Tools) -> Any:
-    def f(a: int, b: float = 2.0) -> float:
+    def f(a, b=2.0):
         """Adds."""
         return a + b
 
@@ -469,18 +467,18 @@ def attributes_of_the_function(t: Tools) -> Any:
 
 
 @case
-def method_of_a_pytree(t: Tools) -> Any:
+def method_of_a_pytree(t):
     @jax.tree_util.register_dataclass
     @dataclasses.dataclass
     class Layer:
         w: Any
 
         @t.jit
-        def __call__(self, x: Any) -> Any:
+        def __call__(self, x):
             return t.split(x) @ self.w
 
         @t.jit
-        def named(self, x: Any, *, scale: Any = 2.0) -> Any:
+        def named(self, x, *, scale=2.0):
             return x * scale + self.w.sum()
 
     layer = Layer(jnp.arange(12.0).reshape(4, 3))
@@ -488,36 +486,36 @@ def method_of_a_pytree(t: Tools) -> Any:
 
 
 @case
-def static_and_class_methods(t: Tools) -> Any:
+def static_and_class_methods(t):
     class A:
         @staticmethod
         @t.jit
-        def one(x: Any) -> Any:
+        def one(x):
             return x + 1
 
         @classmethod
         @functools.partial(t.jit, static_argnums=0)
-        def two(cls, x: Any) -> Any:
+        def two(cls, x):
             return x + 2
 
     return A.one(1), A().one(1), A.two(1), A().two(1)
 
 
 @case
-def method_with_static_self(t: Tools) -> Any:
+def method_with_static_self(t):
     class Scale:
-        def __init__(self, by: float):
+        def __init__(self, by):
             self.by = by
 
         @functools.partial(t.jit, static_argnums=(0,))
-        def apply(self, x: Any) -> Any:
+        def apply(self, x):
             return x * self.by
 
     return Scale(2.0).apply(jnp.arange(3)), Scale(3.0).apply(jnp.arange(3))
 
 
 @case
-def wide_types(t: Tools) -> Any:
+def wide_types(t):
     f = t.jit(lambda x: t.split(x) * 2)
     x = np.arange(8, dtype=np.float64) / 3
     with jax.enable_x64(True):
@@ -526,8 +524,8 @@ def wide_types(t: Tools) -> Any:
 
 
 @case
-def results_under_jit_are_arrays(t: Tools) -> Any:
-    def f(x: Any) -> Any:
+def results_under_jit_are_arrays(t):
+    def f(x):
         found = t.jit(lambda x, y: (y + 2 * x, 3, np.float32(1), None))(2, x)
         return found, isinstance(found[1], jax.Array)
 
@@ -535,7 +533,7 @@ def results_under_jit_are_arrays(t: Tools) -> Any:
 
 
 @case
-def arrays_of_numpy_are_not_changed(t: Tools) -> Any:
+def arrays_of_numpy_are_not_changed(t):
     x = np.arange(8.0, dtype=np.float32)
     y = t.jit(lambda x: x + 1)(x)
     x[:] = 0
@@ -543,10 +541,10 @@ def arrays_of_numpy_are_not_changed(t: Tools) -> Any:
 
 
 @case
-def nodes_of_the_user(t: Tools) -> Any:
+def nodes_of_the_user(t):
     traced = []
 
-    def f(x: Tagged) -> Tagged:
+    def f(x):
         traced.append(x.tag)
         return Tagged(x.value * (2 if x.tag == "double" else 1), x.tag + "!")
 
@@ -556,7 +554,7 @@ def nodes_of_the_user(t: Tools) -> Any:
 
 
 @case
-def donated_beside_static(t: Tools) -> Any:
+def donated_beside_static(t):
     f = t.jit(lambda a, b, c: (a * b, c + a), static_argnums=0, donate_argnums=2)
     b, c = f(2, jnp.ones(4), jnp.ones(3))
     found = f(2, b, c)
@@ -564,7 +562,7 @@ def donated_beside_static(t: Tools) -> Any:
 
 
 @case
-def donated_tree(t: Tools) -> Any:
+def donated_tree(t):
     step = t.jit(lambda s, x: {k: v + x for k, v in s.items()}, donate_argnums=0)
     state = {"m": jnp.zeros(8), "v": jnp.ones((4, 2))}
     for i in range(4):
@@ -573,14 +571,14 @@ def donated_tree(t: Tools) -> Any:
 
 
 @case
-def donated_numpy_stays(t: Tools) -> Any:
+def donated_numpy_stays(t):
     x = np.arange(8, dtype=np.float32)
     f = t.jit(lambda x: x * 2, donate_argnums=0)
     return f(x), f(x), x
 
 
 @case
-def donated_for_nothing_warns(t: Tools) -> Any:
+def donated_for_nothing_warns(t):
     f = t.jit(lambda x, y: x.sum() + y.sum(), donate_argnums=(0, 1))
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
@@ -589,7 +587,7 @@ def donated_for_nothing_warns(t: Tools) -> Any:
 
 
 @case
-def donated_inside_is_ignored(t: Tools) -> Any:
+def donated_inside_is_ignored(t):
     inner = t.jit(lambda x: x + 1, donate_argnums=0)
     x = jnp.arange(3.0)
     found = jax.jit(lambda x: inner(x) + x)(x), lax.scan(lambda c, _: (inner(c) + c, None), x, None, length=2)[0]
@@ -622,17 +620,17 @@ print("lived")
 """
 
 
-def test_one_array_given_twice_and_donated() -> None:
+def test_one_array_given_twice_and_donated():
     """Works or raises; it must not take the process down, which is why it runs in one of its own."""
     ended = subprocess.run([sys.executable, "-c", ALIASED], capture_output=True, text=True, check=False)
     assert ended.stdout == "lived\n", f"ended with {ended.returncode}: {ended.stderr[-1000:]}"
 
 
 @case
-def two_of_one_function_share_their_trace(t: Tools) -> Any:
+def two_of_one_function_share_their_trace(t):
     traced = []
 
-    def f(x: Any) -> Any:
+    def f(x):
         traced.append(1)
         return x + 1
 
@@ -640,16 +638,16 @@ def two_of_one_function_share_their_trace(t: Tools) -> Any:
 
 
 @case
-def traces_once_inside_and_outside(t: Tools) -> Any:
+def traces_once_inside_and_outside(t):
     traced = []
 
     @t.jit
-    def inner(x: Any) -> Any:
+    def inner(x):
         traced.append(1)
         return 2 * x
 
     @t.jit
-    def outer(x: Any) -> Any:
+    def outer(x):
         for _ in range(5):
             x = inner(x)
         return x
@@ -659,7 +657,7 @@ def traces_once_inside_and_outside(t: Tools) -> Any:
 
 
 @case
-def traces_again_when_cleared(t: Tools) -> Any:
+def traces_again_when_cleared(t):
     traced = []
     f = t.jit(lambda x: traced.append(1) or x)
     f(1), f(2)
@@ -671,7 +669,7 @@ def traces_again_when_cleared(t: Tools) -> Any:
 
 
 @case
-def configuration_is_part_of_the_kind(t: Tools) -> Any:
+def configuration_is_part_of_the_kind(t):
     f = t.jit(lambda x: (x.astype(float), jax.random.bits(jax.random.key(0), (2,))))
     x = jnp.arange(3)
     first = f(x)
@@ -683,7 +681,7 @@ def configuration_is_part_of_the_kind(t: Tools) -> Any:
 
 
 @case
-def precision_is_part_of_the_kind(t: Tools) -> Any:
+def precision_is_part_of_the_kind(t):
     traced = []
     f = t.jit(lambda x: traced.append(1) or x @ x)
     x = jnp.eye(3)
@@ -694,7 +692,7 @@ def precision_is_part_of_the_kind(t: Tools) -> Any:
 
 
 @case
-def a_global_is_read_once(t: Tools) -> Any:
+def a_global_is_read_once(t):
     box = [1]
     f = t.jit(lambda x: x + box[0])
     first = f(1)
@@ -703,14 +701,14 @@ def a_global_is_read_once(t: Tools) -> Any:
 
 
 @case
-def compilations_are_logged_by_name(t: Tools) -> Any:
-    lines: list[str] = []
+def compilations_are_logged_by_name(t):
+    lines = []
 
     class Kept(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
+        def emit(self, record):
             lines.append(record.getMessage())
 
-    def a_function_with_a_name(x: Any) -> Any:
+    def a_function_with_a_name(x):
         return x * 2 + 1
 
     handler, logger = Kept(), logging.getLogger("jax")
@@ -726,10 +724,10 @@ def compilations_are_logged_by_name(t: Tools) -> Any:
 
 
 @case
-def jit_disabled(t: Tools) -> Any:
+def jit_disabled(t):
     ran = []
 
-    def f(x: Any, n: int) -> Any:
+    def f(x, n):
         ran.append(1)
         return x + 1 if x > 0 else x - n
 
@@ -739,14 +737,14 @@ def jit_disabled(t: Tools) -> Any:
 
 
 @case
-def no_nans_no_error(t: Tools) -> Any:
+def no_nans_no_error(t):
     with jax.debug_nans(True):
         return t.jit(lambda x: t.split(x) / 2)(jnp.arange(8.0))
 
 
 @case
-def checked_inside(t: Tools) -> Any:
-    def f(x: Any) -> Any:
+def checked_inside(t):
+    def f(x):
         checkify.check(x > 0, "not positive: {}", x)
         return x + 1
 
@@ -755,8 +753,8 @@ def checked_inside(t: Tools) -> Any:
 
 
 @case
-def checked_around(t: Tools) -> Any:
-    def f(x: Any) -> Any:
+def checked_around(t):
+    def f(x):
         checkify.check(x > 0, "not positive")
         return jnp.log(x)
 
@@ -765,14 +763,14 @@ def checked_around(t: Tools) -> Any:
 
 
 @case
-def leaks_not_found(t: Tools) -> Any:
+def leaks_not_found(t):
     with jax.checking_leaks():
         return t.jit(lambda x: jnp.sin(t.split(x)))(jnp.arange(8.0))
 
 
 @case
-def computed_while_compiling(t: Tools) -> Any:
-    def f(x: Any) -> Any:
+def computed_while_compiling(t):
+    def f(x):
         with jax.ensure_compile_time_eval():
             n = int(jnp.arange(4).sum())
         return x * n
@@ -781,14 +779,14 @@ def computed_while_compiling(t: Tools) -> Any:
 
 
 @case
-def threads(t: Tools) -> Any:
+def threads(t):
     f = t.jit(lambda x, n: t.split(x) * n, static_argnums=1)
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         return list(pool.map(lambda n: f(jnp.arange(8), n % 3), range(9)))
 
 
 @case
-def derivatives(t: Tools) -> Any:
+def derivatives(t):
     f = curve(t)
     value, pull = jax.vjp(f, X, W)
     pushed = jax.jvp(f, (X, W), (jnp.ones_like(X), jnp.ones_like(W)))
@@ -797,7 +795,7 @@ def derivatives(t: Tools) -> Any:
 
 
 @case
-def inside_of_everything(t: Tools) -> Any:
+def inside_of_everything(t):
     f = t.jit(lambda x: jnp.sin(t.split(x)) * 2)
     x = jnp.arange(8.0)
     return (
@@ -813,15 +811,15 @@ def inside_of_everything(t: Tools) -> Any:
 
 
 @case
-def everything_inside(t: Tools) -> Any:
+def everything_inside(t):
     @jax.custom_jvp
-    def g(x: Any) -> Any:
+    def g(x):
         return jnp.sin(x)
 
     g.defjvp(lambda xs, ts: (g(xs[0]), 3.0 * ts[0]))
 
     @jax.custom_vjp
-    def h(x: Any) -> Any:
+    def h(x):
         return jnp.sin(x)
 
     h.defvjp(lambda x: (h(x), None), lambda _, ct: (5.0 * ct,))
@@ -831,12 +829,12 @@ def everything_inside(t: Tools) -> Any:
 
 
 @case
-def closed_over_changes_between_calls(t: Tools) -> Any:
+def closed_over_changes_between_calls(t):
     """One function of the user's, made once, that reads another tracer at each trace."""
-    box: list[Any] = []
+    box = []
     f = t.jit(lambda x: x * box[0])
 
-    def around(w: Any) -> Any:
+    def around(w):
         box[:] = [w]
         return f(2.0)
 
@@ -844,11 +842,11 @@ def closed_over_changes_between_calls(t: Tools) -> Any:
 
 
 @case
-def effects(t: Tools) -> Any:
-    seen: list[float] = []
+def effects(t):
+    seen = []
 
     @t.jit
-    def f(x: Any) -> Any:
+    def f(x):
         jax.debug.callback(lambda v: seen.append(float(v)), x.sum())
         y = jax.pure_callback(lambda v: np.sin(v), jax.ShapeDtypeStruct((8,), np.float32), t.split(x))
         z = io_callback(lambda v: np.float32(v) + 1, jax.ShapeDtypeStruct((), np.float32), x[0], ordered=True)
@@ -860,8 +858,8 @@ def effects(t: Tools) -> Any:
 
 
 @case
-def mutable_arrays(t: Tools) -> Any:
-    def f(x: Any) -> Any:
+def mutable_arrays(t):
+    def f(x):
         ref = jax.new_ref(x)
         ref[0] = 7.0
         ref[...] += 1
@@ -871,11 +869,11 @@ def mutable_arrays(t: Tools) -> Any:
 
 
 @case
-def works_again_after_an_error(t: Tools) -> Any:
+def works_again_after_an_error(t):
     calls = []
 
     @t.jit
-    def f(x: Any) -> Any:
+    def f(x):
         calls.append(1)
         if len(calls) == 1:
             raise RuntimeError("once")
@@ -889,19 +887,19 @@ def works_again_after_an_error(t: Tools) -> Any:
 # Cases that raise: under jax.jit this error, under ours one of its type.
 
 
-def under(mode: Any, run: Callable[[], Any]) -> None:
+def under(mode, run):
     with mode:
         run()
 
 
-def leaked(t: Tools) -> Any:
+def leaked(t):
     """A tracer, of a function that has returned."""
-    kept: list[Any] = []
+    kept = []
     t.jit(lambda x: kept.append(x) or x)(1.0)
     return kept[0]
 
 
-RAISES: dict[str, tuple[Errors, Callable[[Tools], Any]]] = {
+RAISES = {
     "jit of a number": (TypeError, lambda t: t.jit(3)),
     "jit of a generator": (TypeError, lambda t: t.jit(numbers)),
     "jit of a staticmethod": (TypeError, lambda t: t.jit(staticmethod(lambda x: x))),
@@ -997,7 +995,7 @@ RAISES: dict[str, tuple[Errors, Callable[[Tools], Any]]] = {
 }  # fmt: skip
 
 # On one device nothing has to be moved, and an exported program of eight devices is for eight arguments.
-ON_ONE_DEVICE: dict[str, Callable[[Tools], Any]] = {
+ON_ONE_DEVICE = {
     "donated at the first call": lambda t: (
         x := jnp.ones([]), y := jax.device_put(jnp.arange(8.0), jax.devices()[0]),
         t.jit(lambda x, y: (x + x - x, y * 2), donate_argnums=(0, 1))(x, y), x.is_deleted(), y.is_deleted(),
@@ -1008,20 +1006,20 @@ CASES = VALUES | LONG | ON_ONE_DEVICE
 
 
 @functools.cache
-def expected_of(name: str) -> Any:
+def expected_of(name):
     return CASES[name](JAX)
 
 
 @pytest.mark.parametrize("name, mesh", [(n, m) for n in CASES for m in MESHES if m == 1 or n not in ON_ONE_DEVICE])
 @pytest.mark.one_in(8)
-def test_like_jax_jit(name: str, mesh: int) -> None:
+def test_like_jax_jit(name, mesh):
     compare(CASES[name](ours(mesh)), expected_of(name))
 
 
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", RAISES)
 @pytest.mark.one_in(8)
-def test_raises_like_jax_jit(name: str, mesh: int) -> None:
+def test_raises_like_jax_jit(name, mesh):
     error, run = RAISES[name]
     for tools in (JAX, ours(mesh)):
         with pytest.raises(error):
@@ -1034,11 +1032,11 @@ def test_raises_like_jax_jit(name: str, mesh: int) -> None:
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("derivative", [False, True])
 @pytest.mark.one_in(2)
-def test_a_dropped_function_is_freed(mesh: int, derivative: bool) -> None:
-    def dropped() -> list[weakref.ref[Any]]:
+def test_a_dropped_function_is_freed(mesh, derivative):
+    def dropped():
         weight = jnp.arange(8.0) + 1
 
-        def f(x: Any) -> Any:
+        def f(x):
             return (gshard.split(x, 0, mesh) * weight).sum()
 
         g = gshard.jit(f, mesh=mesh)
@@ -1051,7 +1049,7 @@ def test_a_dropped_function_is_freed(mesh: int, derivative: bool) -> None:
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_a_dropped_function_is_freed_at_once(mesh: int) -> None:
+def test_a_dropped_function_is_freed_at_once(mesh):
     """Its arrays may be most of the memory: they must not wait for the next collection of garbage."""
     weight = jnp.arange(8.0) + 1
     f = (lambda weight: lambda: weight * 2)(weight)
@@ -1068,7 +1066,7 @@ def test_a_dropped_function_is_freed_at_once(mesh: int) -> None:
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_tokens_come_and_go(mesh: int) -> None:
+def test_tokens_come_and_go(mesh):
     token = jax.lax.create_token()
     f = gshard.jit(lambda x, t: (gshard.split(x, 0, mesh) + 1, t), mesh=mesh)
     for _ in range(2):
@@ -1084,8 +1082,8 @@ def test_tokens_come_and_go(mesh: int) -> None:
 
 
 @pytest.mark.parametrize("wrapped", [lambda f: f, jax.checkpoint, lambda f: lambda x: jax.lax.map(f, x)])
-def test_an_inspection_is_refused(wrapped: Callable[..., Any]) -> None:
-    def f(x: Any) -> Any:
+def test_an_inspection_is_refused(wrapped):
+    def f(x):
         jax.debug.inspect_array_sharding(x, callback=print)
         return x
 
@@ -1094,7 +1092,7 @@ def test_an_inspection_is_refused(wrapped: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_arguments_and_results_are_freed(mesh: int) -> None:
+def test_arguments_and_results_are_freed(mesh):
     f = gshard.jit(lambda x: gshard.split(x, 0, mesh) + 1, mesh=mesh)
     x = jnp.arange(8.0)
     y = f(x)
@@ -1105,14 +1103,14 @@ def test_arguments_and_results_are_freed(mesh: int) -> None:
 
 
 @pytest.mark.parametrize("option", ["device", "backend"])
-def test_device_and_backend_have_a_clear_answer(option: str) -> None:
+def test_device_and_backend_have_a_clear_answer(option):
     """JAX deprecates both. A mesh says where a program runs: they are refused, and the error names the mesh."""
     value = jax.devices()[0] if option == "device" else "cpu"
     with pytest.raises((gshard.GShardError, TypeError, ValueError), match=f"(?s){option}.*mesh"):
         gshard.jit(lambda x: x, mesh=1, **{option: value})
 
 
-def test_every_case_can_fail() -> None:
+def test_every_case_can_fail():
     """A jit that forgets a result, or an error, is found."""
     assert len(CASES) > 100
     with pytest.raises(AssertionError):

@@ -2,7 +2,6 @@
 
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +12,11 @@ from jax.sharding import PartitionSpec as P
 import gshard
 from families import SMALL
 from gshard.core.mesh import Mesh
-from gshard.core.program import Program
 from gshard.core.sharding import Sharding
 from gshard.device.machine import Machine
 from gshard.planning import nearby
 from gshard.planning.axis_steps import axis_steps
 from gshard.planning.choices import graph_of
-from gshard.planning.graph import Graph
 from gshard.planning.nearby import estimated_entries, is_limited
 from gshard.planning.objective import Bytes, bytes_on
 from gshard.planning.propagate import choose, propagate
@@ -32,7 +29,7 @@ from gshard.tracing.trace import trace
 
 
 @pytest.mark.parametrize("axes", [4, 5, 6])
-def test_ways_are_near_what_is_expected(axes: int) -> None:
+def test_ways_are_near_what_is_expected(axes):
     """Of 3 places and none for each axis there would be 4 to the power of axes."""
     mesh = Mesh.abstract(**{f"axis{i}": 2 for i in range(axes)})
     given = tuple(mesh.atoms_of.values())
@@ -44,7 +41,7 @@ def test_ways_are_near_what_is_expected(axes: int) -> None:
     assert {*found} < {*shardings((64, 64, 64), mesh, given)}
 
 
-def test_axes_that_are_one_move_as_several() -> None:
+def test_axes_that_are_one_move_as_several():
     """Those that nobody names stand apart in the mesh."""
     mesh = Mesh.abstract(a=2, b=3, c=2, d=5, e=2)
     apart = axes_of(mesh)
@@ -57,7 +54,7 @@ def test_axes_that_are_one_move_as_several() -> None:
         assert one == several
 
 
-def test_axes_that_all_have_in_a_row_are_one() -> None:
+def test_axes_that_all_have_in_a_row_are_one():
     mesh = Mesh.abstract(a=2, b=3, c=2, d=5)
     rows = Sharding((("a", "b"), ("c",)))
     assert joined(mesh, axes_of(mesh), [rows]) == (("a", "b"), ("c",), ("d",))
@@ -76,16 +73,16 @@ def test_axes_that_all_have_in_a_row_are_one() -> None:
         (("c", "a"), [("a", "c", "bd")]),
     ],
 )
-def test_axes_without_a_mark_are_searched_as_two(marked: tuple[str, ...], found: list[tuple[str, ...]]) -> None:
+def test_axes_without_a_mark_are_searched_as_two(marked, found):
     mesh = Mesh.abstract(a=2, b=3, c=2, d=5)
     said = [Sharding(((name,), ())) for name in marked]
     assert in_two(mesh, axes_of(mesh), said) == [tuple(map(tuple, axes)) for axes in found]
 
 
-def experts(weights: Any, x: Any) -> Any:
+def experts(weights, x):
     """A layer of experts: samples, positions, experts and hidden units, each over an axis of its own."""
 
-    def loss(weights: Any) -> Any:
+    def loss(weights):
         gate, wi, wo = weights
         tokens = gshard.shard(x, P("data", "sequence"))
         g = jax.nn.softmax(tokens @ gate)
@@ -98,7 +95,7 @@ def experts(weights: Any, x: Any) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [pytest.param((), marks=pytest.mark.slow), ("pods", "hosts")])
-def test_a_layer_over_four_axes(more: tuple[str, ...], rng: np.random.Generator) -> None:
+def test_a_layer_over_four_axes(more, rng):
     """With axes besides that no mark names, which are one."""
     mesh = Mesh.abstract(**dict.fromkeys(("data", "sequence", "expert", "model", *more), 2))
     shapes = (6, 4), (4, 6, 10), (4, 10, 6)
@@ -121,10 +118,10 @@ def test_a_layer_over_four_axes(more: tuple[str, ...], rng: np.random.Generator)
 SHAPES = ((16, 6), (2, 12), (4, 6), (8, 5))
 
 
-def step(devices: int, weights: Any, x: Any) -> Any:
+def step(devices, weights, x):
     """Weights less their gradients, which are split in as many parts as rows and devices have in common."""
 
-    def loss(weights: Any) -> Any:
+    def loss(weights):
         return sum(jnp.sum(jnp.tanh(x[:, : w.shape[0]] @ w) ** 2) for w in weights)
 
     gradients = jax.grad(loss)(weights)
@@ -133,7 +130,7 @@ def step(devices: int, weights: Any, x: Any) -> Any:
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 4, 5, 6])
-def test_ways_grow_slowly_with_the_parts_of_an_axis(parts: int) -> None:
+def test_ways_grow_slowly_with_the_parts_of_an_axis(parts):
     """Of a product of all places and parts there would be 5 to the power of parts."""
     mesh = Mesh.abstract(devices=2**parts)
     given = tuple((atom,) for atom in mesh.atoms)
@@ -143,7 +140,7 @@ def test_ways_grow_slowly_with_the_parts_of_an_axis(parts: int) -> None:
 
 
 @pytest.mark.parametrize("times", [1, 128])
-def test_gradients_in_many_parts(times: int, rng: np.random.Generator) -> None:
+def test_gradients_in_many_parts(times, rng):
     """On 16 devices and on 2,048: each gradient is split as is said, and what leaves is right."""
     mesh = Mesh.abstract(devices=16 * times)
     weights = [rng.standard_normal((n * times, m)).astype(np.float32) / 9 for n, m in SHAPES]
@@ -167,10 +164,10 @@ def test_gradients_in_many_parts(times: int, rng: np.random.Generator) -> None:
 CUBE = Mesh.abstract(x=2, y=2, z=2)
 
 
-def layers(depth: int) -> Program:
+def layers(depth):
     """Dense layers, of which the first one is marked."""
 
-    def f(x: Any, w: Any) -> Any:
+    def f(x, w):
         x = gshard.split(x, 0, ("x", "y"))
         w = gshard.split(w, 2, "z")
         for k in range(depth):
@@ -180,11 +177,11 @@ def layers(depth: int) -> Program:
     return trace(f, jax.ShapeDtypeStruct((8, 8, 16), jnp.float32), jax.ShapeDtypeStruct((depth, 16, 16), jnp.float32))
 
 
-def problem(program: Program) -> Graph:
+def problem(program):
     return graph_of(program, bytes_on(CUBE, axes_of(CUBE)), propagated=settled(program, CUBE))
 
 
-def test_it_depends_on_the_axes_and_the_size() -> None:
+def test_it_depends_on_the_axes_and_the_size():
     program = layers(4)
     per_layer = estimated_entries(layers(8), CUBE, axes_of(CUBE)) - estimated_entries(program, CUBE, axes_of(CUBE))
     assert per_layer > 0
@@ -197,20 +194,20 @@ def test_it_depends_on_the_axes_and_the_size() -> None:
     assert all(is_limited(some, four, axes_of(four)) for some in (program, large))
 
 
-def test_axes_of_one_device_do_not_count() -> None:
+def test_axes_of_one_device_do_not_count():
     ones = Mesh.abstract(x=2, a=1, y=2, b=1, z=2, c=1, d=1)
     program = layers(4)
     assert not is_limited(program, ones, axes_of(ones))
     assert estimated_entries(program, ones, axes_of(ones)) == estimated_entries(program, CUBE, axes_of(CUBE))
 
 
-def changes(places: Any, base: Any) -> int:
+def changes(places, base):
     """How many axes are elsewhere. x and y, which a mark has in a row, count once if they have one place."""
     elsewhere = [a != b for a, b in zip(places, base, strict=True)]
     return sum(elsewhere) - (elsewhere[0] and elsewhere[1] and places[0] == places[1])
 
 
-def test_states_of_a_large_program_are_near_the_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_of_a_large_program_are_near_the_marks(monkeypatch):
     """What the marks say is among them, and much less than all."""
     program = layers(4)
     every = problem(program)
@@ -233,7 +230,7 @@ def test_states_of_a_large_program_are_near_the_marks(monkeypatch: pytest.Monkey
         *(pytest.param(f"small/{own}_on_cube_step", marks=pytest.mark.slow) for own in ("diffusion", "protein")),
     ],
 )
-def test_plans_near_the_marks_are_as_good(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_near_the_marks_are_as_good(name, monkeypatch):
     """Within a millionth of what is found among all choices, or better than that."""
     case = SMALL.get(name)
     program = layers(4) if case is None else trace(case.function, *case.arguments)
@@ -247,7 +244,7 @@ def test_plans_near_the_marks_are_as_good(name: str, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("machine", ["", "h100"])
-def test_reshards_pass_through_some_shardings(machine: str) -> None:
+def test_reshards_pass_through_some_shardings(machine):
     """Steps lead to no other shardings than those given, and the objective itself stays as it was."""
     axes, shape = axes_of(CUBE), (8, 24, 16)
     moves = seconds_on(Machine.of(machine, CUBE.size))(CUBE, axes) if machine else bytes_on(CUBE, axes)

@@ -1,7 +1,4 @@
-"""Plans by shape and dtype: narrow elements, dimensions smaller than the mesh, states that go round, joined dimensions."""
-
-from collections.abc import Callable
-from typing import Any
+"""Plans by shape and dtype: narrow elements, dimensions smaller than the mesh, states that go round, joined ones."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +10,6 @@ from jax.sharding import PartitionSpec as P
 import gshard
 from families import SMALL
 from gshard.core.mesh import Mesh
-from gshard.core.spmd import SpmdProgram
 from gshard.device.cost import cost
 from gshard.device.machine import Machine
 from gshard.planning.strategies import share
@@ -25,31 +21,31 @@ WHOLE = SIZE * SIZE * 7 // 8  # bytes that a device sends to gather one byte for
 
 
 @pytest.fixture
-def x(rng: np.random.Generator) -> np.ndarray:
+def x(rng):
     return rng.integers(-3, 4, (BATCH, SIZE)).astype(np.float32)
 
 
 @pytest.fixture
-def w(rng: np.random.Generator) -> np.ndarray:
+def w(rng):
     return rng.integers(-3, 4, (SIZE, SIZE)).astype(np.float32)
 
 
-def rounded(w: Any) -> Any:
+def rounded(w):
     """A user's own rounding to int8 and back, without marks in between."""
     return (jnp.tanh(w) * 100).astype(jnp.int8).astype(jnp.float32) / 4
 
 
-def rounded_to_bfloat16(w: Any) -> Any:
+def rounded_to_bfloat16(w):
     return jnp.abs(jax.lax.reduce_precision(jnp.sin(w), 8, 7).astype(jnp.bfloat16)).astype(jnp.float32) * 2
 
 
-def masked(w: Any) -> Any:
+def masked(w):
     return (w > 0).astype(jnp.float32) + 1
 
 
 @pytest.mark.parametrize(("widened", "size"), [(rounded, 1), (rounded_to_bfloat16, 2), (masked, 1)])
-def test_it_is_gathered_before_it_is_widened(widened: Any, size: int, w: np.ndarray, x: np.ndarray) -> None:
-    def f(w: Any, x: Any) -> Any:
+def test_it_is_gathered_before_it_is_widened(widened, size, w, x):
+    def f(w, x):
         w, x = gshard.split(w, 0, "data"), gshard.split(x, 0, "data")
         return x @ widened(w)
 
@@ -63,25 +59,25 @@ def test_it_is_gathered_before_it_is_widened(widened: Any, size: int, w: np.ndar
         np.testing.assert_allclose(got, jax.jit(f)(w, x), rtol=1e-6, atol=1e-6)
 
 
-def test_it_is_gathered_after_it_is_narrowed(w: np.ndarray, x: np.ndarray) -> None:
-    def f(w: Any, x: Any) -> Any:
+def test_it_is_gathered_after_it_is_narrowed(w, x):
+    def f(w, x):
         w, x = gshard.split(w, 0, "data"), gshard.split(x, 0, "data")
         return x.astype(jnp.bfloat16) @ (jnp.tanh(w) * 2).astype(jnp.bfloat16)
 
     assert gshard.explain(f, w, x, mesh={"data": 8}).bytes_by_kind == {"all_gather": 2 * WHOLE}
 
 
-def test_weights_that_are_stored_narrow_with_scales(rng: np.random.Generator, x: np.ndarray) -> None:
+def test_weights_that_are_stored_narrow_with_scales(rng, x):
     q, scale = rng.integers(-127, 128, (SIZE, SIZE)).astype(np.int8), np.ones((SIZE, 1), np.float32) / 4
 
-    def f(q: Any, scale: Any, x: Any) -> Any:
+    def f(q, scale, x):
         q, scale, x = gshard.split((q, scale, x), 0, "data")
         return x @ (jnp.clip(q, -9, 9).astype(jnp.float32) * jnp.abs(scale))
 
     assert gshard.explain(f, q, scale, x, mesh={"data": 8}).total_bytes == WHOLE + SIZE * 4 * 7 // 8
 
 
-def test_what_stays_in_place_is_one_group(w: np.ndarray) -> None:
+def test_what_stays_in_place_is_one_group(w):
     """Nothing moves: the number of collectives does not change, and the wide array is split like the narrow one."""
     f = gshard.jit(lambda w: rounded(gshard.split(w, 0, "data")) + 1, mesh={"data": 8})
     assert not gshard.explain(f, w).total_bytes
@@ -89,11 +85,11 @@ def test_what_stays_in_place_is_one_group(w: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("machine", ["v5e:2x4", "h100:1x8"])
-def test_it_is_gathered_narrow_if_planned_for_a_machine(machine: str) -> None:
+def test_it_is_gathered_narrow_if_planned_for_a_machine(machine):
     array = jax.ShapeDtypeStruct
     mesh = gshard.Mesh.abstract(data=8)
 
-    def f(w: Any, x: Any) -> Any:
+    def f(w, x):
         w, x = gshard.split(w, 0, "data"), gshard.split(x, 0, "data")
         return x @ rounded(w)
 
@@ -124,16 +120,16 @@ XLA = {
 SLOW = {"small/protein_on_cube_step"}  # to plan
 
 
-def sent(spmd: SpmdProgram) -> int:
+def sent(spmd):
     return sum(c.total_bytes for c in spmd.collectives)
 
 
-def lowered(f: Callable[..., Any], *shapes: tuple[int, ...]) -> Any:
+def lowered(f, *shapes):
     return gshard.jit(f, mesh=LINE).lower(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in XLA])
-def test_no_more_is_sent_than_by_xla(name: str) -> None:
+def test_no_more_is_sent_than_by_xla(name):
     case = SMALL[name]
     spmd = gshard.jit(case.function, mesh=Mesh.abstract(**case.mesh)).lower(*case.arguments).spmd
     bytes_of_xla, flops_of_xla = XLA[name]
@@ -144,35 +140,35 @@ def test_no_more_is_sent_than_by_xla(name: str) -> None:
 
 
 @pytest.mark.parametrize("batch", [1, 3, 4, 5, 8, 12])
-def test_a_batch_is_data_parallel_whatever_its_size(batch: int) -> None:
+def test_a_batch_is_data_parallel_whatever_its_size(batch):
     """Products of each example by itself send nothing, though some devices have no example."""
 
-    def f(x: Any, w: Any) -> Any:
+    def f(x, w):
         x = gshard.split(x, 0, "x")
         return gshard.split(jnp.tanh(jnp.tanh(x @ w) @ w), 0, "x").sum((1, 2))
 
     assert sent(lowered(f, (batch, 256, 512), (512, 512)).spmd) <= batch * 4 * 8, "only sums of examples may move"
 
 
-def shares(lowered: Any) -> list[float]:
+def shares(lowered):
     """Of the work of each product, the share of the busiest device."""
     plan = lowered.plan
     return [share(e.rule, plan.splits[e], LINE) for e in plan.program.block.walk() if e.name == "dot_general"]
 
 
 @pytest.mark.parametrize("batch", [4, 12])
-def test_no_device_computes_more_than_the_busiest_one_of_the_marks(batch: int) -> None:
-    def f(x: Any, w: Any) -> Any:
+def test_no_device_computes_more_than_the_busiest_one_of_the_marks(batch):
+    def f(x, w):
         return gshard.split(x, 0, "x") @ w
 
     (product,) = shares(lowered(f, (batch, 256, 512), (512, 512)))
     assert product <= -(-batch // 8) / batch
 
 
-def test_weights_in_parts_ask_for_no_other_cut_of_a_small_batch() -> None:
+def test_weights_in_parts_ask_for_no_other_cut_of_a_small_batch():
     """The weights are gathered, as with a large batch: they are smaller than what the other devices would need."""
 
-    def f(x: Any, w: Any) -> Any:
+    def f(x, w):
         return gshard.split(gshard.split(x, 0, "x") @ gshard.split(w, 0, "x"), 0, "x")
 
     made = lowered(f, (4, 4096, 512), (512, 512))
@@ -181,10 +177,10 @@ def test_weights_in_parts_ask_for_no_other_cut_of_a_small_batch() -> None:
     assert [(c.kind, c.total_bytes) for c in weights] == [("all_gather", 7 * 512 * 512 * 4 // 8)]
 
 
-def test_idle_devices_are_used_where_that_is_worth_it() -> None:
+def test_idle_devices_are_used_where_that_is_worth_it():
     """Rows are moved once, for eight products of half the time: an operation counts a thousandth of a byte."""
 
-    def f(x: Any, w: Any) -> Any:
+    def f(x, w):
         y = gshard.split(x, 0, "x")
         for _ in range(8):
             y = jnp.tanh(y @ w)
@@ -196,8 +192,8 @@ def test_idle_devices_are_used_where_that_is_worth_it() -> None:
 
 
 @pytest.mark.parametrize(("rows", "parts"), [(12, 4), (4, 4), (6, 2), (13, 1)])
-def test_a_result_leaves_in_as_many_equal_parts_as_there_can_be(rows: int, parts: int) -> None:
-    def f(x: Any) -> Any:
+def test_a_result_leaves_in_as_many_equal_parts_as_there_can_be(rows, parts):
+    def f(x):
         return jnp.tanh(gshard.split(x, 0, "x"))
 
     x = np.linspace(-1, 1, rows * 7, dtype=np.float32).reshape(rows, 7)
@@ -211,10 +207,10 @@ def test_a_result_leaves_in_as_many_equal_parts_as_there_can_be(rows: int, parts
 
 @pytest.mark.parametrize("shape", [(2, 8, 12), (6, 12, 4), (4, 8, 8), (3, 5, 7)])
 @pytest.mark.one_in(2)
-def test_a_state_is_sharded_alike_after_every_call(shape: tuple[int, ...]) -> None:
+def test_a_state_is_sharded_alike_after_every_call(shape):
     """So that a run that is resumed from a checkpoint runs the programs that the whole run would have run."""
 
-    def step(state: Any, x: Any) -> Any:
+    def step(state, x):
         w = gshard.split(state["w"], 0, 4)
         h = jnp.einsum("eij,ebi->ebj", w, gshard.split(x, 0, 4))
         return {"w": state["w"] - 0.25 * jnp.einsum("ebi,ebj->eij", x, h), "m": state["m"] * 0.5 + h.sum((0, 1))}
@@ -223,7 +219,7 @@ def test_a_state_is_sharded_alike_after_every_call(shape: tuple[int, ...]) -> No
     rng = np.random.default_rng(0)
     x = rng.integers(-2, 3, (shape[0], 6, shape[1])).astype(np.float32)
 
-    def fresh() -> Any:
+    def fresh():
         return {"w": jnp.ones(shape), "m": jnp.zeros(shape[2])}
 
     states = [run(fresh(), x)]
@@ -238,7 +234,7 @@ def test_a_state_is_sharded_alike_after_every_call(shape: tuple[int, ...]) -> No
 
 
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
-def test_a_donated_argument_of_padded_parts_becomes_an_ordinary_result() -> None:
+def test_a_donated_argument_of_padded_parts_becomes_an_ordinary_result():
     x = np.arange(30, dtype=np.float32).reshape(6, 5)
     padded = gshard.jit(lambda w: gshard.split(w, 0, 4) * 2, mesh=4, uneven="keep")(x)
     assert isinstance(padded, gshard.UnevenArray)
@@ -249,18 +245,18 @@ def test_a_donated_argument_of_padded_parts_becomes_an_ordinary_result() -> None
 # Batch and length joined, and masks: what is planned where a dimension that is split becomes a part of another one.
 
 
-def flattened(x: Any, w: Any, v: Any) -> Any:
+def flattened(x, w, v):
     return (x.reshape(64, 64) @ w) @ v
 
 
-def experts(x: Any, up: Any, down: Any, gate: Any) -> Any:
+def experts(x, up, down, gate):
     t = x.reshape(64, 64)
     p = jax.nn.softmax(t @ gate)
     h = jax.nn.relu(jnp.einsum("tm,emh->eth", t, up))
     return jnp.einsum("eth,ehm,te->tm", h, down, p).reshape(4, 16, 64)
 
 
-def patches(x: Any, w: Any, v: Any) -> Any:
+def patches(x, w, v):
     h = x.reshape(4, 32, 64)
     for _ in range(3):
         centred = h - h.mean(-1, keepdims=True)
@@ -268,14 +264,14 @@ def patches(x: Any, w: Any, v: Any) -> Any:
     return h
 
 
-def attention(x: Any, ok: Any, wq: Any, wk: Any, wv: Any) -> Any:
+def attention(x, ok, wq, wk, wv):
     q, k, v = (x @ wq).reshape(4, 16, 4, 16), x @ wk, x @ wv
     s = jnp.where(ok[:, None, None, :], jnp.einsum("bshd,btd->bhst", q, k), -1e9)
     return x + jnp.einsum("bhst,btd->bshd", jax.nn.softmax(s), v).reshape(4, 16, 64)
 
 
 LENGTH, ROWS = P(None, "x"), P(None, None, "x")
-CASES: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], tuple[P | None, ...], int]] = {
+CASES = {
     # what one all-to-all of an eighth of x sends, or gathers of keys, values and mask
     "flattened": (flattened, ((4, 16, 64), (64, 128), (128, 64)), (LENGTH, None, None), 4 * 16 * 64 * 4 // 8),
     "experts": (
@@ -291,7 +287,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], tuple[P 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.one_in(2)
-def test_no_more_is_sent_than_by_hand(name: str) -> None:
+def test_no_more_is_sent_than_by_hand(name):
     """Rows of the joined dimension go where they belong once; no product is computed by all devices."""
     f, shapes, specs, most = CASES[name]
     rng = np.random.default_rng(0)
@@ -307,8 +303,8 @@ def test_no_more_is_sent_than_by_hand(name: str) -> None:
             assert any(plan.splits[e].values())
 
 
-def test_a_mask_that_is_all_there_is_is_followed() -> None:
-    def f(scores: Any, ok: Any) -> Any:
+def test_a_mask_that_is_all_there_is_is_followed():
+    def f(scores, ok):
         return jnp.where(gshard.split(ok, 1, 8)[:, None, :], scores, 0.0)
 
     plan = gshard.jit(f, mesh=8).lower(np.ones((2, 3, 16), np.float32), np.ones((2, 16), bool)).plan

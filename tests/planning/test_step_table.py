@@ -1,10 +1,7 @@
 """Moves by a table of steps cost what steps cost that are found for the very shape, one by one."""
 
-from __future__ import annotations
-
 import heapq
 import itertools
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +15,7 @@ from gshard.device.machine import Machine
 from gshard.planning import axis_steps
 from gshard.planning.axis_steps import swapped
 from gshard.planning.objective import bytes_on
-from gshard.planning.reshard_costs import Moves, axes_of
+from gshard.planning.reshard_costs import axes_of
 from gshard.planning.step_table import StepTable
 from gshard.planning.strategies import shardings
 from gshard.search.seconds import Seconds, on_machine, seconds_on
@@ -32,15 +29,15 @@ MESHES = [
 ]
 
 
-def objective(mesh: Mesh, machine: str) -> Moves:
+def objective(mesh, machine):
     axes = axes_of(mesh)
     return seconds_on(Machine.of(machine, mesh.size))(mesh, axes) if machine else bytes_on(mesh, axes)
 
 
-def one_by_one(moves: Moves, source: Sharding, monoids: tuple[str, ...], shape: Any, itemsize: int) -> dict[Any, float]:
+def one_by_one(moves, source, monoids, shape, itemsize):
     """The shortest ways from a sharding (Dijkstra), by steps that are found and priced for this shape."""
     mesh, names = moves._coarse, moves._coarse.atoms
-    found: dict[Sharding, float] = {}
+    found = {}
     queue, order = [(0.0, 0, source)], itertools.count(1)
     while queue:
         cost, _, here = heapq.heappop(queue)
@@ -60,7 +57,7 @@ def one_by_one(moves: Moves, source: Sharding, monoids: tuple[str, ...], shape: 
 @pytest.mark.parametrize("machine", ["", "h100", "v3"])
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 @pytest.mark.one_in(2)
-def test_moves_cost_what_their_steps_cost(axes: dict[str, int], machine: str) -> None:
+def test_moves_cost_what_their_steps_cost(axes, machine):
     mesh = Mesh.abstract(**axes)
     if machine == "v3" and mesh.size & (mesh.size - 1):
         pytest.skip("no torus of six")
@@ -78,12 +75,12 @@ def test_moves_cost_what_their_steps_cost(axes: dict[str, int], machine: str) ->
                     assert table[i, j] == pytest.approx(expected[there], rel=1e-12, abs=1e-18), (states[i], target)
 
 
-def test_steps_are_found_once_for_all_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_found_once_for_all_shapes(monkeypatch):
     """Arrays of one rank share them, whatever their shapes, their items and what may be summed."""
-    found: list[Sharding] = []
+    found = []
     original = axis_steps.steps_from
 
-    def counted(here: Sharding, *rest: Any) -> list[Step]:
+    def counted(here, *rest):
         found.append(here)
         return original(here, *rest)
 
@@ -97,20 +94,20 @@ def test_steps_are_found_once_for_all_shapes(monkeypatch: pytest.MonkeyPatch) ->
     assert len(found) == len(set(found))
 
 
-def test_steps_are_found_once_for_all_objectives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_found_once_for_all_objectives(monkeypatch):
     """Bytes, and seconds of messages alone and joined, share them; what they cost differs, as if each had its own."""
-    found: list[Sharding] = []
+    found = []
     original = axis_steps.even_steps
 
-    def counted(here: Sharding, *rest: Any) -> Any:
+    def counted(here, *rest):
         found.append(here)
         return original(here, *rest)
 
     monkeypatch.setattr(axis_steps, "even_steps", counted)
     possible = StepTable._found
-    shapes: list[tuple[int, ...]] = []
+    shapes = []
 
-    def noted(self: StepTable, shape: tuple[int, ...]) -> Any:
+    def noted(self, shape):
         shapes.append(shape)
         return possible(self, shape)
 
@@ -132,11 +129,11 @@ def test_steps_are_found_once_for_all_objectives(monkeypatch: pytest.MonkeyPatch
     assert (costs[2] < costs[1]).any()
 
 
-def counting_steps(monkeypatch: pytest.MonkeyPatch, moves: Moves) -> list[Step]:
+def counting_steps(monkeypatch, moves):
     """Notes each step that an objective prices."""
     priced, original = list[Step](), moves.step
 
-    def counted(step: Step, *rest: Any) -> float:
+    def counted(step, *rest):
         priced.append(step)
         return original(step, *rest)
 
@@ -144,7 +141,7 @@ def counting_steps(monkeypatch: pytest.MonkeyPatch, moves: Moves) -> list[Step]:
     return priced
 
 
-def test_steps_are_priced_once_for_an_array(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_priced_once_for_an_array(monkeypatch):
     """However many times moves from other shardings are asked for, as long as they lead over the same ones."""
     mesh = Mesh.abstract(a=2, b=2, c=2)
     moves = bytes_on(mesh, axes_of(mesh))
@@ -159,7 +156,7 @@ def test_steps_are_priced_once_for_an_array(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("machine", ["", "h100"])
-def test_arrays_of_all_shapes_share_prices(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arrays_of_all_shapes_share_prices(machine, monkeypatch):
     """A step costs the same wherever its parts have the same sizes, and is priced once for all of these arrays."""
     mesh = Mesh.abstract(a=2, b=2)
     moves = objective(mesh, machine)
@@ -178,12 +175,12 @@ def test_arrays_of_all_shapes_share_prices(machine: str, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("machine", ["", "h100:1x8", "h100:2x4", "v5e"])
 @pytest.mark.parametrize("axes", [{"a": 2, "b": 2, "c": 2}, {"a": 4, "b": 2}, {"a": 8}], ids=str)
-def test_steps_of_one_group_have_one_price_class(axes: dict[str, int], machine: str) -> None:
+def test_steps_of_one_group_have_one_price_class(axes, machine):
     """So an objective classifies one step of each group (``AxisSteps.group``)."""
     mesh = Mesh.abstract(**axes)
     cuts = [Sharding(((mesh.atoms_of["a"][0],),))] if "a" in axes else []
     named = Machine.of(machine) if ":" in machine else Machine.of(machine, mesh.size) if machine else None
-    moves: Moves = Seconds(mesh, named, axes_of(mesh, cuts)) if named else bytes_on(mesh, axes_of(mesh, cuts))
+    moves = Seconds(mesh, named, axes_of(mesh, cuts)) if named else bytes_on(mesh, axes_of(mesh, cuts))
     steps, classes = moves._steps, dict[object, set[object]]()
     for rank in (2, 3):
         table = steps.table(rank, ("add",))
