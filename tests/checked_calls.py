@@ -40,15 +40,7 @@ def assert_sharded(got, said, where=""):
         assert sharding.is_equivalent_to(x.sharding, x.ndim), f"{where}: result {i} is {x.sharding}, said: {sharding}"
 
 
-def called(
-    call,
-    arguments,
-    want,
-    *,
-    donated=(),
-    said=None,
-    where="",
-):
+def called(call, arguments, want, *, donated=(), said=None, where=""):
     """Calls and compares.
 
     Args:

@@ -11,15 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gshard import moe
-from gshard_m4.decode import (
-    EOS,
-    FORBIDDEN,
-    PAD,
-    begin_beam,
-    extend_beam,
-    length_normaliser,
-    unfinished,
-)
+from gshard_m4.decode import EOS, FORBIDDEN, PAD, begin_beam, extend_beam, length_normaliser, unfinished
 
 
 class Decoded(NamedTuple):

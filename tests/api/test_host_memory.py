@@ -87,18 +87,12 @@ FORMS = {
     "summed": (lambda m: lambda h, x: h.sum(0), [(False, 1), (True, 1)]),
     "unpinned": (lambda m: lambda h, x: jax.device_put(x * 2, on(m, "unpinned_host")), []),
     "constraint": (lambda m: lambda h, x: lax.with_sharding_constraint(x * 2, on(m, "pinned_host")), []),
-    "cond": (
-        lambda m: lambda h, x: lax.cond(x.sum() > 0, lambda: jax.device_put(x, HOST), lambda: h),
-        [(True, 1)],
-    ),
+    "cond": (lambda m: lambda h, x: lax.cond(x.sum() > 0, lambda: jax.device_put(x, HOST), lambda: h), [(True, 1)]),
     "while": (
         lambda m: lambda h, x: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, step(c[1], x)[0]), (0, h)),
         [(False, 1), (True, 1)],
     ),
-    "scan": (
-        lambda m: lambda h, x: lax.scan(lambda c, _: step(c, x), h, None, length=3),
-        [(False, 3), (True, 3)],
-    ),
+    "scan": (lambda m: lambda h, x: lax.scan(lambda c, _: step(c, x), h, None, length=3), [(False, 3), (True, 3)]),
     "stacked": (
         lambda m: lambda h, x: lax.scan(lambda c, _: (c + 1, jax.device_put(c, HOST)), x, None, length=3),
         [(True, 3)],

@@ -17,16 +17,7 @@ from gshard.comm.exchange import can_change
 from gshard.comm.halo import Window, fetch_window
 from gshard.comm.reshard import plan_reshard, reshard_bytes, single_steps
 from gshard.comm.route import Chunk, carry, routed
-from gshard.comm.steps import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    ALL_SLICE,
-    ALL_TO_ALL,
-    PERMUTE,
-    REDUCE_SCATTER,
-    Step,
-    bytes_sent,
-)
+from gshard.comm.steps import ALL_GATHER, ALL_REDUCE, ALL_SLICE, ALL_TO_ALL, PERMUTE, REDUCE_SCATTER, Step, bytes_sent
 from gshard.comm.tiles import can_be_exchanged, moved
 from gshard.core.mesh import Mesh
 from gshard.core.sharding import Sharding

@@ -227,10 +227,7 @@ def test_one_warning_with_the_line(case):
     assert re.search(text, found[0]), found[0]
     assert re.search(r"is compiled at \w+.py:\d+ \(", found[0])
     assert "To silence this: warnings.filterwarnings('ignore', category=gshard.ShardingWarning)." in found[0]
-    with (
-        pytest.warns(gshard.ShardingWarning, match=text),
-        gshard.instead_of_jit(AXES, layout=options.get("layout")),
-    ):
+    with pytest.warns(gshard.ShardingWarning, match=text), gshard.instead_of_jit(AXES, layout=options.get("layout")):
         jax.jit(f)(x)
 
 

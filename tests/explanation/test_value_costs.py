@@ -244,8 +244,7 @@ def test_each_row_is_the_program_with_that_mark():
     assert [row.cost.seconds for row in rows.values()] == sorted(row.cost.seconds for row in rows.values())
     row = rows["gshard.shard(x, P(None, 'model'))"]
     by_hand = gshard.explain(
-        gshard.jit(trained, mesh=MESH, donate_argnums=0, in_shardings=([P(None, "model"), None], None)),
-        *ARGUMENTS,
+        gshard.jit(trained, mesh=MESH, donate_argnums=0, in_shardings=([P(None, "model"), None], None)), *ARGUMENTS
     )
     assert row.cost.seconds == by_hand.cost("h100:1x8").seconds
     assert row.cost.sent == by_hand.total_bytes

@@ -209,11 +209,7 @@ all_shapes = st.lists(
 )
 
 
-def check(
-    steps,
-    shapes,
-    change=None,
-):
+def check(steps, shapes, change=None):
     """Compares the partitioned program, or what is made of it, with the plain one, bit for bit."""
     late = change is not None
     arrays = [np.random.default_rng([i, *s]).integers(-9, 9, s).astype(np.int32) for i, s in enumerate(shapes)]

@@ -143,18 +143,7 @@ def check_ways(row, every):
                 check(program, equation, split, whole, {v: monoid for v in cut}, row.expected, row.tolerance)
 
 
-def check(
-    program,
-    equation,
-    split,
-    whole,
-    cut,
-    want,
-    tolerance,
-    *,
-    divide=divided,
-    to_the_bit=False,
-):
+def check(program, equation, split, whole, cut, want, tolerance, *, divide=divided, to_the_bit=False):
     plan = plan_of(program, equation, split)
     placed = {}
     for i, v in enumerate(equation.inputs):

@@ -29,15 +29,7 @@ def f32(*sizes):
 JOINT, X = f32(*WEIGHTS), f32(*ROWS)
 
 
-def explained(
-    axes,
-    w_spec,
-    x_spec,
-    loss=loss,
-    w=JOINT,
-    x=X,
-    **options,
-):
+def explained(axes, w_spec, x_spec, loss=loss, w=JOINT, x=X, **options):
     """A training step whose weights, new weights and batch are marked so."""
 
     def marked(weights):

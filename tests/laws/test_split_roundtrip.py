@@ -57,9 +57,7 @@ def splits(draw):
 
 
 @given(splits())
-def test_a_valid_split_is_read_back_from_the_sharding_that_it_makes(
-    drawn,
-):
+def test_a_valid_split_is_read_back_from_the_sharding_that_it_makes(drawn):
     factors, dims, split = drawn
     assert project(dims, place(dims, split), factors, MESH) == split
 
@@ -92,9 +90,7 @@ def test_as_much_is_read_as_fits(data):
 
 
 @given(splits())
-def test_minor_factors_are_cut_only_when_major_ones_are_cut_completely(
-    drawn,
-):
+def test_minor_factors_are_cut_only_when_major_ones_are_cut_completely(drawn):
     factors, dims, split = drawn
     for dim in dims:
         for major, minor in itertools.pairwise(dim):
@@ -103,9 +99,7 @@ def test_minor_factors_are_cut_only_when_major_ones_are_cut_completely(
 
 
 @given(splits())
-def test_the_parts_of_a_compound_dimension_are_equal_and_contiguous(
-    drawn,
-):
+def test_the_parts_of_a_compound_dimension_are_equal_and_contiguous(drawn):
     """Counted out element by element: part ``i`` of the dimension is elements ``i * size`` to ``(i + 1) * size``."""
     factors, dims, split = drawn
     for dim in dims:

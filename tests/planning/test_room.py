@@ -100,8 +100,7 @@ def test_the_gradient_of_a_weight_that_is_brought_is_scattered_once():
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name == "accumulated" else pytest.mark.slow) for name in STEPS],
+    "name", [pytest.param(name, marks=() if name == "accumulated" else pytest.mark.slow) for name in STEPS]
 )
 @pytest.mark.slow
 def test_steps_of_todays_training_code(name):
