@@ -133,26 +133,6 @@ def test_what_is_no_prefix_is_refused_as_in_jax(case, mesh):
         gshard.jit(lambda: plus_one(*args), mesh=mesh, out_shardings=specs)()
 
 
-def test_the_same_inside_a_transformation(mesh):
-    """There the arguments are marked in the function itself."""
-    specs, args = TREES["None before"]
-
-    def loss(d):
-        return (d["b"] * d["c"] * d["c"]).sum()
-
-    found = jax.grad(gshard.jit(loss, mesh=mesh, in_shardings=specs))(*args)
-    expected = jax.grad(loss)(*args)
-    assert found["a"] is None
-    for key in ("b", "c"):
-        np.testing.assert_array_equal(found[key], expected[key])
-
-
-@pytest.mark.parametrize("spec", ["data", P("data")], ids=str)
-def test_a_bare_axis_name_is_a_spec(spec, mesh):
-    out = gshard.jit(lambda x: x + 1, mesh=mesh, in_shardings=spec, out_shardings=(spec))(A)
-    assert out.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 2)
-
-
 @pytest.mark.parametrize("typo", ["dota", P(None, "modle")], ids=str)
 def test_a_name_that_is_no_axis_names_the_leaf(typo, mesh):
     with pytest.raises(ShardingError, match=r"at argument params\['w'\](.|\n)*Did you mean"):
@@ -167,15 +147,6 @@ def test_what_is_no_array_names_the_leaf(mesh):
 
 
 # -- sizes that do not divide ----------------------------------------------------------------------------------------
-
-
-def test_an_argument_need_not_divide(mesh, rng):
-    """It comes whole and is cut inside."""
-    x = rng.standard_normal((13, 7)).astype(np.float32)
-    f = gshard.jit(lambda x: x + 1, mesh=mesh, in_shardings=P("data", "model"))
-    lowered = f.lower(x)
-    assert lowered.mesh.spec_of(lowered.plan.sharding(lowered.program.block.inputs[0]).dims) == P("data", "model")
-    np.testing.assert_array_equal(f(x), x + 1)
 
 
 def test_marks_of_results_may_ask_for_equal_parts(mesh):

@@ -128,12 +128,6 @@ def test_in_a_block_a_function_of_jax_is_explained_as_gshard_partitions_it():
         assert isinstance(gshard.explain(f, x, partitioner="xla"), gshard.stages.CompiledExplanation)
 
 
-def test_a_limit_on_what_it_sends_names_the_weight():
-    f, arguments, _ = of_nnx()
-    with pytest.raises(AssertionError, match=r"up\.kernel"):
-        gshard.testing.assert_collectives(f, arguments, all_gather=0)
-
-
 def fresh(framework):
     """The function and its arguments, which are on no mesh."""
     f, arguments, _ = FRAMEWORKS[framework]()

@@ -8,12 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import gshard
-from gshard.core.jax_adapter_context import context_of
 from gshard.device.jaxpr_collectives import emitted, reported
 from placed import in_every_way, mesh_of
 
@@ -200,21 +198,6 @@ def test_bytes(machine):
         assert found.bytes_by_kind["all_gather"] == 8 * 4 * 7
         assert found.cost("v5e:2x4").seconds > 0
         assert emitted(found.spmd.jaxpr, found.spmd.mesh.atom_sizes) == reported(found.spmd.collectives)
-
-
-def test_exchanges_have_no_context_of_the_user():
-    """As other collectives that gshard adds: a context is for the user's equations."""
-    x, places, _ = case(64, 256, 2)
-
-    def f(x, places):
-        with set_xla_metadata(mine="yes"):
-            return both(x * 2, places, 256)
-
-    body = gshard.jit(f, mesh=MESH).lower(x, places).spmd.jaxpr.jaxpr.eqns[0].params["jaxpr"]
-    exchanges = [e for e in body.eqns if e.primitive.name == "ragged_all_to_all"]
-    assert len(exchanges) == 3
-    assert not any(context_of(e).metadata for e in exchanges)
-    assert any(context_of(e).metadata for e in body.eqns if e.primitive.name == "mul")
 
 
 @pytest.mark.one_in(2)

@@ -11,7 +11,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gshard
-from gshard.api.static_leaves import Fixed
 
 
 @jax.tree_util.register_dataclass
@@ -138,20 +137,6 @@ def test_static_arguments_too(rng):
     np.testing.assert_array_equal(partitioned(("other", 2), model, x, by=3), np.zeros((10, 4)))
 
 
-def test_methods(rng):
-    @jax.tree_util.register_dataclass
-    @dataclasses.dataclass
-    class Model(Layer):
-        @gshard.jit(mesh=4, static_leaves=True)
-        def __call__(self, x):
-            return self.act(gshard.split(x, 0, 4) @ self.w)
-
-    x = inputs(rng)
-    for act in (jnp.tanh, jnp.cos):
-        model = Model(layer(rng).w, act)
-        np.testing.assert_allclose(model(x), act(x @ model.w), rtol=1e-5, atol=1e-6)
-
-
 def test_what_has_no_hash_is_refused_with_its_path(rng):
     partitioned = gshard.jit(apply, mesh=4, static_leaves=True)
     with pytest.raises(gshard.ArgumentError, match=r"arguments of apply, \[0\]\.act(.|\n)*a set"):
@@ -179,11 +164,3 @@ def test_arrays_of_all_kinds_are_arrays(rng, mesh_2x4):
     found = gshard.jit(f, mesh=mesh_2x4, static_leaves=True)(given)
     assert kinds == {name: name != "type" for name in given}
     np.testing.assert_array_equal(found, given["uneven"].whole() * 2)
-
-
-def test_fixed_leaves_are_equal_by_type_and_value():
-    assert Fixed(1) == Fixed(1) != Fixed(True)
-    assert Fixed(math.nan) == Fixed(math.nan)
-    assert Fixed(0.0) != Fixed(-0.0)
-    assert hash(Fixed("a")) == hash(Fixed("a"))
-    assert jax.tree.structure(Fixed(1)) != jax.tree.structure(Fixed(2))

@@ -2,8 +2,6 @@
 
 import contextlib
 import logging
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +18,6 @@ from jax.sharding import PartitionSpec as P
 import gshard
 from gshard.xla.hlo_collectives import collectives
 from placed import mesh_of, three_calls
-
-Weights = dict[str, Any]
 
 
 def loss(w, x):
@@ -195,7 +191,6 @@ def test_a_reducer_can_be_partitioned(wrapped):
 
 X = np.random.default_rng(0).standard_normal((64, 16)).astype(np.float32)
 W = np.random.default_rng(1).standard_normal((16, 16)).astype(np.float32) / 4
-Loss = Callable[[Any, Any], Any]
 
 
 def loss_of_operands(x, w):
@@ -303,16 +298,6 @@ def test_equal_calls_are_planned_for_their_own_operands():
     compiled = jax.jit(lambda x, y: (double(x), double(y))).lower(x, y).compile()
     assert not collectives(compiled.as_text())
     assert [s.spec for s in compiled.output_shardings] == [P("d"), P(None, "d")]
-
-
-@pytest.mark.parametrize("place", ["call", "nested jit"])
-def test_arguments_on_a_mesh_with_smaller_axes(place):
-    theirs = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
-    f = jax.jit(PLACES[place](gshard.jit(lambda x, w: jnp.cumsum(x, 0) @ w, mesh=MESHES[AxisType.Auto])))
-    expected = jax.jit(PLACES[place](lambda x, w: jnp.cumsum(x, 0) @ w))(X, W)
-    for spec in (P("a"), P(("b", "a"))):
-        found = f(jax.device_put(X, NamedSharding(theirs, spec)), W)
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_program_planned_at_partitioning_can_be_serialized():

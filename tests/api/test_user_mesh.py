@@ -82,16 +82,6 @@ def test_a_result_can_be_used_beside_arrays_on_the_users_mesh(case, set_mesh, au
         x = y  # the next call takes what this one returned
 
 
-def test_a_donated_state_is_on_the_users_mesh(auto):
-    step = gshard.jit(lambda x: gshard.split(x, 0, "data") + 1, mesh=auto, donate_argnums=0)
-    x = jnp.zeros((10, 4))
-    for n in range(1, 4):
-        x = step(x)
-        assert x.sharding == NamedSharding(auto, P())
-        with jax.set_mesh(auto):
-            np.testing.assert_array_equal(x + 1, np.full((10, 4), n + 1.0))
-
-
 def test_a_sharding_on_another_mesh_of_the_devices_is_kept(auto):
     """Where the result was asked for in it: over the first half of ``data``, which ``auto`` has no name for."""
     other = jax.sharding.Mesh(auto.devices.reshape(2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
@@ -176,13 +166,6 @@ def test_reshard_inside_is_a_mark(explicit, rng):
         z = gshard.jit(lambda x: product(x, x) + 1)(w)
         np.testing.assert_allclose(z, x @ x + 1, rtol=1e-5, atol=1e-5)
         assert z.sharding.spec == P("data")
-
-
-def test_inside_shard_map_it_says_why_not(auto):
-    x = jnp.arange(8.0)
-    inner = gshard.jit(lambda y: y * 2, mesh=8)
-    with pytest.raises(gshard.GShardError, match=r"inside jax\.shard_map(.|\n)*manual axes: data, model(.|\n)*outside"):
-        jax.shard_map(inner, mesh=auto, in_specs=P("data"), out_specs=P("data"))(x)
 
 
 def test_explain_says_the_mesh_of_a_sharding_on_another_one(auto):

@@ -5,7 +5,6 @@ import gc
 import logging
 import re
 import threading
-import weakref
 
 import jax
 import jax.numpy as jnp
@@ -136,10 +135,6 @@ def test_every_stage_does_so():
 # Tables: results are kept while something is planned, by its thread alone, and not longer.
 
 
-class Key:
-    """Something that can be followed."""
-
-
 computed = []
 
 
@@ -168,24 +163,6 @@ def test_the_outermost_tables_count():
             assert noted("a") == 1
         assert noted("a") == 1
     assert noted("a") == 2
-
-
-def test_as_many_as_said_are_kept():
-    computed.clear()
-    with tables():
-        for key in "abcab":
-            noted(key)
-    assert computed == list("abcab")
-
-
-def test_nothing_is_kept_afterwards():
-    key = Key()
-    seen = weakref.ref(key)
-    three_times(key)
-    computed.clear()
-    del key
-    gc.collect()
-    assert seen() is None
 
 
 def test_another_thread_has_its_own():

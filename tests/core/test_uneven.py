@@ -105,18 +105,6 @@ def test_it_is_read_while_another_mesh_is_set(kind):
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_it_goes_from_call_to_call(kind):
-    step = gshard.jit(lambda x: gshard.split(x, 0, 8) * 2 - 1, mesh_of(kind), uneven="keep")
-    r, want = X, X
-    for _ in range(3):
-        r, want = step(r), want * 2 - 1
-        np.testing.assert_array_equal(r, want)
-        np.testing.assert_array_equal(gshard.jit(lambda x: x.T, mesh_of(kind))(r), want.T)
-        np.testing.assert_array_equal(jax.jit(lambda x: x + 1)(r + 0), want + 1)
-    np.testing.assert_array_equal(jax.jit(lambda x: x + r)(X), X + want)  # captured
-
-
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_one_number_is_a_number(kind):
     r = kept(np.array([3], np.int32), kind)
     assert bool(r)

@@ -129,10 +129,3 @@ def test_what_follows_a_product_is_its_end():
     assert others[2].seconds * cpu.machine.memory_bandwidth > 512 * 8192 * 4
     apart = gshard.explain(gshard.jit(twice, mesh=gshard.Mesh.abstract(d=1)), *arguments[:2]).cost(v5e.machine)
     assert apart.kernels[1].seconds * rate == pytest.approx(2 * part, rel=1e-6)
-
-
-def test_a_machine_read_from_a_file_hides_what_it_says(tmp_path):
-    for name in ("v5e:2x4", "v3:2x2", "cpu:8"):
-        machine = Machine.of(name)
-        machine.dump(tmp_path / "machine.json")
-        assert Machine.of(str(tmp_path / "machine.json")) == machine

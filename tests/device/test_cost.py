@@ -8,7 +8,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -120,11 +119,6 @@ def test_a_donated_argument_lends_its_place():
     peaks = [cost(x.spmd, Machine.of("cpu:8"), x.donated).peak for x in (kept, lent)]
     assert peaks == pytest.approx([xla_peak(kept), xla_peak(lent)], rel=0.1)
     assert peaks[0] > peaks[1] * 1.05
-
-
-def test_lines_are_those_of_the_user():
-    _, found = costed("perceptron")
-    assert all(k.line.startswith("models.py:") for k in found.kernels if k.total_seconds > 1e-6), found.by_line
 
 
 def test_time_has_its_parts():
@@ -416,7 +410,6 @@ PRICED = Path(__file__).resolve().parents[2] / "benchmarks" / "priced_hlo.py"
 NEAR = (
     0.02  # of the time; a kernel of these programs is at least a twentieth of it on a GPU, where it has to be started
 )
-GPU = Machine.of("h100:1x8")
 
 
 @pytest.fixture(scope="module")
@@ -485,20 +478,6 @@ def test_the_model_is_the_price_of_the_compiled_program(seconds, name, machine):
     )
     price = seconds(lowered.executable.compiled.as_text(), where)
     assert cost(lowered.spmd, where).seconds == pytest.approx(price, rel=NEAR)
-
-
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.one_in(3)
-def test_such_programs_are_right(rng, name):
-    function, arguments, results, shapes = CASES[name]
-    arrays = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
-    if name == "a root for each row":
-        arrays[1] = jnp.abs(arrays[1])
-    planned = gshard.jit(function, mesh={"x": 8}, machine=GPU.name, in_shardings=arguments, out_shardings=results)
-    expected = jax.tree.leaves(jax.jit(function)(*arrays))
-    for found, want in zip(jax.tree.leaves(planned(*arrays)), expected, strict=True):
-        # Sums of numbers of both signs in another order: relative to the largest.
-        np.testing.assert_allclose(found, want, rtol=0, atol=1e-5 * float(jnp.abs(want).max()))
 
 
 def test_an_update_of_what_nobody_needs_any_more_moves_what_it_writes():

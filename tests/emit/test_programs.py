@@ -312,20 +312,6 @@ def test_one_device_needs_no_collective(mesh_2x4):
     assert not any(atoms for s in lowered.plan.shardings.values() for atoms in s.dims)
 
 
-def test_each_device_holds_the_part_that_the_assignment_names():
-    ids = np.arange(8).reshape(4, 2).T  # part [i, j] on device ids[i, j]
-    out = gshard.jit(lambda x: shard(x, ids) + 0, mesh=8)(normal(4, 8))
-    for piece in out.addressable_shards:
-        i, j = piece.index[0].start // 2, piece.index[1].start // 2
-        assert piece.device == jax.devices()[ids[i, j]]
-
-
-def test_fewer_partitions_are_copied_on_consecutive_devices():
-    out = gshard.jit(lambda x: split(x, 0, 4) + 0, mesh=8)(normal(8, 2))
-    for piece in out.addressable_shards:
-        assert piece.index[0].start // 2 == piece.device.id // 2
-
-
 @pytest.mark.parametrize("inside", ["straight", "scan", "grad"])
 def test_of_the_branches_by_platform_one_is_compiled(inside):
     """A kernel for TPU does not compile on CPU, and what its branch sends is not sent there."""

@@ -10,7 +10,6 @@ import gshard
 from device.models import f32, model
 from gshard import split
 from gshard.core.program import format_bytes
-from gshard.explanation.bounds import alone
 
 MESH = gshard.Mesh.abstract(data=4, model=2)
 
@@ -188,16 +187,6 @@ def test_a_mixed_program_is_named_with_the_two_largest():
          "latency": "Network latency"}[what]
         for what in found.bounds
     ]  # fmt: skip
-
-
-def test_what_one_device_alone_takes_has_no_communication():
-    found = gshard.explain(
-        lambda x, w: gshard.replicate(gshard.split(x, 1, "data") @ w), f32(512, 512), f32(512, 512), mesh=MESH
-    )
-    one = alone(found.plan, found.cost("h100:1x8").machine)
-    assert one.sent == 0
-    assert {"network", "latency"}.isdisjoint(one.by_bound)
-    assert one.flops == 2 * 512**3
 
 
 # Devices without work of their own: axes that split nothing, dimensions with too few elements; the time of both.

@@ -450,13 +450,7 @@ def test_refusals_name_the_line(layer, arguments, message):
     assert "test_pipelined.py:" in str(error.value)
     assert "pipeline(x, 'stage'" in str(error.value)
     assert error.value.hint
-
-
-def test_a_refusal_names_the_operator_in_the_layer():
-    f = lambda w: jax.lax.scan(normalised, X, gshard.pipeline(w, "stage", micro_batches=4))[0]  # noqa: E731
-    with pytest.raises(gshard.ShardingError) as error:
-        gshard.explain(f, W, mesh=Mesh.abstract(stage=4))
-    assert "(normalised)" in str(error.value)
+    assert layer is plain or "(normalised)" in str(error.value), "the operator in the layer"
 
 
 @pytest.mark.parametrize(
