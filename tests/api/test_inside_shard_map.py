@@ -1,8 +1,6 @@
 """``gshard.jit`` inside of a ``jax.shard_map`` over other axes is partitioned over the axes that stay automatic."""
 
 import logging
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +17,6 @@ MESH = jax.make_mesh((2, 4), ("stage", "model"), axis_types=(AxisType.Auto,) * 2
 RANDOM = np.random.default_rng(0)
 X, W = (RANDOM.standard_normal(s).astype(np.float32) / 3 for s in ((8, 8), (8, 12)))
 PLACES = ((P(), P()), (P("stage"), P(None, "model")), (P(None, "model"), P("stage")))
-Layer = Callable[[Any, Any], Any]
 
 
 def layer(x, w):

@@ -11,8 +11,6 @@ from jax.sharding import PartitionSpec as P
 import gshard
 from gshard.core.errors import ShardingError
 from gshard.language.low_precision import SENT
-from gshard.simulator.simulate import simulate
-from gshard.testing.rule_checks import parts_of
 from gshard.xla.hlo_collectives import collectives
 from placed import in_every_way, mesh_of
 
@@ -117,27 +115,6 @@ def test_the_mark_has_the_same_bits_on_any_mesh(rng, mark, send, shape):
         np.testing.assert_array_equal(
             gshard.jit(MARKS[mark], mesh={"data": 1, "model": 1}, static_argnums=1)(w, send), one
         )
-
-
-@pytest.mark.parametrize("send", SENT)
-@pytest.mark.parametrize("mark", ["rows", "columns", "both", "replicated"])
-@pytest.mark.parametrize("shape", [(16, 24), (13, 9), (3, 5)])
-@pytest.mark.one_in(4)
-def test_the_simulator_has_the_same_bits(rng, mark, send, shape):
-    w = rng.standard_normal(shape).astype(np.float32)
-    mesh = gshard.Mesh.abstract(data=2, model=3)
-    spmd = gshard.stages.partition(
-        gshard.stages.propagate(gshard.stages.trace(lambda w: 2 * gshard.replicate(MARKS[mark](w, send)), w), mesh)
-    )
-    (mapped,) = (e for e in spmd.jaxpr.jaxpr.eqns if e.primitive.name == "shard_map")
-    arrays = dict(zip(spmd.jaxpr.jaxpr.constvars, spmd.jaxpr.consts, strict=True))
-    (argument,) = spmd.jaxpr.jaxpr.invars
-    stacked = [
-        parts_of(w, spmd.in_shardings[0], mesh) if v is argument else [arrays[v]] * mesh.size for v in mapped.invars
-    ]
-    (results,) = simulate(mapped.params["jaxpr"], (), mesh.atom_sizes, stacked)
-    for got in results:
-        np.testing.assert_array_equal(got, 2 * np.asarray(MARKS[mark](w, send)))
 
 
 @pytest.mark.parametrize("send", SENT)

@@ -2,8 +2,6 @@
 
 import itertools
 import math
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -193,7 +191,6 @@ def test_devices_hold_what_jax_itself_would_give_them():
 
 X = np.random.default_rng(0).standard_normal((8, 8)).astype(np.float32)
 PLAN_MESH = gshard.Mesh.abstract(data=4, model=2)
-Function = Callable[[Any], Any]
 
 
 def mark(x, *spec):

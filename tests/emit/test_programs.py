@@ -303,15 +303,6 @@ def test_a_loop_over_split_layers_gathers_no_layers():
         assert all(row.bytes // row.times <= weights[0].nbytes for row in sent if row.kind == "all_gather")
 
 
-def test_one_device_needs_no_collective(mesh_2x4):
-    def f(x, w):
-        return split(x, 0, 1) @ w
-
-    lowered = gshard.jit(f, mesh=1).lower(normal(4, 6), normal(6, 5))
-    assert lowered.spmd.collectives == ()
-    assert not any(atoms for s in lowered.plan.shardings.values() for atoms in s.dims)
-
-
 @pytest.mark.parametrize("inside", ["straight", "scan", "grad"])
 def test_of_the_branches_by_platform_one_is_compiled(inside):
     """A kernel for TPU does not compile on CPU, and what its branch sends is not sent there."""

@@ -140,16 +140,6 @@ def test_weights_that_stay_are_not_mentioned():
     assert "operands gathered" not in found.format(tensors=0)
 
 
-def test_fully_sharded_weights_are_not_mentioned():
-    def fsdp(w, x):
-        w, x = gshard.split((w, x), 0, "fsdp")
-        return x @ w
-
-    found = gshard.explain(fsdp, *arrays(64, 4096, 4096)[1:], mesh=MESH)
-    assert found.bytes_by_kind["all_gather"]
-    assert moved_instead(found.plan) == ()
-
-
 # One warning for a function that is split otherwise than it may seem, with the line, and none for other functions.
 
 

@@ -321,13 +321,6 @@ def test_nothing_differs_from_itself():
     assert same.before.seconds == found.cost().seconds
 
 
-def test_turned_round_it_has_the_other_sign():
-    a, b = explained_of_difference(BEFORE, "a.py"), explained_of_difference(AFTER, "a.py")
-    there, back = b.difference(a), a.difference(b)
-    assert sum(x.more for x in there.lines) == -sum(x.more for x in back.lines)
-    assert (there.before, there.after) == (back.after, back.before)
-
-
 @pytest.mark.parametrize("wrong", [{}, {"format": 1, "totals": {}}, [], "text", None])
 def test_what_is_no_explanation_is_refused(wrong):
     good = explained_of_difference(BEFORE, "good.py").data()

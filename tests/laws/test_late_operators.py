@@ -3,9 +3,6 @@
 Newer JAX keeps ``searchsorted``, ``frexp`` and others as one operator until transformations are done.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,8 +10,6 @@ import pytest
 
 import gshard
 from placed import in_every_way, mesh_of
-
-Function = Callable[[Any], Any]
 
 
 def loss(x):

@@ -1,6 +1,5 @@
 """The problem of a program: what it says a plan takes is what the plan takes, and its best is the best there is."""
 
-import importlib
 import itertools
 
 import jax
@@ -14,8 +13,6 @@ from every_choice import every_choice
 from families import CASES
 from gshard.comm.collectives import KINDS
 from gshard.core.program import Value
-from gshard.core.program_boundary import AS_MARKED
-from gshard.core.sharding import Sharding
 from gshard.device.cost import cost, kernel_cost
 from gshard.device.fusion_model import REGION, size
 from gshard.device.machine import Machine
@@ -24,17 +21,12 @@ from gshard.emit.partition import partition
 from gshard.planning.choices import graph_of
 from gshard.planning.reshard_costs import axes_of
 from gshard.planning.saved_plan import plan_of
-from gshard.planning.sharding_groups import sharding_groups_of
-from gshard.planning.strategies import components, shardings, splits
+from gshard.planning.strategies import components
 from gshard.search.find import best_plan
-from gshard.search.presets import marked_presets
 from gshard.search.seconds import Seconds
 from search.test_search import shape, slow
 
-of_propagate = importlib.import_module("gshard.planning.propagate")
-
 FOUR, EIGHT = gshard.Mesh.abstract(x=2, y=4), gshard.Mesh.abstract(x=8)
-AXES = axes_of(FOUR)
 PREDICTED = (
     "layers/mlp_data", "layers/attention_data", "training/clipped_gradients", "contractions/cube",
     "statistics/extremes", "moves/reshape_across", "windows/convolution_grouped", "loops/tied_fsdp",
@@ -210,35 +202,6 @@ def test_no_plan_of_small_programs_is_better():
     assert np.mean(np.array(ratios) <= 1.01) >= 0.95
 
 
-def test_elementwise_equations_tie_values_and_boundaries_do_not():
-    def f(x, y):
-        h = jnp.exp(x + 1) * y
-        return gshard.split(h, 0, 2) - 1
-
-    program = gshard.stages.trace(f, shape(8, 4), shape(8, 4))
-    groups = sharding_groups_of(program, {*program.block.inputs})
-    x, y = program.block.inputs
-    assert groups.of[x] != groups.of[y]
-    inner = {groups.of[e.outputs[0]] for e in program.block.equations if e.name in ("exp", "mul")}
-    (marked,) = [e.outputs[0] for e in program.block.equations if e.mark is not None]
-    assert len(inner) == 1
-    assert groups.of[marked] not in inner
-
-
-@pytest.mark.parametrize("fused", [False, True])
-def test_what_others_read_is_not_tied_to_a_sum_of_it(fused):
-    def f(a, b):
-        x = jnp.tanh(a)
-        return jnp.exp(x + jnp.cos(b)), jnp.sin(x) * 2
-
-    program = gshard.stages.trace(f, shape(8, 8), shape(8, 8))
-    groups = sharding_groups_of(program, {*program.block.inputs}, fused=fused)
-    made = {e.name: groups.of[e.outputs[0]] for e in program.block.equations}
-    assert made["cos"] == made["add"] == made["exp"]
-    assert made["tanh"] == made["sin"] == made["mul"], "each reads nothing else"
-    assert (made["tanh"] == made["add"]) is fused
-
-
 def test_a_value_is_gathered_once_for_products_and_the_sum_of_them():
     """Both products read all rows of ``x``, and what they are added to is to be cut."""
 
@@ -249,35 +212,6 @@ def test_a_value_is_gathered_once_for_products_and_the_sum_of_them():
     step = gshard.jit(f, mesh=gshard.Mesh.abstract(d=2), in_shardings=P(None, "d"))
     sent = sum(c.total_bytes for c in step.lower(shape(256, 512)).spmd.collectives)
     assert sent == 256 * 512 * 4 // 2
-
-
-def test_parts_of_sums_go_where_all_are_linear():
-    def f(a, b, c):
-        return jnp.exp(-(a @ b + a @ c)) + 1
-
-    program = gshard.stages.trace(f, shape(8, 4), shape(4, 8), shape(4, 8))
-    inputs = {*program.block.inputs}
-    groups = sharding_groups_of(program, inputs, inputs)
-    sums, turned = (groups.of[program.block.equations[i].outputs[0]] for i in (0, 3))
-    assert {groups.of[e.outputs[0]] for e in program.block.equations} == {sums, turned}
-    assert set(groups.unreduced) == {sums}, "an exponential, and a negation, are of what is finished"
-    program = gshard.stages.trace(lambda a, b, c: (a @ b + a @ c).T, shape(8, 4), shape(4, 8), shape(4, 8))
-    groups = sharding_groups_of(program, {*program.block.inputs}, {*program.block.inputs})
-    total = next(e.outputs[0] for e in program.block.equations if e.name == "add")
-    assert groups.of[total] in groups.unreduced
-
-
-def test_what_others_read_is_not_tied_to_a_product_with_a_sum():
-    def f(a, b, c):
-        x = jnp.tanh(a)
-        return jnp.sin(x), x * (b @ c)
-
-    program = gshard.stages.trace(f, shape(8, 8), shape(8, 4), shape(4, 8))
-    inputs = {*program.block.inputs}
-    groups = sharding_groups_of(program, inputs, inputs)
-    made = {e.name: groups.of[e.outputs[0]] for e in program.block.equations}
-    assert made["tanh"] == made["sin"] != made["mul"]
-    assert made["dot_general"] in groups.unreduced
 
 
 def test_sums_are_combined_before_they_are_widened():
@@ -294,23 +228,6 @@ def test_sums_are_combined_before_they_are_widened():
     assert (sent.kind, sent.total_bytes) == ("reduce_scatter", 64 * 128 * 2 * 7 // 8)
 
 
-def test_ways():
-    found = shardings((8, 6), FOUR, AXES)
-    assert found[0] == Sharding(((), ()))
-    assert len(set(found)) == len(found)
-    texts = {s.format(FOUR, (8, 6)) for s in found}
-    assert {"[8@(x,y),6]", "[8@y,6@x]", "[8@x,6]"} <= texts
-    assert not any("6@y" in text for text in texts), "6 over 4 would be a third of padding"
-    assert "[8@x,6]{U:y}" in {s.format(FOUR, (8, 6)) for s in shardings((8, 6), FOUR, AXES, unreduced="add")}
-    assert "[17@x]" in {s.format(FOUR, (17,)) for s in shardings((17,), FOUR, AXES)}
-    assert [s.format(FOUR, (17,)) for s in shardings((17,), FOUR, AXES, even=True)] == ["[17]"]
-    (e,) = gshard.stages.trace(lambda a, b: a @ b, shape(8, 16), shape(16, 8)).block.equations
-    assert e.rule is not None
-    chosen = splits(e.rule, *components(e.rule), FOUR, AXES)
-    assert {} in chosen
-    assert len(chosen) >= 16, "two axes, each along rows, columns, the sum, or nowhere"
-
-
 def test_a_loop_counts_as_often_as_it_runs():
     def once(x, w):
         return jnp.tanh(x @ w)
@@ -323,17 +240,6 @@ def test_a_loop_counts_as_often_as_it_runs():
     twelve = best_plan(gshard.stages.trace(often, *arguments), FOUR, slow())
     assert 8 < twelve.solution.value / one.solution.value < 14
     assert twelve.solution.value / twelve.searched.cost.seconds == pytest.approx(1, abs=0.1)
-
-
-def test_what_is_donated_comes_back_as_it_was():
-    def step(state, x):
-        return state + (x.T @ x).reshape(state.shape), x.sum()
-
-    arguments = (shape(16, 64), shape(128, 32))
-    program = gshard.stages.trace(step, *arguments)
-    best = best_plan(program, FOUR, slow(), donated=[0])
-    plan = best.searched.plan
-    assert plan.sharding(program.block.inputs[0]) == plan.sharding(program.block.outputs[0])
 
 
 def layered(weights, x):
@@ -371,14 +277,3 @@ def test_what_a_loop_holds_is_known(limit):
     best = free if limit is None else best_plan(program, EIGHT, machine, memory_limit=limit * free.searched.kept)
     assert best.fits
     assert best.solution.peak == pytest.approx(best.searched.kept, rel=0.15)
-
-
-def test_presets_split_one_dimension_of_all_that_have_it():
-    program = gshard.stages.trace(lambda w, v, x: jnp.tanh(x @ w) @ v, shape(64, 256), shape(256, 16), shape(32, 64))
-    found = {preset.name: preset.planned(FOUR, None, AS_MARKED)[0].plan for preset in marked_presets(program, FOUR)}
-    w, v, x = program.block.inputs
-    hidden = found["dimension 1 of w (256) over all devices"]
-    assert hidden.shardings[w].dims[1] == FOUR.atoms == hidden.shardings[v].dims[0]
-    beside = found["dimension 1 of w (256) over y, batch over the rest"]
-    assert beside.shardings[w].dims[1] == FOUR.atoms_of["y"] == beside.shardings[v].dims[0]
-    assert beside.shardings[x].dims[0] == FOUR.atoms_of["x"]

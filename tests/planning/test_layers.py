@@ -10,11 +10,6 @@ from jax import ShapeDtypeStruct
 
 import gshard
 from gshard.planning import propagate as of_propagate
-from gshard.planning.choices import graph_of
-from gshard.planning.objective import bytes_on
-from gshard.planning.reshard_costs import axes_of
-from gshard.planning.settled import settled
-from gshard.solver.descent import Descent
 from gshard.solver.problem import Problem
 from gshard.solver.tied import tied
 
@@ -153,37 +148,6 @@ def test_layers_that_are_alike_cost_nearly_what_the_best_cost(monkeypatch):
     assert len(solved) == 5
     for alike, best in solved:
         assert alike <= best * of_propagate._SAME
-
-
-@pytest.mark.parametrize(
-    ("layer", "accumulates", "is_early"), [(feed_forward, False, True), (block, False, True), (block, True, False)]
-)
-def test_a_bound_that_is_known_early_changes_no_plan(layer, accumulates, is_early, monkeypatch):
-    """Every problem counts as large here, and none is solved exactly."""
-    x = f32(2, 64, 128, WIDTH) if accumulates else f32(64, 128, WIDTH)
-    program = gshard.stages.trace(step_of(layer, "float32", accumulates), weights(layer, 4), x)
-    propagated = settled(program, MESH)
-    graph = graph_of(propagated.program, bytes_on(MESH, axes_of(MESH)), propagated=propagated)
-    known_early = []
-
-    def bound_ahead(search, enough, rounds):
-        bound = looked_ahead(search, enough, rounds)
-        known_early.append(bound >= enough)
-        return bound
-
-    looked_ahead = Descent.bound_ahead
-    monkeypatch.setattr(Descent, "bound_ahead", bound_ahead)
-    monkeypatch.setattr(of_propagate, "LARGE", 1)
-    monkeypatch.setattr(of_propagate, "exact", lambda problem: None)
-    early, states, gap = of_propagate._chosen(graph, propagated)
-    assert known_early == [is_early]
-    monkeypatch.setattr(of_propagate, "_AHEAD", 0)
-    late, others, other_gap = of_propagate._chosen(graph, propagated)
-    assert known_early == [is_early, False]
-    np.testing.assert_array_equal(states, others)
-    assert early.problem.value(states) == late.problem.value(others)
-    assert 0 <= gap <= 1 - 1 / of_propagate._SAME + 1e-9
-    assert 0 <= other_gap <= 1 - 1 / of_propagate._SAME + 1e-9
 
 
 def test_a_tied_problem_costs_what_its_states_cost_in_the_whole_one():

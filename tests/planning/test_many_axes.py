@@ -17,7 +17,6 @@ from gshard.device.machine import Machine
 from gshard.planning import nearby
 from gshard.planning.axis_steps import axis_steps
 from gshard.planning.choices import graph_of
-from gshard.planning.nearby import estimated_entries, is_limited
 from gshard.planning.objective import Bytes, bytes_on
 from gshard.planning.propagate import choose, propagate
 from gshard.planning.reshard_costs import axes_of, in_two, joined
@@ -52,17 +51,6 @@ def test_axes_that_are_one_move_as_several():
     for target in targets:
         one, several = (Bytes(mesh, axes).move(partial, target, (240, 60), 4) for axes in (together, apart))
         assert one == several
-
-
-def test_axes_that_all_have_in_a_row_are_one():
-    mesh = Mesh.abstract(a=2, b=3, c=2, d=5)
-    rows = Sharding((("a", "b"), ("c",)))
-    assert joined(mesh, axes_of(mesh), [rows]) == (("a", "b"), ("c",), ("d",))
-    assert joined(mesh, axes_of(mesh), [rows.with_unreduced({"d": "add"})]) == (("a", "b"), ("c",), ("d",))
-    for other in (Sharding((("a",), ())), Sharding((("b", "a"), ())), Sharding((("a",), ("b",)))):
-        assert joined(mesh, axes_of(mesh), [rows, other]) == (("a",), ("b",), ("c",), ("d",))
-    partial = Sharding(((), ())).with_unreduced({"a": "add"})
-    assert joined(mesh, axes_of(mesh), [rows, partial]) == (("a",), ("b",), ("c",), ("d",))
 
 
 @pytest.mark.parametrize(
@@ -129,16 +117,6 @@ def step(devices, weights, x):
     return [w - 0.1 * gshard.split(g, 0, n) for w, g, n in zip(weights, gradients, parts, strict=True)]
 
 
-@pytest.mark.parametrize("parts", [1, 2, 3, 4, 5, 6])
-def test_ways_grow_slowly_with_the_parts_of_an_axis(parts):
-    """Of a product of all places and parts there would be 5 to the power of parts."""
-    mesh = Mesh.abstract(devices=2**parts)
-    given = tuple((atom,) for atom in mesh.atoms)
-    found = shardings((64, 64, 64), mesh, given, unreduced="add")
-    assert len(found) <= min(5**parts, 5 + 5 * 4 * (parts - 1))
-    assert len(found) >= 1 + 4  # none, and all of it in any place
-
-
 @pytest.mark.parametrize("times", [1, 128])
 def test_gradients_in_many_parts(times, rng):
     """On 16 devices and on 2,048: each gradient is split as is said, and what leaves is right."""
@@ -179,26 +157,6 @@ def layers(depth):
 
 def problem(program):
     return graph_of(program, bytes_on(CUBE, axes_of(CUBE)), propagated=settled(program, CUBE))
-
-
-def test_it_depends_on_the_axes_and_the_size():
-    program = layers(4)
-    per_layer = estimated_entries(layers(8), CUBE, axes_of(CUBE)) - estimated_entries(program, CUBE, axes_of(CUBE))
-    assert per_layer > 0
-    assert not is_limited(program, CUBE, axes_of(CUBE))
-    large = layers(4 * (1 + int(nearby.LARGE / per_layer)))
-    assert estimated_entries(large, CUBE, axes_of(CUBE)) > nearby.LARGE
-    assert is_limited(large, CUBE, axes_of(CUBE))
-    two, four = Mesh.abstract(x=2, y=4), Mesh.abstract(a=2, b=2, c=2, d=2)
-    assert not any(is_limited(some, two, axes_of(two)) for some in (program, large))
-    assert all(is_limited(some, four, axes_of(four)) for some in (program, large))
-
-
-def test_axes_of_one_device_do_not_count():
-    ones = Mesh.abstract(x=2, a=1, y=2, b=1, z=2, c=1, d=1)
-    program = layers(4)
-    assert not is_limited(program, ones, axes_of(ones))
-    assert estimated_entries(program, ones, axes_of(ones)) == estimated_entries(program, CUBE, axes_of(CUBE))
 
 
 def changes(places, base):

@@ -1,8 +1,6 @@
 """Collective matmuls: the same bytes as a gather or scatter, less memory, the same numbers; and who decides."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +48,6 @@ def grid(x, w):
     return shard(shard(x, P(*GRID)) @ shard(w, P(*GRID)), P(*GRID))
 
 
-Case = tuple[Callable[..., Any], tuple[int, ...], tuple[int, ...]]
 CASES = {
     "gathered": (gathered, (256, 128), (128, 2048)),
     "gathered, uneven": (gathered, (250, 127), (127, 2001)),
