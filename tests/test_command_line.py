@@ -344,14 +344,11 @@ def test_a_function_is_planned_on_its_own_mesh(command, made, capsys):
     assert re.search(r"data=4,? model=2", capsys.readouterr().out)
 
 
-@pytest.mark.parametrize(
-    ("options", "part"),
-    [
-        ("--export", "in_shardings = "),
-        ("--export plan.mlir", "sdy.mesh @mesh"),
-        ("--export plan.txt --export-as stablehlo", "sdy.mesh @mesh"),
-    ],
-)
+@pytest.mark.parametrize(("options", "part"), [
+    ("--export", "in_shardings = "),
+    ("--export plan.mlir", "sdy.mesh @mesh"),
+    ("--export plan.txt --export-as stablehlo", "sdy.mesh @mesh"),
+])  # fmt: skip
 @pytest.mark.one_in(2)
 def test_search_exports_the_plan(options, part, capsys):
     command = f"search model.py:example --mesh data=4 --machine h100:1x4 --budget-seconds 1 {options}"
@@ -404,30 +401,24 @@ def test_mistakes_are_one_clear_error(given, message, capsys):
     assert run(f"explain {given}", 1, [message], capsys).out == ""
 
 
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        ("import jax\njax.nothing_here\n", "fails when it is imported: AttributeError"),
-        ("import sys\nsys.exit(2)\n", "fails when it is imported: SystemExit"),
-        ("\ndef f(:\n", "SyntaxError: invalid syntax (failing_model.py, line 2).\n  at failing_model.py:2\n"),
-        ("import not_there\n", "failing_model.py:1 imports 'not_there', which is not installed here."),
-        ("import json\nfrom json import nope\n", "\n  at failing_model.py:2\n"),
-    ],
-)
+@pytest.mark.parametrize("text, message", [
+    ("import jax\njax.nothing_here\n", "fails when it is imported: AttributeError"),
+    ("import sys\nsys.exit(2)\n", "fails when it is imported: SystemExit"),
+    ("\ndef f(:\n", "SyntaxError: invalid syntax (failing_model.py, line 2).\n  at failing_model.py:2\n"),
+    ("import not_there\n", "failing_model.py:1 imports 'not_there', which is not installed here."),
+    ("import json\nfrom json import nope\n", "\n  at failing_model.py:2\n"),
+])  # fmt: skip
 def test_a_module_that_fails_is_one_clear_error(text, message, capsys):
     Path("failing_model.py").write_text(text)
     run("explain failing_model.py:f", 1, [message], capsys)
 
 
-@pytest.mark.parametrize(
-    ("command", "words"),
-    [
-        ("explain model.py:jitted", "(devices=8)"),
-        ("search model.py:jitted --machine h100", "devices=8"),
-        ("plan model.py:jitted --machine h100:1x8", "devices=8"),
-        ("explain placed.py:example", "compiled by XLA for cpu, on 16 devices (data=16)"),
-    ],
-)
+@pytest.mark.parametrize(("command", "words"), [
+    ("explain model.py:jitted", "(devices=8)"),
+    ("search model.py:jitted --machine h100", "devices=8"),
+    ("plan model.py:jitted --machine h100:1x8", "devices=8"),
+    ("explain placed.py:example", "compiled by XLA for cpu, on 16 devices (data=16)"),
+])  # fmt: skip
 @pytest.mark.one_in(3)
 def test_devices_of_a_target_need_not_exist(command, words):
     """In a process of its own, which has one device until a command plays more."""

@@ -25,22 +25,10 @@ PAGES = [path for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 # What these show is tested elsewhere in the fast tests too.
 LONG = {
-    "configure.md",
-    "exporting.md",
-    "routing.md",
-    "sequence_parallel.py",
-    "spatial_unet.py",
-    "translating.md",
-    "haiku_batch_norm.py",
-    "orbax_restore.py",
-    "local_gather.py",
-    "pipeline.py",
-    "layout_transformer.py",
-    "explained_transformer.py",
-    "decoder_moe.py",
-    "beside_xla.py",
-    "megatron.md",
-}
+    "configure.md", "exporting.md", "routing.md", "sequence_parallel.py", "spatial_unet.py", "translating.md",
+    "haiku_batch_norm.py", "orbax_restore.py", "local_gather.py", "pipeline.py", "layout_transformer.py",
+    "explained_transformer.py", "decoder_moe.py", "beside_xla.py", "megatron.md",
+}  # fmt: skip
 
 
 def module_name(path):

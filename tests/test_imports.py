@@ -7,14 +7,9 @@ import pytest
 
 # Modules that no call of ``gshard.jit`` needs.
 UNNEEDED = (
-    "gshard.__main__",
-    "gshard.ahead_of_time",
-    "gshard.commands",
-    "gshard.named_target",
-    "gshard.baselines",
-    "jax.experimental.pallas",
-    "jax.export",
-)
+    "gshard.__main__", "gshard.ahead_of_time", "gshard.commands", "gshard.named_target", "gshard.baselines",
+    "jax.experimental.pallas", "jax.export",
+)  # fmt: skip
 
 
 def imported_by(program, *arguments, before=""):
@@ -33,15 +28,12 @@ def test_jit_takes_jax_and_numpy_and_nothing_that_a_call_does_not_need():
     assert others <= set(sys.stdlib_module_names), others
 
 
-@pytest.mark.parametrize(
-    "program, modules",
-    [
-        ("import gshard", 1),
-        ("import gshard; dir(gshard); gshard.GShardError", 3),
-        ("from gshard.__main__ import main; main(['--help'])", 10),
-        ("from gshard.__main__ import main; main(['explain', '--help'])", 10),
-    ],
-)
+@pytest.mark.parametrize("program, modules", [
+    ("import gshard", 1),
+    ("import gshard; dir(gshard); gshard.GShardError", 3),
+    ("from gshard.__main__ import main; main(['--help'])", 10),
+    ("from gshard.__main__ import main; main(['explain', '--help'])", 10),
+])  # fmt: skip
 def test_import_and_help_take_no_time(program, modules):
     found = imported_by(program)
     assert "jax" not in found

@@ -231,14 +231,11 @@ def offloading(policy):
     return jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
 
 
-@pytest.mark.parametrize(
-    ("policy", "rolled"),
-    [
-        ("names", True),
-        *(pytest.param(*p, marks=pytest.mark.slow) for p in (("names", False), ("dots", False))),
-        ("dots", True),
-    ],
-)
+@pytest.mark.parametrize(("policy", "rolled"), [
+    ("names", True),
+    *(pytest.param(*p, marks=pytest.mark.slow) for p in (("names", False), ("dots", False))),
+    ("dots", True),
+])  # fmt: skip
 def test_activations_are_offloaded_as_the_policy_says(policy, rolled):
     def layer(c, w):
         return jnp.tanh(jnp.sin(checkpoint_name(c, "kept") @ w)), None

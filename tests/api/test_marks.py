@@ -94,20 +94,17 @@ def test_a_mark_inside_against_one_at_the_boundary_is_a_reshard(x, mesh):
 # -- scalars and literals --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "f",
-    [
-        lambda x: replicate(3.0) * x,
-        lambda x: replicate({"a": x, "lr": 0.1})["lr"] * x,
-        lambda x: jax.device_put(2.0) * x,
-        lambda x: shard(-2.0, P()) * x,
-        lambda x: (replicate(2), replicate(True), replicate(1 - 2j), jax.device_put(-3), jnp.copy(0.5), x),
-        lambda x: jax.lax.cond(x[0, 0] > 0, lambda a: a, lambda a: replicate(a * 2), 3.0) * x,
-        lambda x: jax.lax.scan(lambda c, t: (replicate(c), c * t), replicate(2.0), x),
-        lambda x: jax.checkpoint(lambda a, b: a * replicate(b))(x, 2.0),
-        lambda x: jax.lax.stop_gradient(replicate(-0.0)) * x,
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("f", [
+    lambda x: replicate(3.0) * x,
+    lambda x: replicate({"a": x, "lr": 0.1})["lr"] * x,
+    lambda x: jax.device_put(2.0) * x,
+    lambda x: shard(-2.0, P()) * x,
+    lambda x: (replicate(2), replicate(True), replicate(1 - 2j), jax.device_put(-3), jnp.copy(0.5), x),
+    lambda x: jax.lax.cond(x[0, 0] > 0, lambda a: a, lambda a: replicate(a * 2), 3.0) * x,
+    lambda x: jax.lax.scan(lambda c, t: (replicate(c), c * t), replicate(2.0), x),
+    lambda x: jax.checkpoint(lambda a, b: a * replicate(b))(x, 2.0),
+    lambda x: jax.lax.stop_gradient(replicate(-0.0)) * x,
+])  # fmt: skip
 def test_literals_may_be_marked(f, x):
     found, expected = gshard.jit(f, mesh=8)(x), jax.jit(f)(x)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
@@ -157,15 +154,12 @@ def test_a_pytree_without_arrays_is_left_alone():
 # -- in JAX's words --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("said", "spec"),
-    [
-        (lambda mesh: NamedSharding(mesh, P("data")), ("data",)),
-        (lambda mesh: NamedSharding(mesh, P(None, ("model", "data"))), (None, ("model", "data"))),
-        (lambda mesh: "model", ("model",)),
-        (lambda mesh: P(None, "model"), (None, "model")),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("said", "spec"), [
+    (lambda mesh: NamedSharding(mesh, P("data")), ("data",)),
+    (lambda mesh: NamedSharding(mesh, P(None, ("model", "data"))), (None, ("model", "data"))),
+    (lambda mesh: "model", ("model",)),
+    (lambda mesh: P(None, "model"), (None, "model")),
+])  # fmt: skip
 def test_shard_takes_what_jax_takes(said, spec, x, mesh):
     out = gshard.jit(lambda x: shard(x, said(mesh)), mesh=mesh)(x)
     assert is_sharded(out, mesh, *spec)
@@ -317,19 +311,16 @@ def test_a_wrong_mark_gets_one_error(case, x, mesh):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("mark", "leaf"),
-    [
-        (lambda x: split(tree_of(x), 0, "dat"), "x['l1']['b']"),
-        (lambda x: split({"l1": {"w": "abc"}, "x": x}, 0, 2), "x['l1']['w']"),
-        (lambda x: replicate([x, (jnp.tanh, x)]), "x[1][0]"),
-        (lambda x: shard(tree_of(x), P(None, "data")), "x['count']"),
-        (lambda x: shard(tree_of(x), {"l1": P("data", "model"), "count": None}), "x['l1']['b']"),
-        (lambda x: shard({"a": x, "b": x}, np.arange(8)), "x['a']"),
-        (lambda x: shard(tree_of(x), {"l1": {"w": P()}, "count": P()}), "shardings['l1'] has the entries ['w'], and"),
-        (lambda x: shard({"a": [x]}, {"a": (P(),)}), "shardings['a'] is a tuple, and there a list"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("mark", "leaf"), [
+    (lambda x: split(tree_of(x), 0, "dat"), "x['l1']['b']"),
+    (lambda x: split({"l1": {"w": "abc"}, "x": x}, 0, 2), "x['l1']['w']"),
+    (lambda x: replicate([x, (jnp.tanh, x)]), "x[1][0]"),
+    (lambda x: shard(tree_of(x), P(None, "data")), "x['count']"),
+    (lambda x: shard(tree_of(x), {"l1": P("data", "model"), "count": None}), "x['l1']['b']"),
+    (lambda x: shard({"a": x, "b": x}, np.arange(8)), "x['a']"),
+    (lambda x: shard(tree_of(x), {"l1": {"w": P()}, "count": P()}), "shardings['l1'] has the entries ['w'], and"),
+    (lambda x: shard({"a": [x]}, {"a": (P(),)}), "shardings['a'] is a tuple, and there a list"),
+])  # fmt: skip
 def test_a_wrong_mark_on_a_pytree_names_the_leaf(mark, leaf, x, mesh):
     with pytest.raises(ShardingError) as caught:
         gshard.jit(mark, mesh=mesh)(x)

@@ -265,19 +265,16 @@ def test_equal_places_reach_no_memory_of_others():
     np.testing.assert_array_equal(np.asarray(sent)[1:], 0)
 
 
-@pytest.mark.parametrize(
-    "call, message",
-    [
-        (lambda x: gshard.put_rows(x, np.zeros(4, np.int32), 8), "rows has a number for each row of x"),
-        (lambda x: gshard.put_rows(x, np.zeros(6, np.float32), 8), "rows are integers"),
-        (lambda x: gshard.put_rows(x, np.zeros(6, np.int32), -1), "size is the number of places"),
-        (lambda x: gshard.put_rows(x, np.zeros(6, np.int32), jnp.int32(8)), "size is the number of places"),
-        (lambda x: gshard.put_rows(x, np.zeros(6, np.int32), 8, sorted_parts=4), "sorted_parts is the number"),
-        (lambda x: gshard.take_rows(x, np.zeros((6, 2), np.int32), sorted_parts=2), "sorted_parts is the number"),
-        (lambda x: gshard.take_rows(x, np.zeros((2, 2, 2), np.int32)), "rows are integers"),
-        (lambda x: gshard.take_rows(1.0, np.zeros(2, np.int32)), "at least one dimension"),
-    ],
-)
+@pytest.mark.parametrize("call, message", [
+    (lambda x: gshard.put_rows(x, np.zeros(4, np.int32), 8), "rows has a number for each row of x"),
+    (lambda x: gshard.put_rows(x, np.zeros(6, np.float32), 8), "rows are integers"),
+    (lambda x: gshard.put_rows(x, np.zeros(6, np.int32), -1), "size is the number of places"),
+    (lambda x: gshard.put_rows(x, np.zeros(6, np.int32), jnp.int32(8)), "size is the number of places"),
+    (lambda x: gshard.put_rows(x, np.zeros(6, np.int32), 8, sorted_parts=4), "sorted_parts is the number"),
+    (lambda x: gshard.take_rows(x, np.zeros((6, 2), np.int32), sorted_parts=2), "sorted_parts is the number"),
+    (lambda x: gshard.take_rows(x, np.zeros((2, 2, 2), np.int32)), "rows are integers"),
+    (lambda x: gshard.take_rows(1.0, np.zeros(2, np.int32)), "at least one dimension"),
+])  # fmt: skip
 def test_errors(call, message):
     with pytest.raises(gshard.ArgumentError, match=message) as caught:
         call(np.ones((6, 2), np.float32))

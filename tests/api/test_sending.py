@@ -237,17 +237,14 @@ def test_layers_inside_of_a_loop_over_micro_batches(send, stack, x):
 
 @pytest.mark.optimised
 @pytest.mark.parametrize("send", SENT)
-@pytest.mark.parametrize(
-    "f",
-    [
-        lambda ws, send: jax.vmap(lambda w: gshard.split(w, 0, "data", send=send))(ws),
-        lambda ws, send: jax.vmap(lambda w: gshard.split(w, 1, "data", send=send) * 2, in_axes=2)(ws),
-        lambda ws, send: jax.vmap(lambda w: gshard.shard(w, np.arange(8).reshape(4, 2), send=send))(ws),
-        lambda ws, send: jax.lax.map(lambda w: gshard.shard(w, P(None, "data"), send=send), ws),
-        lambda ws, send: jax.lax.fori_loop(0, 3, lambda i, ws: gshard.split(ws, 1, "data", send=send) * 3, ws),
-        lambda ws, send: jax.lax.cond(ws[0, 0, 0] > 0, lambda: gshard.split(ws, 1, "data", send=send), lambda: ws * 2),
-    ],
-)
+@pytest.mark.parametrize("f", [
+    lambda ws, send: jax.vmap(lambda w: gshard.split(w, 0, "data", send=send))(ws),
+    lambda ws, send: jax.vmap(lambda w: gshard.split(w, 1, "data", send=send) * 2, in_axes=2)(ws),
+    lambda ws, send: jax.vmap(lambda w: gshard.shard(w, np.arange(8).reshape(4, 2), send=send))(ws),
+    lambda ws, send: jax.lax.map(lambda w: gshard.shard(w, P(None, "data"), send=send), ws),
+    lambda ws, send: jax.lax.fori_loop(0, 3, lambda i, ws: gshard.split(ws, 1, "data", send=send) * 3, ws),
+    lambda ws, send: jax.lax.cond(ws[0, 0, 0] > 0, lambda: gshard.split(ws, 1, "data", send=send), lambda: ws * 2),
+])  # fmt: skip
 @pytest.mark.one_in(4)
 def test_inside_of_transformations(f, send, rng):
     ws = rng.standard_normal((6, 16, 24)).astype(np.float32)
@@ -353,31 +350,25 @@ def test_explain_names_the_array_the_dtype_and_the_error(w, x):
 # -- mistakes --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("x", "send", "what", "hint"),
-    [
-        (np.ones(8, np.float32), "int4", "cannot be sent as int4", "Use 'bfloat16', 'int8'"),
-        (np.ones(8, np.float32), "bfloat", "cannot be sent as bfloat", "Did you mean 'bfloat16'?"),
-        (np.ones(8, np.float32), np.float32, "cannot be sent as float32", "Use"),
-        (np.ones(8, np.float32), 8, "cannot be sent as 8", "Use"),
-        (np.ones(8, np.int32), "int8", "int32 is not rounded", "it rounds floats"),
-        (3, "int8", "a Python number is not rounded", "it rounds floats"),
-        (0.5, "int8", "a Python number is not rounded", "it rounds floats"),
-        (np.ones(8, bool), "bfloat16", "bool is not rounded", "it rounds floats"),
-        ({"a": np.ones(8, np.int32)}, "int8", "no array of the pytree has floats", "Leave out send='int8'"),
-        (np.ones(8, np.complex64), "int8", "complex numbers cannot be sent as int8", "real"),
-        (np.ones(8, np.float16), "bfloat16", "float16 has no wider elements than bfloat16", "Leave out"),
-        ({"a": np.ones(8, np.float16)}, "bfloat16", "float16 has no wider elements", "Leave out"),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize(
-    "mark",
-    [
-        lambda x, send: gshard.split(x, 0, "data", send=send) if np.ndim(x) else gshard.replicate(x, send=send),
-        lambda x, send: gshard.shard(x, P("data") if np.ndim(x) else P(), send=send),
-        lambda x, send: gshard.replicate(x, send=send),
-    ],
-)
+@pytest.mark.parametrize(("x", "send", "what", "hint"), [
+    (np.ones(8, np.float32), "int4", "cannot be sent as int4", "Use 'bfloat16', 'int8'"),
+    (np.ones(8, np.float32), "bfloat", "cannot be sent as bfloat", "Did you mean 'bfloat16'?"),
+    (np.ones(8, np.float32), np.float32, "cannot be sent as float32", "Use"),
+    (np.ones(8, np.float32), 8, "cannot be sent as 8", "Use"),
+    (np.ones(8, np.int32), "int8", "int32 is not rounded", "it rounds floats"),
+    (3, "int8", "a Python number is not rounded", "it rounds floats"),
+    (0.5, "int8", "a Python number is not rounded", "it rounds floats"),
+    (np.ones(8, bool), "bfloat16", "bool is not rounded", "it rounds floats"),
+    ({"a": np.ones(8, np.int32)}, "int8", "no array of the pytree has floats", "Leave out send='int8'"),
+    (np.ones(8, np.complex64), "int8", "complex numbers cannot be sent as int8", "real"),
+    (np.ones(8, np.float16), "bfloat16", "float16 has no wider elements than bfloat16", "Leave out"),
+    ({"a": np.ones(8, np.float16)}, "bfloat16", "float16 has no wider elements", "Leave out"),
+])  # fmt: skip
+@pytest.mark.parametrize("mark", [
+    lambda x, send: gshard.split(x, 0, "data", send=send) if np.ndim(x) else gshard.replicate(x, send=send),
+    lambda x, send: gshard.shard(x, P("data") if np.ndim(x) else P(), send=send),
+    lambda x, send: gshard.replicate(x, send=send),
+])  # fmt: skip
 @pytest.mark.one_in(4)
 def test_a_mistake_is_an_error_with_the_line(mark, x, send, what, hint):
     for call in (lambda: mark(x, send), lambda: gshard.jit(lambda x: mark(x, send), mesh={"data": 8})(x)):

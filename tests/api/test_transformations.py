@@ -138,14 +138,12 @@ def test_random_keys_pass_through(rng):
 POLICIES = {
     "names": checkpoint_policies.save_only_these_names("h"),
     "offload": checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=(),
-        names_which_can_be_offloaded=("h",),
-        offload_src="device",
-        offload_dst="pinned_host",
+        names_which_can_be_saved=(), names_which_can_be_offloaded=("h",), offload_src="device",
+        offload_dst="pinned_host"
     ),
     "products": checkpoint_policies.dots_saveable,
     "nothing": checkpoint_policies.nothing_saveable,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", POLICIES)

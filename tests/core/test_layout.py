@@ -307,16 +307,13 @@ def test_the_layout_and_the_names_belong_to_the_cache(arguments):
 # -- mistakes --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("names", "layout", "words"),
-    [
-        ("batch other", Layout(batch="data", other="data"),
-            ["'batch' (dimension 0) and 'other' (dimension 1)", "axis 'data'"]),
-        ("batch batch", Layout(batch="data"), ["dimensions 0 and 1 are both called 'batch'", "write '_'"]),
-        ("batch other", Layout(batch="data", other=2), ["both want 2 parts: the same devices"]),
-        ("batch other", Layout(batch="one", other="one"), ["both want axis 'one'"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("names", "layout", "words"), [
+    ("batch other", Layout(batch="data", other="data"),
+        ["'batch' (dimension 0) and 'other' (dimension 1)", "axis 'data'"]),
+    ("batch batch", Layout(batch="data"), ["dimensions 0 and 1 are both called 'batch'", "write '_'"]),
+    ("batch other", Layout(batch="data", other=2), ["both want 2 parts: the same devices"]),
+    ("batch other", Layout(batch="one", other="one"), ["both want axis 'one'"]),
+])  # fmt: skip
 def test_two_dimensions_on_one_axis(names, layout, words, arguments):
     mesh = {"one": 1, **MESH}
     f = gshard.jit(lambda x: name(x, names), mesh=mesh, layout=layout)
@@ -329,34 +326,31 @@ def test_two_dimensions_on_one_axis(names, layout, words, arguments):
     assert "argument x" in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: gshard.jit(mlp, mesh=MESH, layout=Layout(batch="dta")),
-            ["no axis 'dta'", "batch='dta'", "Did you mean 'data'"]),
-        (lambda: gshard.jit(mlp, mesh=8, layout=Layout(batch=3)), ["3 partitions", "batch=3", "1, 2, 4, 8"]),
-        (lambda: gshard.jit(mlp, mesh=8, layout=Layout(batch=16)), ["16 partitions", "8 devices"]),
-        (lambda: gshard.jit(mlp, mesh=8, layout={"batch": "data"}), ["takes a gshard.Layout, not a dict"]),
-        (lambda: Layout([("batch", "data")]), ["Layout.of(rules)"]),
-        (lambda: Layout({"a": "x"}, a="y"), ["two rows for 'a'"]),
-        (lambda: Layout(a=("x", "x")), ["stands twice"]),
-        (lambda: Layout(a=0), ["nothing that 'a' can be split over"]),
-        (lambda: Layout(a=True), ["nothing that 'a' can be split over"]),
-        (lambda: Layout(a=1.5), ["nothing that 'a' can be split over"]),
-        (lambda: Layout(a=("x", 2)), ["no tuple of mesh axes"]),
-        (lambda: Layout({"two words": "x"}), ["no name of dimensions"]),
-        (lambda: Layout({"_": "x"}), ["no name of dimensions"]),
-        (lambda: Layout.of([("a", "x", "y")]), ["is no rule"]),
-        (lambda: name(jnp.zeros((2, 3)), "a b c"), ["2 dimensions has 3 names", "f32[2,3]"]),
-        (lambda: name(jnp.zeros((2, 3)), "a"), ["2 dimensions has 1 name."]),
-        (lambda: name(jnp.zeros((2, 3)), "... a ..."), ["'...' stands twice"]),
-        (lambda: name(jnp.zeros((2, 3)), "a b c ..."), ["2 dimensions has"]),
-        (lambda: name(jnp.zeros((2, 3)), "params:a b"), ["'params:a' is no name"]),
-        (lambda: name(jnp.zeros((2, 3)), 3), ["int names no dimensions"]),
-        (lambda: name("text", "a"), ["is of type str"]),
-        (lambda: jax.vmap(lambda x: name(x, "a b"))(jnp.zeros((2, 3))), ["1 dimension has 2 names", "vmap"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("make", "words"), [
+    (lambda: gshard.jit(mlp, mesh=MESH, layout=Layout(batch="dta")),
+        ["no axis 'dta'", "batch='dta'", "Did you mean 'data'"]),
+    (lambda: gshard.jit(mlp, mesh=8, layout=Layout(batch=3)), ["3 partitions", "batch=3", "1, 2, 4, 8"]),
+    (lambda: gshard.jit(mlp, mesh=8, layout=Layout(batch=16)), ["16 partitions", "8 devices"]),
+    (lambda: gshard.jit(mlp, mesh=8, layout={"batch": "data"}), ["takes a gshard.Layout, not a dict"]),
+    (lambda: Layout([("batch", "data")]), ["Layout.of(rules)"]),
+    (lambda: Layout({"a": "x"}, a="y"), ["two rows for 'a'"]),
+    (lambda: Layout(a=("x", "x")), ["stands twice"]),
+    (lambda: Layout(a=0), ["nothing that 'a' can be split over"]),
+    (lambda: Layout(a=True), ["nothing that 'a' can be split over"]),
+    (lambda: Layout(a=1.5), ["nothing that 'a' can be split over"]),
+    (lambda: Layout(a=("x", 2)), ["no tuple of mesh axes"]),
+    (lambda: Layout({"two words": "x"}), ["no name of dimensions"]),
+    (lambda: Layout({"_": "x"}), ["no name of dimensions"]),
+    (lambda: Layout.of([("a", "x", "y")]), ["is no rule"]),
+    (lambda: name(jnp.zeros((2, 3)), "a b c"), ["2 dimensions has 3 names", "f32[2,3]"]),
+    (lambda: name(jnp.zeros((2, 3)), "a"), ["2 dimensions has 1 name."]),
+    (lambda: name(jnp.zeros((2, 3)), "... a ..."), ["'...' stands twice"]),
+    (lambda: name(jnp.zeros((2, 3)), "a b c ..."), ["2 dimensions has"]),
+    (lambda: name(jnp.zeros((2, 3)), "params:a b"), ["'params:a' is no name"]),
+    (lambda: name(jnp.zeros((2, 3)), 3), ["int names no dimensions"]),
+    (lambda: name("text", "a"), ["is of type str"]),
+    (lambda: jax.vmap(lambda x: name(x, "a b"))(jnp.zeros((2, 3))), ["1 dimension has 2 names", "vmap"]),
+])  # fmt: skip
 def test_mistakes_are_told(make, words):
     with pytest.raises(ShardingError) as error:
         make()
@@ -364,19 +358,16 @@ def test_mistakes_are_told(make, words):
         assert word in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("names", "words"),
-    [
-        ({"param/w1": "a b"}, ["no argument is at 'param/w1'", "'params/w1'"]),
-        ({"params": "a b"}, ["no argument is at 'params'", "'params/**'"]),
-        ({"params/w1": "a b c"}, ["2 dimensions has 3 names", "params/w1", "f32[10,22]"]),
-        ({"params/*": "a b", "**/w1": "a c"},
-            ["params/w1 is named in two ways", "'params/*': 'a b'", "'**/w1': 'a c'"]),
-        ({"params": {"w1": "a b"}}, ["pytree of names['params']"]),
-        (({"w1": "a b"}, None), ["pytree of names"]),
-        ({"x": 3}, ["int names no dimensions", "x"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("names", "words"), [
+    ({"param/w1": "a b"}, ["no argument is at 'param/w1'", "'params/w1'"]),
+    ({"params": "a b"}, ["no argument is at 'params'", "'params/**'"]),
+    ({"params/w1": "a b c"}, ["2 dimensions has 3 names", "params/w1", "f32[10,22]"]),
+    ({"params/*": "a b", "**/w1": "a c"},
+        ["params/w1 is named in two ways", "'params/*': 'a b'", "'**/w1': 'a c'"]),
+    ({"params": {"w1": "a b"}}, ["pytree of names['params']"]),
+    (({"w1": "a b"}, None), ["pytree of names"]),
+    ({"x": 3}, ["int names no dimensions", "x"]),
+])  # fmt: skip
 def test_mistakes_in_names_of_arguments_are_told(names, words, arguments):
     with pytest.raises(ShardingError) as error:
         gshard.jit(mlp, mesh=MESH, names=names).lower(*arguments)

@@ -67,18 +67,12 @@ def test_text(sharding, shape, text):
     assert Sharding.parse(text, MESH)[0] == sharding
 
 
-@pytest.mark.parametrize(
-    ("text", "what"),
-    [
-        ("f32[8@nope]", "the mesh has no axis 'nope'"),
-        ("f32[8]{U:nope}", "the mesh has no axis 'nope'"),
-        ("f32 8", "is not the text of a sharding"),
-        ("f32[8", "is not the text of a sharding"),
-        ("f32[8@]", "is not the text of a sharding"),
-        ("f32[a,b]", "is not the text of a sharding"),
-        ("f32[8@data data]", "is not the text of a sharding"),
-    ],
-)
+@pytest.mark.parametrize(("text", "what"), [
+    ("f32[8@nope]", "the mesh has no axis 'nope'"), ("f32[8]{U:nope}", "the mesh has no axis 'nope'"),
+    ("f32 8", "is not the text of a sharding"), ("f32[8", "is not the text of a sharding"),
+    ("f32[8@]", "is not the text of a sharding"), ("f32[a,b]", "is not the text of a sharding"),
+    ("f32[8@data data]", "is not the text of a sharding"),
+])  # fmt: skip
 def test_what_is_no_text_of_a_sharding_is_refused(text, what):
     with pytest.raises(ShardingError, match=what):
         Sharding.parse(text, MESH)
@@ -125,13 +119,10 @@ POWERS = [base**k for base, k in [*((10, k) for k in range(-12, 20)), *((1024, k
 near_powers = st.builds(lambda power, off: power * (1 + off), st.sampled_from(POWERS), st.floats(-1e-2, 1e-2))
 
 
-@pytest.mark.parametrize(
-    ("text_of", "base", "off", "whole"),
-    [
-        (format_seconds, 1000, 5e-3, False), (format_flops, 1000, 5e-4, False), (format_bytes, 1024, 5e-2, True),
-        (format_ms, math.inf, 5e-4, False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text_of", "base", "off", "whole"), [
+    (format_seconds, 1000, 5e-3, False), (format_flops, 1000, 5e-4, False), (format_bytes, 1024, 5e-2, True),
+    (format_ms, math.inf, 5e-4, False),
+])  # fmt: skip
 @given(st.one_of(near_powers, st.floats(1e-12, 1e20)))
 @example(0.9996)
 @example(999.6e-6)

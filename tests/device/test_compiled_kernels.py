@@ -54,17 +54,14 @@ def adam(w, m, v, g):
     return w - 1e-3 * m / (jnp.sqrt(v) + 1e-8), m, v
 
 
-@pytest.mark.parametrize(
-    "f, arguments, bytes_moved",
-    [
-        (jax.nn.softmax, (shape(ROWS, ROW),), 2 * ARRAY),
-        (jax.nn.log_softmax, (shape(ROWS, ROW),), 2 * ARRAY),
-        (layer_norm, (shape(ROWS, ROW, dtype=jnp.bfloat16),), ARRAY),
-        (rms_norm, (shape(ROWS, ROW), shape(ROW)), 2 * ARRAY + 4 * ROW),
-        (lambda x: jax.nn.softmax(jnp.where(x > 0, x, -1e9)), (shape(2, ROWS // 2, ROW),), 2 * ARRAY),
-        (adam, (shape(ROWS, ROW),) * 4, 7 * ARRAY),
-    ],
-)
+@pytest.mark.parametrize("f, arguments, bytes_moved", [
+    (jax.nn.softmax, (shape(ROWS, ROW),), 2 * ARRAY),
+    (jax.nn.log_softmax, (shape(ROWS, ROW),), 2 * ARRAY),
+    (layer_norm, (shape(ROWS, ROW, dtype=jnp.bfloat16),), ARRAY),
+    (rms_norm, (shape(ROWS, ROW), shape(ROW)), 2 * ARRAY + 4 * ROW),
+    (lambda x: jax.nn.softmax(jnp.where(x > 0, x, -1e9)), (shape(2, ROWS // 2, ROW),), 2 * ARRAY),
+    (adam, (shape(ROWS, ROW),) * 4, 7 * ARRAY),
+])  # fmt: skip
 def test_one_kernel_reads_each_operand_once(f, arguments, bytes_moved):
     found = priced(f, *arguments)
     assert moved(found) == bytes_moved
@@ -79,29 +76,26 @@ def priced_on_tpu(f, *arguments):
     return cost(lowered.spmd, Machine.of("v5e:1x1"))
 
 
-@pytest.mark.parametrize(
-    "f, arguments, bytes_moved",
-    [
-        # Read for the maximum, for the sum, and for the result; the exponentials are computed twice.
-        (lambda x: jax.nn.softmax(x, axis=0), (shape(ROWS, ROW),), 4 * ARRAY + 5 * 4 * ROW),
-        # Rows that are too long for the registers.
-        (jax.nn.softmax, (shape(16, 32_768),), 4 * 4 * 16 * 32_768 + 5 * 4 * 16),
-        # Two large operands.
-        (
-            lambda y, g: (g - (g * y).sum(-1, keepdims=True)) * y,
-            (shape(ROWS, ROW), shape(ROWS, ROW)),
-            5 * ARRAY + 2 * 4 * ROWS,
-        ),
-        # The sum is a result, too. Its reciprocal is computed apart.
-        (lambda x: (s := x.sum(-1, keepdims=True), x / s), (shape(ROWS, ROW),), 3 * ARRAY + 4 * 4 * ROWS),
-        # Two independent statistics: one kernel reads x for both of them, another one reads x for the result.
-        (
-            lambda x: (x - x.mean(-1, keepdims=True)) / (x * x).sum(-1, keepdims=True),
-            (shape(ROWS, ROW),),
-            3 * ARRAY + 2 * 4 * ROWS,
-        ),
-    ],
-)
+@pytest.mark.parametrize("f, arguments, bytes_moved", [
+    # Read for the maximum, for the sum, and for the result; the exponentials are computed twice.
+    (lambda x: jax.nn.softmax(x, axis=0), (shape(ROWS, ROW),), 4 * ARRAY + 5 * 4 * ROW),
+    # Rows that are too long for the registers.
+    (jax.nn.softmax, (shape(16, 32_768),), 4 * 4 * 16 * 32_768 + 5 * 4 * 16),
+    # Two large operands.
+    (
+        lambda y, g: (g - (g * y).sum(-1, keepdims=True)) * y,
+        (shape(ROWS, ROW), shape(ROWS, ROW)),
+        5 * ARRAY + 2 * 4 * ROWS,
+    ),
+    # The sum is a result, too. Its reciprocal is computed apart.
+    (lambda x: (s := x.sum(-1, keepdims=True), x / s), (shape(ROWS, ROW),), 3 * ARRAY + 4 * 4 * ROWS),
+    # Two independent statistics: one kernel reads x for both of them, another one reads x for the result.
+    (
+        lambda x: (x - x.mean(-1, keepdims=True)) / (x * x).sum(-1, keepdims=True),
+        (shape(ROWS, ROW),),
+        3 * ARRAY + 2 * 4 * ROWS,
+    ),
+])  # fmt: skip
 def test_what_xla_does_not_make_one_kernel_of_is_not_priced_as_one(f, arguments, bytes_moved):
     found = priced(f, *arguments)
     assert moved(found) == bytes_moved

@@ -141,22 +141,10 @@ def test_groups_are_a_partition_of_the_devices(axes):
         assert {len(group) for group in found} == {mesh.count(atoms)}
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "v3:2x3",
-        "v4:2x3x4",
-        "v5e:16x16",
-        "v5p:4x4x4",
-        "v6e:2x4",
-        "tpu7x:2x2x3",
-        "h100:2x8",
-        "h200:8",
-        "gb200:2x72",
-        "mi300x:2x8",
-        "cpu:12",
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "v3:2x3", "v4:2x3x4", "v5e:16x16", "v5p:4x4x4", "v6e:2x4", "tpu7x:2x2x3", "h100:2x8", "h200:8", "gb200:2x72",
+    "mi300x:2x8", "cpu:12",
+])  # fmt: skip
 @pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
 def test_time_grows_with_bytes_on_every_machine_and_group(text, kind):
     machine = Machine.of(text)
@@ -182,17 +170,11 @@ def test_a_machine_is_written_and_read(tmp_path):
         assert Machine.of(str(tmp_path / "machine.json"), 32) == machine
 
 
-@pytest.mark.parametrize(
-    "text, devices, message",
-    [
-        ("v9:2x2", None, "no machine is called 'v9:2x2'"),
-        ("v3", None, "does not say how many devices"),
-        ("v3", 7, "2 devices on each chip"),
-        ("v3:2x2", 7, "has 8 devices, and the mesh has 7"),
-        ("v3:2x2x2", None, "has 3 dimensions"),
-        ("absent.json", None, "cannot be read"),
-    ],
-)
+@pytest.mark.parametrize("text, devices, message", [
+    ("v9:2x2", None, "no machine is called 'v9:2x2'"), ("v3", None, "does not say how many devices"),
+    ("v3", 7, "2 devices on each chip"), ("v3:2x2", 7, "has 8 devices, and the mesh has 7"),
+    ("v3:2x2x2", None, "has 3 dimensions"), ("absent.json", None, "cannot be read"),
+])  # fmt: skip
 def test_errors_say_what_to_write(text, devices, message):
     with pytest.raises(MachineError, match=message):
         Machine.of(text, devices)

@@ -124,17 +124,13 @@ def left_over(params, x, mark=gshard.replicate):
 TWO = {"up": f32(512, 2048), "down": f32(2048, 512)}, f32(4096, 512)
 
 
-@pytest.mark.parametrize(
-    "mark, other, change",
-    [
-        (gshard.replicate, lambda h: h, "remove replicate(x) at"),
-        (
-            lambda h: gshard.shard(h, P(None, "model")),
-            lambda h: gshard.shard(h, P(P.UNCONSTRAINED, "model")),
-            "gshard.shard(x, P(P.UNCONSTRAINED, 'model')) instead of shard(x, P(None, 'model')) at",
-        ),
-    ],
-)
+@pytest.mark.parametrize("mark, other, change", [
+    (gshard.replicate, lambda h: h, "remove replicate(x) at"),
+    (
+        lambda h: gshard.shard(h, P(None, "model")), lambda h: gshard.shard(h, P(P.UNCONSTRAINED, "model")),
+        "gshard.shard(x, P(P.UNCONSTRAINED, 'model')) instead of shard(x, P(None, 'model')) at"
+    ),
+])  # fmt: skip
 def test_a_mark_that_asks_for_too_much(mark, other, change):
     """Its gradient has the same mark, which goes with it."""
     found = gshard.explain(jax.grad(lambda p, x: left_over(p, x, mark)), *TWO, mesh=MESH)

@@ -68,13 +68,10 @@ def test_large_batches_gather_weights_instead():
     )
 
 
-@pytest.mark.parametrize(
-    ("mark", "kind", "purpose"),
-    [
-        (lambda p: p, "all_reduce", "sums gradients over the batch (data parallelism)"),
-        (lambda p: gshard.split(p, 0, "data"), "all_gather", "gathers weights for products (FSDP, ZeRO-3)"),
-    ],
-)
+@pytest.mark.parametrize(("mark", "kind", "purpose"), [
+    (lambda p: p, "all_reduce", "sums gradients over the batch (data parallelism)"),
+    (lambda p: gshard.split(p, 0, "data"), "all_gather", "gathers weights for products (FSDP, ZeRO-3)"),
+])  # fmt: skip
 def test_data_parallelism(mark, kind, purpose):
     def ours(p, x):
         p, x = mark(p), gshard.split(x, 0, "data")

@@ -208,14 +208,11 @@ def test_a_program_without_marks_is_computed_by_every_device():
     assert gshard.explain(net, *arguments(32), mesh=gshard.Mesh.abstract(data=1)).replicated == ()
 
 
-@pytest.mark.parametrize(
-    ("spec", "line"),
-    [
-        (P("data"), "axis 'model' splits no array: its 2 devices repeat the same work"),
-        (P("model"), "axis 'data' splits no array: its 4 devices repeat the same work"),
-        (P(("data", "model")), None),
-    ],
-)
+@pytest.mark.parametrize(("spec", "line"), [
+    (P("data"), "axis 'model' splits no array: its 2 devices repeat the same work"),
+    (P("model"), "axis 'data' splits no array: its 4 devices repeat the same work"),
+    (P(("data", "model")), None),
+])  # fmt: skip
 def test_an_axis_that_splits_nothing_is_named(spec, line):
     told = gshard.explain(lambda x: gshard.shard(jnp.sin(gshard.shard(x, spec)), spec), f32(32, 8), mesh=MESH)
     assert told.replicated == (() if line is None else (line,))

@@ -29,13 +29,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:Some donated buffers were not us
 
 SHAPES = (8, 8), (13, 11), (16, 8)
 MESHES = {
-    "2x4": {"a": 2, "b": 4},
-    "4x2": {"b": 4, "a": 2},
-    "8": {"d": 8},
-    "2x2x2": {"a": 2, "b": 2, "c": 2},
-    "explicit": {"a": 2, "b": 4, "explicit": True},
-    "reversed": {"a": 2, "b": 4, "order": range(7, -1, -1)},
-}
+    "2x4": {"a": 2, "b": 4}, "4x2": {"b": 4, "a": 2}, "8": {"d": 8}, "2x2x2": {"a": 2, "b": 2, "c": 2},
+    "explicit": {"a": 2, "b": 4, "explicit": True}, "reversed": {"a": 2, "b": 4, "order": range(7, -1, -1)},
+}  # fmt: skip
 FIRST_AXIS = {name: next(iter(axes)) for name, axes in MESHES.items()}
 
 

@@ -97,18 +97,11 @@ def sum_of_slices(layers):
 
 
 PROGRAMS = {
-    "residual": unrolled(residual),
-    "attention": unrolled(attention),
-    "in a scan": in_a_scan,
-    "gradient": gradient(unrolled(marked)),
-    "marked": unrolled(marked),
-    "inner jit": unrolled(inner_jit),
-    "moved": unrolled(moved),
-    "updated": unrolled(updated),
-    "gradient of attention": gradient(unrolled(attention)),
-    "gradient of a scan": gradient(in_a_scan),
-    "sum of slices": sum_of_slices,
-}
+    "residual": unrolled(residual), "attention": unrolled(attention), "in a scan": in_a_scan,
+    "gradient": gradient(unrolled(marked)), "marked": unrolled(marked), "inner jit": unrolled(inner_jit),
+    "moved": unrolled(moved), "updated": unrolled(updated), "gradient of attention": gradient(unrolled(attention)),
+    "gradient of a scan": gradient(in_a_scan), "sum of slices": sum_of_slices,
+}  # fmt: skip
 FAST = ("residual", "attention", "in a scan")
 # Each equation that moves split elements may begin a piecewise region, of at most 512 arrays. So the time of planning
 # many of them is linear only in programs with more arrays.

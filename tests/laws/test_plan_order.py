@@ -36,13 +36,10 @@ def assert_equal(ours, theirs):
     assert not different, f"{different}:\n{ours[different[0]]}\n\n{theirs[different[0]]}"
 
 
-@pytest.mark.parametrize(
-    "order, hash_seed",
-    [
-        ("backwards", "1"),
-        pytest.param("backwards", "0", marks=pytest.mark.slow),  # each by itself, to tell them apart
-        pytest.param("forwards", "1", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("order, hash_seed", [
+    ("backwards", "1"),
+    pytest.param("backwards", "0", marks=pytest.mark.slow),  # each by itself, to tell them apart
+    pytest.param("forwards", "1", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_a_plan_depends_on_nothing_else(order, hash_seed, forwards):
     assert_equal(forwards, planned(order, hash_seed))

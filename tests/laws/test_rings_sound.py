@@ -25,20 +25,15 @@ from gshard.tracing.trace import trace
 from sampled import crossed
 
 MESHES = {
-    "2x3": Mesh.abstract(a=2, b=3),
-    "2x2": Mesh.abstract(a=2, b=2),
-    "4x3": Mesh.abstract(a=4, b=3),
+    "2x3": Mesh.abstract(a=2, b=3), "2x2": Mesh.abstract(a=2, b=2), "4x3": Mesh.abstract(a=4, b=3),
     "5": Mesh.abstract(a=5),
-}
+}  # fmt: skip
 # Sizes that divide, that do not, that are below the number of devices, and 1.
 PRODUCTS = {
-    "even": ("ik,kj->ij", (12, 24), (24, 12)),
-    "uneven": ("ik,kj->ij", (7, 11), (11, 13)),
-    "short": ("ik,kj->ij", (3, 2), (2, 1)),
-    "batched": ("bik,bkj->bij", (5, 4, 6), (5, 6, 7)),
-    "two sums": ("aik,kjbi->baj", (3, 4, 6), (6, 5, 2, 4)),
-    "vector": ("k,jk->j", (9,), (8, 9)),
-}
+    "even": ("ik,kj->ij", (12, 24), (24, 12)), "uneven": ("ik,kj->ij", (7, 11), (11, 13)),
+    "short": ("ik,kj->ij", (3, 2), (2, 1)), "batched": ("bik,bkj->bij", (5, 4, 6), (5, 6, 7)),
+    "two sums": ("aik,kjbi->baj", (3, 4, 6), (6, 5, 2, 4)), "vector": ("k,jk->j", (9,), (8, 9)),
+}  # fmt: skip
 
 
 def rings_of(e, split, mesh):

@@ -14,12 +14,9 @@ from small_programs import RING
 
 X = np.random.default_rng(1).integers(-9, 9, (8, 8)).astype(np.int32)
 OUT = {
-    "nothing": None,
-    "rows": P("d"),
-    "columns": P(None, "d"),
-    "whole": P(),
+    "nothing": None, "rows": P("d"), "columns": P(None, "d"), "whole": P(),
     "a mesh": lambda mesh: NamedSharding(mesh, P("d")),
-}
+}  # fmt: skip
 
 
 def program(x):

@@ -130,16 +130,11 @@ def perceptron(w, x):
 
 
 @pytest.mark.parametrize("timed", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "axes, up, down, x",
-    [
-        ({"d": 8}, P("d"), P("d"), P("d")),
-        ({"m": 8}, P(None, "m"), P("m"), P()),
-        ({"d": 4, "m": 2}, P("d", "m"), P("m", "d"), P("d")),
-        ({"d": 8}, P(), P(), P("d")),
-        ({"d": 8}, P(), P(), P(None, "d")),
-    ],
-)
+@pytest.mark.parametrize("axes, up, down, x", [
+    ({"d": 8}, P("d"), P("d"), P("d")), ({"m": 8}, P(None, "m"), P("m"), P()),
+    ({"d": 4, "m": 2}, P("d", "m"), P("m", "d"), P("d")), ({"d": 8}, P(), P(), P("d")),
+    ({"d": 8}, P(), P(), P(None, "d")),
+])  # fmt: skip
 def test_a_size_that_does_not_divide_costs_what_padding_explains(axes, up, down, x, timed):
     options = {"machine": "h100:1x8"} if timed else {}
 
@@ -165,13 +160,11 @@ FORMS = {
     "concatenated": (lambda w, x: attention(*jnp.split(rows(x, jnp.concatenate(w, 1)), C, 2)), EACH, 1),
     "vmap over weights": (lambda w, x: attention(*jax.vmap(rows, (None, 1))(x, w)), JOINT, 2),
     "vmap over rows": (
-        lambda w, x: attention(*jax.vmap(lambda y: jnp.einsum("td,dchk->cthk", y, w), 0, 1)(x)),
-        JOINT,
-        2,
+        lambda w, x: attention(*jax.vmap(lambda y: jnp.einsum("td,dchk->cthk", y, w), 0, 1)(x)), JOINT, 2
     ),
     "jit inside": (lambda w, x: jax.jit(loss)(w, x), JOINT, 2),
     "heads in a row": (lambda w, x: attention(*jnp.split(rows(x, w), C, 2)), f32(D, C * H, K), 1),
-}
+}  # fmt: skip
 KINDS = {  # axes; whether the batch, and the heads, are split
     "fsdp": ({"d": 8}, True, False),
     "tensor": ({"m": 8}, False, True),

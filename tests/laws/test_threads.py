@@ -63,13 +63,10 @@ def traced_program(m):
     return gshard.stages.trace(f, *arguments)
 
 
-@pytest.mark.parametrize(
-    "axes",
-    [
-        pytest.param({"a": 2, "b": 2, "c": 2}, id="three"),
-        pytest.param({"a": 2, "b": 2, "c": 2, "d": 2}, id="four", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("axes", [
+    pytest.param({"a": 2, "b": 2, "c": 2}, id="three"),
+    pytest.param({"a": 2, "b": 2, "c": 2, "d": 2}, id="four", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_plans_made_at_once_are_those_made_alone(axes):
     mesh = gshard.Mesh.abstract(**axes)
     for first in (16, 64, 112):

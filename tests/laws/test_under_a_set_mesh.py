@@ -47,17 +47,10 @@ def test_it_disturbs_no_function(made, which):
             np.testing.assert_array_equal(got, X + 1)
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        "reversed, rows",
-        "reversed, over the first axis",
-        "shuffled, both",
-        "turned, rows",
-        "half, rows",
-        "another device",
-    ],
-)
+@pytest.mark.parametrize("way", [
+    "reversed, rows", "reversed, over the first axis", "shuffled, both", "turned, rows", "half, rows",
+    "another device",
+])  # fmt: skip
 def test_an_argument_elsewhere_is_moved_as_without(way):
     mesh = mesh_of(a=2, b=4)
     jitted = gshard.jit(plus, mesh=mesh)

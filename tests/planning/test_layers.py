@@ -77,22 +77,19 @@ def lowered(layer, count, dtype, accumulates, machine=None):
     return step.lower(weights(layer, count), x)
 
 
-@pytest.mark.parametrize(
-    ("layer", "count", "dtype", "accumulates", "machine"),
-    [
-        (feed_forward, 2, "bfloat16", True, None),
-        (feed_forward, 4, "bfloat16", True, None),
-        (feed_forward, 8, "bfloat16", True, None),
-        (feed_forward, 4, "bfloat16", True, "h100:1x8"),
-        (feed_forward, 4, "float32", False, None),
-        (feed_forward, 4, "float32", True, None),
-        (block, 2, "bfloat16", True, None),
-        (block, 4, "bfloat16", True, None),
-        (block, 4, "float32", False, None),
-        pytest.param(block, 8, "bfloat16", True, None, marks=pytest.mark.slow),
-        pytest.param(block, 4, "bfloat16", True, "v5e:2x4", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("layer", "count", "dtype", "accumulates", "machine"), [
+    (feed_forward, 2, "bfloat16", True, None),
+    (feed_forward, 4, "bfloat16", True, None),
+    (feed_forward, 8, "bfloat16", True, None),
+    (feed_forward, 4, "bfloat16", True, "h100:1x8"),
+    (feed_forward, 4, "float32", False, None),
+    (feed_forward, 4, "float32", True, None),
+    (block, 2, "bfloat16", True, None),
+    (block, 4, "bfloat16", True, None),
+    (block, 4, "float32", False, None),
+    pytest.param(block, 8, "bfloat16", True, None, marks=pytest.mark.slow),
+    pytest.param(block, 4, "bfloat16", True, "v5e:2x4", marks=pytest.mark.slow),
+])  # fmt: skip
 @pytest.mark.one_in(3)
 def test_all_layers_have_the_same_shardings_and_collectives(layer, count, dtype, accumulates, machine):
     found = lowered(layer, count, dtype, accumulates, machine)

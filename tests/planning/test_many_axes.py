@@ -53,14 +53,10 @@ def test_axes_that_are_one_move_as_several():
         assert one == several
 
 
-@pytest.mark.parametrize(
-    ("marked", "found"),
-    [
-        ((), [("a", "bcd"), ("ab", "cd"), ("abc", "d")]),
-        (("c",), [("c", "a", "bd"), ("c", "ab", "d")]),
-        (("c", "a"), [("a", "c", "bd")]),
-    ],
-)
+@pytest.mark.parametrize(("marked", "found"), [
+    ((), [("a", "bcd"), ("ab", "cd"), ("abc", "d")]), (("c",), [("c", "a", "bd"), ("c", "ab", "d")]),
+    (("c", "a"), [("a", "c", "bd")]),
+])  # fmt: skip
 def test_axes_without_a_mark_are_searched_as_two(marked, found):
     mesh = Mesh.abstract(a=2, b=3, c=2, d=5)
     said = [Sharding(((name,), ())) for name in marked]
@@ -181,13 +177,10 @@ def test_states_of_a_large_program_are_near_the_marks(monkeypatch):
         assert 4 * len(far) <= len(places), "few more, in which equations make or take it"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "layers",
-        *(pytest.param(f"small/{own}_on_cube_step", marks=pytest.mark.slow) for own in ("diffusion", "protein")),
-    ],
-)
+@pytest.mark.parametrize("name", [
+    "layers",
+    *(pytest.param(f"small/{own}_on_cube_step", marks=pytest.mark.slow) for own in ("diffusion", "protein")),
+])  # fmt: skip
 def test_plans_near_the_marks_are_as_good(name, monkeypatch):
     """Within a millionth of what is found among all choices, or better than that."""
     case = SMALL.get(name)

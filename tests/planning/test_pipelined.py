@@ -118,16 +118,9 @@ def of_chunks(w):
 
 
 PROGRAMS = {
-    "plain": of_plain,
-    "remat": of_remat,
-    "carried": of_carried,
-    "masked": of_masked,
-    "dropped": of_dropped,
-    "keys": of_keys,
-    "narrow": of_narrow,
-    "second": of_second,
-    "chunks": of_chunks,
-}
+    "plain": of_plain, "remat": of_remat, "carried": of_carried, "masked": of_masked, "dropped": of_dropped,
+    "keys": of_keys, "narrow": of_narrow, "second": of_second, "chunks": of_chunks,
+}  # fmt: skip
 
 
 def loss_of(program, mark=lambda w: w):
@@ -432,15 +425,12 @@ def normalised(x, w):
     return x + jnp.tanh(x @ w["a"]) @ w["b"], None
 
 
-@pytest.mark.parametrize(
-    ("layer", "arguments", "message"),
-    [
-        (normalised, {"micro_batches": 4}, "mixes the rows of the batch"),
-        (plain, {"micro_batches": 5}, "a batch of 24 rows cannot be cut into 5 micro-batches"),
-        (plain, {"micro_batches": 4, "rounds": 3}, "a loop over 8 layers cannot be cut into 12 equal parts"),
-        (plain, {"micro_batches": 2, "rounds": 2}, "2 micro-batches cannot pass 4 stages in several rounds"),
-    ],
-)
+@pytest.mark.parametrize(("layer", "arguments", "message"), [
+    (normalised, {"micro_batches": 4}, "mixes the rows of the batch"),
+    (plain, {"micro_batches": 5}, "a batch of 24 rows cannot be cut into 5 micro-batches"),
+    (plain, {"micro_batches": 4, "rounds": 3}, "a loop over 8 layers cannot be cut into 12 equal parts"),
+    (plain, {"micro_batches": 2, "rounds": 2}, "2 micro-batches cannot pass 4 stages in several rounds"),
+])  # fmt: skip
 def test_refusals_name_the_line(layer, arguments, message):
     def f(w):
         return jax.lax.scan(layer, X, gshard.pipeline(w, "stage", **arguments))[0]
@@ -453,16 +443,13 @@ def test_refusals_name_the_line(layer, arguments, message):
     assert layer is plain or "(normalised)" in str(error.value), "the operator in the layer"
 
 
-@pytest.mark.parametrize(
-    ("x", "arguments", "message"),
-    [
-        (W, {"micro_batches": 0}, "micro_batches is a positive integer"),
-        (W, {"micro_batches": True}, "micro_batches is a positive integer"),
-        (W, {"micro_batches": 2, "rounds": 1.5}, "rounds is a positive integer"),
-        ({"a": X, "b": W["a"]}, {"micro_batches": 2}, "one dimension of layers"),
-        (1.0, {"micro_batches": 2}, "one dimension of layers"),
-    ],
-)
+@pytest.mark.parametrize(("x", "arguments", "message"), [
+    (W, {"micro_batches": 0}, "micro_batches is a positive integer"),
+    (W, {"micro_batches": True}, "micro_batches is a positive integer"),
+    (W, {"micro_batches": 2, "rounds": 1.5}, "rounds is a positive integer"),
+    ({"a": X, "b": W["a"]}, {"micro_batches": 2}, "one dimension of layers"),
+    (1.0, {"micro_batches": 2}, "one dimension of layers"),
+])  # fmt: skip
 def test_wrong_marks(x, arguments, message):
     with pytest.raises(gshard.ShardingError, match=message):
         gshard.pipeline(x, "stage", **arguments)

@@ -105,18 +105,12 @@ def test_it_is_gathered_narrow_if_planned_for_a_machine(machine):
 LINE = Mesh.abstract(x=8)
 # What XLA's partitioner sends for the same marks and executes on the busiest device (jax 0.10.2), in bytes and FLOPs.
 XLA = {
-    "small/linear_vit": (120, 124_701_160),
-    "small/linear_vit_step": (1_587_292, 378_471_872),
-    "small/linear_vit_both_step": (2_922_240, 220_281_312),
-    "small/neural_operator": (14_026_752, 471_579_904),
-    "small/vorticity_of_one": (1_850_240, None),
-    "small/unet_step": (20_034, None),
-    "small/graphs_step": (29_568, None),
-    "small/lstm_step": (1_731_072, None),
-    "small/experts_step": (259_392, None),
-    "small/sampled_batch_1": (1_403_136, None),
-    "small/protein_on_cube_step": (391_488, None),
-}
+    "small/linear_vit": (120, 124_701_160), "small/linear_vit_step": (1_587_292, 378_471_872),
+    "small/linear_vit_both_step": (2_922_240, 220_281_312), "small/neural_operator": (14_026_752, 471_579_904),
+    "small/vorticity_of_one": (1_850_240, None), "small/unet_step": (20_034, None),
+    "small/graphs_step": (29_568, None), "small/lstm_step": (1_731_072, None), "small/experts_step": (259_392, None),
+    "small/sampled_batch_1": (1_403_136, None), "small/protein_on_cube_step": (391_488, None),
+}  # fmt: skip
 SLOW = {"small/protein_on_cube_step"}  # to plan
 
 

@@ -169,22 +169,19 @@ def test_parts_are_combined_where_it_costs_least(name):
 TINY = np.float32(2e-38)  # normal, and half of it is not
 
 
-@pytest.mark.parametrize(
-    "f",
-    [
-        lambda x, y: split(x, 0, 8).mean() + split(y, 0, 8).mean(),
-        lambda x, y: 0.25 * split(x, 0, 8).sum() + split(y, 0, 8).sum() / 8,
-        lambda x, y: jax.vmap(lambda a, b: split(a, 0, 8).mean() - split(-b, 0, 8).mean())(
-            jnp.stack([x, y, x]), jnp.stack([y, x, x])
-        ),
-        lambda x, y: lax.cond(
-            x[0] > 0, lambda: split(x, 0, 8).mean() + split(y, 0, 8).mean(), lambda: split(x, 0, 8).mean()
-        ),
-        lambda x, y: lax.scan(lambda s, v: (s, split(v, 0, 8).mean() + split(x, 0, 8).mean()), 0, jnp.stack([x, y]))[1],
-        lambda x, y: jax.jit(lambda a: jax.checkpoint(lambda b: split(b, 0, 8).mean() * 0.5 + y[0])(a))(x),
-        lambda x, y: (split(x, 0, 8).reshape(8, 1) * jnp.ones((1, 3))).mean(0).mean(),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("f", [
+    lambda x, y: split(x, 0, 8).mean() + split(y, 0, 8).mean(),
+    lambda x, y: 0.25 * split(x, 0, 8).sum() + split(y, 0, 8).sum() / 8,
+    lambda x, y: jax.vmap(lambda a, b: split(a, 0, 8).mean() - split(-b, 0, 8).mean())(
+        jnp.stack([x, y, x]), jnp.stack([y, x, x])
+    ),
+    lambda x, y: lax.cond(
+        x[0] > 0, lambda: split(x, 0, 8).mean() + split(y, 0, 8).mean(), lambda: split(x, 0, 8).mean()
+    ),
+    lambda x, y: lax.scan(lambda s, v: (s, split(v, 0, 8).mean() + split(x, 0, 8).mean()), 0, jnp.stack([x, y]))[1],
+    lambda x, y: jax.jit(lambda a: jax.checkpoint(lambda b: split(b, 0, 8).mean() * 0.5 + y[0])(a))(x),
+    lambda x, y: (split(x, 0, 8).reshape(8, 1) * jnp.ones((1, 3))).mean(0).mean(),
+])  # fmt: skip
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 @pytest.mark.one_in(3)
 def test_a_mean_of_small_numbers_is_not_zero(f, dtype):
