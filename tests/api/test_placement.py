@@ -88,6 +88,18 @@ def test_one_warning_of_an_argument_that_every_call_moves(place, donated):
         assert all(re.search(text + ".*category=gshard.ShardingWarning", str(one.message)) for one in told)
 
 
+def test_donated_arguments_that_are_moved_stay():
+    function = gshard.jit(lambda x: x + 1, mesh=MESH, in_shardings=P(None, "a"), donate_argnums=0)
+    for place in PLACES:
+        x = PLACES[place]()
+        for _ in range(3):
+            np.testing.assert_array_equal(np.asarray(function(x)), X + 1, place)
+        np.testing.assert_array_equal(np.asarray(x), X, place)
+    x = jax.device_put(X, NamedSharding(MESH, P(None, "a")))
+    function(x)
+    assert x.is_deleted()
+
+
 def test_random_keys_are_moved_too():
     keys = jax.random.split(jax.random.key(0), 8)
     want = jax.vmap(jax.random.bits)(keys)
