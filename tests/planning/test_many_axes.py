@@ -17,11 +17,12 @@ from gshard.device.machine import Machine
 from gshard.planning import nearby
 from gshard.planning.axis_steps import axis_steps
 from gshard.planning.choices import graph_of
+from gshard.planning.nearby import is_limited, runs_of
 from gshard.planning.objective import Bytes, bytes_on
 from gshard.planning.propagate import choose, propagate
 from gshard.planning.reshard_costs import axes_of, in_two, joined
 from gshard.planning.settled import settled
-from gshard.planning.strategies import places_of, shardings
+from gshard.planning.strategies import places_for, places_of, shardings
 from gshard.search.seconds import seconds_on
 from gshard.testing.rule_checks import emit, parts_of, run_on_all
 from gshard.tracing.trace import trace
@@ -212,3 +213,28 @@ def test_reshards_pass_through_some_shardings(machine):
     table = axis_steps(CUBE, axes, dims).table(3, ("add",))
     table.add(places)
     assert {s.dims for s in table._places} == dims
+
+
+def test_axes_in_a_row_are_elsewhere_together():
+    """Axes that a known sharding has in a row go to one place, from no place too."""
+    given = axes_of(CUBE)
+    runs = runs_of(given, [Sharding((("x", "y"), (), ("z",)))])
+    assert runs == (("x", "y"),)
+    found = {*places_for([None, 0, 1, 2], CUBE, given, [(0, 0, 2)], runs)}
+    alone = {*places_for([None, 0, 1, 2], CUBE, given, [(0, 0, 2)], ())}
+    together = {(p, p, z) for p in (None, 0, 1, 2) for z in (None, 0, 1, 2)}
+    assert found == alone | together
+    assert (1, 1, 2) not in alone
+
+
+def test_parts_of_an_axis_are_elsewhere_together():
+    """Of an axis in three parts, of which two are expected along dimension 0."""
+    mesh = Mesh.abstract(x=8)
+    given, expected = tuple((atom,) for atom in mesh.atoms), (0, 0, None)
+    every = {*places_for([None, 0, 1, 2], mesh, given)}
+    found = {*places_for([None, 0, 1, 2], mesh, given, [expected], ())}
+    assert {expected, (None,) * 3, (1, 1, 1), (1, 1, None), (0, 0, 1), (None, 2, 2)} <= found < every
+    assert {(1, 1, 2), (2, 1, 1)} <= every - found
+    assert is_limited(layers(400), mesh, given)
+    assert not is_limited(layers(4), mesh, given)
+    assert not is_limited(layers(400), mesh, axes_of(mesh))
