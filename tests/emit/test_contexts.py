@@ -319,6 +319,24 @@ def test_contexts_stay_where_a_program_is_written_anew():
     assert {context_of(e).metadata for e in equations(fits.jaxpr)} == {(), (("tag", 1),)}
 
 
+@pytest.mark.parametrize("where", ["straight", "jit"])
+def test_random_bits_are_those_of_the_setting_that_they_are_drawn_in(where):
+    def drawn(x):
+        key = jax.random.key(1)
+        with jax.threefry_partitionable(False):
+            a = jax.random.normal(key, x.shape)
+        return x + a + jax.random.normal(key, x.shape)
+
+    f = {
+        "straight": drawn,
+        "jit": jax.jit(drawn),
+    }[where]
+    mesh = mesh_of(8)
+    x = placed(mesh)
+    expected = jax.jit(f)(np.asarray(x))
+    np.testing.assert_allclose(gshard.jit(f, mesh=mesh)(x), expected, rtol=1e-6)
+
+
 @pytest.mark.parametrize("where", ["straight", "scan"])
 def test_a_part_of_a_function_in_64_bits(where):
     def straight(x):
