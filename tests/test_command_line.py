@@ -16,7 +16,7 @@ import pytest
 
 import gshard
 from gshard.__main__ import main
-from gshard.configure_command import choices_of_options
+from gshard.commands import choices_of_options
 from gshard.core.mesh import Mesh
 from gshard.device.machine import Machine
 from gshard.moe.config import TABLE_1

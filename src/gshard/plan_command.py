@@ -1,14 +1,4 @@
-"""Planning: whether a model fits a machine, and the time of a training step there (``gshard plan``).
-
-    print(plan("MoE(128E, 12L)", "v3:8x8"))
-    print(plan("mixtral-8x7b", "h100:8x8"))
-
-The step is loss, gradients and a plain update of donated parameters (Adafactor's factored state is a thousandth of the
-experts' weights). The paper's models have the marks of section 3.2 only and the batch of Table 3. Decoders, which have
-fewer experts than such machines have devices, have a layout: experts over one axis, tokens over both, and every weight
-split over all devices and gathered when it is read. With libtpu installed (``pip install libtpu``) the step can also be
-compiled for the real topology, without a TPU.
-"""
+"""Plan command: plans a model of a given size for machines that need not exist, and compiles it with libtpu."""
 
 from __future__ import annotations
 
@@ -22,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gshard.ahead_of_time import compiled_by_libtpu
 from gshard.api.jit import jit
 from gshard.api.lowered import Lowered
 from gshard.api.search import search
@@ -35,14 +24,37 @@ from gshard.device.cost import Cost, KernelCost
 from gshard.device.cost import cost as cost_of
 from gshard.device.fusion_model import PRODUCT
 from gshard.device.machine import Machine
-from gshard.explanation.found import SearchResult
+from gshard.explanation.search_result import SearchResult
 from gshard.moe.config import TransformerConfig
 from gshard.moe.models import MODELS, model_name
 from gshard.moe.param import Param, shapes
 from gshard.moe.transformer import loss, param_specs
-from gshard.remat.rematerialise import MemoryLimitError, bytes_of
-from gshard.search.meshes import meshes
-from gshard.xla.topology import topology_mesh
+from gshard.remat.rematerialise import MemoryLimitError, bytes_of, peak_of
+from gshard.search.find import meshes
+from gshard.xla.tpu import estimated_cycles, topology_mesh
+
+# Compiles a program ahead of time with libtpu for a TPU that need not exist, and reads what the compiler tells.
+
+CYCLES_A_SECOND = {"v3": 940e6}
+
+
+def compiled_by_libtpu(lowered: Lowered, machine: Machine) -> dict[str, str]:
+    """What libtpu's compiler says of the program, which may be that it does not fit."""
+    try:
+        made = lowered.executable.compiled
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return {"does not fit": str(error).splitlines()[0].partition("RESOURCE_EXHAUSTED: ")[2]}
+    cycles = estimated_cycles(made.as_text())
+    found = {
+        "peak memory": f"{peak_of(made) / 2**30:.2f} GiB",
+        "estimated cycles": f"{cycles:,}",
+    }
+    if machine.kind in CYCLES_A_SECOND and cycles:
+        found["estimated step"] = f"{1e3 * cycles / CYCLES_A_SECOND[machine.kind]:.1f} ms"
+    return found
+
 
 # Table 3: "Batch sz. (Tokens)", per side of the translation, by number of experts. The paper does not say how long
 # sentences are; ``LENGTH`` tokens is an assumption that only attention notices.

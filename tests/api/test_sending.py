@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import gshard
 from gshard.core.errors import ShardingError
-from gshard.language.low_precision import SENT
+from gshard.language.mark_primitive import SENT
 from gshard.xla.hlo_collectives import collectives
 from placed import in_every_way, mesh_of
 

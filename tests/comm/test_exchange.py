@@ -12,16 +12,15 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gshard
-from gshard.comm.exchange import exchange
 from gshard.comm.reshard import plan_reshard, reshard_bytes
 from gshard.comm.rotation import Rotation
 from gshard.comm.route import pairs
 from gshard.comm.shards import Shards
-from gshard.comm.steps import bytes_sent, is_exchange, is_of_tiles, rounds, run
+from gshard.comm.steps import bytes_sent, exchange, is_exchange, is_of_tiles, rounds, run
 from gshard.core.mesh import Mesh
 from gshard.core.sharding import Sharding
 from gshard.device.machine import Machine
-from gshard.device.step_times import StepTimes
+from gshard.device.network import StepTimes
 from gshard.simulator.simulate import simulate_function
 from gshard.tracing.trace import trace
 from laws.test_reshard_any import move, ordinal, parts, places, shardings

@@ -13,16 +13,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gshard.comm import reshard
-from gshard.comm.exchange import can_change
 from gshard.comm.halo import Window, fetch_window
 from gshard.comm.reshard import plan_reshard, reshard_bytes, single_steps
 from gshard.comm.route import Chunk, carry, routed
-from gshard.comm.steps import ALL_GATHER, ALL_REDUCE, ALL_SLICE, ALL_TO_ALL, PERMUTE, REDUCE_SCATTER, Step, bytes_sent
-from gshard.comm.tiles import can_be_exchanged, moved
+from gshard.comm.steps import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_SLICE,
+    ALL_TO_ALL,
+    PERMUTE,
+    REDUCE_SCATTER,
+    Step,
+    bytes_sent,
+    can_be_exchanged,
+    can_change,
+    moved,
+)
 from gshard.core.mesh import Mesh
 from gshard.core.sharding import Sharding
 from gshard.device.machine import Machine
-from gshard.device.step_times import StepTimes
+from gshard.device.network import StepTimes
 from gshard.simulator.simulate import simulate_function
 from laws.test_reshard_any import shardings
 

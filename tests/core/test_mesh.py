@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from gshard.core.device_order import cut, order_for, permutation, positions_of_parts, table_of_ids
 from gshard.core.errors import GShardError, MeshError
-from gshard.core.mark import Mark, resolve
+from gshard.core.mark import Mark, cut, order_for, permutation, positions_of_parts, resolve, table_of_ids
 from gshard.core.mesh import Mesh, prime_factors
 
 

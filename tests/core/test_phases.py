@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import pytest
 
 import gshard
-from gshard.core.garbage import collected_seldom
 from gshard.core.mesh import Mesh
-from gshard.core.phases import phase
+from gshard.core.phases import collected_seldom, phase
 from gshard.core.planning_tables import tables, tabulated, with_tables
 from gshard.emit.partition import partition
 from gshard.planning.propagate import propagate

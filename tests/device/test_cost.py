@@ -18,17 +18,17 @@ from gshard import Mesh, split
 from gshard.comm.steps import ALL_SLICE, Step
 from gshard.core.program import itemsize
 from gshard.core.sharding import Sharding
+from gshard.device.async_overlap import product_seconds
+from gshard.device.compiled_kernels import epilogues
 from gshard.device.cost import cost, kernel_cost
-from gshard.device.epilogues import epilogues
 from gshard.device.fusion_model import PRODUCT, device_program, kernels_of
-from gshard.device.gather_stalls import product_seconds
-from gshard.device.jaxpr_collectives import emitted, reported
 from gshard.device.machine import Machine
 from gshard.device.memory import memory_of
+from gshard.device.network import StepTimes
 from gshard.device.roofline import INDICES, copy_seconds, launch_seconds, roofline
-from gshard.device.step_times import StepTimes
 from gshard.planning.reshard_costs import axes_of
 from gshard.search.seconds import Seconds
+from gshard.testing.rule_checks import emitted, reported
 from gshard.tracing.trace import trace
 
 

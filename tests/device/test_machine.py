@@ -15,10 +15,10 @@ import pytest
 import gshard
 from device.models import explained, f32, model
 from gshard.core.mesh import Mesh
+from gshard.device.cost import origins
 from gshard.device.fusion_model import COLLECTIVE
-from gshard.device.held import held_at_peak
-from gshard.device.machine import Dimension, Machine, MachineError
-from gshard.device.machine_kinds import COMPILERS, KINDS, LINE, RING
+from gshard.device.machine import COMPILERS, KINDS, LINE, RING, Dimension, Machine, MachineError
+from gshard.device.memory import held_at_peak
 from gshard.device.network import (
     extents,
     goes_one_way,
@@ -29,8 +29,7 @@ from gshard.device.network import (
     permuting,
     seconds,
 )
-from gshard.device.origin import origins
-from gshard.explanation.merged_collectives import merged
+from gshard.explanation.rows import merged
 
 SIZES = (4, 8, 16, 32)
 DATA = 8 << 20

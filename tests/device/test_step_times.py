@@ -18,14 +18,12 @@ from gshard.comm.steps import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, PERMUTE, Step,
 from gshard.core.mesh import Mesh
 from gshard.core.planning_tables import tables
 from gshard.core.sharding import Sharding
+from gshard.device.compiled_kernels import stack_slices
 from gshard.device.cost import cost
 from gshard.device.fusion_model import kernels_of
-from gshard.device.loop_stacks import stack_slices
-from gshard.device.machine import Machine
-from gshard.device.machine_kinds import COMPILERS
-from gshard.device.network import least_gather_seconds, seconds
+from gshard.device.machine import COMPILERS, Machine
+from gshard.device.network import StepTimes, least_gather_seconds, seconds
 from gshard.device.roofline import copy_seconds
-from gshard.device.step_times import StepTimes
 from gshard.emit.partition import partition
 from gshard.planning.propagate import propagate
 from gshard.search.pipeline import plans_of

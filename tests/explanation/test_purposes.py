@@ -11,7 +11,7 @@ from jax import P
 from jax.sharding import NamedSharding
 
 import gshard
-from gshard.explanation.moved_instead import moved_instead
+from gshard.explanation.warnings import moved_instead
 from placed import in_every_way, mesh_of
 
 array = jax.ShapeDtypeStruct

@@ -17,9 +17,9 @@ from device import models
 from device.models import explained, f32, model
 from gshard.device.cost import BOUNDS
 from gshard.device.fusion_model import COLLECTIVE
-from gshard.device.jaxpr_collectives import emitted
 from gshard.explanation.difference import DifferenceError, Figures, difference
 from gshard.explanation.timeline import FIRST, ROUNDS, Event, thinned, timeline
+from gshard.testing.rule_checks import emitted
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import gshard
 from device.models import f32
 from gshard.core.number_text import format_seconds
-from gshard.planning.causes import Causes
+from gshard.explanation.value_costs import Causes
 from gshard.planning.propagate import choose
 from gshard.planning.settled import settled
 from gshard.search.seconds import on_machine, seconds_on

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gshard.language.attention_blocks import WHOLE, Blocks, Mask, all_scores, merged
+from gshard.language.attention_primitive import WHOLE, Blocks, Mask, all_scores, merged
 
 QUERIES, KEYS = 1100, 1300  # neither is a multiple of a block
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from gshard.core.mark import Mark
-from gshard.language.low_precision import SENT, error_bound, rounded
+from gshard.language.mark_primitive import SENT, error_bound, rounded
 
 SHAPES = ((5, 7), (3, 1), (13,), (2, 3, 130), (), (0, 4), (4, 0))
 TINY = float(np.finfo(np.float32).tiny)

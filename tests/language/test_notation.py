@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gshard.core.errors import RuleError
-from gshard.language.notation import check_without_local, parse
+from gshard.language.custom import check_without_local, parse
 from gshard.language.registry import Call, contradiction
 from harness import rows
 

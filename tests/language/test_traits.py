@@ -12,7 +12,7 @@ from gshard.core.jax_adapter import bind
 from gshard.core.program import Constant, Value
 from gshard.language.registry import known_primitives
 from gshard.language.traits import Places, names_where, traits_of
-from gshard.rules.movement import at_places
+from gshard.rules.shape import at_places
 from harness import rows
 
 PLACED = sorted(names_where(lambda traits: traits.placed))

@@ -16,9 +16,9 @@ from families import CASES
 from gshard.core.mesh import Mesh
 from gshard.planning.propagate import choose
 from gshard.planning.settled import settled
-from gshard.search.meshes import axes_text
+from gshard.search.find import axes_text
+from gshard.search.pipeline import Pricing
 from gshard.search.presets import AS_IT_IS, marked_presets
-from gshard.search.priced import Pricing
 from sampled import sampled
 from steps import STEPS
 

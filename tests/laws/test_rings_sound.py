@@ -17,9 +17,9 @@ import gshard
 from emitted import emitted, reported
 from gshard.comm.steps import aligned
 from gshard.core.mesh import Mesh
+from gshard.core.plan import Ring, entering, leaving
 from gshard.core.program import Value, itemsize
-from gshard.core.ring import Ring, entering, leaving
-from gshard.core.split import operand_sharding, result_sharding
+from gshard.core.rule import operand_sharding, result_sharding
 from gshard.testing import rule_checks
 from gshard.tracing.trace import trace
 from sampled import crossed

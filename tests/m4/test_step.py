@@ -16,7 +16,7 @@ from tensorboardX.proto.event_pb2 import Event
 
 import gshard
 from gshard import moe
-from gshard.remat.fit import peak_of
+from gshard.remat.rematerialise import peak_of
 from gshard_m4 import checkpoint
 from gshard_m4.config import PRESETS, ModelChoice, TrainConfig
 from gshard_m4.errors import TrainError

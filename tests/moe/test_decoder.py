@@ -18,7 +18,7 @@ from gshard.moe import (
     loss,
     param_specs,
 )
-from gshard.moe.rotary import rotation, turned
+from gshard.moe.attention import rotation, turned
 from moe import naive
 
 FAST = {"xla_backend_optimization_level": 0}

@@ -15,7 +15,7 @@ import pytest
 import gshard
 from gshard.moe import ModelError, TransformerConfig, expert_layer, expert_specs, param_specs, shapes
 from gshard.moe import loss as loss_of_model
-from gshard.moe.two_hops import Hops
+from gshard.moe.ragged import Hops
 from moe import naive
 from moe.test_data_axis import assert_trees_close, value_and_gradients
 from placed import in_every_way, mesh_of

@@ -16,7 +16,7 @@ from gshard.planning.reshard_costs import axes_of
 from gshard.planning.settled import settled
 from gshard.solver.descent import Descent
 from gshard.solver.problem import Problem
-from gshard.solver.tied import tied
+from gshard.solver.solve import tied
 
 MESH = gshard.Mesh.abstract(data=8)
 WIDTH, HEADS = 256, 4

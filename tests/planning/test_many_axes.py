@@ -14,15 +14,13 @@ from families import SMALL
 from gshard.core.mesh import Mesh
 from gshard.core.sharding import Sharding
 from gshard.device.machine import Machine
-from gshard.planning import nearby
-from gshard.planning.axis_steps import axis_steps
+from gshard.planning import strategies as nearby
 from gshard.planning.choices import graph_of
-from gshard.planning.nearby import is_limited, runs_of
 from gshard.planning.objective import Bytes, bytes_on
 from gshard.planning.propagate import choose, propagate
-from gshard.planning.reshard_costs import axes_of, in_two, joined
+from gshard.planning.reshard_costs import axes_of, axis_steps, in_two, joined
 from gshard.planning.settled import settled
-from gshard.planning.strategies import places_for, places_of, shardings
+from gshard.planning.strategies import is_limited, places_for, places_of, runs_of, shardings
 from gshard.search.seconds import seconds_on
 from gshard.testing.rule_checks import emit, parts_of, run_on_all
 from gshard.tracing.trace import trace

@@ -11,9 +11,8 @@ from gshard.comm.steps import PERMUTE, TO_PARTIAL, Step
 from gshard.core.mesh import Mesh
 from gshard.core.sharding import Sharding
 from gshard.device.machine import Machine
-from gshard.planning.axis_steps import swapped
 from gshard.planning.objective import bytes_on
-from gshard.planning.reshard_costs import axes_of
+from gshard.planning.reshard_costs import axes_of, swapped
 from gshard.planning.strategies import shardings
 from gshard.search.seconds import Seconds, seconds_on
 

@@ -12,7 +12,7 @@ from jax import ShapeDtypeStruct
 from jax.experimental import io_callback
 
 import gshard
-from gshard.rewrite.equal_functions import Function, equal_functions
+from gshard.planning.batched import Function, equal_functions
 
 
 def f32(*shape: int) -> ShapeDtypeStruct:

@@ -16,7 +16,7 @@ from jax import lax
 
 import gshard
 from gshard.core.program import Program
-from gshard.language.interpret import Interpreter
+from gshard.language.region import Interpreter
 from gshard.rewrite.driver import run
 from gshard.rewrite.rewrites import SPLIT, TRACE
 from gshard.tracing.builder import Builder

@@ -12,8 +12,18 @@ import pytest
 from jax import lax
 
 from gshard.core.program import Equation, Program, Value
-from gshard.rewrite.piecewise_equation import Touch, in_pieces, may_be_in_pieces, touched
-from gshard.rewrite.piecewise_layout import Layout, Piece, sources_of, spans_along, starts_of, whole
+from gshard.rewrite.piecewise import (
+    Layout,
+    Piece,
+    Touch,
+    in_pieces,
+    may_be_in_pieces,
+    sources_of,
+    spans_along,
+    starts_of,
+    touched,
+    whole,
+)
 from gshard.tracing.trace import trace
 from harness import Row, rows
 from sampled import sampled_rows

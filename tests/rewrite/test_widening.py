@@ -14,7 +14,7 @@ from jax import lax
 import gshard
 from gshard.core.jax_adapter import scan_counts
 from gshard.core.program import Equation, Program, Value
-from gshard.language.interpret import Interpreter
+from gshard.language.region import Interpreter
 
 LENGTH, ROWS, COLUMNS = 4, 3, 5
 

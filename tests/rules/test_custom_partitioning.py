@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 import gshard
 from gshard.core.errors import PlanError, RuleError
-from gshard.language.sharding_rule import factors_of
+from gshard.language.user_partition import factors_of
 from gshard.testing import check_rule
 
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gshard.core.jax_adapter import bind
-from gshard.rules.movement import elements, index_of
+from gshard.rules.shape import elements, index_of
 from harness import Row, rows
 
 OPERATORS = ("concatenate", "concatenate_slices", "pad", "slice", "split")

@@ -13,8 +13,7 @@ from jax import lax
 from gshard.comm.shards import Shards
 from gshard.core.mesh import Mesh
 from gshard.core.program import Equation
-from gshard.core.rule import COMMUNICATE, REPLICATE
-from gshard.core.split import Split, place
+from gshard.core.rule import COMMUNICATE, REPLICATE, Split, place
 from gshard.simulator.simulate import local_jaxpr
 from gshard.tracing.trace import trace
 from harness import Row, rows

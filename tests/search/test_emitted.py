@@ -18,10 +18,9 @@ from gshard.device.machine import Machine
 from gshard.device.network import interchangeable
 from gshard.planning.reshard_costs import axes_of
 from gshard.planning.strategies import components, splits
-from gshard.search import emitted
-from gshard.search.emitted import OwnWays, emitted_alone, has_own_way
+from gshard.search import seconds as emitted
 from gshard.search.pipeline import plans_of
-from gshard.search.seconds import Seconds, on_machine
+from gshard.search.seconds import OwnWays, Seconds, emitted_alone, has_own_way, on_machine
 from gshard.tracing.trace import trace
 
 MESH = Mesh.abstract(a=2, b=2, c=2)

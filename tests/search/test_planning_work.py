@@ -14,9 +14,8 @@ from gshard.core.planning_tables import tables
 from gshard.device.machine import Machine
 from gshard.planning.propagate import Choice
 from gshard.rewrite import driver
-from gshard.search import emitted
-from gshard.search.pipeline import plans_of
-from gshard.search.planned import Planned
+from gshard.search import seconds as emitted
+from gshard.search.pipeline import Planned, plans_of
 from gshard.tracing.trace import trace
 
 of_propagate = importlib.import_module("gshard.planning.propagate")

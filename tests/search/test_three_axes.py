@@ -14,9 +14,7 @@ from gshard.core.planning_tables import tables
 from gshard.device.machine import Machine
 from gshard.planning.choices import graph_of
 from gshard.planning.objective import bytes_on
-from gshard.search.find import MeshSearch
-from gshard.search.in_model import in_model
-from gshard.search.meshes import cut_in_two, on_finer
+from gshard.search.find import MeshSearch, cut_in_two, in_model, on_finer
 from gshard.search.time_budget import TimeBudget
 
 RNG = np.random.default_rng(4)

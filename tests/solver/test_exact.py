@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from gshard.solver.exact import exact
 from gshard.solver.problem import Problem
+from gshard.solver.solve import exact
 from random_problems import exhaustive, random_problem
 
 

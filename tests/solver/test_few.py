@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gshard.solver import few
+from gshard.solver import solve as few
 from gshard.solver.descent import Descent
-from gshard.solver.few import best_of_few, entries
 from gshard.solver.problem import Problem
+from gshard.solver.solve import best_of_few, entries
 
 
 def large(seed: int, nodes: int = 60, states: int = 40, forbidden: float = 0.0) -> Problem:

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from gshard.solver.flat import Flat, grouped, ragged
+from gshard.solver.messages import Flat, grouped, ragged
 from random_problems import random_problem
 
 

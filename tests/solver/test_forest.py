@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from gshard.solver.flat import Flat
-from gshard.solver.forest import Forest
+from gshard.solver.descent import Forest
+from gshard.solver.messages import Flat
 from gshard.solver.problem import Problem
 from random_problems import exhaustive, random_problem
 

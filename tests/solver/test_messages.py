@@ -1,8 +1,7 @@
 import numpy as np
 import pytest
 
-from gshard.solver.flat import Flat
-from gshard.solver.messages import Messages
+from gshard.solver.messages import Flat, Messages
 from gshard.solver.problem import Problem, ProblemError
 from gshard.solver.reduce import _Work
 from random_problems import exhaustive, exhaustive_alternatives, random_problem

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from gshard.solver.moments import fullest_moments
+from gshard.solver.reduce import fullest_moments
 from random_problems import random_problem
 
 

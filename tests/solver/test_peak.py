@@ -3,8 +3,8 @@ import itertools
 import numpy as np
 import pytest
 
-from gshard.solver.peak import least_peak
 from gshard.solver.problem import ProblemError
+from gshard.solver.solve import least_peak
 from random_problems import random_problem
 
 

@@ -1,9 +1,8 @@
 import numpy as np
 import pytest
 
-from gshard.solver.descent import Descent
-from gshard.solver.flat import Flat
-from gshard.solver.prices import Prices, paid
+from gshard.solver.descent import Descent, Prices, paid
+from gshard.solver.messages import Flat
 from gshard.solver.problem import Problem, ProblemError
 from gshard.solver.reduce import reduce
 from random_problems import exhaustive, random_problem

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from gshard.solver.flat import Flat
-from gshard.solver.walk import Walk
+from gshard.solver.descent import Walk
+from gshard.solver.messages import Flat
 from random_problems import random_problem
 
 

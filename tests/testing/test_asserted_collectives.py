@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh
 import gshard
 from gshard.api.compiled_programs import on_first_devices
 from gshard.testing import assert_collectives
-from gshard.testing.collective_limits import crosses
+from gshard.testing.asserted_collectives import crosses
 from stepped import (
     BATCH,
     DATA,

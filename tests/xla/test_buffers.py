@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from gshard.xla.buffers import aliased_results, held_by
 from gshard.xla.hlo_parser import read_module
+from gshard.xla.kernels import aliased_results, held_by
 
 
 def layers(x: jax.Array, ws: jax.Array) -> jax.Array:

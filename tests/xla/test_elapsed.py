@@ -1,9 +1,9 @@
 """The modelled time of compiled programs: kernels, collectives, and what passes beside each other."""
 
 from gshard.device.machine import Machine
-from gshard.xla.elapsed import Ran, elapsed
 from gshard.xla.hlo_collectives import CompiledCollective
 from gshard.xla.hlo_parser import Instruction, read_module
+from gshard.xla.kernels import Ran, elapsed
 
 MACHINE = Machine.of("h100:1x8")
 PRODUCT = 2 * 4096**3 / MACHINE.rate("bf16")

@@ -4,8 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from gshard.xla.hlo_parser import read_module
-from gshard.xla.op_names import Origin, origin_of
+from gshard.xla.hlo_parser import Origin, origin_of, read_module
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from gshard.api.jitted import Jitted
+from gshard.api.jit import Jitted
 from gshard.api.signature import Parameters
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import user_line

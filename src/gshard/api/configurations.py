@@ -11,8 +11,8 @@ from gshard.api.configuration import Configuration
 from gshard.core.number_text import format_seconds, significant
 from gshard.core.program import format_bytes
 from gshard.device.machine import Machine
-from gshard.explanation.bounds import headline
-from gshard.search.how_near import ended, how_near
+from gshard.explanation.verdict import headline
+from gshard.search.find import ended, how_near
 
 _SHOWN = 5  # rows of the table
 _NONE = 1e-5  # a gap that counts as none, to the printed digits

@@ -13,7 +13,6 @@ from typing import Any, Literal, overload
 
 import jax
 
-from gshard.api.call_errors import clear_call_errors
 from gshard.api.compiled_programs import (
     GSHARD,
     XLA,
@@ -21,19 +20,19 @@ from gshard.api.compiled_programs import (
     explain_compiled,
     explain_compiled_by_gshard,
     is_compiled,
+    is_from_framework,
     is_from_jax_jit,
     lowered_by_jax,
+    lowered_instead_of_jit,
+    names_of_arrays,
     partitions_of,
     stage_inside,
 )
-from gshard.api.framework_jit import is_from_framework, lowered_instead_of_jit, names_of_arrays
 from gshard.api.function_again import compiled_again, with_bound_arguments
-from gshard.api.jit import jit
-from gshard.api.jitted import Jitted
-from gshard.api.lowered import Compiled, Lowered
+from gshard.api.jit import Jitted, jit
+from gshard.api.lowered import Compiled, Lowered, Traced
 from gshard.api.specs import told
-from gshard.api.traced import Traced
-from gshard.api.wrapped import mesh_that_is_meant
+from gshard.api.wrapped import clear_call_errors, mesh_that_is_meant
 from gshard.core.errors import ArgumentError, MeshError
 from gshard.core.jax_adapter import mesh_of_context, user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames

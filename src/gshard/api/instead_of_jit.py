@@ -18,16 +18,15 @@ from typing import Any
 import jax
 from jax.extend.core import jaxpr_as_fun
 
-from gshard.api.jitted import Jitted
+from gshard.api.jit import Jitted
 from gshard.api.lowered import Lowered
 from gshard.api.placement import by_dispatch, is_on_cpu, placed_arguments
 from gshard.api.signature import Leaf, Parameters, Signature
 from gshard.api.target import Options
 from gshard.core import jax_adapter_jit as by_jax
-from gshard.core.errors import PlanError, ShardingError
+from gshard.core.errors import PlanError, ShardingError, keywords
 from gshard.core.jax_adapter import user_line
 from gshard.core.jax_adapter_dispatch import trace_settings, weakly_cached
-from gshard.core.keywords import keywords
 from gshard.core.layout import Layout
 from gshard.core.mesh import Mesh, MeshLike
 from gshard.core.plan import Plan

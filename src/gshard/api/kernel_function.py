@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gshard.api.static_leaves import Fixed, refuse_without_hash
+from gshard.api.signature import Fixed, refuse_without_hash
 from gshard.core.errors import ArgumentError
 from gshard.core.jax_adapter import no_mesh_set, user_line
 from gshard.core.jax_adapter_tracebacks import without_our_frames

@@ -12,13 +12,9 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from gshard.api.by_path import unused_pattern
-from gshard.api.mark_arguments import partitions_of
-from gshard.api.marks import arrays_of, listed
-from gshard.api.sending import marked
-from gshard.core.errors import ShardingError
+from gshard.api.marks import arrays_of, listed, marked, partitions_of, unused_pattern
+from gshard.core.errors import ShardingError, keywords
 from gshard.core.jax_adapter import user_line
-from gshard.core.keywords import keywords
 from gshard.core.mark import mark_of_stack
 from gshard.core.paths import is_below, path_inside
 from gshard.core.pipeline_schedule import Schedule

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Format
 
-from gshard.api.reference_arguments import arrays_of, refuse_twice
+from gshard.api.signature import arrays_of, refuse_twice
 from gshard.core.errors import ShardingError, warn_once
 from gshard.core.jax_adapter import no_mesh_set, user_line
 from gshard.core.jax_adapter_dispatch import address_of, fast_path, input_layouts, layout_of, put_arguments

@@ -20,9 +20,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gshard.core.errors import ShardingError
 from gshard.core.jax_adapter import is_mapped, user_line
-from gshard.core.mark import Mark
+from gshard.core.mark import Mark, text_of_spec, words_of
 from gshard.core.memory_kinds import memory_of
-from gshard.core.partition_spec import text_of_spec, words_of
 from gshard.tracing.expand import mark_of_any_sharding, mark_of_named_sharding
 
 

@@ -9,30 +9,24 @@ from typing import Any
 
 import jax
 
-from gshard.core.dropped import MESH
 from gshard.core.layout import Layout
 from gshard.core.mesh import Mesh, MeshLike
-from gshard.core.plan import Plan
+from gshard.core.plan import AS_MARKED, Boundary, Plan
 from gshard.core.processes import Group
-from gshard.core.program import Program, format_block
-from gshard.core.program_boundary import AS_MARKED, Boundary
+from gshard.core.program import MESH, Program, format_block
 from gshard.core.spmd import SpmdProgram
 from gshard.device.cost import Cost
-from gshard.device.hardware import machine_of, machine_to_order, machine_to_plan_for
-from gshard.device.machine import Machine
+from gshard.device.machine import Machine, machine_of, machine_to_order, machine_to_plan_for
 from gshard.emit.compile import Executable, compile_spmd
-from gshard.explanation.budget import Budget
-from gshard.explanation.layout_usage import refuse_unused
-from gshard.planning.collective_matmuls import CollectiveMatmul
-from gshard.planning.io_shardings import at_boundary
+from gshard.explanation.advice import Budget
+from gshard.explanation.explained_plan import refuse_unused
+from gshard.planning.collective_matmuls import CollectiveMatmul, Policy
+from gshard.planning.demands import at_boundary
 from gshard.planning.propagate import in_best_order
-from gshard.planning.rings import Policy
 from gshard.planning.saved_plan import SavedPlan
-from gshard.remat.fit import compiled_within
-from gshard.remat.rematerialise import bytes_of
+from gshard.remat.rematerialise import bytes_of, compiled_within
 from gshard.search.find import best_plan
-from gshard.search.pipeline import FITTING, PARTITION, PLANNING, Draft, Settings, run
-from gshard.search.planned import Planned
+from gshard.search.pipeline import FITTING, PARTITION, PLANNING, Draft, Planned, Settings, run
 from gshard.search.seconds import on_machine
 
 

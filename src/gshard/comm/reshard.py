@@ -18,7 +18,6 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-from gshard.comm.exchange import can_change
 from gshard.comm.steps import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -30,9 +29,11 @@ from gshard.comm.steps import (
     Step,
     aligned,
     bytes_sent,
+    can_be_exchanged,
+    can_change,
+    moved,
     rounds,
 )
-from gshard.comm.tiles import can_be_exchanged, moved
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.planning_tables import tabulated
 from gshard.core.sharding import Sharding, common_prefix

@@ -22,10 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from gshard.core.context import NO_CONTEXT
 from gshard.core.jax_adapter_context import in_context
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.planning_tables import tabulated
+from gshard.core.program import NO_CONTEXT
 from gshard.core.xla_workarounds import opaque_for_slice, ppermute
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from gshard.core.device_order import Order
+from gshard.core.mark import Order
 from gshard.core.memory_kinds import DEVICE
 from gshard.core.mesh import Mesh
 from gshard.core.number_text import format_ms, significant

@@ -31,8 +31,7 @@ from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import ad, mlir
 
 from gshard.core.jax_adapter import all_gather_p, all_to_all_p, ppermute_p, ragged_all_to_all_p, shapes_of
-from gshard.core.jax_adapter_manual import with_mapping
-from gshard.core.jax_adapter_retracing import EachJaxpr
+from gshard.core.jax_adapter_retracing import EachJaxpr, with_mapping
 
 # Whether XLA for CPU keeps barriers, as it does for other devices.
 _KEEPS_BARRIERS = jax.__version_info__[:2] >= (0, 12)

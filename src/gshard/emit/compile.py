@@ -11,19 +11,18 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from gshard.core.context import NO_CONTEXT
 from gshard.core.errors import MeshError
 from gshard.core.jax_adapter import no_mesh_set, put_all, relabelled, shapes_of
-from gshard.core.jax_adapter_context import in_context
+from gshard.core.jax_adapter_context import dtypes_in, in_context, wide_enough_for
 from gshard.core.jax_adapter_dispatch import executed, kept_arguments, names_devices
 from gshard.core.memory_kinds import DEVICE, in_memory
 from gshard.core.mesh import Mesh
 from gshard.core.phases import phase
 from gshard.core.planning_tables import tabulated, with_tables
 from gshard.core.processes import Group
+from gshard.core.program import NO_CONTEXT
 from gshard.core.sharding import Sharding
 from gshard.core.spmd import SpmdProgram
-from gshard.core.wide import dtypes_in, wide_enough_for
 from gshard.core.xla_workarounds import runnable
 from gshard.emit.partition import spec
 

@@ -14,10 +14,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from gshard.core.spmd import Collective
-from gshard.device.cost import Cost, KernelCost
+from gshard.device.cost import Cost, KernelCost, cause_of
 from gshard.device.fusion_model import COLLECTIVE, REGION, Kernels
 from gshard.device.machine import Machine
-from gshard.device.origin import cause_of
 
 ROUNDS = 3000  # events that the rounds of one loop are drawn with
 FIRST = 2  # rounds that are drawn of a longer loop, at least

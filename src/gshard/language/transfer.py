@@ -1,8 +1,8 @@
 """Moves values between device memory and host memory.
 
 ``jax.device_put`` inside a program may specify the memory of a value, its sharding, or both. Tracing separates the two
-(``tracing.put``): the sharding becomes a mark, and the change of memory becomes a *transfer*. A transfer is an equation
-whose result is the operand in the other memory.
+(``tracing.expand``): the sharding becomes a mark, and the change of memory becomes a *transfer*. A transfer is an
+equation whose result is the operand in the other memory.
 
 gshard never merges transfers, so a value that the backward pass fetches again need not stay on the device. Computations
 and collectives do not use host memory. gshard fetches an operand in host memory for the equation that reads it, and
@@ -20,8 +20,7 @@ import jax
 from gshard.core.jax_adapter import closed, sub_jaxprs, user_line
 from gshard.core.memory_kinds import is_on_host, space
 from gshard.core.program import Constant, Equation, Value, itemsize, type_text
-from gshard.core.rule import PARALLEL
-from gshard.core.split import Split
+from gshard.core.rule import PARALLEL, Split
 from gshard.language.traits import traits_of
 
 

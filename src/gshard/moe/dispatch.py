@@ -17,8 +17,7 @@ import operator
 import jax
 import jax.numpy as jnp
 
-from gshard.moe.expert_choice import ExpertChoice
-from gshard.moe.gating import Choice, Gating
+from gshard.moe.gating import Choice, ExpertChoice, Gating
 
 
 def one_hot_weights(gating: Gating | ExpertChoice, experts: int, capacity: int) -> tuple[jax.Array, jax.Array]:

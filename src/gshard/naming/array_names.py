@@ -18,7 +18,7 @@ from gshard.core.jax_adapter import is_transposed, scopes_of
 from gshard.core.mark import Mark
 from gshard.core.program import Block, Equation, Program, Value, type_text
 from gshard.core.spmd import Collective
-from gshard.language.low_precision import steps_of_rounding
+from gshard.language.mark_primitive import steps_of_rounding
 from gshard.naming.array_forms import adds_in, in_another_form, is_elementwise, joined_by, source_of
 from gshard.naming.short_names import Path, ShortName, common_name, equal_layers, short_names, tokens_of
 

@@ -10,9 +10,8 @@ from collections.abc import Mapping
 
 from jax.sharding import PartitionSpec
 
-from gshard.core.mark import Mark
+from gshard.core.mark import Mark, spec_of_axes, text_of_spec
 from gshard.core.mesh import Mesh
-from gshard.core.partition_spec import spec_of_axes, text_of_spec
 from gshard.core.program import Block, Equation, Program, Value
 from gshard.core.sharding import Sharding
 from gshard.language.mark_primitive import mark_p

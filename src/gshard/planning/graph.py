@@ -22,8 +22,8 @@ import numpy as np
 from gshard.core.mesh import Mesh
 from gshard.core.plan import local_bytes
 from gshard.core.program import Equation, Program, Value
+from gshard.core.rule import Split, project
 from gshard.core.sharding import Sharding
-from gshard.core.split import Split, project
 from gshard.planning.sharding_groups import ShardingGroups
 from gshard.planning.strategies import Component
 from gshard.solver.problem import Floats, Ints, Problem
@@ -63,8 +63,8 @@ class Graph:
     held: Sequence[tuple[int, Equation, Sequence[int]]]
     loop_bytes: Sequence[LoopBytes]  # values that may take more bytes in a loop than the marks say
     donated_results: Collection[Value]  # the results that take the memory of donated arguments
-    # whether not all choices are compared (``planning.nearby``), or states are forbidden because together they make a
-    # loop hold too many bytes
+    # whether not all choices are compared (``planning.strategies``), or states are forbidden because together they make
+    # a loop hold too many bytes
     is_limited: bool
 
     def shardings(self, chosen: Sequence[int] | Ints) -> dict[Value, Sharding]:
@@ -103,7 +103,7 @@ def without_excess_in_loops(graph: Graph, chosen: Sequence[int] | Ints, classes:
     Args:
         graph: the problem.
         chosen: int64 [nodes], the chosen states.
-        classes: int64 [nodes], the classes of nodes in equal layers (``planning.layers``). All nodes of a class are
+        classes: int64 [nodes], the classes of nodes in equal layers (``planning.propagate``). All nodes of a class are
             limited, or none. None if every node stands alone.
     """
     shardings = graph.shardings(chosen)

@@ -12,9 +12,8 @@ from jax import lax
 
 from gshard.core.jax_adapter import scan_counts, user_line
 from gshard.core.program import Constant, Equation, Value
-from gshard.language.interpret import Interpreter, value_of
-from gshard.rewrite.cse import is_pure
-from gshard.rewrite.equation_graph import Writer, written
+from gshard.language.region import Interpreter, value_of
+from gshard.rewrite.equation_graph import Writer, is_pure, written
 
 
 def without_tables(e: Equation, builder: Writer) -> list[Equation] | None:

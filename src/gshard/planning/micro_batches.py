@@ -2,7 +2,7 @@
 
 The rules of the equations say which dimensions of the values of a body are one loop (``language.kernel_loops``). If
 rows of a batch are independent, that loop is parallel from the carry before an iteration to the carry after it. Then
-the body runs on a part of the rows without communication (``language.on_shards``). The traced jaxpr is the body on one
+the body runs on a part of the rows without communication (the same module). The traced jaxpr is the body on one
 micro-batch. Sums over the batch, such as gradients of weights, are sums over all micro-batches. They must be finite: a
 sum that a layer scales is scaled for each micro-batch.
 """
@@ -22,9 +22,8 @@ from gshard.core.errors import GShardError
 from gshard.core.jax_adapter import closed, jaxpr_without_dead_code, no_mesh_set, scan_counts
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.program import Block, Equation
-from gshard.language.interpret import Interpreter
-from gshard.language.kernel_loops import FunctionLoops, loops_of
-from gshard.language.on_shards import NotProven, Part, Shard, on_shards
+from gshard.language.kernel_loops import FunctionLoops, NotProven, Part, Shard, loops_of, on_shards
+from gshard.language.region import Interpreter
 
 _AXIS = "micro"
 

@@ -13,14 +13,12 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from gshard.comm.reshard import MESSAGE
-from gshard.comm.runs import laid_out
-from gshard.comm.steps import LOCAL, Step, bytes_sent, rounds
+from gshard.comm.steps import LOCAL, Step, bytes_sent, laid_out, rounds
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.planning_tables import tabulated
 from gshard.core.program import Block, Equation, Value
-from gshard.core.rule import COMMUNICATE, REPLICATE, Rule
+from gshard.core.rule import COMMUNICATE, REPLICATE, Rule, Split
 from gshard.core.sharding import Sharding
-from gshard.core.split import Split
 from gshard.device.fusion_model import Kernel, is_product, kind_of
 from gshard.planning.reshard_costs import Moves
 from gshard.planning.strategies import WASTE, share

@@ -19,12 +19,11 @@ from typing import Any
 import jax.numpy as jnp
 
 from gshard.core.errors import ShardingError
-from gshard.core.fired import RUN_AS_PIPELINE, Fired
 from gshard.core.jax_adapter import no_mesh_set, scan_counts, user_line
 from gshard.core.mark import atoms_of_partitions
 from gshard.core.mesh import Mesh
 from gshard.core.pipeline_schedule import Schedule
-from gshard.core.program import Block, Constant, Equation, Program, Value
+from gshard.core.program import RUN_AS_PIPELINE, Block, Constant, Equation, Fired, Program, Value
 from gshard.language.region import with_edges
 from gshard.language.traits import traits_of
 from gshard.planning.layer_stacks import all_schedules, entering, hands_on, layers_handed_on, schedules_of
@@ -32,10 +31,8 @@ from gshard.planning.loop_fission import computed_before, without_tables
 from gshard.planning.micro_batches import Mixed, Rows, micro_body
 from gshard.planning.pipeline_loop import PipelinedLoop
 from gshard.planning.stage_layout import StageLayout
-from gshard.rewrite.cse import common_key
-from gshard.rewrite.dce import without_dead_code
 from gshard.rewrite.driver import recorded
-from gshard.rewrite.equation_graph import written
+from gshard.rewrite.equation_graph import common_key, without_dead_code, written
 from gshard.rewrite.shard_scan import only_added_to, shard_scan
 from gshard.tracing.builder import Builder
 from gshard.tracing.permitted import permitted

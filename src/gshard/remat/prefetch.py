@@ -33,14 +33,13 @@ from gshard.core.jax_adapter import scan_counts
 from gshard.core.planning_tables import with_tables
 from gshard.core.program import Block, Equation, Value
 from gshard.core.spmd import Collective, Prefetched, SpmdProgram
-from gshard.device.cost import WORTH, Cost, cost
+from gshard.device.cost import WORTH, Cost, cost, origins
 from gshard.device.fusion_model import COLLECTIVE, PRODUCT, REGION, Kernel, Kernels
 from gshard.device.machine import Machine
-from gshard.device.origin import origins
-from gshard.language.interpret import Interpreter, value_of
+from gshard.language.region import Interpreter, value_of
 from gshard.remat.replay import run_by
 from gshard.remat.straight_line import without_dead_code
-from gshard.rewrite.cse import is_pure
+from gshard.rewrite.equation_graph import is_pure
 
 
 @with_tables

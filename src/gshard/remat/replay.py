@@ -11,14 +11,14 @@ import jax
 
 from gshard.comm.collectives import KINDS, sent_bytes, sent_sizes
 from gshard.core.jax_adapter import no_mesh_set, optimization_barrier_p, shapes_of
-from gshard.core.jax_adapter_manual import with_mapping
+from gshard.core.jax_adapter_context import wide_enough_for
+from gshard.core.jax_adapter_retracing import with_mapping
 from gshard.core.mesh import Mesh
 from gshard.core.program import Block, Equation, Value
 from gshard.core.spmd import RECOMPUTED, Collective, SpmdProgram
-from gshard.core.wide import wide_enough_for
 from gshard.core.xla_workarounds import opaque_identity
 from gshard.device.fusion_model import COLLECTIVE, Kernels, kernels_of, size
-from gshard.language.interpret import Interpreter
+from gshard.language.region import Interpreter
 
 
 def replayed(spmd: SpmdProgram, before: Kernels, block: Block) -> SpmdProgram:

@@ -25,11 +25,9 @@ from jax import lax
 
 from gshard.core.planning_tables import tabulated
 from gshard.core.program import Block, Constant, Equation, Program, Value
-from gshard.language.interpret import Interpreter, value_of
-from gshard.language.region import REGIONS
-from gshard.rewrite.dce import is_removable
+from gshard.language.region import REGIONS, Interpreter, value_of
 from gshard.rewrite.driver import Split, where_split
-from gshard.rewrite.equation_graph import Others, written
+from gshard.rewrite.equation_graph import Others, is_removable, written
 from gshard.rules.banded import MOST, Band, banded_p
 
 _LARGEST = 1 << 26  # largest number of elements of a table to compute

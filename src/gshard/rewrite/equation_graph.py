@@ -1,8 +1,4 @@
-"""Provides the graph of a block: producers and readers of values, and functions that write new equations.
-
-All rewrites (``rewrite.driver``) use it. They need not build maps of producers and readers, or write the parameters of
-JAX's primitives by hand: ``write`` traces a function.
-"""
+"""Provides the graph of a block: producers and readers of values, equal equations, and dead code."""
 
 from __future__ import annotations
 
@@ -12,12 +8,66 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
+import numpy as np
 
-from gshard.core.context import Context
+from gshard.comm.collectives import KINDS
 from gshard.core.jax_adapter import as_if_at, bind, closed
-from gshard.core.program import Constant, Equation, Value
+from gshard.core.program import Constant, Context, Equation, Value
 from gshard.language.region import with_edges
-from gshard.rewrite.dce import without_dead_code
+from gshard.language.traits import traits_of
+
+# Computes the keys for common-subexpression elimination, and determines which equations are pure.
+
+# Primitives of per-device programs have no rule, but are pure.
+_ON_DEVICES = (*KINDS, "axis_index")
+
+
+def is_pure(e: Equation) -> bool:
+    """Whether an equation may run again or not at all: it always gives the same results and has no effects."""
+    if not traits_of(e.name).pure or (e.rule is not None and not e.rule.known and e.name not in _ON_DEVICES):
+        return False
+    return all(is_pure(inner) for block in e.blocks for inner in block.equations)
+
+
+def common_key(primitive: Any, params: dict[str, Any], inputs: Sequence[Value | Constant], context: Context) -> Any:
+    """A key that is equal for equations that compute the same; None for equations that must not be merged."""
+    if not traits_of(primitive.name).shared or not any(isinstance(x, Value) for x in inputs):
+        return None
+    operands = tuple(x if isinstance(x, Value) else literal_key(x) for x in inputs)
+    key = primitive, tuple(params.items()), operands, context
+    try:
+        hash(key)
+    except TypeError:  # a parameter without a hash
+        return None
+    return key
+
+
+def literal_key(x: Constant) -> Any:
+    """A constant as a part of a key: a scalar by its bits, an array by identity."""
+    is_scalar = isinstance(x.value, (np.ndarray, np.generic, bool, int, float, complex)) and not x.shape
+    return (str(x.dtype), np.asarray(x.value).tobytes()) if is_scalar else id(x.value)
+
+
+# Eliminates dead code after rewrites.
+
+
+def is_removable(e: Equation) -> bool:
+    """Whether an equation can be removed if its results are dead: it is pure and not a mark of the user."""
+    return e.mark is None and is_pure(e)
+
+
+def without_dead_code(
+    equations: Iterable[Equation], outputs: Iterable[Any], may_go: Callable[[Equation], bool] = is_removable
+) -> list[Equation]:
+    """The equations of a block without those whose results are dead."""
+    kept: list[Equation] = []
+    read: set[Any] = set(outputs)
+    for e in reversed([*equations]):
+        if not read.isdisjoint(e.outputs) or not may_go(e):
+            kept.append(e)
+            read.update(e.inputs)
+    return kept[::-1]
+
 
 Array = Value | Constant
 Others = Mapping[Equation, Sequence[Equation]]

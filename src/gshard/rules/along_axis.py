@@ -11,8 +11,7 @@ from gshard.comm.route import Route
 from gshard.comm.shards import Shards, mask
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.program import itemsize
-from gshard.core.rule import RuleMaker
-from gshard.core.split import Split, place
+from gshard.core.rule import RuleMaker, Split, place
 
 Dim = tuple[int, ...]
 

@@ -32,8 +32,7 @@ from gshard.comm.shards import Shards, along
 from gshard.comm.steps import ALL_REDUCE
 from gshard.core.mesh import Mesh
 from gshard.core.program import itemsize
-from gshard.core.rule import Rule, RuleMaker
-from gshard.core.split import Split
+from gshard.core.rule import Rule, RuleMaker, Split
 from gshard.core.xla_workarounds import taken
 from gshard.language.function_primitive import function_primitive
 from gshard.language.registry import Call, rule

@@ -27,8 +27,7 @@ from gshard.comm.steps import ALL_REDUCE
 from gshard.core.errors import PlanError
 from gshard.core.mesh import Mesh
 from gshard.core.program import itemsize
-from gshard.core.rule import Rule, RuleMaker
-from gshard.core.split import Split
+from gshard.core.rule import Rule, RuleMaker, Split
 from gshard.language.registry import Call, rule
 from gshard.language.traits import set_traits
 

@@ -14,7 +14,7 @@ from typing import Any
 from gshard.comm.shards import Shards
 from gshard.core.jax_adapter import closed
 from gshard.core.rule import Rule, RuleMaker
-from gshard.language.kernel_rule import kernel_rule
+from gshard.language.kernel_primitive import kernel_rule
 from gshard.language.registry import Call, rule
 
 

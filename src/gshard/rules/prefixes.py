@@ -20,7 +20,7 @@ from gshard.comm.shards import Shards
 from gshard.core.program import Equation, Value
 from gshard.core.rule import Rule, RuleMaker
 from gshard.language.function_primitive import function_primitive
-from gshard.language.interpret import Interpreter, value_of
+from gshard.language.region import Interpreter, value_of
 from gshard.language.registry import Call, rule
 from gshard.rules.along_axis import AlongAxis
 

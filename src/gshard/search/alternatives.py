@@ -18,7 +18,7 @@ from gshard.core.program import Value
 from gshard.core.sharding import Sharding
 from gshard.planning.graph import Graph
 from gshard.planning.layer_stacks import schedules_of
-from gshard.search.best import Best
+from gshard.search.find import Best
 from gshard.solver.problem import Ints, ProblemError
 from gshard.solver.solve import Solution, solve
 

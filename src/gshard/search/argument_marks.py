@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 
+from gshard.core.mark import text_of_spec
 from gshard.core.mesh import Mesh
-from gshard.core.partition_spec import text_of_spec
 from gshard.core.paths import is_below
 from gshard.core.pipeline_schedule import Schedule
 from gshard.core.program import Value

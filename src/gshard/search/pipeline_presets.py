@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable
 from gshard.core.mark import atoms_of_partitions
 from gshard.core.mesh import Atoms, Mesh
 from gshard.core.pipeline_schedule import Schedule
+from gshard.core.plan import Boundary
 from gshard.core.program import Program
-from gshard.core.program_boundary import Boundary
 from gshard.device.cost import Cost
 from gshard.planning.layer_stacks import LayerStacks, all_schedules, layer_stacks, with_schedules
+from gshard.search.pipeline import PricedPlan
 from gshard.search.presets import Preset, data_arguments, split_over, with_argument_marks
-from gshard.search.priced import PricedPlan
 
 _SPLITS = 4  # ways to split the stages that are planned
 _PER_STAGE = 1, 2, 4, 8  # micro-batches for each stage

@@ -13,17 +13,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from gshard.core.mark import Mark, mark_of_cut
 from gshard.core.mesh import Atoms, Mesh
-from gshard.core.plan import Plan
+from gshard.core.plan import AS_MARKED, Boundary, Plan
 from gshard.core.program import Program, Value
-from gshard.core.program_boundary import AS_MARKED, Boundary
 from gshard.device.machine import Machine
 from gshard.naming.dimension_classes import Dimensions
 from gshard.naming.dimension_names import DimensionNames
 from gshard.planning.layer_stacks import schedules_of
 from gshard.planning.reshard_costs import axes_of, joined
 from gshard.planning.settled import settled
-from gshard.search.pipeline import plans_of
-from gshard.search.planned import Planned
+from gshard.search.pipeline import Planned, plans_of
 
 AS_IT_IS = "as it is marked"
 DATA_PARALLEL, SPLIT_STATE = "data parallel", "data parallel, state split (ZeRO, FSDP)"

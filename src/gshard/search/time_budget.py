@@ -1,9 +1,4 @@
-"""Tracks the remaining time of a search, and the steps that it skipped.
-
-Each step runs inside ``TimeBudget.step`` until a deadline of its own. A step is cut at its deadline (``core.deadline``)
-or not begun if the time is over. A step that the search can do without (``TimeBudget.candidate``) may also fail. Its
-name is kept for the result.
-"""
+"""Tracks the remaining time of a search, prints its progress, and lets signals end it with the best plan so far."""
 
 from __future__ import annotations
 
@@ -11,12 +6,71 @@ import contextlib
 import dataclasses
 import logging
 import math
+import signal
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
-from gshard.core.deadline import OutOfTime, until
 from gshard.core.errors import ArgumentError
-from gshard.search.progress import Progress
+from gshard.core.phases import OutOfTime, until
+
+# Prints the progress of a search and its best plan on stderr.
+
+_SILENT = 2.0  # seconds, by default
+_BEAT = 10.0  # seconds after which an unfinished step is reported again
+
+
+@dataclasses.dataclass(eq=False)
+class Progress:
+    """The lines of one search."""
+
+    write: Callable[[str], object] | None  # prints a line; None to print nothing
+    silent: float = 0.0  # seconds from the beginning in which nothing is printed
+    # when the search began (``time.monotonic``)
+    since: float = dataclasses.field(default_factory=lambda: time.monotonic())
+    doing: str = ""  # the present step
+    best: str = ""  # the best plan so far, as text
+    name: str = "gshard.search"  # what the lines begin with
+    end: float = math.inf  # when the search ends at the latest (``time.monotonic``)
+    _last: float = -float("inf")  # the time of the last line
+
+    @staticmethod
+    def of(option: bool | Callable[[str], object] | None) -> Progress:
+        """Reads the option ``gshard.search(progress=...)``."""
+        if callable(option):
+            return Progress(option)
+        return Progress(_on_stderr if option is None or option else None, _SILENT if option is None else 0.0)
+
+    def step(self, doing: str) -> None:
+        """Reports that a step begins."""
+        self.doing = doing
+        self._print(doing)
+
+    def better(self, plan: str) -> None:
+        """Reports a better plan."""
+        self.best = f"best so far: {plan}"
+        self._print(self.best)
+
+    def beat(self) -> None:
+        """Prints the present step again if ten seconds have passed without a line. A long step calls it often."""
+        if self.write is not None and time.monotonic() - self._last > _BEAT:
+            left = f" (ends in {max(self.end - time.monotonic(), 0):.0f} s at most)" if self.end < math.inf else ""
+            self._print(f"still {self.doing}{left}")
+
+    def _print(self, text: str) -> None:
+        now = time.monotonic()
+        if self.write is None or now - self.since < self.silent:
+            return
+        best = f"; {self.best}" if self._last < self.since and self.best and self.best != text else ""
+        self._last = now
+        self.write(f"{self.name} {now - self.since:5.1f} s: {text}{best}")
+
+
+def _on_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
 
 TRIAL_SECONDS = 10.0  # of all trials of an explanation, if the user gives none
 DEFAULT_SECONDS = 300.0  # the time of a search, if the user gives none
@@ -131,3 +185,45 @@ def seconds_of(budget_seconds: float | None) -> float | None:
         f"budget_seconds={budget_seconds!r} is no time to search for.",
         hint="Give seconds above zero, or None for a number of steps that follows from the size of the program.",
     )
+
+
+# Lets Ctrl-C and SIGTERM end a search, which then returns the best plan so far.
+
+
+class Stop:
+    """The signal that ended a search."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None  # the number of the signal; None if there was none
+
+    def deliver(self) -> None:
+        """Raises SIGTERM again if its default action was replaced. Called if the search has nothing to return."""
+        if self.number == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.raise_signal(signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def stoppable() -> Iterator[Stop]:
+    """Makes SIGTERM raise ``KeyboardInterrupt`` inside, as Ctrl-C does, and restores the former handler afterwards.
+
+    A handler of the user's own is called first. Python handles signals in the main thread. In other threads, or if the
+    process ignores SIGTERM or handles it outside of Python, nothing changes.
+    """
+    stop = Stop()
+    former: Any = signal.getsignal(signal.SIGTERM)
+    in_main_thread = threading.current_thread() is threading.main_thread()
+
+    def on_term(number: int, frame: Any) -> None:
+        stop.number = number
+        if callable(former):
+            former(number, frame)
+        raise KeyboardInterrupt
+
+    installs = in_main_thread and former is not None and former is not signal.SIG_IGN
+    if installs:
+        signal.signal(signal.SIGTERM, on_term)
+    try:
+        yield stop
+    finally:
+        if installs:
+            signal.signal(signal.SIGTERM, former)

@@ -3,7 +3,7 @@
     gshard.jit(f, mesh=mesh, finite=True)                 for a whole program
     gshard.shard(x, P(None, unreduced={"model"}))         for a value, over some axes, and for values computed from it
 
-Without this statement gshard reduces a sum of floats before a product (``language.passing``). ``Rule.finite`` lists the
+Without this statement gshard reduces a sum of floats before a product (``language.traits``). ``Rule.finite`` lists the
 further ways in which an equation is linear. If they are permitted, they are added to ``Rule.linear``, and a plan may
 use them. From a mark on they are limited to the axes of the mark (``Rule.over``). They apply to all values that are
 linear in the marked value, also across the iterations of a loop and after the loop. They do not apply inside a loop or

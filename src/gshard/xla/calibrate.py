@@ -18,9 +18,16 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from gshard.core.mesh import Mesh
-from gshard.device.hardware import compiler_of, kind_of_devices, memory_of
-from gshard.device.machine import Dimension, Machine, MachineError
-from gshard.device.machine_kinds import KINDS, SWITCH
+from gshard.device.machine import (
+    KINDS,
+    SWITCH,
+    Dimension,
+    Machine,
+    MachineError,
+    compiler_of,
+    kind_of_devices,
+    memory_of,
+)
 
 _RUNS = 5
 

@@ -18,10 +18,10 @@ from gshard.core.mark import resolve
 from gshard.core.mesh import Mesh
 from gshard.core.plan import Plan
 from gshard.core.program import Constant, Equation, Program, Value
+from gshard.core.rule import operand_sharding, result_sharding
 from gshard.core.sharding import Sharding
-from gshard.core.split import operand_sharding, result_sharding
-from gshard.language.interpret import Interpreter
 from gshard.language.mark_primitive import mark_p
+from gshard.language.region import Interpreter
 
 
 def xla_function(

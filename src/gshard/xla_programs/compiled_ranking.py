@@ -18,14 +18,10 @@ from gshard.core.planning_tables import with_tables
 from gshard.core.program import format_bytes
 from gshard.device.machine import Machine
 from gshard.emit.compile import compile_spmd
-from gshard.explanation.found import SearchResult
-from gshard.search.best import Best
-from gshard.search.meshes import axes_text
-from gshard.search.pipeline import as_run
-from gshard.search.planned import Planned
-from gshard.search.priced import PricedPlan
-from gshard.xla.cycles import estimated_cycles
-from gshard.xla.topology import topology_mesh
+from gshard.explanation.search_result import SearchResult
+from gshard.search.find import Best, axes_text
+from gshard.search.pipeline import Planned, PricedPlan, as_run
+from gshard.xla.tpu import estimated_cycles, topology_mesh
 from gshard.xla_programs.compiled_cost import CompiledCost, compiled_cost
 from gshard.xla_programs.compiled_program import memory_figures, read_program
 

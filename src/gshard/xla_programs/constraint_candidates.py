@@ -18,7 +18,7 @@ from typing import Any
 from jax.sharding import NamedSharding, PartitionSpec
 
 from gshard.core.jax_adapter_operations import Expression
-from gshard.core.partition_spec import axes_of_entry, spec_of_axes
+from gshard.core.mark import axes_of_entry, spec_of_axes
 from gshard.xla_programs.compiled_rows import CompiledRow
 from gshard.xla_programs.traced_expressions import Constraint, TracedExpression
 

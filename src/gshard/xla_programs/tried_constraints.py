@@ -20,7 +20,7 @@ from collections.abc import Callable, Hashable, Sequence
 import jax
 
 from gshard.core.program import format_bytes
-from gshard.search.progress import Progress
+from gshard.search.time_budget import Progress
 from gshard.xla_programs.constraint_candidates import Candidates
 from gshard.xla_programs.expression_text import ExpressionTexts, type_text
 from gshard.xla_programs.traced_expressions import Constraint, constrained

@@ -15,9 +15,9 @@ from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gshard.core.partition_spec import axes_of_entry, spec_of_axes, text_of_spec
+from gshard.core.mark import axes_of_entry, spec_of_axes, text_of_spec
 from gshard.xla_programs.compiled_program import CompiledProgram
-from gshard.xla_programs.moved_parts import Part
+from gshard.xla_programs.compiled_rows import Part
 from gshard.xla_programs.tried_changes import ROWS, SAME, WORTH, Figures, Tried, TriedChange, try_changes
 
 SECONDS = 30.0  # how long to try, if nothing else is asked for
