@@ -190,28 +190,6 @@ def test_nothing_of_gshards_is_traced_on_the_users_mesh(monkeypatch):
     assert "tracing/by_jax.py" in places
 
 
-@KINDS
-def test_arrays_of_other_devices_are_moved_to_the_mesh_that_is_set(kind):
-    """Arguments, donated or not and under derivatives, and arrays that the function closes over."""
-    reverse = jax.sharding.Mesh(np.array(jax.devices()[::-1]), ("c",))
-    places = [jax.devices()[5], NamedSharding(reverse, P("c")), NamedSharding(reverse, P())]
-    x = np.arange(16, dtype=np.float32)
-    for place in places:
-        closed_over = jax.device_put(x, place)
-        with jax.set_mesh(mesh_of(kind)):
-            donating = gshard.jit(lambda x: split(x, 0, 8) + 1, donate_argnums=0)
-            loss = gshard.jit(lambda x: jnp.sum(split(x, 0, 8) ** 2))
-        for _ in range(2):
-            donated = jax.device_put(x, place)
-            with jax.set_mesh(mesh_of(kind)):
-                np.testing.assert_array_equal(np.asarray(donating(donated)), x + 1)
-            if kind is AxisType.Auto:  # JAX does not trace these types under an Explicit mesh
-                with jax.set_mesh(mesh_of(kind)):
-                    np.testing.assert_array_equal(np.asarray(jax.grad(loss)(jax.device_put(x, place))), 2 * x)
-                    adding = gshard.jit(lambda x: split(x, 0, 8) + closed_over)  # noqa: B023
-                    np.testing.assert_array_equal(np.asarray(adding(x)), 2 * x)
-
-
 # Devices in any order: every device gets the part that the mark gives it, and nothing is sent but for a real move.
 
 

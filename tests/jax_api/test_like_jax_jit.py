@@ -972,6 +972,36 @@ def test_raises_like_jax_jit(name, mesh):
 
 
 @pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("derivative", [False, True])
+@pytest.mark.one_in(2)
+def test_a_dropped_function_is_freed(mesh, derivative):
+    def dropped():
+        weight = jnp.arange(8.0) + 1
+
+        def f(x):
+            return (gshard.split(x, 0, mesh) * weight).sum()
+
+        g = gshard.jit(f, mesh=mesh)
+        jax.block_until_ready((jax.grad(g) if derivative else g)(jnp.arange(8.0)))
+        return [weakref.ref(f), weakref.ref(g), weakref.ref(weight)]
+
+    left = dropped()
+    gc.collect()
+    assert [ref() is None for ref in left] == [True] * 3
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_arguments_and_results_are_freed(mesh):
+    f = gshard.jit(lambda x: gshard.split(x, 0, mesh) + 1, mesh=mesh)
+    x = jnp.arange(8.0)
+    y = f(x)
+    left = weakref.ref(x), weakref.ref(y)
+    del x, y
+    gc.collect()
+    assert [ref() is None for ref in left] == [True, True]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
 def test_a_dropped_function_is_freed_at_once(mesh):
     """Its arrays may be most of the memory: they must not wait for the next collection of garbage."""
     weight = jnp.arange(8.0) + 1
