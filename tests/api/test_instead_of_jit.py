@@ -327,6 +327,14 @@ def test_a_partitioned_function_in_the_block():
             assert_same(jax.jit(lambda x: x + 1)(X), X + 1)
 
 
+def test_settings_of_jax():
+    with gshard.instead_of_jit(mesh=8):
+        with jax.debug_nans(True), pytest.raises(FloatingPointError):
+            jax.jit(lambda x: jnp.log(gshard.split(x, 0, 8)))(-np.ones(8, np.float32))
+        with jax.enable_x64(True):
+            assert jax.jit(lambda x: gshard.split(x, 0, 8) * 2)(np.arange(8.0)).dtype == np.float64
+
+
 def test_export():
     f = jax.jit(layer)
     with gshard.instead_of_jit(mesh=mesh_of("8")):

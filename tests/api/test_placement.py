@@ -151,6 +151,15 @@ def test_what_was_compiled_for_padded_parts_takes_these():
             parts(given)
 
 
+def test_a_searched_plan_gives_whole_results_in_the_order_that_was_asked_for():
+    asked = NamedSharding(REVERSED, P())
+    function = gshard.jit(lambda x: x * 2, mesh=MESH, search=True, machine="h100:1x8", out_shardings=asked)
+    for place in ("numpy", "rows", "reversed"):
+        result = function(PLACES[place]())
+        np.testing.assert_array_equal(np.asarray(result), X * 2)
+        assert result.sharding.is_equivalent_to(asked, 2)
+
+
 def test_donated_keys_are_given_once():
     """XLA:CPU would end the process, so calls through dispatch are checked too. A key and its data share memory."""
 

@@ -224,6 +224,7 @@ SENDING = {
     "transform": lambda x: jnp.fft.fft(x, axis=0).real,
     "resize": lambda x: jax.image.resize(x, (48, 8), "linear"),
     "norm": lambda x: jnp.linalg.qr(x)[1],
+    "rows": lambda x: gshard.put_rows(x, jnp.arange(24), 24),
 }
 
 

@@ -117,6 +117,18 @@ def test_gradients_are_collective_matmuls_too(windowed, mesh_2x4):
     np.testing.assert_allclose(outside(*arguments), step(*arguments)[0], rtol=1e-4, atol=1e-4)
 
 
+def test_low_precision_sums_are_as_exact_as_at_once():
+    x, w = (np.random.default_rng(i).standard_normal(s) for i, s in enumerate([(2048, 512), (512, 16)]))
+    x, w = x.astype(jnp.bfloat16), w.astype(jnp.bfloat16)
+    exact = x.astype(np.float64) @ w.astype(np.float64)
+    off = {}
+    for windowed in (False, True):
+        step = gshard.jit(lambda x, w: split(split(x, 0, 8) @ split(w, 0, 8), 0, 8), mesh=8, collective_matmul=windowed)
+        assert windowed == any(not ring.result for ring in step.lower(x, w).plan.rings.values())
+        off[windowed] = np.abs(np.asarray(step(x, w), np.float64) - exact).max()
+    assert off[True] <= 1.01 * off[False]
+
+
 def test_loops_and_rows_of_the_explanation(mesh_2x4):
     def layers(ws, x):
         """Weights are split where they are stored; every round takes one layer's part by part."""
