@@ -218,7 +218,7 @@ def test_the_mesh_of_its_arguments_is_searched():
 X = np.random.default_rng(0).normal(size=(64, 32)).astype(np.float32)
 
 
-class MLP_OF_FRAMEWORKS(nnx.Module):
+class WithStatistics(nnx.Module):
     """Two layers, with state of all kinds: weights, statistics, a counter of keys."""
 
     def __init__(self, rngs):
@@ -234,7 +234,7 @@ jitted_nnx_step = functools.partial(nnx.jit, donate_argnames=("model", "optimize
 
 
 def train_nnx(step, place):
-    model = MLP_OF_FRAMEWORKS(nnx.Rngs(0))
+    model = WithStatistics(nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
     if place:  # FSDP: weights and moments of Adam are split where they divide
         state = nnx.state((model, optimizer))
@@ -248,14 +248,14 @@ def loss_of(model, x):
     return jnp.mean((jax.vmap(model)(x) - x) ** 2)
 
 
-def eqx_step_of_frameworks(model, state, x, kind):
+def checked_eqx_step(model, state, x, kind):
     assert kind == "train"
     loss, grads = eqx.filter_value_and_grad(loss_of)(model, x)
     updates, state = OPTIMIZER.update(grads, state, eqx.filter(model, eqx.is_array))
     return eqx.apply_updates(model, updates), state, loss, kind
 
 
-jitted_eqx_step = eqx.filter_jit(eqx_step_of_frameworks, donate="all-except-first")
+jitted_eqx_step = eqx.filter_jit(checked_eqx_step, donate="all-except-first")
 
 
 def train_eqx(step, place):
@@ -300,7 +300,7 @@ def train_linen(step, place):
 
 STEPS = {
     "nnx": (train_nnx, jitted_nnx_step, lambda: nnx.jit(nnx_step)),
-    "equinox": (train_eqx, jitted_eqx_step, lambda: eqx.filter_jit(eqx_step_of_frameworks)),
+    "equinox": (train_eqx, jitted_eqx_step, lambda: eqx.filter_jit(checked_eqx_step)),
     "linen": (train_linen, jitted_linen_step, lambda: jax.jit(linen_step)),
 }
 FAST = {("nnx", True, "before")}

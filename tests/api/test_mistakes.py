@@ -262,7 +262,7 @@ def test_explain_takes_the_options_of_jit():
 
 
 NAMES = ("data", "model")
-MESH_OF_EXPLAINED = jax.make_mesh((2, 4), NAMES, axis_types=(AxisType.Auto,) * 2)
+DEVICES = jax.make_mesh((2, 4), NAMES, axis_types=(AxisType.Auto,) * 2)
 ABSTRACT = AbstractMesh((2, 4), NAMES)
 
 
@@ -279,9 +279,9 @@ def told(found):
     return found.bytes_by_kind, found.argument_bytes, str(found.mesh), found.format()
 
 
-@pytest.mark.parametrize("mesh", [MESH_OF_EXPLAINED, ABSTRACT], ids=["devices", "abstract"])
+@pytest.mark.parametrize("mesh", [DEVICES, ABSTRACT], ids=["devices", "abstract"])
 def test_a_function_of_gshard_is_explained_at_each_stage(mesh):
-    jitted, given = gshard.jit(step, mesh=MESH_OF_EXPLAINED, donate_argnums=0), arguments(mesh)
+    jitted, given = gshard.jit(step, mesh=DEVICES, donate_argnums=0), arguments(mesh)
     lowered = jitted.lower(*given)
     expected = gshard.explain(jitted, *given)
     assert expected.bytes_by_kind == {"all_reduce": 64 * 32 * 4}
@@ -303,7 +303,7 @@ def test_a_function_of_gshard_is_explained_at_each_stage(mesh):
     ids=lambda options: next(iter(options)),
 )
 def test_options_of_a_function_that_is_lowered_are_refused(options):
-    lowered = gshard.jit(step, mesh=MESH_OF_EXPLAINED).lower(*arguments(MESH_OF_EXPLAINED))
+    lowered = gshard.jit(step, mesh=DEVICES).lower(*arguments(DEVICES))
     for stage in lowered, lowered.compile():
         with pytest.raises(gshard.ArgumentError, match=f"(?s)has its arguments, its mesh.*{next(iter(options))}="):
             gshard.explain(stage, **options)
@@ -312,7 +312,7 @@ def test_options_of_a_function_that_is_lowered_are_refused(options):
 
 
 def test_a_function_that_jax_traced_is_compiled():
-    jitted, given = jax.jit(step), arguments(MESH_OF_EXPLAINED)
+    jitted, given = jax.jit(step), arguments(DEVICES)
     assert told_by_xla(gshard.explain(jitted.trace(*given))) == told_by_xla(gshard.explain(jitted, *given))
 
 
@@ -327,7 +327,7 @@ WAYS = {
     "other order": lambda given: gshard.explain(step, *given, mesh={"model": 4, "data": 2}),
     "other names": lambda given: gshard.explain(step, *given, mesh=8),
     "abstract": lambda given: gshard.explain(step, *given, mesh=ABSTRACT),
-    "gshard.jit": lambda given: gshard.explain(gshard.jit(step, mesh=MESH_OF_EXPLAINED), *given),
+    "gshard.jit": lambda given: gshard.explain(gshard.jit(step, mesh=DEVICES), *given),
 }
 
 
@@ -339,9 +339,9 @@ def test_shardings_on_abstract_meshes_count(way):
 
 
 def test_shardings_over_devices_count_on_an_abstract_mesh_of_their_axes():
-    found = gshard.explain(step, *arguments(MESH_OF_EXPLAINED), mesh=ABSTRACT)
+    found = gshard.explain(step, *arguments(DEVICES), mesh=ABSTRACT)
     assert found.bytes_by_kind == {"all_reduce": 64 * 32 * 4}
-    elsewhere = gshard.explain(step, *arguments(MESH_OF_EXPLAINED), mesh=AbstractMesh((4, 4), NAMES))
+    elsewhere = gshard.explain(step, *arguments(DEVICES), mesh=AbstractMesh((4, 4), NAMES))
     assert elsewhere.total_bytes == 0, "arrays on other devices are moved"
 
 

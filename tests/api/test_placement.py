@@ -257,7 +257,7 @@ def test_a_transfer_guard_refuses_what_it_refuses_of_jit(place, donated):
 
 RNG = np.random.default_rng(3)
 W = RNG.standard_normal((16, 24)).astype(np.float32)
-X_OF_PLANS = RNG.standard_normal((8, 16)).astype(np.float32)
+BATCH = RNG.standard_normal((8, 16)).astype(np.float32)
 
 
 def step(w, x):
@@ -293,7 +293,7 @@ def placements(mesh, w):
 def test_a_plan_runs_in_every_call(way, kind, searched_placed):
     mesh = mesh_of(kind)
     w = placements(mesh, W)[3] if searched_placed else W
-    found = gshard.search(step, w, X_OF_PLANS, mesh=mesh, machine="h100:1x8", progress=False)
+    found = gshard.search(step, w, BATCH, mesh=mesh, machine="h100:1x8", progress=False)
     if way == "block":
         if kind == AxisType.Explicit:
             with pytest.raises(gshard.PlanError, match="with axes of type Explicit, and a plan is for one program"):
@@ -311,30 +311,30 @@ def test_a_plan_runs_in_every_call(way, kind, searched_placed):
     one = jax.jit(step)
     expected = [W]
     for _ in range(3):
-        expected.append(np.asarray(one(expected[-1], X_OF_PLANS)[0]))
+        expected.append(np.asarray(one(expected[-1], BATCH)[0]))
     with block:
         state = w
         for value in expected[1:]:
-            state, loss = jitted(state, X_OF_PLANS)
+            state, loss = jitted(state, BATCH)
             np.testing.assert_allclose(state, value, rtol=1e-5, atol=1e-6)
         assert np.isfinite(loss)
         for placed in placements(mesh, W):
-            np.testing.assert_allclose(jitted(placed, X_OF_PLANS)[0], expected[1], rtol=1e-5, atol=1e-6)
-            lowered = jitted.lower(placed, X_OF_PLANS)
+            np.testing.assert_allclose(jitted(placed, BATCH)[0], expected[1], rtol=1e-5, atol=1e-6)
+            lowered = jitted.lower(placed, BATCH)
             assert gshard.SavedPlan.of(lowered.plan) == gshard.SavedPlan.of(found.plan)
 
 
 def test_a_function_that_needs_the_types_is_traced_with_them():
     mesh = mesh_of(AxisType.Explicit)
     w = placements(mesh, W)[3]
-    found = gshard.search(typed, w, X_OF_PLANS, mesh=mesh, machine="h100:1x8", progress=False)
+    found = gshard.search(typed, w, BATCH, mesh=mesh, machine="h100:1x8", progress=False)
     jitted = gshard.jit(typed, mesh=mesh, plan=found.plan)
-    jitted(w, X_OF_PLANS)
+    jitted(w, BATCH)
     traced = len(TRACES)
     for _ in range(3):
-        jitted.lower(w, X_OF_PLANS)
+        jitted.lower(w, BATCH)
         assert len(TRACES) == traced, "what cannot be traced is not tried again"
-        np.testing.assert_allclose(jitted(w, X_OF_PLANS)[0], jax.jit(step)(W, X_OF_PLANS)[0], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(jitted(w, BATCH)[0], jax.jit(step)(W, BATCH)[0], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
@@ -343,7 +343,7 @@ def test_the_constant_with_which_a_gradient_begins_is_no_mark(kind):
     mesh = mesh_of(kind)
     for placed in placements(mesh, W):
         jitted = gshard.jit(step, mesh=mesh)
-        equations = [e for e in jitted.lower(placed, X_OF_PLANS).program.block.walk() if e.name == "reshard"]
+        equations = [e for e in jitted.lower(placed, BATCH).program.block.walk() if e.name == "reshard"]
         assert not any(e.outputs[0].shape == () for e in equations)
     with jax.set_mesh(mesh_of(AxisType.Explicit)):
         finished = gshard.jit(lambda x: jax.sharding.reshard(jnp.sum(x, 0), P()))

@@ -191,7 +191,7 @@ X = np.random.default_rng(0).standard_normal((64, 16)).astype(np.float32)
 W = np.random.default_rng(1).standard_normal((16, 16)).astype(np.float32) / 4
 
 
-def loss_of_operands(x, w):
+def mean_square(x, w):
     return jnp.mean(jnp.tanh(x @ w) ** 2)
 
 
@@ -227,7 +227,7 @@ def test_placed_arguments_stay_split(place, kind):
     mesh, around = MESHES[kind], PLACES[place]
     x, w = jax.device_put(X, NamedSharding(mesh, P("d"))), jax.device_put(W, NamedSharding(mesh, P()))
     with jax.set_mesh(mesh) if kind is AxisType.Explicit else contextlib.nullcontext():
-        ours, theirs = jax.jit(around(gshard.jit(loss_of_operands, mesh=mesh))), jax.jit(around(loss_of_operands))
+        ours, theirs = jax.jit(around(gshard.jit(mean_square, mesh=mesh))), jax.jit(around(mean_square))
         compiled, plain = ours.lower(x, w).compile(), theirs.lower(x, w).compile()
         assert not [c for c in collectives(compiled.as_text()) if c.kind != "all_reduce"]
         assert compiled.cost_analysis()["flops"] < 1.1 * plain.cost_analysis()["flops"]
@@ -278,9 +278,9 @@ def of_calls(x, w):
 def test_operands_of_many_operations(before):
     """All operations before the call are read, each once, whatever the number of ways from an argument to the call."""
     mesh = MESHES[AxisType.Auto]
-    partitioned = gshard.jit(loss_of_operands, mesh=mesh)
+    partitioned = gshard.jit(mean_square, mesh=mesh)
     run = jax.jit(lambda x, w: partitioned(before(x, w), w))
-    expected = jax.jit(lambda x, w: loss_of_operands(before(x, w), w))(X, W)
+    expected = jax.jit(lambda x, w: mean_square(before(x, w), w))(X, W)
     for spec, others in ((P("d"), False), (P(), False), (P("d"), False), (P(None, "d"), True)):
         x, w = jax.device_put(X, NamedSharding(mesh, spec)), jax.device_put(W, NamedSharding(mesh, P()))
         np.testing.assert_allclose(run(x, w), expected, rtol=1e-5)
@@ -301,14 +301,14 @@ def test_equal_calls_are_planned_for_their_own_operands():
 def test_a_program_planned_at_partitioning_can_be_serialized():
     mesh = MESHES[AxisType.Auto]
     x, w = jax.device_put(X, NamedSharding(mesh, P("d"))), jax.device_put(W, NamedSharding(mesh, P()))
-    compiled = jax.jit(PLACES["nested jit"](gshard.jit(loss_of_operands, mesh=mesh))).lower(x, w).compile()
+    compiled = jax.jit(PLACES["nested jit"](gshard.jit(mean_square, mesh=mesh))).lower(x, w).compile()
     loaded = deserialize_and_load(*serialize(compiled))
     assert loaded(x, w) == compiled(x, w)
 
 
 def test_what_explain_tells_of_a_call_runs():
     mesh = MESHES[AxisType.Auto]
-    f = jax.jit(gshard.jit(loss_of_operands, mesh=mesh))
+    f = jax.jit(gshard.jit(mean_square, mesh=mesh))
     x, w = jax.device_put(X, NamedSharding(mesh, P("d"))), jax.device_put(W, NamedSharding(mesh, P()))
     assert gshard.explain(f, x, w).bytes_by_kind == {"all_reduce": 7}
     assert [c.kind for c in collectives(f.lower(x, w).compile().as_text())] == ["all_reduce"]
@@ -319,12 +319,12 @@ def test_where_operands_cannot_be_seen_the_log_is_told_and_strict_refuses(caplog
     x, w = jax.device_put(X, NamedSharding(mesh, P("d"))), jax.device_put(W, NamedSharding(mesh, P()))
     around = PLACES["nested jit"]
     with caplog.at_level(logging.WARNING, logger="gshard"):
-        exported = jax.export.export(jax.jit(around(gshard.jit(loss_of_operands, mesh=mesh))))(x, w)
+        exported = jax.export.export(jax.jit(around(gshard.jit(mean_square, mesh=mesh))))(x, w)
     assert "nothing says how its operands are split" in caplog.text
     assert "test_transformations.py" in caplog.text
-    np.testing.assert_allclose(exported.call(x, w), 2 * loss_of_operands(X, W), rtol=1e-5)
-    strict = jax.jit(around(gshard.jit(loss_of_operands, mesh=mesh, strict=True)))
-    np.testing.assert_allclose(strict(x, w), 2 * loss_of_operands(X, W), rtol=1e-5)
+    np.testing.assert_allclose(exported.call(x, w), 2 * mean_square(X, W), rtol=1e-5)
+    strict = jax.jit(around(gshard.jit(mean_square, mesh=mesh, strict=True)))
+    np.testing.assert_allclose(strict(x, w), 2 * mean_square(X, W), rtol=1e-5)
     with pytest.raises(gshard.ShardingError, match=r"(?s)nothing says.*at test_transformations.py.*in_shardings"):
         jax.export.export(strict)(x, w)
 

@@ -191,7 +191,7 @@ def body(x):
     return jnp.sin(x) @ x
 
 
-CONTAINERS_OF_INNER = {
+AROUND = {
     "as it is": lambda inner: lambda x: inner(x) + 1,
     "scan": lambda inner: lambda x: jax.lax.scan(lambda c, _: (inner(c), None), x, None, length=2)[0],
     "grad": lambda inner: jax.grad(lambda x: inner(x).sum()),
@@ -200,12 +200,12 @@ CONTAINERS_OF_INNER = {
 
 
 def dropped(container, inner, outer):
-    f = CONTAINERS_OF_INNER[container](gshard.jit(body, mesh=8, **inner))
+    f = AROUND[container](gshard.jit(body, mesh=8, **inner))
     explained = gshard.explain(gshard.jit(f, mesh=8, **outer), jnp.ones((8, 8)))
     return [line for line in map(str, explained.dropped) if "inner gshard.jit" in line]
 
 
-@pytest.mark.parametrize("container", CONTAINERS_OF_INNER)
+@pytest.mark.parametrize("container", AROUND)
 @pytest.mark.parametrize("option", OPTIONS)
 def test_an_option_that_the_outer_one_does_not_have_is_listed(option, container):
     listed = dropped(container, OPTIONS[option], {})

@@ -140,11 +140,11 @@ def test_rounds_are_timed_as_messages_one_after_the_other():
 
 
 ALL = ("a", "b")
-MESHES_OF_TILES = Mesh.abstract(a=2, b=2, c=2), Mesh.abstract(a=2, b=3)
+TILED = Mesh.abstract(a=2, b=2, c=2), Mesh.abstract(a=2, b=3)
 
 
 @functools.cache
-def pairs_of_tiles(mesh, rank=3, most=1000):
+def tiled_pairs(mesh, rank=3, most=1000):
     """Pairs of shardings with one all-to-all of tiles between them, found among at most ``most`` pairs."""
     shape = (mesh.size,) * rank
     finished = [s for s in shardings(mesh, rank) if not s.unreduced]
@@ -173,9 +173,9 @@ def lacked(source, target, n, mesh):
     return worst
 
 
-@pytest.mark.parametrize("mesh", MESHES_OF_TILES)
+@pytest.mark.parametrize("mesh", TILED)
 def test_every_element_comes_where_it_belongs_of_tiles(mesh, rng):
-    found = pairs_of_tiles(mesh)
+    found = tiled_pairs(mesh)
     assert len(found) > 20
     for source, target in random.Random(0).sample(found, 20):
         shape = tuple(mesh.size * k for k in (1, 2, 3))
@@ -183,16 +183,16 @@ def test_every_element_comes_where_it_belongs_of_tiles(mesh, rng):
 
 
 @pytest.mark.parametrize("most", [1000, pytest.param(10**9, marks=pytest.mark.slow)], ids=["some", "all"])
-@pytest.mark.parametrize("mesh", MESHES_OF_TILES)
+@pytest.mark.parametrize("mesh", TILED)
 def test_no_more_is_sent_than_a_device_lacks(mesh, most):
     n = mesh.size
-    for source, target in pairs_of_tiles(mesh, most=most):
+    for source, target in tiled_pairs(mesh, most=most):
         assert reshard_bytes(source, target, (n, n, n), 4, mesh) == 4 * lacked(source, target, n, mesh)
 
 
 def test_unequal_parts_go_another_way_of_tiles(rng):
-    mesh = MESHES_OF_TILES[0]
-    (source, target), *_ = pairs_of_tiles(mesh)
+    mesh = TILED[0]
+    (source, target), *_ = tiled_pairs(mesh)
     for shape in ((5, 8, 8), (8, 6, 12), (8, 8, 0), (3, 1, 2)):
         move(rng.integers(-99, 99, shape).astype(np.int32), source, target, mesh, rng)
 

@@ -240,7 +240,7 @@ def test_the_trace_is_one_that_perfetto_reads(tmp_path):
 # Two explanations by line: lines are matched by their text, totals are those of both, and nothing else is compared.
 
 
-MESH_OF_DIFFERENCE = gshard.Mesh.abstract(d=4)
+FOUR = gshard.Mesh.abstract(d=4)
 BEFORE = """
 def f(x, w, v):
     x = gshard.split(x, 1, "d")
@@ -261,14 +261,14 @@ def program(text, name):
     return module.f
 
 
-def explained_of_difference(text, name):
-    return gshard.explain(program(text, name), f32(64, 512), f32(512, 64), f32(64, 8), mesh=MESH_OF_DIFFERENCE)
+def explained_text(text, name):
+    return gshard.explain(program(text, name), f32(64, 512), f32(512, 64), f32(64, 8), mesh=FOUR)
 
 
 def test_a_line_that_was_added_moves_no_other():
-    before = explained_of_difference(BEFORE, "written.py")
+    before = explained_text(BEFORE, "written.py")
     data = before.data("v3:1x2")  # as long as the file has that text
-    after = explained_of_difference(AFTER, "written.py")
+    after = explained_text(AFTER, "written.py")
     found = after.difference(data, "v3:1x2")
     assert found.before.sent == before.total_bytes
     assert found.after.sent == after.total_bytes
@@ -300,14 +300,14 @@ def test_an_edited_line_is_the_same_line():
 
 
 def test_a_renamed_file_is_the_same_file():
-    before, after = explained_of_difference(BEFORE, "old.py"), explained_of_difference(BEFORE, "new.py")
+    before, after = explained_text(BEFORE, "old.py"), explained_text(BEFORE, "new.py")
     assert after.difference(before).lines == ()
     assert "no line changed" in str(after.difference(before))
 
 
 def test_a_line_that_is_gone_is_told():
-    before = explained_of_difference(BEFORE, "gone.py").data()
-    found = explained_of_difference("def f(x, w, v):\n    return x + 1\n", "gone.py").difference(before)
+    before = explained_text(BEFORE, "gone.py").data()
+    found = explained_text("def f(x, w, v):\n    return x + 1\n", "gone.py").difference(before)
     assert sum(line.before.sent for line in found.lines) == before["totals"]["sent"]
     assert any(line.place.endswith(" (gone)") and line.after == Figures() for line in found.lines)
     assert found.worse == ()
@@ -323,7 +323,7 @@ def test_nothing_differs_from_itself():
 
 @pytest.mark.parametrize("wrong", [{}, {"format": 1, "totals": {}}, [], "text", None])
 def test_what_is_no_explanation_is_refused(wrong):
-    good = explained_of_difference(BEFORE, "good.py").data()
+    good = explained_text(BEFORE, "good.py").data()
     with pytest.raises(DifferenceError, match="no explanation that can be compared"):
         difference(copy.deepcopy(wrong), good)
 
@@ -344,7 +344,7 @@ def test_against_xla_counts_what_both_compilers_made():
     both = g.against_xla("h100:1x8")
     assert both.after.sent == g.total_bytes == both.before.sent
     with pytest.raises(gshard.MeshError, match="abstract mesh"):
-        explained_of_difference(BEFORE, "abstract.py").against_xla()
+        explained_text(BEFORE, "abstract.py").against_xla()
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
