@@ -19,7 +19,7 @@ def unpartitioned(f, arguments):
 
 
 def leaves_of(tree):
-    return jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, gshard.UnevenArray))
+    return jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, gshard.stages.UnevenArray))
 
 
 def assert_same(got, want, where=""):
@@ -78,7 +78,7 @@ def allowed_to_refuse(f, arguments, under=None):
     JAX refuses some for the sharding in their types (Explicit meshes) or because they are in two memories; under a mesh
     that is set, also those whose devices are in another order than the mesh's.
     """
-    arrays = [x.whole() if isinstance(x, gshard.UnevenArray) else x for x in arguments]
+    arrays = [x.whole() if isinstance(x, gshard.stages.UnevenArray) else x for x in arguments]
     refuses = False
     try:
         if under is None:

@@ -97,11 +97,11 @@ MISTAKES = {
         "is called inside jax.pmap, which is a jax.shard_map", "Leave out jax.pmap",
     ),
     "a machine with another number of devices": (
-        lambda: gshard.jit(product, mesh=8, machine="h100:4x8"), gshard.MachineError,
+        lambda: gshard.jit(product, mesh=8, machine="h100:4x8"), gshard.stages.MachineError,
         "h100:4x8 has 32 devices, and the mesh has 8", "Write h100:1x8",
     ),
     "a cost on a machine with another number of devices": (
-        lambda: gshard.explain(product, X, X, mesh=8).cost("h100:4x8"), gshard.MachineError, "has 32 devices",
+        lambda: gshard.explain(product, X, X, mesh=8).cost("h100:4x8"), gshard.stages.MachineError, "has 32 devices",
         "Write h100:1x8",
     ),
     "a leaf that is no array": (
@@ -180,7 +180,7 @@ MISTAKES = {
         "missing 1 required keyword-only argument: 'machine'", "functools.partial(<lambda>, machine=...)",
     ),
     "a machine that is not known": (
-        lambda: gshard.explain(product, X, X, mesh=8, machine="H10:1x8"), gshard.MachineError,
+        lambda: gshard.explain(product, X, X, mesh=8, machine="H10:1x8"), gshard.stages.MachineError,
         "no machine is called 'H10:1x8'", "Did you mean 'h100'? ",
     ),
     "an array in front": (
@@ -194,7 +194,7 @@ MISTAKES = {
         "static_argnames='p'",
     ),
     "a machine that is a number": (
-        lambda: gshard.explain(product, X, X, mesh=8, machine=2.0), gshard.MachineError,
+        lambda: gshard.explain(product, X, X, mesh=8, machine=2.0), gshard.stages.MachineError,
         "no machine is called '2.0'", "Write v3:32x32 (chips)",
     ),
     "a dimension that is an axis": (
@@ -253,7 +253,7 @@ def test_explain_takes_the_options_of_jit():
         found = gshard.explain(made, *shapes, mesh=mesh, plan=plan)
         assert gshard.SavedPlan.of(found.plan) == gshard.SavedPlan.of(plan)
     for made in (f, gshard.jit(f, mesh=mesh), gshard.jit(f, mesh=mesh, memory_limit="1GiB")):
-        with pytest.raises(gshard.MemoryLimitError):
+        with pytest.raises(gshard.stages.MemoryLimitError):
             gshard.explain(made, *shapes, mesh=mesh, memory_limit="1KiB")
         assert gshard.explain(made, *shapes, mesh=mesh, memory_limit="1GiB").equations > 0
 

@@ -183,7 +183,7 @@ OPTIONS = {
 OTHER = {
     "machine": {"machine": "v5e:2x4"},
     "search": {"machine": H100},
-    "collective_matmul": {"collective_matmul": gshard.CollectiveMatmul(above=1)},
+    "collective_matmul": {"collective_matmul": gshard.stages.CollectiveMatmul(above=1)},
 }
 
 

@@ -11,10 +11,11 @@ import optax
 import pytest
 
 import gshard
-from gshard import Layout, dimensions
+from gshard import Layout
 from gshard.core.errors import ArgumentError, ShardingError
 from gshard.naming.dimension_classes import Dimensions
 from gshard.naming.dimension_names import DimensionNames
+from gshard.stages import dimensions
 
 
 def shape(*sizes: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:

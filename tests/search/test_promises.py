@@ -19,7 +19,7 @@ from jax import P
 
 import gshard
 from gshard.__main__ import main
-from gshard.core.phases import OutOfTime, until
+from gshard.core.deadline import OutOfTime, until
 from gshard.search.find import MeshSearch, in_model
 from gshard.search.presets import Preset
 from gshard.search.time_budget import Progress, TimeBudget

@@ -61,7 +61,7 @@ def exported(
     kwargs = options.pop("kwargs", {})
     made = gshard.jit(step, mesh=mesh, in_shardings=in_shardings, **options)
     found = gshard.search(made, *args, machine="h100:1x8", progress=False, budget_seconds=1e-3, **kwargs)
-    return gshard.export_plan(found)
+    return gshard.stages.export_plan(found)
 
 
 def split_hidden(arrays: Any, axes: tuple[str, ...], hidden: int = 256) -> Any:

@@ -58,7 +58,7 @@ def test_the_module_runs_as_the_function_and_holds_what_it_closes_over() -> None
     found = gshard.search(
         step, *placed, scale=scale, mesh=devices, machine="h100:1x8", progress=False, budget_seconds=1e-3
     )
-    plan = gshard.export_plan(found)
+    plan = gshard.stages.export_plan(found)
     module = plan.jax_export()
     assert sum("captured" in name for name in found.plan.program.names) == 1
     assert len(module.in_avals) == 3

@@ -36,7 +36,9 @@ def exported() -> gshard.stages.ExportedPlan:
         params = {"up": gshard.split(params["up"], 1, "model"), "down": gshard.split(params["down"], 0, "model")}
         return step(params, gshard.split(x, 0, "data"))
 
-    return gshard.export_plan(gshard.search(marked, *arguments(), mesh={"data": 2, "model": 4}, machine="h100:1x8"))
+    return gshard.stages.export_plan(
+        gshard.search(marked, *arguments(), mesh={"data": 2, "model": 4}, machine="h100:1x8")
+    )
 
 
 def test_the_shardings_are_those_of_the_plan(exported: gshard.stages.ExportedPlan) -> None:
@@ -61,7 +63,7 @@ def test_jax_jit_runs_it_and_sends_what_is_told(exported: gshard.stages.Exported
 def test_a_plan_that_xla_follows_needs_no_constraint() -> None:
     array = jax.ShapeDtypeStruct
     w, x = array((2048, 2048), "float32"), array((8, 2048), "float32")
-    exported = gshard.export_plan(gshard.search(lambda w, x: x @ w, w, x, mesh={"data": 8}, machine="h100:1x8"))
+    exported = gshard.stages.export_plan(gshard.search(lambda w, x: x @ w, w, x, mesh={"data": 8}, machine="h100:1x8"))
     assert exported.follows_plan
     assert exported.constraints == ()
     assert not exported.everywhere
@@ -86,7 +88,7 @@ def test_where_xla_sends_more_the_lines_are_named() -> None:
         return gshard.replicate(jnp.sin(h) @ params["down"])
 
     found = gshard.search(inside, *arguments(), mesh={"data": 2, "model": 4}, machine="h100:1x8")
-    exported = gshard.export_plan(found)
+    exported = gshard.stages.export_plan(found)
     assert len(exported.tried) >= 1
     assert exported.compiled.total_bytes == min(exported.tried.values())
     for row in exported.worse:
@@ -101,7 +103,7 @@ def test_a_part_of_an_axis_is_exported_as_it_is_compiled() -> None:
     def halved(params: Params, x: jax.Array) -> tuple[Params, jax.Array]:
         return step({**params, "up": gshard.split(params["up"], 1, 2)}, gshard.split(x, 0, "data"))
 
-    exported = gshard.export_plan(gshard.search(halved, *arguments(), mesh={"data": 8}, machine="h100:1x8"))
+    exported = gshard.stages.export_plan(gshard.search(halved, *arguments(), mesh={"data": 8}, machine="h100:1x8"))
     assert exported.in_shardings[0]["up"] == P(None, None)
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     ins, outs = exported.named(mesh)
@@ -113,7 +115,7 @@ def test_a_part_of_an_axis_is_exported_as_it_is_compiled() -> None:
 def test_only_a_result_of_a_search_is_exported() -> None:
     wrong: Any = "h100"
     with pytest.raises(gshard.ArgumentError, match="not str"):
-        gshard.export_plan(wrong)
+        gshard.stages.export_plan(wrong)
 
 
 def test_keywords_static_and_captured_arguments() -> None:
@@ -126,7 +128,7 @@ def test_keywords_static_and_captured_arguments() -> None:
 
     x, scale = jnp.ones((64, 64)), jnp.ones((64, 1))
     made = gshard.jit(stepped, mesh={"data": 8}, static_argnums=0)
-    plan = gshard.export_plan(gshard.search(made, "tanh", x, scale=scale, machine="h100:1x8", progress=False))
+    plan = gshard.stages.export_plan(gshard.search(made, "tanh", x, scale=scale, machine="h100:1x8", progress=False))
     assert plan.in_shardings == (P("data", None),)
     assert plan.keywords == {"scale": P("data", None)}
     assert [a.path for a in plan.arguments] == ["x", "scale"]
@@ -150,7 +152,7 @@ def test_what_jax_cannot_split_is_told() -> None:
 
     x, w = jax.ShapeDtypeStruct((60, 512), "float32"), jax.ShapeDtypeStruct((512, 64), "float32")
     found = gshard.search(rows, x, w, mesh={"data": 8}, machine="h100:1x8", progress=False, budget_seconds=1e-3)
-    plan = gshard.export_plan(found)
+    plan = gshard.stages.export_plan(found)
     assert plan.in_shardings == (P(None, None), P(None, None))
     told = "\n".join(plan.less_split)
     assert "60 does not divide evenly" in told
@@ -162,7 +164,7 @@ def test_a_part_of_an_axis_is_told() -> None:
         return gshard.split(w, 0, 2) * 2
 
     w = jax.ShapeDtypeStruct((64, 64), "float32")
-    plan = gshard.export_plan(gshard.search(halved, w, mesh={"data": 8}, machine="h100:1x8", progress=False))
+    plan = gshard.stages.export_plan(gshard.search(halved, w, mesh={"data": 8}, machine="h100:1x8", progress=False))
     assert [line.partition(":")[0] for line in plan.less_split] == ["w", "result"]
     assert all("a part of an axis has no name" in line for line in plan.less_split)
 
@@ -176,7 +178,7 @@ def test_arrays_in_the_memory_of_the_host_stay_there() -> None:
 
     made = gshard.jit(step, mesh=devices, in_shardings=(on_host, P("data")))
     x = jax.ShapeDtypeStruct((64, 64), "float32")
-    plan = gshard.export_plan(gshard.search(made, x, x, machine="h100:1x8", progress=False, budget_seconds=1e-3))
+    plan = gshard.stages.export_plan(gshard.search(made, x, x, machine="h100:1x8", progress=False, budget_seconds=1e-3))
     ins, outs = plan.named(devices)
     assert [sharding.memory_kind for sharding in ins] == ["pinned_host", "device"]
     assert "in the memory of the host, with its memory kind in exported.named(mesh): state" in str(plan)
@@ -198,7 +200,7 @@ def test_meshes_without_devices_and_with_axes_of_type_explicit(kind: str) -> Non
         return gshard.split(x, 1, "model") @ gshard.split(w, 0, "model")
 
     found = gshard.search(product, array, array, mesh=mesh, machine="h100:1x8", progress=False, budget_seconds=1e-3)
-    plan = gshard.export_plan(found)
+    plan = gshard.stages.export_plan(found)
     assert plan.in_shardings == (P("model", None), P(None, "model"))
     assert ("axes of type Explicit" in str(plan)) == (kind == "Explicit")
     assert plan.compiled.total_bytes > 0
@@ -219,7 +221,7 @@ def test_rewrites_in_what_is_compiled_are_told() -> None:
         step, *shapes, labels, mesh={"data": 8}, machine="h100:1x8", progress=False, budget_seconds=1e-3
     )
     assert "sum_of_scatter" in [fired.rewrite for fired in found.plan.program.fired]
-    plan = gshard.export_plan(found)
+    plan = gshard.stages.export_plan(found)
     devices = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     ins, outs = plan.named(devices)
     compiled = jax.jit(step, in_shardings=ins, out_shardings=outs).lower(*shapes, labels).compile()
@@ -236,7 +238,7 @@ def test_references_are_refused() -> None:
     total, x = jax.new_ref(jnp.zeros(())), jnp.ones((64, 64))
     found = gshard.search(counted, total, x, mesh={"data": 8}, machine="h100:1x8", progress=False, budget_seconds=1e-3)
     with pytest.raises(gshard.ArgumentError, match="no shardings for references"):
-        gshard.export_plan(found)
+        gshard.stages.export_plan(found)
 
 
 def test_a_result_that_is_empty_and_none_among_arguments() -> None:
@@ -246,6 +248,6 @@ def test_a_result_that_is_empty_and_none_among_arguments() -> None:
     state = {"w": jax.ShapeDtypeStruct((64,), "float32"), "none": None, "empty": []}
     x = jax.ShapeDtypeStruct((0, 8), "float32")
     found = gshard.search(step, state, x, mesh={"data": 8}, machine="h100:1x8", progress=False, budget_seconds=1e-3)
-    plan = gshard.export_plan(found)
+    plan = gshard.stages.export_plan(found)
     assert plan.in_shardings[0].keys() == state.keys()
     assert plan.jax_export().nr_devices == 8
