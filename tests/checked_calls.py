@@ -5,11 +5,7 @@
 - An argument that is not donated is there afterwards, unchanged; a donated one is gone, or unchanged.
 """
 
-from __future__ import annotations
-
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -17,16 +13,16 @@ import numpy as np
 import gshard
 
 
-def unpartitioned(f: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+def unpartitioned(f, arguments):
     """What a function of NumPy arrays gives on one device, as NumPy arrays."""
     return jax.tree.map(np.asarray, jax.jit(f)(*arguments))
 
 
-def leaves_of(tree: Any) -> list[Any]:
+def leaves_of(tree):
     return jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, gshard.stages.UnevenArray))
 
 
-def assert_same(got: Any, want: Any, where: str = "") -> None:
+def assert_same(got, want, where=""):
     """Compares two pytrees bit for bit."""
     ours, theirs = leaves_of(got), leaves_of(want)
     assert len(ours) == len(theirs)
@@ -38,21 +34,13 @@ def assert_same(got: Any, want: Any, where: str = "") -> None:
         assert a.tobytes() == b.tobytes(), f"{where}: result {i}: the signs of zeros"
 
 
-def assert_sharded(got: Any, said: Any, where: str = "") -> None:
+def assert_sharded(got, said, where=""):
     """Compares where results are with what was said of them."""
     for i, (x, sharding) in enumerate(zip(leaves_of(got), leaves_of(said), strict=True)):
         assert sharding.is_equivalent_to(x.sharding, x.ndim), f"{where}: result {i} is {x.sharding}, said: {sharding}"
 
 
-def called(
-    call: Callable[..., Any],
-    arguments: Sequence[Any],
-    want: Any,
-    *,
-    donated: Sequence[int] = (),
-    said: Callable[[], Any] | None = None,
-    where: str = "",
-) -> Any:
+def called(call, arguments, want, *, donated=(), said=None, where=""):
     """Calls and compares.
 
     Args:
@@ -78,15 +66,13 @@ def called(
     return got
 
 
-def said_by(jitted: Any, arguments: Sequence[Any]) -> Callable[[], Any]:
+def said_by(jitted, arguments):
     """The shardings of a call's results as the compiled program states them."""
     return lambda: jitted.lower(*arguments).compile().output_shardings
 
 
 @contextlib.contextmanager
-def allowed_to_refuse(
-    f: Callable[..., Any], arguments: Sequence[Any], under: jax.sharding.Mesh | None = None
-) -> Iterator[None]:
+def allowed_to_refuse(f, arguments, under=None):
     """Takes an error for an answer where ``jax.jit`` refuses the arguments too; results have to be right all the same.
 
     JAX refuses some for the sharding in their types (Explicit meshes) or because they are in two memories; under a mesh

@@ -1,7 +1,5 @@
 """A headless Chromium that a test can drive: DevTools messages over a pair of pipes."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os
@@ -11,9 +9,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
-from types import TracebackType
-from typing import Any
 
 FOUND = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 
@@ -21,7 +16,7 @@ FOUND = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "go
 class Chromium:
     """One page. ``requested`` has every address that it asked for."""
 
-    def __enter__(self) -> Chromium:
+    def __enter__(self):
         assert FOUND, "no Chromium"
         self._home = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         to_read, self._to = os.pipe()
@@ -48,7 +43,7 @@ class Chromium:
             self.send(f"{domain}.enable")
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, kind, error, at):
         self._process.terminate()
         try:
             self._process.wait(10)
@@ -59,10 +54,10 @@ class Chromium:
         os.close(self._from)
         self._home.cleanup()
 
-    def send(self, method: str, **params: Any) -> dict[str, Any]:
+    def send(self, method, **params):
         """Sends a command and waits for its result."""
         self._number += 1
-        message: dict[str, Any] = {"id": self._number, "method": method, "params": params}
+        message = {"id": self._number, "method": method, "params": params}
         if self._session:
             message["sessionId"] = self._session
         os.write(self._to, json.dumps(message).encode() + b"\0")
@@ -81,29 +76,29 @@ class Chromium:
                 assert "error" not in came, came
                 return came["result"]
 
-    def run(self, script: str) -> Any:
+    def run(self, script):
         """The value of an expression in the page; waits if it is a promise."""
         found = self.send("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
-    def wait(self, script: str, seconds: float = 30) -> None:
+    def wait(self, script, seconds=30):
         """Waits until an expression is true."""
         ends = time.monotonic() + seconds
         while not self.run(script):
             assert time.monotonic() < ends, f"never came true: {script}"
             time.sleep(0.05)
 
-    def open(self, address: str) -> None:
+    def open(self, address):
         """Goes to an address and waits until the page is there."""
         self.send("Page.navigate", url=address)
         self.wait(f"document.readyState === 'complete' && location.href.startsWith({json.dumps(address)})")
 
-    def type(self, text: str) -> None:
+    def type(self, text):
         """Types into what has the focus."""
         self.send("Input.insertText", text=text)
 
-    def press(self, key: str, code: int, control: bool = False) -> None:
+    def press(self, key, code, control=False):
         """Presses a key."""
         for kind in ("rawKeyDown", "keyUp"):
             self.send(
@@ -111,11 +106,11 @@ class Chromium:
                 modifiers=2 if control else 0,
             )  # fmt: skip
 
-    def look(self, scheme: str, width: int, height: int) -> None:
+    def look(self, scheme, width, height):
         """Chooses light or dark, and a size."""
         self.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
 
-    def picture(self, path: Path) -> None:
+    def picture(self, path):
         """Takes a picture."""
         path.write_bytes(base64.b64decode(self.send("Page.captureScreenshot", format="png")["data"]))

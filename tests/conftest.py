@@ -6,14 +6,13 @@ import importlib.metadata
 import itertools
 import os
 import zlib
-from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 # Read when JAX starts its backend, so set before any test module can touch JAX. A collective whose
 # device threads are late (eight of them on few cores) would abort the process after a minute; on a busy
 # machine that proves nothing, so wait longer than a test may last. An unknown flag aborts too: these
 # are known to every supported version.
-_FLAGS: dict[str, object] = {
+_FLAGS = {
     "--xla_force_host_platform_device_count": 8,
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds": 120,
     "--xla_cpu_collective_call_terminate_timeout_seconds": 3600,
@@ -24,7 +23,7 @@ _FLAGS: dict[str, object] = {
 # and does so without MLIR if the version has that choice: this halves the time of compiling. `make test-full` and
 # `make test-newest` compile everything as users do.
 _UNOPTIMISED = os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1") == "1"
-_DEFAULTS: dict[str, object] = {"xla_cpu_parallel_codegen_split_count": 32}
+_DEFAULTS = {"xla_cpu_parallel_codegen_split_count": 32}
 if _UNOPTIMISED:
     _FLAGS["--xla_cpu_parallel_codegen_split_count"] = 1
     if importlib.metadata.version("jaxlib").startswith("0.10."):
@@ -48,7 +47,7 @@ hypothesis.settings.load_profile("repeatable")
 GOLDEN = Path(__file__).parent / "golden"
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser):
     parser.addoption("--update-golden", action="store_true", help="write tests/golden/*.txt instead of comparing")
     parser.addoption(
         "--one-in",
@@ -60,13 +59,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config, items):
     """Draws the sample of ``--one-in`` and, of a test that is marked ``one_in``, the cases that are not slow.
 
     Both are the same at every run.
     """
     n = config.getoption("--one-in")
-    seen: set[str] = set()
+    seen = set()
     kept, left_out = [], []
     for item in items:
         function, _, _ = item.nodeid.partition("[")
@@ -82,7 +81,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
+def pytest_collection():
     """Without garbage collection: modules and tests stay, and later collections need not look at them either."""
     gc.disable()
     try:
@@ -93,7 +92,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 @pytest.fixture(autouse=True)
-def room_for_compiled_programs() -> Iterator[None]:
+def room_for_compiled_programs():
     """Forgets what is compiled before there is too much of it.
 
     Each compiled program takes some of the 65,530 mappings that Linux allows a process; LLVM aborts where there are no
@@ -105,7 +104,7 @@ def room_for_compiled_programs() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def optimised_if_marked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def optimised_if_marked(request, monkeypatch):
     """Compiles as users do in tests that are marked ``optimised``."""
     marked = _UNOPTIMISED and request.node.get_closest_marker("optimised") is not None
     if marked:
@@ -117,7 +116,7 @@ def optimised_if_marked(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
         jax.config.update("jax_disable_most_optimizations", True)
 
 
-def _as_users_do(get_compile_options: Callable[..., object], *arguments: object, **options: object) -> object:
+def _as_users_do(get_compile_options, *arguments, **options):
     """JAX's options of a program, with XLA's own choice of what ``XLA_FLAGS`` sets for the fast tests."""
     given = options.pop("env_options_overrides", None) or {}
     return get_compile_options(*arguments, **options, env_options_overrides=_DEFAULTS | given)
@@ -126,7 +125,7 @@ def _as_users_do(get_compile_options: Callable[..., object], *arguments: object,
 _TESTS = itertools.count()
 
 
-def _mappings() -> int:
+def _mappings():
     try:
         return Path("/proc/self/maps").read_bytes().count(b"\n")
     except OSError:  # not Linux
@@ -134,16 +133,16 @@ def _mappings() -> int:
 
 
 @pytest.fixture
-def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+def rng(request):
     """Random numbers that are the same at every run of a test, and others for every test."""
     return np.random.default_rng(zlib.crc32(request.node.nodeid.encode()))
 
 
 @pytest.fixture
-def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+def golden(request):
     """``golden(name, text)`` compares ``text`` with ``tests/golden/<name>.txt`` (or writes it: --update-golden)."""
 
-    def compare(name: str, text: str) -> None:
+    def compare(name, text):
         path = GOLDEN / f"{name}.txt"
         text = text.rstrip("\n") + "\n"
         if request.config.getoption("--update-golden"):
@@ -159,6 +158,6 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
 
 
 @pytest.fixture
-def mesh_2x4() -> jax.sharding.Mesh:
+def mesh_2x4():
     """Eight devices as data=2, model=4."""
     return jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)

@@ -1,19 +1,15 @@
 """Every choice: all that there is to choose from in a small program."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
-from collections.abc import Iterator
 
 import numpy as np
 
-from gshard.planning.graph import Graph
-from gshard.solver.problem import Ints, ProblemError
+from gshard.solver.problem import ProblemError
 from gshard.solver.solve import solve
 
 
-def every_choice(graph: Graph) -> Iterator[Ints]:
+def every_choice(graph):
     """The states of each plan: every combination of shardings that is allowed, with the splits that cost least."""
     for chosen in itertools.product(*(range(len(states)) for states in graph.states)):
         costs = list(graph.problem.costs)

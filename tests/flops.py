@@ -12,13 +12,10 @@ Transcendental functions are no FLOPs to XLA, nor here. Of what is fused into so
 counts all elements, although a fusion computes each where it is read: those that nothing reads are taken off.
 """
 
-from __future__ import annotations
-
 import math
 import re
-from typing import Any
 
-from gshard.xla.hlo_parser import Computation, Instruction, Module, read_module, trip_count
+from gshard.xla.hlo_parser import read_module, trip_count
 
 ELEMENTWISE = frozenset(
     """
@@ -36,33 +33,33 @@ MIXING = frozenset(
 CUTTING = frozenset(("dynamic-slice", "dynamic-update-slice", "pad"))
 
 
-def executed(compiled: Any) -> float:
+def executed(compiled):
     """FLOPs of one call on one device."""
     text = compiled.as_text()
     return float((compiled.cost_analysis() or {}).get("flops", 0.0)) + further_rounds(text) - unread(text)
 
 
-def further_rounds(text: str) -> float:
+def further_rounds(text):
     """What loops execute after their first rounds."""
     module = read_module(text)
     entry = module.computations[module.entry]
     return _counted(module, entry, every_round=True) - _counted(module, entry, every_round=False)
 
 
-def unread(text: str) -> float:
+def unread(text):
     """What ``cost_analysis`` counts of elements that no fusion computes."""
     module = read_module(text)
     entry = module.computations[module.entry]
     return counted_once(text) - _counted(module, entry, every_round=False)
 
 
-def counted_once(text: str) -> float:
+def counted_once(text):
     """All FLOPs with each loop's body once, as ``cost_analysis`` counts."""
     module = read_module(text)
     return _counted(module, module.computations[module.entry], every_round=False, every_element=True)
 
 
-def elements_read(body: Computation) -> dict[str, float]:
+def elements_read(body):
     """How many elements of each instruction of a fusion are computed: those that something reads."""
     found = {body.root: _size(body.instructions[body.root].type)}
     for made in reversed(body.instructions.values()):
@@ -77,12 +74,12 @@ def elements_read(body: Computation) -> dict[str, float]:
     return found
 
 
-def of_instruction(module: Module, computation: Computation, made: Instruction) -> float:
+def of_instruction(module, computation, made):
     """FLOPs of one instruction, what it calls included, loops with all their rounds."""
     return _one(module, computation, made, every_round=True)
 
 
-def products_of(module: Module, computation: Computation, made: Instruction) -> tuple[float, str]:
+def products_of(module, computation, made):
     """The FLOPs among them of contractions and convolutions, and the dtype of the last of these."""
     if made.opcode in ("dot", "convolution"):
         return of_instruction(module, computation, made), computation.instructions[made.operands[0]].type.split("[")[0]
@@ -94,11 +91,11 @@ def products_of(module: Module, computation: Computation, made: Instruction) -> 
     return total, dtype
 
 
-def _counted(module: Module, computation: Computation, every_round: bool, every_element: bool = False) -> float:
+def _counted(module, computation, every_round, every_element=False):
     return sum(_one(module, computation, i, every_round, every_element) for i in computation.instructions.values())
 
 
-def _fused(module: Module, body: Computation, every_round: bool) -> float:
+def _fused(module, body, every_round):
     read = elements_read(body)
     return sum(
         _one(module, body, i, every_round, False) * read.get(i.name, 0.0) / max(_size(i.type), 1.0)
@@ -106,10 +103,8 @@ def _fused(module: Module, body: Computation, every_round: bool) -> float:
     )
 
 
-def _one(
-    module: Module, computation: Computation, made: Instruction, every_round: bool, every_element: bool = False
-) -> float:
-    def inside(attribute: str) -> list[float]:
+def _one(module, computation, made, every_round, every_element=False):
+    def inside(attribute):
         called = [module.computations[name] for name in made.called(attribute)]
         return [_counted(module, c, every_round, every_element) for c in called]
 
@@ -155,33 +150,33 @@ def _one(
     return 0.0
 
 
-def _arrays(text: str) -> list[list[int]]:
+def _arrays(text):
     """The shapes of a type."""
     found = re.findall(r"\b[a-z]+[a-z0-9]*\[([\d,<=]*)\]", text)
     return [[int(d.removeprefix("<=")) for d in dims.split(",") if d] for dims in found]
 
 
-def elements_of(text: str) -> float:
+def elements_of(text):
     """The elements of all arrays of a type."""
     return _size(text)
 
 
-def _size(text: str) -> float:
+def _size(text):
     return float(sum(math.prod(shape) for shape in _arrays(text)))
 
 
-def _numbers(attributes: str, key: str) -> list[int]:
+def _numbers(attributes, key):
     found = re.search(rf"\b{key}=([\dx]+)", attributes)
     return [int(n) for n in found[1].split("x")] if found else []
 
 
-def _contracted(made: Instruction, operand: str) -> int:
+def _contracted(made, operand):
     found = re.search(r"\blhs_contracting_dims=\{([\d,]*)\}", made.attributes)
     shape = _arrays(operand)[0]
     return math.prod(shape[int(d)] for d in found[1].split(",") if d) if found else 1
 
 
-def _convolution(made: Instruction, operands: list[str]) -> float:
+def _convolution(made, operands):
     """As XLA counts it: a position of the window that falls on padding or between dilated elements is nothing."""
     labels = re.search(r"\bdim_labels=(\w+)_(\w+)->(\w+)", made.attributes)
     assert labels

@@ -4,12 +4,10 @@ Sizes are uneven on purpose (7, 5, 10, 3 over 2, 3 and 6 parts), some smaller th
 sign and is never all equal. Indices reach out of range on both sides.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,7 +19,6 @@ from jax.experimental import pallas
 from gshard.api.attention_function import attention
 from gshard.api.kernel_function import kernel as gshard_kernel
 from gshard.api.row_functions import put_rows, take_rows
-from gshard.core.program import Program
 from gshard.core.xla_workarounds import AS_WRITTEN
 from gshard.rewrite.banded_product import band_of
 from gshard.rules.banded import banded_p
@@ -47,23 +44,23 @@ class Row:
     tolerance: float = 0.0
 
     @functools.cached_property
-    def program(self) -> Program:
+    def program(self):
         """Its equations; all tests share them, since tracing costs more than most of what is done with them."""
         return trace(self.function, *self.arguments)
 
     @functools.cached_property
-    def expected(self) -> list[np.ndarray]:
+    def expected(self):
         """Its results, compiled without XLA's algebraic simplifier."""
         found = jax.jit(self.function, compiler_options=AS_WRITTEN)(*self.arguments)
         return [np.asarray(x) for x in jax.tree.leaves(found)]
 
 
-def normal(*shape: int, seed: int = 0) -> np.ndarray:
+def normal(*shape, seed=0):
     """Numbers that vary in sign."""
     return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(np.float32)
 
 
-def whole(*shape: int, low: int = -9, high: int = 9) -> np.ndarray:
+def whole(*shape, low=-9, high=9):
     """Integers that vary in sign."""
     return np.random.default_rng([*shape, 5]).integers(low, high, shape).astype(np.int32)
 
@@ -79,19 +76,19 @@ SUM = 1e-5
 
 
 @functools.cache
-def rows() -> tuple[Row, ...]:
+def rows():
     """All rows."""
     families = (elementwise, contractions, reductions, shapes, windows, look_ups, sliding, ordered, others)
     families = (*families, small, narrow, partial_windows, grouped)
     return tuple(itertools.chain.from_iterable(family() for family in families))
 
 
-def kernel(x: Any, scale: Any) -> Any:
+def kernel(x, scale):
     """Running sums down the rows of blocks, each row scaled: blocks talk through the grid's order."""
 
-    def body(x: Any, scale: Any, total: Any, rows: Any) -> None:
+    def body(x, scale, total, rows):
         @pallas.when(pallas.program_id(0) == 0)
-        def begin() -> None:
+        def begin():
             total[...] = jnp.zeros_like(total)
 
         total[...] += x[...][0]
@@ -104,17 +101,17 @@ def kernel(x: Any, scale: Any) -> Any:
     return call(x, scale)
 
 
-def row(name: str, function: Callable[..., Any], *arguments: Any, tolerance: float = 0.0) -> Row:
+def row(name, function, *arguments, tolerance=0.0):
     """A row whose primitive is the first word of its name."""
     return Row(name, name.split(",")[0], function, arguments, tolerance)
 
 
-def rounding(x: np.ndarray) -> float:
+def rounding(x):
     """XLA's approximations of functions may differ in the last place between arrays of other shapes."""
     return 1e-6 if x.dtype == np.float32 else 0.0
 
 
-def elementwise() -> Iterator[Row]:
+def elementwise():
     unary = {
         "abs": X, "acos": X / 9, "acosh": P + 1, "asin": X / 9, "asinh": X, "atan": X, "atanh": X / 9, "bessel_i0e": X,
         "bessel_i1e": X, "cbrt": X, "ceil": X, "cos": X, "cosh": X, "digamma": P, "erf": X, "erf_inv": X / 9, "erfc": X,
@@ -160,7 +157,7 @@ def elementwise() -> Iterator[Row]:
     yield row("optimization_barrier", lambda x, y: lax.optimization_barrier((x, y)), X, normal(5, 3))
 
 
-def contractions() -> Iterator[Row]:
+def contractions():
     for name, spec, shapes_ in (
         ("dot_general, matrix", "ij,jk->ik", ((7, 10), (10, 5))),
         ("dot_general, batch", "bij,bjk->bik", ((3, 5, 7), (3, 7, 4))),
@@ -177,7 +174,7 @@ def contractions() -> Iterator[Row]:
     yield row("dot_general, booleans counted", counted, X > 0, Y > 0)
 
 
-def reductions() -> Iterator[Row]:
+def reductions():
     for name, call, x in (
         ("reduce_sum", lambda x: jnp.sum(x, 0), X), ("reduce_max", lambda x: jnp.max(x, 1), X),
         ("reduce_min", lambda x: jnp.min(x, (0, 1)), X), ("reduce_prod", lambda x: jnp.prod(x, 1), X),
@@ -206,7 +203,7 @@ def reductions() -> Iterator[Row]:
     yield row("cumsum, integers", lambda x: lax.cumsum(x, axis=0), N)
 
 
-def any_reductions() -> Iterator[Row]:
+def any_reductions():
     """By computations that JAX has no primitive for, from values that are no identities."""
     by = {"add": (lax.add, 3.0), "max": (lax.max, 0.25), "min": (jnp.minimum, 0.25), "mul": (lax.mul, -2.0)}
     for name, (computation, init) in by.items():
@@ -222,7 +219,7 @@ def any_reductions() -> Iterator[Row]:
     yield row("reduce, norm", lambda x: lax.reduce(x, np.float32(2), norm, (1,)), X, tolerance=SUM)
     yield row("reduce, norm of everything", lambda x: lax.reduce(x, np.float32(2), norm, (0, 1)), X, tolerance=SUM)
 
-    def extremes(x: Any, y: Any) -> Any:
+    def extremes(x, y):
         return lax.min(x[0], y[0]), lax.max(x[1], y[1]), x[2] + y[2] + 1
 
     of_three = lambda x, n: lax.reduce((x, x, n), (np.float32(0.5), np.float32(-9), np.int32(7)), extremes, (0,))  # noqa: E731
@@ -233,7 +230,7 @@ def any_reductions() -> Iterator[Row]:
     yield row("reduce, the last", last, X)
 
 
-def shapes() -> Iterator[Row]:
+def shapes():
     yield row("broadcast_in_dim", lambda x: lax.broadcast_in_dim(x, (7, 3, 10), (0, 2)), X)
     yield row("broadcast_in_dim, stretched", lambda x: lax.broadcast_in_dim(x, (7, 6), (0, 1)), X[:, :1])
     yield row("transpose", lambda x: jnp.transpose(x, (2, 0, 1)), normal(3, 5, 7))
@@ -255,13 +252,13 @@ def shapes() -> Iterator[Row]:
     yield row("gshard_mark", lambda x: jax.tree.map(lambda y: y, _marked(x)), X)
 
 
-def _marked(x: Any) -> Any:
+def _marked(x):
     from gshard import replicate
 
     return replicate(x)
 
 
-def windows() -> Iterator[Row]:
+def windows():
     yield row("slice", lambda x: lax.slice(x, (1, 2), (6, 9)), X)
     yield row("slice, strided", lambda x: lax.slice(x, (0, 1), (7, 10), (2, 3)), X)
     yield row("slice, one column", lambda x: x[:, 4:5], X)
@@ -309,7 +306,7 @@ def windows() -> Iterator[Row]:
     yield row("dynamic_slice, booleans", lambda x, i: lax.dynamic_slice(x, (i, i), (3, 4)), X > 0, np.int32(1))
 
 
-def look_ups() -> Iterator[Row]:
+def look_ups():
     numbers = lax.GatherDimensionNumbers
     index = np.array([[3], [0], [6], [9], [-2]], np.int32)
     pairs = np.array([[3, 4], [0, 11], [9, 2], [-1, 3], [6, 9], [2, 2]], np.int32)
@@ -339,8 +336,8 @@ def look_ups() -> Iterator[Row]:
               whole(5, 4, low=0, high=6), normal(5, 4, 3), tolerance=SUM)  # fmt: skip
 
 
-def sliding() -> Iterator[Row]:
-    def conv(**settings: Any) -> Callable[..., Any]:
+def sliding():
+    def conv(**settings):
         return lambda x, k: lax.conv_general_dilated(x, k, **settings)
 
     for stride, padding, base, dilation in (
@@ -380,7 +377,7 @@ def sliding() -> Iterator[Row]:
     yield from selected()
 
 
-def any_windows() -> Iterator[Row]:
+def any_windows():
     """Windows folded by computations that JAX has no primitive for, from values that are no identities."""
     settings = {
         "same": ((1, 1, 3, 2), (1, 1, 2, 1), "SAME"),
@@ -388,7 +385,7 @@ def any_windows() -> Iterator[Row]:
         "apart": ((1, 1, 2, 2), (1, 1, 3, 4), ((0, 0), (0, 0), (-1, 2), (4, 0)), (1, 1, 1, 2)),
     }
 
-    def spread(x: Any, y: Any) -> Any:
+    def spread(x, y):
         return lax.min(x[0], y[0]), lax.max(x[1], y[1]), x[2] + y[2]
 
     inits = (np.float32(0.5), np.float32(-9), np.int32(2))
@@ -411,7 +408,7 @@ def any_windows() -> Iterator[Row]:
     yield row("reduce_window, bits", bits, N)
 
 
-def selected() -> Iterator[Row]:
+def selected():
     """Gradients of pooling: ties go to the first element of a window, padding is never better than an element."""
     ties = np.round(IMAGE[:, 0])
     lowest = np.where(ties > 1, ties, -np.inf).astype(np.float32)
@@ -445,7 +442,7 @@ def selected() -> Iterator[Row]:
               normal(4, 10).astype(jnp.bfloat16), tolerance=2e-2)  # fmt: skip
 
 
-def ordered() -> Iterator[Row]:
+def ordered():
     """Sorting: few elements are gathered, many dealt out in columns, and with other dimensions the cut moves there."""
     steps = np.sort(normal(13))
     for side in ("left", "right"):
@@ -490,7 +487,7 @@ def ordered() -> Iterator[Row]:
     yield row("approx_top_k, not brought together", more, X)
 
 
-def others() -> Iterator[Row]:
+def others():
     yield row("fft", jnp.fft.fft, X, tolerance=1e-5)
     yield row("cholesky", lax.linalg.cholesky, POSITIVE_DEFINITE, tolerance=1e-5)
     yield row("qr", lambda x: jnp.abs(jnp.linalg.qr(x)[1]), MATRICES, tolerance=1e-4)
@@ -517,7 +514,7 @@ def others() -> Iterator[Row]:
     yield row("random_seed", lambda i: jax.random.key_data(jax.vmap(jax.random.key)(i)), np.arange(5))
 
 
-def small() -> Iterator[Row]:
+def small():
     """Fewer elements than devices, one, and none: most parts are empty."""
     few, one = normal(3, 4), normal(1, 5)
     yield row("reduce_sum, few", lambda x: jnp.sum(x, 0), few, tolerance=SUM)
@@ -550,7 +547,7 @@ def small() -> Iterator[Row]:
     yield row("conv_general_dilated, few", conv, normal(1, 2, 4), normal(3, 2, 3), tolerance=1e-4)
 
 
-def narrow() -> Iterator[Row]:
+def narrow():
     """Other dtypes: what an identity is, and what a collective can add, depends on them."""
     brain = X.astype(jnp.bfloat16)
     yield row("reduce_sum, bfloat16", lambda x: jnp.sum(x, 1), brain, tolerance=2e-2)
@@ -587,7 +584,7 @@ def narrow() -> Iterator[Row]:
     yield row("reshape, keys", lambda k: jax.random.key_data(k.reshape(2, 3)), keys)
 
 
-def partial_windows() -> Iterator[Row]:
+def partial_windows():
     """Windows that take or write a part of a dimension, over the borders of shards and out of range."""
     numbers, scattering = lax.GatherDimensionNumbers, lax.ScatterDimensionNumbers
     starts = np.array([[3, 1], [0, 4], [9, 2], [-1, 3], [5, 7], [6, 8], [2, 0]], np.int32)
@@ -618,12 +615,12 @@ def partial_windows() -> Iterator[Row]:
     yield row("scatter-sub, rows", lambda x, i, u: x.at[i].subtract(u), N, starts[:, 0], whole(7, 10))
 
 
-def attention_rows() -> Iterator[Row]:
+def attention_rows():
     """Attention and its gradient: as many keys as queries (a ring) and others (merged), masks, uneven sizes."""
     q, k, v = normal(2, 10, 4, 3), normal(2, 10, 2, 3, seed=1), normal(2, 10, 2, 5, seed=2)
     more = normal(2, 9, 2, 3, seed=1), normal(2, 9, 2, 5, seed=2)
     segments = np.arange(10) // 4
-    ways: dict[str, tuple[tuple[Any, Any], dict[str, Any]]] = {
+    ways = {
         "": ((k, v), {}),
         ", causal": ((k, v), {"is_causal": True}),
         ", window": ((k, v), {"local_window_size": (3, 1)}),
@@ -641,7 +638,7 @@ def attention_rows() -> Iterator[Row]:
         yield row(f"gshard_attention_gradient{name}", back, q, k, v, normal(2, 10, 4, 5, seed=3), tolerance=1e-4)
 
 
-def rows_with_places() -> Iterator[Row]:
+def rows_with_places():
     """Rows that move to places of their own; some have no place, and some places have no row."""
     places = np.array([[3, -1], [12, 0], [40, 7], [1, 9], [5, 13], [11, 2], [10, 6]])
     yield row("gshard_put_rows", lambda x, to: put_rows(x, to, 14), normal(7, 3), places)
@@ -657,7 +654,7 @@ def rows_with_places() -> Iterator[Row]:
     yield row("gshard_take_rows, batches", jax.vmap(take_rows), normal(3, 14, 3), batches)
 
 
-def grouped() -> Iterator[Row]:
+def grouped():
     """Rows that belong to groups, some of them empty, the last rows to none; and what is kept whole or taken apart."""
     numbers = lax.RaggedDotDimensionNumbers
     sizes = np.array([2, 0, 4, 3, 0], np.int32)

@@ -3,11 +3,7 @@
 Their lowering is their own, as a kernel's would be, so that gshard cannot look inside.
 """
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +11,12 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 
-def _own_lowering(meaning: Callable[..., Any]) -> Callable[..., Any]:
+def _own_lowering(meaning):
     lowered = mlir.lower_fun(meaning, multiple_results=False)
     return lambda ctx, *xs, **params: lowered(ctx, *xs, **params)
 
 
-def _meaning(x: Any) -> Any:
+def _meaning(x):
     return jnp.cumsum(x[::-1], axis=0)
 
 
@@ -30,17 +26,17 @@ invented_p.def_abstract_eval(lambda x: x)
 mlir.register_lowering(invented_p, _own_lowering(_meaning))
 
 
-def invented(x: Any) -> Any:
+def invented(x):
     """Applies the primitive."""
     return invented_p.bind(x)
 
 
-def primitive_of(name: str, meaning: Callable[..., Any], batched: Callable[..., Any] | None = None) -> Primitive:
+def primitive_of(name, meaning, batched=None):
     """A new primitive that means a function, with a batching rule if there is one to give."""
     made = Primitive(name)
     made.def_impl(lambda *xs, **params: jax.jit(functools.partial(meaning, **params))(*xs))
 
-    def shaped(*avals: Any, **params: Any) -> Any:
+    def shaped(*avals, **params):
         found = jax.eval_shape(lambda *xs: meaning(*xs, **params), *avals)
         return jax.core.ShapedArray(found.shape, found.dtype)
 

@@ -12,8 +12,6 @@ import importlib
 import inspect
 import textwrap
 import types
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +49,7 @@ _OF_KERNELS = (
 )  # fmt: skip
 
 
-def primitives() -> list[Any]:
+def primitives():
     """Every primitive, in the order of names."""
     for module in _MODULES:
         try:
@@ -68,9 +66,9 @@ def primitives() -> list[Any]:
     return sorted((p for p in found if _is_of_jax(p)), key=lambda p: p.name)
 
 
-def parameters() -> dict[str, set[str]]:
+def parameters():
     """The names of the parameters of each primitive, by its name."""
-    found: dict[str, set[str]] = {}
+    found = {}
     for p in primitives():
         found.setdefault(p.name, set()).update(keywords_of(p))
     for e in _equations(*_programs()):
@@ -79,10 +77,10 @@ def parameters() -> dict[str, set[str]]:
     return found
 
 
-def keywords_of(p: Any) -> set[str]:
+def keywords_of(p):
     """The keyword-only parameters of a primitive's rules."""
     rules = [p.abstract_eval, *(table[p] for table in _tables() if p in table)]
-    found: set[str] = set()
+    found = set()
     for rule in rules:
         for f, bound in _functions(rule, frozenset(), set()):
             names = inspect.signature(f).parameters.values()
@@ -92,7 +90,7 @@ def keywords_of(p: Any) -> set[str]:
     return found - _OF_RULES - ({"name"} if p.name == "dot_general" else set())
 
 
-def _read_from(f: Any, name: str) -> set[str]:
+def _read_from(f, name):
     """The optional keywords that a function reads from its ``**name``: as ``name["key"]`` or ``name.get("key")``."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(f)))
@@ -108,7 +106,7 @@ def _read_from(f: Any, name: str) -> set[str]:
     return {key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)}
 
 
-def _tables() -> list[Any]:
+def _tables():
     return [
         mlir._lowerings,
         *mlir._platform_specific_lowerings.values(),
@@ -121,7 +119,7 @@ def _tables() -> list[Any]:
     ]
 
 
-def _is_of_jax(p: Any) -> bool:
+def _is_of_jax(p):
     """Whether JAX made a primitive, and not this library, another one or a test."""
     rules = [p.abstract_eval, p.impl, *(table[p] for table in _tables() if p in table)]
     modules = {f.__module__ or "" for rule in rules for f, _ in _functions(rule, frozenset(), set())}
@@ -129,12 +127,12 @@ def _is_of_jax(p: Any) -> bool:
     return ours and not any(map(is_of_kernels, modules))
 
 
-def is_of_kernels(module: str) -> bool:
+def is_of_kernels(module):
     """Whether what a module defines is used inside kernels for one kind of device, which are parameters as wholes."""
     return module.startswith(_OF_KERNELS)
 
 
-def _functions(f: Any, bound: frozenset[str], seen: set[int]) -> Iterator[tuple[Callable[..., Any], frozenset[str]]]:
+def _functions(f, bound, seen):
     """The functions of JAX's that a rule is made of, each with the keywords that are given already."""
     if id(f) in seen:
         return
@@ -159,20 +157,20 @@ def _functions(f: Any, bound: frozenset[str], seen: set[int]) -> Iterator[tuple[
             yield from _functions(inner, bound, seen)
 
 
-def _programs() -> list[Any]:
+def _programs():
     """Programs with primitives whose rules take their parameters as they come."""
     x = jnp.arange(8.0).reshape(4, 2)
 
     @jax.custom_jvp
-    def with_jvp(x: Any) -> Any:
+    def with_jvp(x):
         return jnp.sin(x)
 
     @jax.custom_vjp
-    def with_vjp(x: Any) -> Any:
+    def with_vjp(x):
         return jnp.sin(x)
 
     @jax.custom_batching.custom_vmap
-    def with_vmap(x: Any) -> Any:
+    def with_vmap(x):
         return jnp.sin(x)
 
     with_jvp.defjvp(lambda primals, tangents: (with_jvp(*primals), tangents[0]))
@@ -181,7 +179,7 @@ def _programs() -> list[Any]:
     mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.P("d")
 
-    def calls(x: Any) -> Any:
+    def calls(x):
         y = jax.jit(jnp.sin)(x) + jax.checkpoint(jnp.sin)(x) + with_jvp(x) + with_vjp(x) + with_vmap(x)
         y = lax.scan(lambda c, _: (jnp.sin(c), None), y, None, length=2)[0]
         y = lax.while_loop(lambda c: c.sum() < 3, lambda c: c + 1, y)
@@ -197,7 +195,7 @@ def _programs() -> list[Any]:
         y = jax.ffi.ffi_call("target", y)(y)
         return lax.custom_linear_solve(lambda v: 2 * v, y, lambda _, b: b / 2, symmetric=True)
 
-    def arrays(x: Any) -> Any:
+    def arrays(x):
         y = lax.dot_general(x, x.T, (((1,), (0,)), ((), ()))) + x[jnp.array([0, 1])].sum() + x.reshape(8).sum()
         y = y + lax.conv_general_dilated(x[None], x[None], (1,), "SAME").sum() + lax.top_k(x, 1)[0].sum()
         y = y + lax.reduce_window(x, -jnp.inf, lax.max, (2, 1), (1, 1), "SAME").sum() + jnp.sort(x).sum()
@@ -207,7 +205,7 @@ def _programs() -> list[Any]:
     return [jax.make_jaxpr(f)(x) for f in (calls, jax.grad(lambda x: with_vjp(x).sum()), arrays)]
 
 
-def _equations(*jaxprs: Any) -> Iterator[Any]:
+def _equations(*jaxprs):
     for jaxpr in jaxprs:
         for e in closed(jaxpr)[0].eqns:
             yield e

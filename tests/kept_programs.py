@@ -1,21 +1,17 @@
 """Programs that a folder of tests compiles several times: compiled once for all tests of a process."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-
 import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 
 @pytest.fixture(scope="session")
-def _folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+def _folder(tmp_path_factory):
     return str(tmp_path_factory.mktemp("compiled"))
 
 
 @pytest.fixture(scope="module", autouse=True)
-def kept_programs(_folder: str) -> Iterator[None]:
+def kept_programs(_folder):
     """JAX's persistent cache, in a folder of this process.
 
     A command line that runs twice, and a marked model on one device, compile what was compiled before.
@@ -27,7 +23,7 @@ def kept_programs(_folder: str) -> Iterator[None]:
     }
     before = {name: getattr(jax.config, name) for name in changed}
 
-    def use(options: dict[str, object]) -> None:
+    def use(options):
         for name, value in options.items():
             jax.config.update(name, value)
         compilation_cache.reset_cache()  # JAX looks once whether there is a cache

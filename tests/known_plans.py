@@ -7,8 +7,6 @@ table in a commit of its own; the printed comparison says which figures became w
     python tests/known_plans.py [--write] [--only layers/]       four minutes of processor time
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import hashlib
@@ -16,9 +14,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 if __name__ == "__main__":
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -55,15 +51,15 @@ class Row:
     plan: str
     collectives: str
 
-    def __str__(self) -> str:
+    def __str__(self):
         return " ".join(str(value) for value in dataclasses.astuple(self))
 
     @staticmethod
-    def read(text: str) -> Row:
+    def read(text):
         sent, messages, flops, peak, seconds, *digests = text.split()
         return Row(int(sent), int(messages), int(flops), int(peak), float(seconds), *digests)
 
-    def worse_than(self, other: Row) -> dict[str, float]:
+    def worse_than(self, other):
         """The figures that exceed those of another row by 5 %, each with the ratio."""
         figures = ((name, getattr(self, name), getattr(other, name)) for name in FIGURES)
         return {name: own / max(known, 1e-30) for name, own, known in figures if own > WORSE * known}
@@ -72,9 +68,9 @@ class Row:
 FIGURES = [field.name for field in dataclasses.fields(Row)][:5]
 
 
-def explained(name: str, objective: str) -> Row:
+def explained(name, objective):
     """The row of a program."""
-    options: dict[str, Any] = {}
+    options = {}
     if name in CASES or name in FEW_ROWS:
         case = CASES.get(name) or FEW_ROWS[name]
         function, arguments, mesh = case.function, case.arguments, case.jax_mesh
@@ -107,17 +103,17 @@ def explained(name: str, objective: str) -> Row:
     )
 
 
-def _digest(data: object) -> str:
+def _digest(data):
     return hashlib.sha256(json.dumps(data, default=str).encode()).hexdigest()[:10]
 
 
-def known_rows() -> dict[str, Row]:
+def known_rows():
     """The rows of the table, by program and objective."""
     lines = (line.split(": ") for line in TABLE.read_text().splitlines()) if TABLE.exists() else ()
     return {name: Row.read(text) for name, text in lines}
 
 
-def main(arguments: Iterable[str] | None = None) -> None:
+def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write the table")
     parser.add_argument("--only", default="", help="programs whose names begin so")
@@ -135,7 +131,7 @@ def main(arguments: Iterable[str] | None = None) -> None:
         TABLE.write_text("".join(f"{name}: {row}\n" for name, row in rows.items()))
 
 
-def _differences(found: Mapping[str, Row], known: Mapping[str, Row]) -> Iterable[str]:
+def _differences(found, known):
     """Lines: the rows that differ, and for each figure the geometric mean of all ratios."""
     both = {name: (row, known[name]) for name, row in found.items() if name in known}
     for name, (row, before) in both.items():

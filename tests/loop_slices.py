@@ -1,15 +1,11 @@
 """Loops over stacks, and the slices that a compiled program copies in them. Tests and benchmarks share them."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from gshard.xla.hlo_parser import Computation, Instruction, Module, read_module, type_bytes
+from gshard.xla.hlo_parser import read_module, type_bytes
 
 LARGE = 4096  # bytes: smaller arrays are counters
 _MOVING = frozenset(
@@ -17,39 +13,39 @@ _MOVING = frozenset(
 )
 
 
-def layers(x: Any, ws: Any) -> Any:
+def layers(x, ws):
     return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0]
 
 
-def kept_products(x: Any, ws: Any) -> Any:
-    def layer(x: Any, w: Any) -> Any:
+def kept_products(x, ws):
+    def layer(x, w):
         y = x @ w
         return jnp.tanh(y), y
 
     return jax.lax.scan(layer, x, ws)
 
 
-def elementwise(x: Any, ws: Any) -> Any:
+def elementwise(x, ws):
     return jax.lax.scan(lambda x, w: (x + w, jnp.sin(w)), x, ws)
 
 
-def kept_carry(x: Any, ws: Any) -> Any:
+def kept_carry(x, ws):
     return jax.lax.scan(lambda x, w: (x + w, x), x, ws)
 
 
-def gradient(x: Any, ws: Any) -> Any:
+def gradient(x, ws):
     return jax.grad(lambda ws: (layers(x, ws) ** 2).sum())(ws)
 
 
-def both_ways(x: Any, ws: Any) -> Any:
+def both_ways(x, ws):
     return jax.lax.scan(lambda x, w: (jnp.einsum("bj,ij->bi", jnp.tanh(x @ w), w), None), x, ws)[0]
 
 
-def backwards(x: Any, ws: Any) -> Any:
+def backwards(x, ws):
     return jax.lax.scan(lambda x, w: (x + w, jnp.sin(w)), x, ws, reverse=True)
 
 
-def nested(x: Any, ws: Any) -> Any:
+def nested(x, ws):
     grouped = ws.reshape(2, 2, *ws.shape[1:])
     return jax.lax.scan(lambda x, w: (layers(x, w), None), x, grouped)[0]
 
@@ -57,7 +53,7 @@ def nested(x: Any, ws: Any) -> Any:
 LOOPS = layers, kept_products, elementwise, kept_carry, gradient, both_ways, backwards, nested
 
 
-def copies_and_fills(text: str) -> tuple[int, int]:
+def copies_and_fills(text):
     """The number of slices that loops copy in an iteration, and of stacks that are filled with zeros.
 
     Args:
@@ -72,12 +68,12 @@ def copies_and_fills(text: str) -> tuple[int, int]:
     return copied, sum(_filled(made) for c in programs for made in c.instructions.values())
 
 
-def _bodies(module: Module) -> set[str]:
+def _bodies(module):
     made = (i for c in module.computations.values() for i in c.instructions.values())
     return {name for i in made if i.opcode == "while" for name in i.called("body")}
 
 
-def _copies_a_slice(module: Module, made: Instruction) -> bool:
+def _copies_a_slice(module, made):
     """Whether a kernel only copies a large array out of a stack or into one."""
     if made.opcode not in ("fusion", "fusion-start"):
         return False
@@ -90,7 +86,7 @@ def _copies_a_slice(module: Module, made: Instruction) -> bool:
     return type_bytes(slice_type) >= LARGE
 
 
-def _inside(module: Module, computation: Computation) -> Iterator[tuple[Computation, Instruction]]:
+def _inside(module, computation):
     """The instructions of a computation, those of its fusions included."""
     for made in computation.instructions.values():
         yield computation, made
@@ -98,7 +94,7 @@ def _inside(module: Module, computation: Computation) -> Iterator[tuple[Computat
             yield from _inside(module, module.computations[made.called("calls")[0]])
 
 
-def _filled(made: Instruction) -> int:
+def _filled(made):
     """The number of stacks into which an instruction writes zeros, or copies of such stacks."""
     name = made.operands[0] if made.opcode == "copy" and made.operands else made.name
     if "broadcast" not in name or made.opcode not in ("fusion", "broadcast", "copy"):

@@ -6,13 +6,9 @@ nothing was planned before.
     python tests/marked_chains.py forwards
 """
 
-from __future__ import annotations
-
 import json
 import random
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +17,7 @@ import gshard
 from gshard import split
 
 # The mesh, the machine, and how many programs.
-MESHES: dict[str, tuple[dict[str, int], str | None, int]] = {
+MESHES = {
     "one axis": ({"a": 8}, None, 3),
     "two axes, a machine": ({"a": 4, "b": 2}, "h100:1x8", 3),
     "three axes": ({"a": 2, "b": 2, "c": 2}, None, 6),
@@ -30,7 +26,7 @@ MESHES: dict[str, tuple[dict[str, int], str | None, int]] = {
 }
 
 
-def chain(seed: int, axes: tuple[str, ...]) -> tuple[Callable[..., Any], tuple[tuple[int, int], ...]]:
+def chain(seed, axes):
     """A program of two products and what is made of them, with some marks, and the shapes of its arguments.
 
     There are few shapes, so that programs share what planning knows of a shape.
@@ -40,7 +36,7 @@ def chain(seed: int, axes: tuple[str, ...]) -> tuple[Callable[..., Any], tuple[t
     first, second, third, fourth = (numbers.sample(axes, len(axes)) * 4)[:4]
     drawn = [numbers.random() for _ in range(3)]
 
-    def f(x: Any, w1: Any, w2: Any) -> Any:
+    def f(x, w1, w2):
         x = split(x, 0, first) if drawn[0] < 0.8 else x
         h = jnp.tanh(x @ split(w1, 1, second))
         h = split(h, 0, third) if drawn[1] < 0.5 else h
@@ -51,7 +47,7 @@ def chain(seed: int, axes: tuple[str, ...]) -> tuple[Callable[..., Any], tuple[t
     return f, ((m, n), (n, 64), (64, m))
 
 
-def every_chain() -> Iterator[tuple[str, Callable[..., Any], gshard.Mesh, str | None, list[jax.ShapeDtypeStruct]]]:
+def every_chain():
     """Name, program, mesh, machine and arguments of each."""
     for on, (axes, machine, count) in MESHES.items():
         for seed in range(count):
@@ -60,13 +56,13 @@ def every_chain() -> Iterator[tuple[str, Callable[..., Any], gshard.Mesh, str | 
             yield f"{on}, {seed}", f, gshard.Mesh.abstract(**axes), machine, arguments
 
 
-def text_of(lowered: Any) -> str:
+def text_of(lowered):
     """Everything that was decided: the plan, and what is sent."""
     sent = [f"{c.kind} {c.atoms} {c.total_bytes}" for c in lowered.spmd.collectives]
     return "\n".join([str(lowered.plan), *sent])
 
 
-def texts(backwards: bool) -> dict[str, str]:
+def texts(backwards):
     """The plans, made in this order."""
     found = list(every_chain())
     return {

@@ -13,8 +13,6 @@ Other blocks (``bash``, ``text``, ``diff``) are only read. ``pytest --update-gol
 printed into the pages where it differs, but not into a page with an output that leaves something out.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import difflib
@@ -24,8 +22,6 @@ import re
 import runpy
 import shlex
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from unittest import mock
 
 import jax
@@ -47,11 +43,11 @@ class Block:
     span: tuple[int, int]
 
 
-def blocks(page: Path) -> list[Block]:
+def blocks(page):
     return [Block(m[1], m[2], m.span(2)) for m in BLOCK.finditer(page.read_text())]
 
 
-def differs(expected: str, got: str) -> bool:
+def differs(expected, got):
     """Whether an output is not as the page has it.
 
     >>> differs("a 1\\n[...]\\nb [...] c", "a 1\\n2\\n3\\nb 4 c"), differs("a", "b")
@@ -64,7 +60,7 @@ def differs(expected: str, got: str) -> bool:
     return not re.fullmatch(pattern, "\n".join(lines))
 
 
-def run(page: Path, folder: Path, update: bool = False) -> None:
+def run(page, folder, update=False):
     """Runs a page in an empty folder.
 
     Args:
@@ -75,7 +71,7 @@ def run(page: Path, folder: Path, update: bool = False) -> None:
     Raises:
         AssertionError: an output differs, a command cannot be run here, or what the code raises.
     """
-    namespace: dict[str, object] = {"__name__": "__main__"}
+    namespace = {"__name__": "__main__"}
     printed, wrong = "", []
     name, written = FILES.get(page.name, f"{page.stem}.py"), ""
     with contextlib.ExitStack() as stack:
@@ -115,7 +111,7 @@ def run(page: Path, folder: Path, update: bool = False) -> None:
     assert not wrong, "\n".join(line for difference in shown for line in difference)
 
 
-def _commands(text: str) -> Iterator[tuple[str, str]]:
+def _commands(text):
     """Commands of a console, each with what the page shows of its output. A line that ends in \\ goes on."""
     for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
         command = re.match(r"(?:.*\\\n)*.*", part)
@@ -123,7 +119,7 @@ def _commands(text: str) -> Iterator[tuple[str, str]]:
         yield command[0], part[command.end() :].lstrip("\n")
 
 
-def _answer(command: str, folder: Path) -> str:
+def _answer(command, folder):
     """What a command prints, standard error included."""
     program, *arguments = shlex.split(command)
     with _printing() as out:
@@ -140,7 +136,7 @@ def _answer(command: str, folder: Path) -> str:
 
 
 @contextlib.contextmanager
-def _printing() -> Iterator[io.StringIO]:
+def _printing():
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         yield out

@@ -6,11 +6,9 @@
 A way of placing takes a NumPy array and the mesh of the function that is called, of eight devices.
 """
 
-from __future__ import annotations
-
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,7 +22,7 @@ import gshard
 Place = Callable[[np.ndarray, jax.sharding.Mesh], Any]
 
 
-def mesh_of(*, explicit: bool = False, order: Sequence[int] = range(8), **axes: int) -> jax.sharding.Mesh:
+def mesh_of(*, explicit=False, order=range(8), **axes):
     """A mesh of the devices that ``order`` names, axis types Auto or Explicit."""
     devices = np.array([jax.devices()[i] for i in order]).reshape(tuple(axes.values()))
     return jax.sharding.Mesh(
@@ -32,23 +30,23 @@ def mesh_of(*, explicit: bool = False, order: Sequence[int] = range(8), **axes: 
     )
 
 
-def cut(x: np.ndarray, mesh: jax.sharding.Mesh, *dims: int | None) -> jax.Array:
+def cut(x, mesh, *dims):
     """The array over a mesh, axis ``i`` of it on dimension ``dims[i]``, as far as sizes divide."""
-    entries: list[tuple[str, ...]] = [()] * x.ndim
+    entries = [()] * x.ndim
     for (axis, parts), d in zip(mesh.shape.items(), dims, strict=False):
         if d is not None and d < x.ndim and x.shape[d] % (parts * math.prod(mesh.shape[a] for a in entries[d])) == 0:
             entries[d] = (*entries[d], axis)
     return jax.device_put(x, NamedSharding(mesh, P(*entries)))
 
 
-def turned(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
+def turned(mesh):
     """The same devices in the same order, the axes of the same names written in the other order."""
     axes = tuple(reversed(mesh.shape.items()))
     devices = mesh.devices.reshape([n for _, n in axes])
     return jax.sharding.Mesh(devices, [a for a, _ in axes], axis_types=(AxisType.Auto,) * len(axes))
 
 
-def three_calls(run: Callable[..., Any], mesh: jax.sharding.Mesh, *arguments: Any) -> Iterator[Any]:
+def three_calls(run, mesh, *arguments):
     """The results of three calls: with arguments on the host, on all devices, and split along two dimensions."""
     yield run(*arguments)
     yield run(*jax.device_put(arguments, NamedSharding(mesh, P())))
@@ -63,29 +61,29 @@ _times_one = jax.jit(lambda v: v * 1)
 
 
 @functools.cache
-def _split(dim: int, mesh: jax.sharding.Mesh | tuple[tuple[str, int], ...], uneven: str) -> Callable[[Any], Any]:
+def _split(dim, mesh, uneven):
     """A function that returns its argument split in eight along ``dim``, or along its last dimension."""
     on = dict(mesh) if isinstance(mesh, tuple) else mesh
     return gshard.jit(lambda v: gshard.split(v * 1, min(dim, v.ndim - 1), 8), mesh=on, uneven=uneven)
 
 
-def _weak(x: np.ndarray) -> jax.Array:
+def _weak(x):
     """Of a weak type: a sum of numbers of Python, one for each bit."""
     return _sum_of_bits(x) if x.dtype == np.int32 else jnp.asarray(x)
 
 
-def _kept(dim: int, mesh: tuple[tuple[str, int], ...] | None = None) -> Place:
+def _kept(dim, mesh=None):
     """As another function returns it in padded parts."""
     return lambda x, own: _split(dim, mesh or own, "keep")(x)
 
 
-def _result(dim: int) -> Place:
+def _result(dim):
     """As another function of gshard's returns it, on the same mesh."""
     return lambda x, mesh: _split(dim, mesh, "gather")(x)
 
 
 # Their order matters to derandomized tests: add at the end.
-PLACES: dict[str, Place] = {
+PLACES = {
     "numpy": lambda x, mesh: x,
     "uncommitted": lambda x, mesh: jnp.asarray(x),
     "weak type": lambda x, mesh: _weak(x),
@@ -131,17 +129,13 @@ PLACES: dict[str, Place] = {
 WITHOUT_MARKS = ("numpy", "another device", "half, rows")
 
 
-def every_way(
-    mesh: jax.sharding.Mesh, *arrays: Any, ways: Sequence[str] = tuple(PLACES)
-) -> Iterator[tuple[str, tuple[Any, ...]]]:
+def every_way(mesh, *arrays, ways=tuple(PLACES)):
     """The arrays placed in each way, all of them in the same one; what is no NumPy array stays as it is."""
     for way in ways:
         yield way, tuple(PLACES[way](x, mesh) if isinstance(x, np.ndarray) else x for x in arrays)
 
 
-def in_every_way(
-    call: Callable[..., Any], arguments: Sequence[Any], mesh: jax.sharding.Mesh, ways: Sequence[str] = WITHOUT_MARKS
-) -> Iterator[Any]:
+def in_every_way(call, arguments, mesh, ways=WITHOUT_MARKS):
     """The results of three calls or more with the same numbers, placed in another way each time.
 
     Leaves of pytrees are placed; scalars and keys come as they are.

@@ -3,8 +3,6 @@
 And the flat one for a batch whose sentences begin and end together, which `gshard_m4.stream` must equal.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -13,16 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gshard import moe
-from gshard_m4.decode import (
-    EOS,
-    FORBIDDEN,
-    PAD,
-    DecodeConfig,
-    begin_beam,
-    extend_beam,
-    length_normaliser,
-    unfinished,
-)
+from gshard_m4.decode import EOS, FORBIDDEN, PAD, begin_beam, extend_beam, length_normaliser, unfinished
 
 
 class Decoded(NamedTuple):
@@ -32,7 +21,7 @@ class Decoded(NamedTuple):
     score_BN: Any
 
 
-def flat_beam_search(step: Any, cache: Any, sentences: int, longest: int, options: DecodeConfig) -> Decoded:
+def flat_beam_search(step, cache, sentences, longest, options):
     """All sentences to their ends; ``step`` and ``options`` as for `gshard_m4.decode.extend_beam`."""
     found = jax.lax.while_loop(
         lambda beam: jnp.any(unfinished(beam, options)),
@@ -42,17 +31,17 @@ def flat_beam_search(step: Any, cache: Any, sentences: int, longest: int, option
     return Decoded(found.best_BNT, found.best_BN)
 
 
-def decode(config: moe.TransformerConfig, params: dict, source_BL: Any, options: DecodeConfig) -> Decoded:
+def decode(config, params, source_BL, options):
     """Translations by a model on one device."""
     config = dataclasses.replace(config, partitions=1).dropless()
     valid_BL = source_BL != PAD
     sentences, longest = len(source_BL), options.longest(source_BL.shape[1])
 
     @jax.jit
-    def run(params: dict) -> Decoded:
+    def run(params):
         memory = moe.project_memory(config, params, moe.encode(config, params, source_BL))
 
-        def step(cache: Any, tokens_BK: Any, position_B: Any, seen_BKP: Any) -> Any:
+        def step(cache, tokens_BK, position_B, seen_BKP):
             return moe.decode_flat_step(config, params, cache, tokens_BK, position_B, memory, valid_BL, seen_BKP)
 
         cache = moe.init_cache(config, sentences, longest * options.beam)
@@ -61,9 +50,7 @@ def decode(config: moe.TransformerConfig, params: dict, source_BL: Any, options:
     return run(params)
 
 
-def reordering_beam_search(
-    step: Any, cache: Any, sentences: int, options: DecodeConfig, stop_early: bool = False
-) -> Decoded:
+def reordering_beam_search(step, cache, sentences, options, stop_early=False):
     """The n best translations of each sentence.
 
     ``step(cache, tokens_N, position)`` scores N = sentences * beam hypotheses, those of a sentence side by side; the
@@ -72,12 +59,12 @@ def reordering_beam_search(
     B, K, T, N = sentences, options.beam, options.max_length, options.n_best
     normal_T = jnp.asarray(length_normaliser(np.arange(1, T + 1), options.alpha))
 
-    def unfinished(carry: Any) -> Any:
+    def unfinished(carry):
         position, live_BK, _, best_BN, _, _ = carry
         hopeful = jnp.any(live_BK.max(1) / normal_T[-1] > best_BN[:, -1])
         return (position < T) & (hopeful | (not stop_early))
 
-    def extend(carry: Any) -> Any:
+    def extend(carry):
         position, live_BK, live_BKT, best_BN, best_BNT, cache = carry
         last_BK = live_BKT[:, :, jnp.maximum(position - 1, 0)]
         logits_NV, cache = step(cache, last_BK.reshape(B * K), position)

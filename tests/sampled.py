@@ -5,21 +5,17 @@ parameters. Of a grid of parameters, some cases in which every value of every pa
 the same at every run; tests of one table have different ones, so that together they take most of its rows.
 """
 
-from __future__ import annotations
-
 import itertools
 import zlib
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any
 
 import pytest
 
-from harness import Row, elementwise
+from harness import elementwise
 
 _ELEMENTWISE = frozenset(row.name for row in elementwise())
 
 
-def sampled(names: Iterable[str], kind: Callable[[str], Hashable], one_in: Callable[[str], int], seed: str) -> set[str]:
+def sampled(names, kind, one_in, seed):
     """The names that are drawn: the first of each kind and, of the others, about one in ``one_in(name)``."""
     found, kinds = set(), set()
     for name in names:
@@ -30,7 +26,7 @@ def sampled(names: Iterable[str], kind: Callable[[str], Hashable], one_in: Calla
     return found
 
 
-def sampled_rows(rows: Iterable[Row], seed: str) -> list[Row]:
+def sampled_rows(rows, seed):
     """A row of every primitive and a third of the others; of elementwise operators, which share one rule, an eighth."""
     by_name = {row.name: row for row in rows}
     drawn = sampled(
@@ -42,22 +38,22 @@ def sampled_rows(rows: Iterable[Row], seed: str) -> list[Row]:
     return [row for name, row in by_name.items() if name in drawn]
 
 
-def others_slow(rows: Iterable[Row], seed: str) -> list[Any]:
+def others_slow(rows, seed):
     """All rows as parameters of a test; those that are not drawn are marked slow."""
     all_rows = list(rows)
     drawn = {row.name for row in sampled_rows(all_rows, seed)}
     return [pytest.param(row, id=row.name, marks=() if row.name in drawn else pytest.mark.slow) for row in all_rows]
 
 
-def crossed(*values: Sequence[Any], one_in: int) -> list[Any]:
+def crossed(*values, one_in):
     """All combinations of these values of several parameters; most are marked slow.
 
     In those that are not, every value occurs, and they are at least one in ``one_in`` of all.
     """
     cases = list(itertools.product(*values))
     names = ["-".join(map(_name, case)) for case in cases]
-    fast: list[int] = []
-    seen: set[tuple[int, str]] = set()
+    fast = []
+    seen = set()
     order = sorted(range(len(cases)), key=lambda i: zlib.crc32(names[i].encode()))
     for i in order:  # first those that bring only new values, then those that bring any, then as many as are missing
         if not seen & _values(cases[i]):
@@ -74,9 +70,9 @@ def crossed(*values: Sequence[Any], one_in: int) -> list[Any]:
     ]
 
 
-def _values(case: Sequence[Any]) -> set[tuple[int, str]]:
+def _values(case):
     return {(k, _name(value)) for k, value in enumerate(case)}
 
 
-def _name(value: Any) -> str:
+def _name(value):
     return str(getattr(value, "__name__", value))

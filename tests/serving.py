@@ -1,7 +1,5 @@
 """A real server with a small random model: ``python tests/serving.py '{"rate": 0}'``."""
 
-from __future__ import annotations
-
 import json
 import sys
 from types import MappingProxyType
@@ -28,20 +26,20 @@ class Words:
     source_vocabulary = target_vocabulary + len(languages)
     length = 16
 
-    def tag(self, language: str) -> int:
+    def tag(self, language):
         return self.target_vocabulary + list(self.languages).index(language)
 
-    def source_ids(self, sentence: str) -> list[int]:
+    def source_ids(self, sentence):
         return [WORDS.index(word) + 3 if word in WORDS else 2 for word in sentence.split()]
 
-    def english(self, ids: list[int]) -> str:
+    def english(self, ids):
         return " ".join(WORDS[i - 3] for i in ids)
 
-    def spelt_in_bytes(self, ids: list[int]) -> float:
+    def spelt_in_bytes(self, ids):
         return 0.0
 
 
-def translator() -> Translator:
+def translator():
     text = Words()
     model = moe.TransformerConfig(
         text.source_vocabulary, text.target_vocabulary, model_dim=16, hidden_dim=32, heads=2, head_dim=8,

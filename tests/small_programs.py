@@ -4,8 +4,6 @@ Each is exact: of whole numbers, in int32 or in float32, it gives the same bits 
 number, so that a program runs on every mesh of eight devices. Outside of gshard it is the program without partitions.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -41,78 +39,78 @@ class Small:
     linear: bool = True
     mapped: bool = True
 
-    def arguments(self, x: Any, y: Any) -> tuple[Any, ...]:
+    def arguments(self, x, y):
         """The arguments of a call."""
         return ({"left": x, "right": y},) if self.in_dictionary else (x, y)
 
 
-def unread(x: Any, y: Any) -> Any:
+def unread(x, y):
     return x + 1
 
 
-def identity(x: Any, y: Any) -> Any:
+def identity(x, y):
     return y, x
 
 
-def running(x: Any, y: Any) -> Any:
+def running(x, y):
     return jnp.cumsum(split(x, 0, 8), 0) + y
 
 
-def product(x: Any, y: Any) -> Any:
+def product(x, y):
     return jnp.matmul(split(x, 0, 4), y.T)
 
 
-def unmarked(x: Any, y: Any) -> Any:
+def unmarked(x, y):
     return jnp.cumsum(x - y, 0), (x * 2 + y).sum(1)
 
 
-def elementwise(x: Any, y: Any) -> Any:
+def elementwise(x, y):
     return jnp.where(x > y, x - y, 3 * split(x, 1, 8))
 
 
-def reductions(pair: Any) -> Any:
+def reductions(pair):
     x, y = split(pair["left"], 0, 8), pair["right"]
     return {"total": x.sum(), "largest": jnp.max(x, 1), "columns": split(y, 1, 2).sum(0), "pair": pair}
 
 
-def loop(x: Any, y: Any) -> Any:
-    def body(carry: Any, row: Any) -> Any:
+def loop(x, y):
+    def body(carry, row):
         carry = carry + row
         return carry, carry - y[0]
 
     return lax.scan(body, split(y[1], 0, 8), x)
 
 
-def looked_up(x: Any, y: Any) -> Any:
+def looked_up(x, y):
     found = jnp.take(split(x, 0, 8), ROWS, axis=0, mode="clip")
     return found, y.at[ROWS[:5]].add(found[:5], mode="drop")
 
 
-def reshaped(x: Any, y: Any) -> Any:
+def reshaped(x, y):
     return split(x, 0, 8).reshape(-1), jnp.flip(y, 0).reshape(x.shape[::-1]).T
 
 
-def captured(x: Any, y: Any) -> Any:
+def captured(x, y):
     return x.at[:7, :7].add(TABLE.astype(x.dtype)), split(y, 0, 2) - HELD.astype(y.dtype)
 
 
-def crossed(x: Any, y: Any) -> Any:
+def crossed(x, y):
     return split(split(x, 0, 8) + 1, 1, 8) + y
 
 
-def whole(x: Any, y: Any) -> Any:
+def whole(x, y):
     return replicate(x) - split(y, 0, 2)
 
 
-def ring(x: Any, y: Any) -> Any:
+def ring(x, y):
     return shard(x, RING) + 1, y * 2
 
 
-def ring_product(x: Any, y: Any) -> Any:
+def ring_product(x, y):
     return jnp.matmul(shard(x, RING), y.T), x
 
 
-def centred(x: Any, y: Any) -> Any:
+def centred(x, y):
     return centre_p.bind(split(x, 0, 8)), y
 
 
@@ -120,7 +118,7 @@ centre_p = primitive_of("centre_of_histories", lambda x: x - x.sum(0, keepdims=T
 RULES = ("a b -> a b; replicate a", "a b -> a b; replicate a b")  # right, both; the second splits nothing
 
 
-def register(which: int) -> None:
+def register(which):
     """Registers one of the right rules of the primitive in ``centred``."""
     gshard.rule("centre_of_histories")(RULES[which])
 
@@ -145,6 +143,6 @@ PROGRAMS = {
 }  # fmt: skip
 
 
-def numbers(shape: tuple[int, ...], seed: int, dtype: Any = np.int32) -> np.ndarray:
+def numbers(shape, seed, dtype=np.int32):
     """Whole numbers of both signs."""
     return np.random.default_rng([seed, *shape]).integers(-9, 10, shape).astype(dtype)

@@ -1,9 +1,6 @@
 """Training steps and products whose collectives are known, on abstract meshes: nothing is placed, and nothing runs."""
 
-from __future__ import annotations
-
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,37 +12,37 @@ LAYERS, MODEL, HIDDEN, BATCH = 6, 64, 128, 32
 DATA, GRID = AbstractMesh((8,), ("data",)), AbstractMesh((2, 4), ("data", "model"))
 
 
-def array(shape: tuple[int, ...], mesh: AbstractMesh, *spec: Any, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+def array(shape, mesh, *spec, dtype=jnp.float32):
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
 
 
-def loss(params: Any, x: jax.Array) -> jax.Array:
-    def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+def loss(params, x):
+    def layer(x, w):
         return jnp.tanh(x @ w), None
 
     return jnp.mean(jax.lax.scan(layer, x, params["w"])[0] ** 2)
 
 
-def step(params: Any, x: jax.Array) -> Any:
+def step(params, x):
     gradients = jax.grad(loss)(params, x)
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
 
 
-def fsdp_arguments(layers: int = LAYERS) -> tuple[Any, ...]:
+def fsdp_arguments(layers=LAYERS):
     """The arguments of ``step``, weights and examples split over all devices."""
     return {"w": array((layers, MODEL, MODEL), DATA, None, "data")}, array((BATCH, MODEL), DATA, "data")
 
 
-def marked_step(params: Any, x: jax.Array) -> Any:
+def marked_step(params, x):
     """The same step for gshard, which gathers the weights as FSDP does."""
     return step({"w": gshard.split(params["w"], 1, "data")}, gshard.split(x, 0, "data"))
 
 
-def mlp(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+def mlp(x, up, down):
     return jax.nn.relu(x @ up) @ down
 
 
-def tensor_parallel_arguments() -> tuple[Any, ...]:
+def tensor_parallel_arguments():
     """The arguments of ``mlp``, as Megatron splits them: the sum over the hidden dimension is one all_reduce."""
     return (
         array((BATCH, MODEL), GRID, "data"),
@@ -54,12 +51,12 @@ def tensor_parallel_arguments() -> tuple[Any, ...]:
     )
 
 
-def marked_mlp(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+def marked_mlp(x, up, down):
     """The same product for gshard."""
     up, down = gshard.split(up, 1, "model"), gshard.split(down, 0, "model")
     return gshard.shard(mlp(gshard.split(x, 0, "data"), up, down), PartitionSpec("data"))
 
 
-def without_lines(text: str) -> str:
+def without_lines(text):
     """Text without the numbers of lines: versions of XLA note the line of a scan, or of what its body applies."""
     return re.sub(r"\.py:\d+", ".py:N", text)

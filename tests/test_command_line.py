@@ -4,9 +4,11 @@ import gzip
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,7 @@ import pytest
 
 import gshard
 from gshard.__main__ import main
+from gshard.commands import choices_of_options
 from gshard.core.mesh import Mesh
 from gshard.device.machine import Machine
 from gshard.moe.config import TABLE_1
@@ -36,195 +39,394 @@ def reduced():
 def wrong():
     return 3
 value = 3
+def jitted():
+    f, *args = reduced()
+    return gshard.jit(f, mesh={"devices": 8}), *args
+def squares(x):
+    return jnp.sum(gshard.split(x, 0, "data") ** 2)
+X = jnp.ones((8, 4))
+def on_mesh(kind):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    rows = jax.NamedSharding(mesh, jax.P("data"))
+    if kind == "gshard.jit":
+        return gshard.jit(squares, mesh=mesh), X
+    return (jax.jit(squares, in_shardings=rows), X) if kind == "jax.jit" else (squares, jax.device_put(X, rows))
+def own_gshard():
+    return on_mesh("gshard.jit")
+def own_jax():
+    return on_mesh("jax.jit")
+def own_array():
+    return on_mesh("array")
+def chain(u, v, w):
+    return gshard.replicate(gshard.split(u, 1, 8) @ v @ w)
 """
+PLACED = """
+import gshard, jax, jax.numpy as jnp
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
+def loss(w, x):
+    return jnp.sum((x @ w) ** 2)
+def step(w, x):
+    return w - 0.1 * jax.grad(loss)(w, x)
+def array(shape, *spec, devices=16):
+    mesh = AbstractMesh((devices,), ("data",))
+    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P(*spec)))
+def example():
+    return jax.jit(step), array((32, 8)), array((64, 32), "data")
+def small():
+    return jax.jit(step), array((32, 8), devices=8), array((64, 32), "data", devices=8)
+def unplaced():
+    return jax.jit(step), jnp.ones((32, 8)), jnp.ones((64, 32))
+def lowered():
+    return gshard.jit(step, mesh=8).lower(*small()[1:])
+def by_jax():
+    mesh = jax.make_mesh((8,), ("data",))
+    x = jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+    return jax.jit(step).lower(small()[1].update(sharding=NamedSharding(mesh, P())), x)
+"""
+BUILDER = """
+import jax, jax.numpy as jnp
+
+def build(global_batch, micro_batches, wide=False):
+    def step(w, x):
+        rounds = x.reshape(-1, micro_batches, 64).swapaxes(0, 1)
+        one = lambda total, x: (total + jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w), None)
+        return w - 0.1 * jax.lax.scan(one, jnp.zeros_like(w), rounds)[0]
+    return step, jax.ShapeDtypeStruct((64, 64), "float32"), jax.ShapeDtypeStruct((global_batch, 64), "float32")
+
+def fails(micro_batches):
+    raise ValueError("no such size")
+"""
+FILES = {
+    "model.py": MODEL, "placed.py": PLACED, "builder.py": BUILDER, "step.hlo.txt": GPU, "notes.txt": "nothing",
+    "more.txt": GPU.replace('{"n":"3"}', '{"n":"4"}'), "before.txt": GPU.replace(" is_scheduled=true,", ""),
+}  # fmt: skip
 
 
-@pytest.fixture
-def model(tmp_path):
-    path = tmp_path / "small_model.py"
-    path.write_text(MODEL)
-    return path
-
-
-def test_explain_prints_a_table(model, capsys):
-    assert main(["explain", f"{model}:loss", "--arg", "f32[8,4]", "--arg", "f32[4,2]", "--mesh", "data=4"]) == 0
-    printed = capsys.readouterr().out
-    assert printed.startswith("loss on 4 devices (data=4)")
-    assert "all_reduce" in printed
-    assert "ms a call on cpu" in printed
-
-
-def test_explain_writes_a_page_and_its_data(model, tmp_path, capsys):
-    page, data = tmp_path / "page.html", tmp_path / "data.json"
-    command = ["explain", f"{model}:example", "--mesh", "data=8", "--machine", "v3:2x2"]
-    assert main([*command, "--html", str(page), "--json", str(data)]) == 0
-    read = json.loads(data.read_text())
-    assert read["mesh"]["size"] == 8
-    assert read["machine"]["name"] == "v3:2x2"
-    assert "<title>gshard explain" in page.read_text()
-
-
-def test_search_prints_what_it_found_and_writes_the_plan(model, tmp_path, capsys):
-    page, saved = tmp_path / "page.html", tmp_path / "plan.json"
-    command = ["search", f"{model}:example", "--mesh", "data=2,model=4", "--machine", "v3:2x2", "--why", "w"]
-    assert main([*command, "--html", str(page), "--save", str(saved), "--memory-limit", "1GiB"]) == 0
-    printed = capsys.readouterr()
-    assert "ms a call on v3:2x2, mesh (data=2, model=4)" in printed.out
-    assert "as it is marked" in printed.out
-    assert "w: f32[4,2" in printed.out
-    assert "as it is marked: " in printed.err, "progress"
-    assert "<title>gshard explain" in page.read_text()
-    assert gshard.SavedPlan.load(saved).axes == (("data", 2), ("model", 4))
-    assert main([*command, "--save", str(tmp_path / "absent" / "plan.json")]) == 1
-    assert f"there is no folder {tmp_path / 'absent'}" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("options", "part"),
-    [
-        (["--export"], "in_shardings = "),
-        (["--export", "plan.mlir"], "sdy.mesh @mesh"),
-        (["--export", "plan.txt", "--export-as", "stablehlo"], "sdy.mesh @mesh"),
-    ],
-)
-@pytest.mark.one_in(2)
-def test_search_exports_the_plan(model, options, part, tmp_path, monkeypatch, capsys):
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """The commands run in a folder with these files."""
     monkeypatch.chdir(tmp_path)
-    command = ["search", f"{model}:example", "--mesh", "data=4", "--machine", "h100:1x4", *options]
-    assert main([*command, "--budget-seconds", "1"]) == 0
-    printed = capsys.readouterr().out
-    files = [tmp_path / name for name in options[1:2] if "." in name]
+    for name, text in FILES.items():
+        Path(name).write_text(text)
+    for name, data in (("step.txt.gz", gzip.compress(TPU.encode())), ("cut.txt.gz", gzip.compress(TPU.encode())[:100])):
+        Path(name).write_bytes(data)
+    return tmp_path
+
+
+LOSS = "model.py:loss --arg f32[8,4] --arg f32[4,2]"
+CHAIN = "model.py:chain --arg f32[64,512] --arg f32[512,256] --arg f32[256,2] --machine h100:1x8"
+BUILD = "builder.py:build --machine cpu:8 --mesh data=8 --global-batch 16 --donate-argnums 0"
+TWO_BY_FOUR = "step.hlo.txt --mesh data=2,model=4"
+
+# Commands that run one after the other in one folder: each with its exit status and words that it prints.
+SESSIONS = {
+    "explain prints a table": [
+        (f"explain {LOSS} --mesh data=4", 0, ["loss on 4 devices (data=4)", "all_reduce", "ms a call on cpu"]),
+    ],
+    "search": [
+        (
+            "search model.py:example --mesh data=2,model=4 --machine v3:2x2 --why w --html page.html --save plan.json"
+            " --memory-limit 1GiB", 0,
+            ["ms a call on v3:2x2, mesh (data=2, model=4)", "as it is marked", "w: f32[4,2", "as it is marked: "],
+        ),
+        (
+            "search model.py:example --mesh data=2,model=4 --machine v3:2x2 --save absent/plan.json", 1,
+            ["there is no folder absent"],
+        ),
+    ],
+    "search tries the shapes of a number of devices": [
+        (
+            "search model.py:example --mesh 4 --machine h100:1x4 --donate-argnums 0 --marks", 0,
+            ["mesh (data=2, model=2)", "ms without further marks"],
+        ),
+    ],
+    "search refuses a form that there is not": [
+        ("search model.py:example --mesh 4 --machine h100:1x4 --export-as patch", 1, ["a plan has no form 'patch'"]),
+        ("search model.py:example --mesh 4 --machine h100:1x4 --export-as jax-export", 1, ["writes bytes"]),
+    ],
+    "what does not fit": [
+        (
+            "plan model.py:loss --arg f32[8,4] --arg f32[4,5000000000] --machine h100:1x8 --mesh data=8", 3,
+            ["this does not fit: a device would hold 93.1 GiB, and may 74.5 GiB."],
+        ),
+        (
+            "search model.py:example --mesh data=4 --machine h100:1x4 --memory-limit 40B", 3, ["this does not fit"]
+        ),
+    ],
+    "times of two machines": [
+        ("explain model.py:example --mesh data=8 --json before.json", 0, []),
+        ("explain model.py:example --mesh data=8 --against before.json", 0, []),
+        (
+            "explain model.py:example --mesh data=8 --against before.json --machine h100", 1,
+            ["times of two kinds of machines cannot be compared.\n  before: cpu:8; after: h100:1x8\n"],
+        ),
+    ],
+    "an argument to donate that is not there": [
+        (f"search {LOSS} --donate-argnums 5", 1, ["--donate-argnums 5: loss has 2 arguments, x and w."]),
+    ],
+    "a traceback if asked for": [
+        ("--traceback explain model.py:loss --arg f32[8,4] --arg f32[5,2] --mesh data=4", 1, ["Traceback"]),
+    ],
+    "the mesh is that of the machine": [
+        ("explain model.py:reduced --machine h100:1x4", 0, ["loss on 4 devices (devices=4)"]),
+    ],
+    "what became worse fails with its line": [
+        ("explain model.py:reduced --mesh devices=4 --json small.json", 0, ["each device sends"]),
+        (
+            "explain model.py:reduced --mesh devices=8 --fail-above 1MiB --baseline small.json", 3,
+            ["bytes sent grew since the baseline", "model.py:9"],
+        ),
+        (
+            "explain model.py:reduced --mesh devices=8 --fail-above 6", 3, ["--fail-above allows 6 B", "model.py:9"]
+        ),
+        ("explain model.py:reduced --mesh devices=8 --json same.json", 0, []),
+        (
+            "explain model.py:reduced --mesh devices=8 --baseline same.json --against same.json --html page.html"
+            " --fail-above 7", 0, ["no line changed", "-bound: "],
+        ),
+    ],
+    "trace, and against XLA": [
+        (
+            "explain model.py:reduced --mesh devices=8 --trace trace.json --against xla", 0,
+            ["loss by XLA's partitioner -> loss by gshard"],
+        ),
+    ],
+    "a function is planned for a machine": [
+        ("plan model.py:reduced --machine h100:1x4", 0, ["loss on h100:1x4", "-bound: ", "temporaries"]),
+        ("plan model.py:reduced --machine h100:1x4 --search", 1, ["gshard search"]),
+        ("plan model.py:own_gshard --machine h100:1x4", 1, ["h100:1x4 has 4 devices, and the mesh has 8."]),
+    ],
+    "a plan is not there": [
+        ("plan MoE(7E) --machine v3", 1, ["MoE(7E)", "A function of yours is file.py:function"]),
+        ("plan T(96L) --machine v99", 1, ["no machine is called 'v99'"]),
+        ("plan mixtrl8x7b --machine h100:8x8", 1, ["Did you mean 'Mixtral-8x7B'?"]),
+    ],
+    "explain takes the plan that search saved": [
+        (f"search {LOSS} --mesh data=4 --machine H100 --donate-argnames w --save plan.json", 0, []),
+        (
+            f"explain {LOSS} --plan plan.json --donate-argnames w --memory-limit 1GiB", 0,
+            ["loss on 4 devices (data=4)"],
+        ),
+        (f"explain {LOSS} --plan plan.json --mesh data=8", 1, ["the plan is for another mesh"]),
+        (f"explain {LOSS} --mesh data=4 --memory-limit '8 B'", 1, ["MemoryLimitError"]),
+    ],
+    "finite is for functions": [
+        (f"explain {CHAIN}", 0, ["reduce_scatter"]),
+        (f"explain {CHAIN} --finite", 0, ["each device sends 896 B in one call: all_reduce 896 B"]),
+        *(
+            (f"plan 'MoE(128E, 12L)' --machine v3:8x8 {given}", 1, [f"{given.split()[0]} is for a function of yours."])
+            for given in ("--finite", "--arg f32[8]", "--mesh data=8", "--donate-argnums 0")
+        ),
+    ],
+    "explain reads a dump": [
+        (
+            f"explain {TWO_BY_FOUR} --machine h100:1x8 --html page.html --json data.json --trace trace.json", 0,
+            ["step, compiled by XLA for gpu, on 8 devices (data=2 model=4), 40 instructions", "all_gather",
+             "Launch-bound: ", "ms a call on h100:1x8"],
+        ),
+        (
+            f"explain {TWO_BY_FOUR} --against data.json --baseline data.json --fail-above 1MiB", 0,
+            [NO_MACHINE, "no line changed"],
+        ),
+        (
+            "explain more.txt --mesh data=2,model=4 --baseline data.json", 3,
+            ["bytes sent and FLOPs of a device grew since the baseline", "layers.py:9"],
+        ),
+        (
+            f"explain {TWO_BY_FOUR} --fail-above 100KiB", 3,
+            ["416.0 KiB in one call of step, and --fail-above allows 100.0 KiB"],
+        ),
+    ],
+    "explain reads a compressed dump": [
+        ("explain step.txt.gz --machine v5e:2x4", 0, ["compiled by XLA for tpu, on 8 devices"]),
+        ("explain cut.txt.gz", 1, ["neither a compiled program nor a file of one"]),
+    ],
+    "files that are no dumps": [
+        (
+            "explain before.txt", 1,
+            ["XLA had not finished partitioning and optimising it", "whose name ends in after_optimizations.txt"],
+        ),
+        ("explain notes.txt", 1, ["this is no compiled program.\n  text that begins with 'nothing'"]),
+    ],
+    "a function from jax.jit is explained as XLA compiles it": [
+        (
+            "explain placed.py:small --machine h100 --json data.json", 0,
+            ["step, compiled by XLA for cpu, on 8 devices (data=8)", "gradient of w"],
+        ),
+        (
+            "explain placed.py:small --machine h100 --partitioner gshard --against data.json", 0,
+            ["step on 8 devices (data=8), ", "equations", "step -> step"],
+        ),
+        ("explain placed.py:small --mesh data=4", 0, ["step on 4 devices (data=4)"]),
+        (
+            "explain placed.py:small --partitioner xla --mesh data=4", 1,
+            ["--mesh is for what gshard partitions, and XLA partitions this."],
+        ),
+        ("explain placed.py:small --why w", 1, ["Leave it out, or give --partitioner gshard."]),
+        ("explain placed.py:unplaced", 0, ["step on 8 devices (devices=8), "]),
+        ("explain placed.py:unplaced --partitioner xla", 0, ["compiled by XLA for cpu, on 1 device"]),
+        (
+            "explain placed.py:step --arg f32[32,8] --arg f32[64,32] --partitioner xla", 1,
+            ['partitioner="xla" explains a function from jax.jit'],
+        ),
+    ],
+    "a function that is lowered is explained": [
+        (
+            "explain placed.py:lowered --machine h100 --why w", 0,
+            ["step on 8 devices (devices=8), ", "x: f32[64@devices,32]", "ms a call on h100:1x8"],
+        ),
+        (
+            "explain placed.py:lowered --partitioner xla", 0,
+            ["step, compiled by XLA for cpu, on 8 devices (devices=8)"],
+        ),
+        ("explain placed.py:by_jax", 0, ["step, compiled by XLA for cpu, on 8 devices (data=8)"]),
+        ("explain placed.py:lowered --mesh 4", 1, ["--mesh is not for a function that is lowered."]),
+        ("explain placed.py:by_jax --why w", 1, ["--why is not for a function that is lowered."]),
+        ("explain placed.py:by_jax --finite", 1, ["--finite is not for a function that is lowered."]),
+        (
+            "explain placed.py:by_jax --partitioner gshard", 1,
+            ["a program that jax.jit lowered is partitioned by XLA."],
+        ),
+        ("search placed.py:lowered", 1, ["returned Lowered, not a tuple"]),
+    ],
+    "configure": [
+        (
+            f"configure {BUILD} --choice micro_batches=1,2 --json found.json --save best.json --html page.html", 0,
+            ["examples/s", "wrote best.json: gshard.stages.Configuration.load('best.json', build) reads it"],
+        ),
+        (f"configure {BUILD} --choice micro_batches=1 --memory-limit 1KiB", 3, ["no configuration fits in 1.0 KiB"]),
+        (f"configure {BUILD} --choice micro_batches=3", 1, ["not divided evenly by 3"]),
+        (
+            "configure builder.py:fails --machine cpu:8 --global-batch 2", 1,
+            ["no such size", "gshard called fails(micro_batches=1)"],
+        ),
+    ],
+}  # fmt: skip
+
+
+def run(command, status, words, capsys):
+    assert main(shlex.split(command)) == status, command
+    printed = capsys.readouterr()
+    text = printed.out + printed.err
+    assert [word for word in words if word not in text] == [], (command, text)
+    assert ("Traceback" in text) == ("--traceback" in command)
+    return printed
+
+
+@pytest.mark.parametrize("what", SESSIONS)
+def test_sessions(what, capsys):
+    for command, status, words in SESSIONS[what]:
+        run(command, status, words, capsys)
+    for file in Path().iterdir():
+        if file.name == "page.html":
+            assert "<title>gshard " in file.read_text()
+        if file.name == "trace.json":
+            assert json.loads(file.read_text())["traceEvents"]
+    if what == "search":
+        assert gshard.SavedPlan.load("plan.json").axes == (("data", 2), ("model", 4))
+    if what.startswith("explain reads a dump"):
+        assert json.loads(Path("data.json").read_text())["machine"]["name"] == "h100:1x8"
+    if what.startswith("a function from jax.jit"):
+        assert next(iter(json.loads(Path("data.json").read_text())["lines"])).startswith("placed.py:")
+    if what == "what became worse fails with its line":
+        assert '"difference":' in Path("page.html").read_text()
+    if what == "configure":
+        data = json.loads(Path("found.json").read_text())
+        assert data["configurations"][0]["keywords"] == {"micro_batches": 1}
+        assert data["bound"] > 0
+
+
+@pytest.mark.parametrize("made", ["own_gshard", "own_jax", "own_array"])
+@pytest.mark.parametrize("command", ["plan {}", "explain {} --seconds 0", "search {} --budget-seconds 1"])
+@pytest.mark.one_in(3)
+def test_a_function_is_planned_on_its_own_mesh(command, made, capsys):
+    assert main([*command.format(f"model.py:{made}").split(), "--machine", "h100:1x8"]) == 0
+    assert re.search(r"data=4,? model=2", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(("options", "part"), [
+    ("--export", "in_shardings = "),
+    ("--export plan.mlir", "sdy.mesh @mesh"),
+    ("--export plan.txt --export-as stablehlo", "sdy.mesh @mesh"),
+])  # fmt: skip
+@pytest.mark.one_in(2)
+def test_search_exports_the_plan(options, part, capsys):
+    command = f"search model.py:example --mesh data=4 --machine h100:1x4 --budget-seconds 1 {options}"
+    printed = run(command, 0, [], capsys).out
+    files = [Path(name) for name in options.split()[1:2]]
     assert part in (files[0].read_text() if files else printed)
     assert all(f"wrote {file.name}: for jax.jit on mesh" in printed for file in files)
 
 
-def test_search_refuses_a_form_that_there_is_not(model, capsys):
-    command = ["search", f"{model}:example", "--mesh", "4", "--machine", "h100:1x4"]
-    assert main([*command, "--export-as", "patch"]) == 1
-    assert "a plan has no form 'patch'" in capsys.readouterr().err
-    assert main([*command, "--export-as", "jax-export"]) == 1
-    assert "writes bytes" in capsys.readouterr().err
+# The target and options of explain, and the message.
+MISTAKES = [
+    ("model.py:absent", "has no 'absent'"),
+    ("model.py:value", "is a int and no function"),
+    ("model.py:wrong", "returned int, not a tuple"),
+    ("model.py:loss", "needs arguments, and none are given"),
+    ("model.py:loss --arg f32[8,", "'f32[8,' is not understood: f32[8]?"),
+    ("model.py:loss --arg float32[64,8]", "'float32[64,8]' is not understood: f32[64,8]?\n  Types are f32, bf16, f16"),
+    ("model.py:loss --arg int8[4]", "not understood: s8[4]?"),
+    ("model.py:loss --arg [4]", "'[4]' is not understood."),
+    ("model.py:example --mesh a=b", "is no mesh"),
+    ("model.py:example --mesh data=8 --machine v3:4x4", "32 devices, and the mesh has 8"),
+    ("model.py:example --mesh data=8 --machine h100:1x4", "Write h100:1x8, or leave out the shape: h100."),
+    ("model.py", "names no function"),
+    ("no_such_module:f", "cannot be imported"),
+    ("model.py:loss --arg f32[8,4]", "cannot be called with 1 argument: missing a required argument: 'w'"),
+    ("model.py:loss" + " --arg f32[8,4]" * 3, "too many positional arguments"),
+    ("model.py:loss --arg f32[8,4] --arg f32[5,2] --mesh data=4", "model.py:4 (loss)"),
+    ("model.py:example --mesh data=8 --html /no/such/folder/page.html", "there is no folder /no/such/folder"),
+    ("model.py:example --mesh data=8 --json /no/such/folder/page.json", "--json /no/such/folder/page.json"),
+    ("model.py:example --mesh data=8 --trace /no/such/folder/trace.json", "--trace /no/such/folder/trace.json"),
+    ("model.py:example --mesh data=8 --against /no/such/file.json", "cannot be read"),
+    ("model.py:example --mesh data=8 --baseline notes.txt", "is no explanation"),
+    ("model.py:example --mesh data=8 --fail-above much", "is no number of bytes"),
+    ("step.hlo.txt --trace trace.json", 'machine="h100:1x8", on the command line --machine h100:1x8'),
+    *(
+        (f"step.hlo.txt {given}", f"{given if 'against' in given else given.split()[0]} is not for a compiled program.")
+        for given in (
+            "--why w", "--plan plan.json", "--memory-limit 1GiB", "--finite", "--arg f32[8]", "--donate-argnums 0",
+            "--static-argnames x", "--against xla",
+        )
+    ),
+    ("step.hlo.txt --partitioner gshard", "a compiled program is partitioned already."),
+    ("step.hlo.txt --mesh 4", "the program runs on 8 devices, and the mesh has 4."),
+    ("step.hlo.txt --machine h100:1x4", "h100:1x4 has 4 devices"),
+]  # fmt: skip
 
 
-def test_search_tries_the_shapes_of_a_number_of_devices(model, capsys):
-    assert (
-        main(["search", f"{model}:example", "--mesh", "4", "--machine", "h100:1x4", "--donate-argnums", "0", "--marks"])
-        == 0
-    )
-    printed = capsys.readouterr().out
-    assert "mesh (data=2, model=2)" in printed
-    assert "ms without further marks" in printed
+@pytest.mark.parametrize(("given", "message"), MISTAKES)
+def test_mistakes_are_one_clear_error(given, message, capsys):
+    assert run(f"explain {given}", 1, [message], capsys).out == ""
 
 
-@pytest.mark.parametrize(
-    "target, extra, message",
-    [
-        ("{}:absent", [], "has no 'absent'"),
-        ("{}:value", [], "is a int and no function"),
-        ("{}:wrong", [], "returned int, not a tuple"),
-        ("{}:loss", [], "needs arguments, and none are given"),
-        ("{}:loss", ["--arg", "f32[8,"], "'f32[8,' is not understood: f32[8]?"),
-        ("{}:example", ["--mesh", "a=b"], "is no mesh"),
-        ("{}:example", ["--mesh", "data=8", "--machine", "v3:4x4"], "32 devices, and the mesh has 8"),
-        (
-            "{}:loss",
-            ["--arg", "float32[64,8]"],
-            "'float32[64,8]' is not understood: f32[64,8]?\n  Types are f32, bf16, f16",
-        ),
-        ("{}:loss", ["--arg", "int8[4]"], "not understood: s8[4]?"),
-        ("{}:loss", ["--arg", "[4]"], "'[4]' is not understood."),
-        ("{}:example", ["--mesh", "data=8", "--machine", "h100:1x4"], "Write h100:1x8, or leave out the shape: h100."),
-        ("{}", [], "names no function"),
-        ("no_such_module:f", [], "cannot be imported"),
-        ("{}:loss", ["--arg", "f32[8,4]"], "cannot be called with 1 argument: missing a required argument: 'w'"),
-        ("{}:loss", ["--arg", "f32[8,4]"] * 3, "too many positional arguments"),
-        ("{}:loss", ["--arg", "f32[8,4]", "--arg", "f32[5,2]", "--mesh", "data=4"], "small_model.py:4 (loss)"),
-        (
-            "{}:example",
-            ["--mesh", "data=8", "--html", "/no/such/folder/page.html"],
-            "there is no folder /no/such/folder",
-        ),
-        ("{}:example", ["--mesh", "data=8", "--json", "/no/such/folder/page.json"], "--json /no/such/folder/page.json"),
-        (
-            "{}:example",
-            ["--mesh", "data=8", "--trace", "/no/such/folder/trace.json"],
-            "--trace /no/such/folder/trace.json",
-        ),
-        ("{}:example", ["--mesh", "data=8", "--against", "/no/such/file.json"], "cannot be read"),
-        ("{}:example", ["--mesh", "data=8", "--baseline", __file__], "is no explanation"),
-        ("{}:example", ["--mesh", "data=8", "--fail-above", "much"], "is no number of bytes"),
-    ],
-)
-def test_mistakes_are_one_clear_error(model, target, extra, message, capsys):
-    assert main(["explain", target.format(model), *extra]) == 1
-    assert message in capsys.readouterr().err
+@pytest.mark.parametrize("text, message", [
+    ("import jax\njax.nothing_here\n", "fails when it is imported: AttributeError"),
+    ("import sys\nsys.exit(2)\n", "fails when it is imported: SystemExit"),
+    ("\ndef f(:\n", "SyntaxError: invalid syntax (failing_model.py, line 2).\n  at failing_model.py:2\n"),
+    ("import not_there\n", "failing_model.py:1 imports 'not_there', which is not installed here."),
+    ("import json\nfrom json import nope\n", "\n  at failing_model.py:2\n"),
+])  # fmt: skip
+def test_a_module_that_fails_is_one_clear_error(text, message, capsys):
+    Path("failing_model.py").write_text(text)
+    run("explain failing_model.py:f", 1, [message], capsys)
 
 
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        ("import jax\njax.nothing_here\n", "fails when it is imported: AttributeError"),
-        ("import sys\nsys.exit(2)\n", "fails when it is imported: SystemExit"),
-        ("\ndef f(:\n", "SyntaxError: invalid syntax (failing_model.py, line 2).\n  at failing_model.py:2\n"),
-        ("import not_there\n", "failing_model.py:1 imports 'not_there', which is not installed here."),
-        ("import json\nfrom json import nope\n", "\n  at failing_model.py:2\n"),
-    ],
-)
-def test_a_module_that_fails_is_one_clear_error(text, message, tmp_path, capsys):
-    path = tmp_path / "failing_model.py"
-    path.write_text(text)
-    assert main(["explain", f"{path}:f"]) == 1
-    printed = capsys.readouterr().err
-    assert message in printed
-    assert "Traceback" not in printed
-
-
-@pytest.mark.parametrize("command", [["explain"], ["search", "--machine", "h100"], ["plan", "--machine", "h100:1x8"]])
+@pytest.mark.parametrize(("command", "words"), [
+    ("explain model.py:jitted", "(devices=8)"),
+    ("search model.py:jitted --machine h100", "devices=8"),
+    ("plan model.py:jitted --machine h100:1x8", "devices=8"),
+    ("explain placed.py:example", "compiled by XLA for cpu, on 16 devices (data=16)"),
+])  # fmt: skip
 @pytest.mark.one_in(3)
-def test_devices_of_a_target_need_not_exist(command, tmp_path):
+def test_devices_of_a_target_need_not_exist(command, words):
     """In a process of its own, which has one device until a command plays more."""
-    path = tmp_path / "jitted_model.py"
-    path.write_text(
-        f"{MODEL}\ndef jitted():\n    f, *args = reduced()\n    return gshard.jit(f, mesh={{'devices': 8}}), *args\n"
-    )
     env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
-    program = [sys.executable, "-m", "gshard", command[0], f"{path}:jitted", *command[1:]]
+    program = [sys.executable, "-m", "gshard", *command.split()]
     done = subprocess.run(program, env=env, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
-    assert "(devices=8)" in done.stdout or "mesh devices=8" in done.stdout
-
-
-def test_what_does_not_fit_is_told_by_the_exit_status(model, capsys):
-    big = ["--arg", "f32[8,4]", "--arg", "f32[4,5000000000]"]
-    assert main(["plan", f"{model}:loss", *big, "--machine", "h100:1x8", "--mesh", "data=8"]) == 3
-    assert "this does not fit: a device would hold 93.1 GiB, and may 74.5 GiB." in capsys.readouterr().err
-    small = ["search", f"{model}:example", "--mesh", "data=4", "--machine", "h100:1x4", "--memory-limit", "40B"]
-    assert main(small) == 3
-    assert "this does not fit" in capsys.readouterr().err
-
-
-def test_an_explanation_of_another_machine_is_not_compared(model, tmp_path, capsys):
-    before = tmp_path / "before.json"
-    command = ["explain", f"{model}:example", "--mesh", "data=8"]
-    assert main([*command, "--json", str(before)]) == 0
-    assert main([*command, "--against", str(before)]) == 0
-    assert main([*command, "--against", str(before), "--machine", "h100"]) == 1
-    printed = capsys.readouterr().err
-    assert "times of two kinds of machines cannot be compared.\n  before: cpu:8; after: h100:1x8\n" in printed
-
-
-def test_an_argument_to_donate_that_is_not_there(model, capsys):
-    command = ["search", f"{model}:loss", "--arg", "f32[8,4]", "--arg", "f32[4,2]", "--donate-argnums", "5"]
-    assert main(command) == 1
-    assert "--donate-argnums 5: loss has 2 arguments, x and w." in capsys.readouterr().err
-
-
-def test_a_traceback_is_shown_if_asked_for(model, capsys):
-    command = ["explain", f"{model}:loss", "--arg", "f32[8,4]", "--arg", "f32[5,2]", "--mesh", "data=4"]
-    assert main(command) == 1
-    assert "Traceback" not in capsys.readouterr().err
-    assert main(["--traceback", *command]) == 1
-    assert "Traceback" in capsys.readouterr().err
+    assert words in done.stdout
 
 
 def test_version(capsys):
@@ -234,74 +436,6 @@ def test_version(capsys):
     assert capsys.readouterr().out.startswith(f"gshard {version('gshard')} (jax {jax.__version__}")
 
 
-def test_the_mesh_is_that_of_the_machine(model, capsys):
-    assert main(["explain", f"{model}:reduced", "--machine", "h100:1x4"]) == 0
-    assert "loss on 4 devices (devices=4)" in capsys.readouterr().out
-
-
-def test_what_became_worse_fails_with_its_line(model, tmp_path, capsys):
-    """Exit status 3, for continuous integration: a limit of bytes, and what the program was before."""
-    command = ["explain", f"{model}:reduced", "--mesh", "devices=8"]
-    small, page = tmp_path / "small.json", tmp_path / "page.html"
-    assert main(["explain", f"{model}:reduced", "--mesh", "devices=4", "--json", str(small)]) == 0
-    assert "each device sends" in capsys.readouterr().out
-    assert main([*command, "--fail-above", "1MiB", "--baseline", str(small)]) == 3, "more devices send more"
-    failed = capsys.readouterr().err
-    assert "bytes sent grew since the baseline" in failed
-    assert "small_model.py:9" in failed
-    assert main([*command, "--fail-above", "6"]) == 3
-    failed = capsys.readouterr().err
-    assert "--fail-above allows 6 B" in failed
-    assert "small_model.py:9" in failed
-    same = tmp_path / "same.json"
-    assert main([*command, "--json", str(same)]) == 0
-    assert (
-        main([*command, "--baseline", str(same), "--against", str(same), "--html", str(page), "--fail-above", "7"]) == 0
-    )
-    printed = capsys.readouterr().out
-    assert "no line changed" in printed
-    assert "-bound: " in printed
-    assert '"difference":' in page.read_text()
-
-
-def test_trace_and_against_xla(model, tmp_path, capsys):
-    trace = tmp_path / "trace.json"
-    command = ["explain", f"{model}:reduced", "--mesh", "devices=8", "--trace", str(trace), "--against", "xla"]
-    assert main(command) == 0
-    printed = capsys.readouterr().out
-    assert "loss by XLA's partitioner -> loss by gshard" in printed
-    assert json.loads(trace.read_text())["traceEvents"]
-
-
-def test_a_function_is_planned_for_a_machine(model, capsys):
-    assert main(["plan", f"{model}:reduced", "--machine", "h100:1x4"]) == 0
-    printed = capsys.readouterr().out
-    assert "loss on h100:1x4" in printed
-    assert "-bound: " in printed
-    assert "temporaries" in printed
-    assert main(["plan", f"{model}:reduced", "--machine", "h100:1x4", "--search"]) == 1
-    assert "gshard search" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("made", ["gshard.jit(loss, mesh=MESH), X", "jax.jit(loss, in_shardings=ROWS), X",
-    "loss, jax.device_put(X, ROWS)"])  # fmt: skip
-def test_a_function_is_planned_on_its_own_mesh(made, model, capsys):
-    model.write_text(f"""{MODEL}
-X = jnp.ones((8, 4))
-MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-ROWS = jax.NamedSharding(MESH, jax.P("data"))
-def loss(x):
-    return jnp.sum(gshard.split(x, 0, "data") ** 2)
-def own():
-    return {made}
-""")
-    for command in (["plan"], ["explain", "--seconds", "0"], ["search", "--budget-seconds", "1"]):
-        assert main([command[0], f"{model}:own", *command[1:], "--machine", "h100:1x8"]) == 0
-        assert re.search(r"data=4,? model=2", capsys.readouterr().out)
-    assert main(["plan", f"{model}:own", "--machine", "h100:1x4"]) == 1
-    assert "h100:1x4 has 4 devices, and the mesh has 8." in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("line", ["explan x.py:f", "plan x.py:f --machine v3 --serach"])
 def test_what_a_command_line_does_not_know_has_a_near_name(line, capsys):
     with pytest.raises(SystemExit):
@@ -309,10 +443,15 @@ def test_what_a_command_line_does_not_know_has_a_near_name(line, capsys):
     assert f"Did you mean '{'explain' if 'explan' in line else '--search'}'?" in capsys.readouterr().err
 
 
-def test_texts_of_shapes_and_meshes():
+def test_texts_of_shapes_meshes_and_choices():
     assert shape_of("pred[]").dtype == jnp.bool_
     assert shape_of("s32[4, 2]").shape == (4, 2)
     assert mesh_of("16").size == 16
+    read = choices_of_options(["a=1,2.5,none", "b=True,None,x", "a=3"])
+    assert read == {"a": [1, 2.5, "none", 3], "b": [True, None, "x"]}
+    for wrong in ("a", "a=", "=1", "a b=1"):
+        with pytest.raises(gshard.ArgumentError, match="is not understood"):
+            choices_of_options([wrong])
 
 
 def test_calibrate_measures_this_machine(tmp_path, capsys):
@@ -405,39 +544,6 @@ def test_a_limit_needs_nothing_from_the_user():
     assert "recomputed to fit in 12,288.0 MiB" in str(limited)
 
 
-@pytest.mark.slow
-def test_a_limit_on_the_command_line(capsys):
-    assert main(["plan", "MoE(128E, 12L)", "--machine", "v3:8x8", "--memory-limit", "2GiB"]) == 1
-    error = capsys.readouterr().err
-    assert "more than memory_limit (2.0 GiB)" in error
-    assert main(["plan", "MoE(128E, 12L)", "--machine", "v3:8x8", "--memory-limit", "much"]) == 1
-    assert "is no number of bytes" in capsys.readouterr().err
-
-
-def test_finite_is_for_functions(capsys, tmp_path):
-    (tmp_path / "chain.py").write_text(
-        "import gshard\n\ndef f(u, v, w):\n    return gshard.replicate(gshard.split(u, 1, 8) @ v @ w)\n"
-    )
-    arguments = [word for size in ("64,512", "512,256", "256,2") for word in ("--arg", f"f32[{size}]")]
-    sent = []
-    for finite in ([], ["--finite"]):
-        assert main(["explain", f"{tmp_path / 'chain.py'}:f", *arguments, "--machine", "h100:1x8", *finite]) == 0
-        sent.append(capsys.readouterr().out)
-    assert "reduce_scatter" in sent[0]
-    assert "each device sends 896 B in one call: all_reduce 896 B" in sent[1]
-    assert main(["plan", "MoE(128E, 12L)", "--machine", "v3:8x8", "--finite"]) == 1
-    assert "--finite is for a function of yours" in capsys.readouterr().err
-
-
-def test_plan_refuses_what_is_not_there(capsys):
-    assert main(["plan", "MoE(7E)", "--machine", "v3"]) == 1
-    printed = capsys.readouterr().err
-    assert printed.count("MoE(7E)") == 1
-    assert "A function of yours is file.py:function" in printed
-    assert main(["plan", "T(96L)", "--machine", "v99"]) == 1
-    assert "no machine is called 'v99'" in capsys.readouterr().err
-
-
 def test_every_row_of_the_table_has_a_batch_that_its_devices_can_split():
     for name in TABLE_1:
         config, machine = configured(name, "v3")
@@ -447,200 +553,8 @@ def test_every_row_of_the_table_has_a_batch_that_its_devices_can_split():
         assert lowered.program.block.equations
 
 
-def test_explain_takes_the_plan_that_search_saved(model, tmp_path, capsys):
-    target, saved = [f"{model}:loss", "--arg", "f32[8,4]", "--arg", "f32[4,2]"], tmp_path / "plan.json"
-    search = [
-        "search",
-        *target,
-        "--mesh",
-        "data=4",
-        "--machine",
-        "H100",
-        "--donate-argnames",
-        "w",
-        "--save",
-        str(saved),
-    ]
-    assert main(search) == 0
-    assert main(["explain", *target, "--plan", str(saved), "--donate-argnames", "w", "--memory-limit", "1GiB"]) == 0
-    assert "loss on 4 devices (data=4)" in capsys.readouterr().out
-    assert main(["explain", *target, "--plan", str(saved), "--mesh", "data=8"]) == 1
-    assert "the plan is for another mesh" in capsys.readouterr().err
-    assert main(["explain", *target, "--mesh", "data=4", "--memory-limit", "8 B"]) == 1
-    assert "MemoryLimitError" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("given", [["--finite"], ["--arg", "f32[8]"], ["--mesh", "data=8"], ["--donate-argnums", "0"]])
-def test_options_of_functions_are_refused_for_named_models(given, capsys):
-    assert main(["plan", "MoE(128E, 12L)", "--machine", "v3:8x8", *given]) == 1
-    assert f"{given[0]} is for a function of yours." in capsys.readouterr().err
-
-
-PLACED = """
-import gshard, jax, jax.numpy as jnp
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
-def loss(w, x):
-    return jnp.sum((x @ w) ** 2)
-def step(w, x):
-    return w - 0.1 * jax.grad(loss)(w, x)
-def array(shape, *spec, devices=16):
-    mesh = AbstractMesh((devices,), ("data",))
-    return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P(*spec)))
-def example():
-    return jax.jit(step), array((32, 8)), array((64, 32), "data")
-def small():
-    return jax.jit(step), array((32, 8), devices=8), array((64, 32), "data", devices=8)
-def unplaced():
-    return jax.jit(step), jnp.ones((32, 8)), jnp.ones((64, 32))
-def lowered():
-    return gshard.jit(step, mesh=8).lower(*small()[1:])
-def by_jax():
-    mesh = jax.make_mesh((8,), ("data",))
-    x = jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=NamedSharding(mesh, P("data")))
-    return jax.jit(step).lower(small()[1].update(sharding=NamedSharding(mesh, P())), x)
-"""
-
-
-@pytest.fixture
-def placed(tmp_path):
-    path = tmp_path / "placed_model.py"
-    path.write_text(PLACED)
-    return path
-
-
-@pytest.fixture
-def dump(tmp_path):
-    path = tmp_path / "step.hlo.txt"
-    path.write_text(GPU)
-    return path
-
-
-def test_explain_reads_a_dump(dump, tmp_path, capsys):
-    page, data, trace = (tmp_path / name for name in ("page.html", "data.json", "trace.json"))
-    command = ["explain", str(dump), "--mesh", "data=2,model=4"]
-    files = ["--html", str(page), "--json", str(data), "--trace", str(trace)]
-    assert main([*command, "--machine", "h100:1x8", *files]) == 0
-    printed = capsys.readouterr().out
-    assert printed.startswith("step, compiled by XLA for gpu, on 8 devices (data=2 model=4), 40 instructions")
-    assert "all_gather" in printed
-    assert "Launch-bound: " in printed
-    assert "ms a call on h100:1x8" in printed
-    assert json.loads(data.read_text())["machine"]["name"] == "h100:1x8"
-    assert "<title>gshard explain" in page.read_text()
-    assert json.loads(trace.read_text())["traceEvents"]
-    assert main([*command, "--against", str(data), "--baseline", str(data), "--fail-above", "1MiB"]) == 0
-    printed = capsys.readouterr().out
-    assert NO_MACHINE in printed
-    assert "no line changed" in printed
-    more = tmp_path / "more.txt"
-    more.write_text(GPU.replace('{"n":"3"}', '{"n":"4"}'))
-    assert main(["explain", str(more), "--mesh", "data=2,model=4", "--baseline", str(data)]) == 3
-    failed = capsys.readouterr().err
-    assert "bytes sent and FLOPs of a device grew since the baseline" in failed
-    assert "layers.py:9" in failed
-    assert main([*command, "--fail-above", "100KiB"]) == 3
-    assert "416.0 KiB in one call of step, and --fail-above allows 100.0 KiB" in capsys.readouterr().err
-
-
-def test_explain_reads_a_compressed_dump(tmp_path, capsys):
-    path = tmp_path / "step.txt.gz"
-    path.write_bytes(gzip.compress(TPU.encode()))
-    assert main(["explain", str(path), "--machine", "v5e:2x4"]) == 0
-    assert "compiled by XLA for tpu, on 8 devices" in capsys.readouterr().out
-    path.write_bytes(gzip.compress(TPU.encode())[:100])
-    assert main(["explain", str(path)]) == 1
-    assert "neither a compiled program nor a file of one" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (["--why", "w"], "--why is not for a compiled program."),
-        (["--trace", "trace.json"], 'machine="h100:1x8", on the command line --machine h100:1x8'),
-        (["--plan", "plan.json"], "--plan is not for a compiled program."),
-        (["--memory-limit", "1GiB"], "--memory-limit is not for a compiled program."),
-        (["--finite"], "--finite is not for a compiled program."),
-        (["--arg", "f32[8]"], "--arg is not for a compiled program."),
-        (["--donate-argnums", "0"], "--donate-argnums is not for a compiled program."),
-        (["--static-argnames", "x"], "--static-argnames is not for a compiled program."),
-        (["--against", "xla"], "--against xla is not for a compiled program."),
-        (["--partitioner", "gshard"], "a compiled program is partitioned already."),
-        (["--mesh", "4"], "the program runs on 8 devices, and the mesh has 4."),
-        (["--machine", "h100:1x4"], "h100:1x4 has 4 devices"),
-    ],
-)
-def test_what_a_dump_cannot_be_asked_is_one_clear_error(given, message, dump, capsys):
-    assert main(["explain", str(dump), *given]) == 1
-    printed = capsys.readouterr()
-    assert message in printed.err
-    assert printed.out == ""
-
-
-def test_a_dump_of_an_earlier_stage_is_one_clear_error(tmp_path, capsys):
-    (tmp_path / "before.txt").write_text(GPU.replace(" is_scheduled=true,", ""))
-    assert main(["explain", str(tmp_path / "before.txt")]) == 1
-    printed = capsys.readouterr().err
-    assert "XLA had not finished partitioning and optimising it" in printed
-    assert "whose name ends in after_optimizations.txt" in printed
-
-
-def test_a_file_that_is_no_dump_is_one_clear_error(tmp_path, capsys):
-    (tmp_path / "notes.txt").write_text("nothing")
-    assert main(["explain", str(tmp_path / "notes.txt")]) == 1
-    assert "this is no compiled program.\n  text that begins with 'nothing'" in capsys.readouterr().err
-
-
-def test_a_function_from_jax_jit_is_explained_as_xla_compiles_it(placed, tmp_path, capsys):
-    data = tmp_path / "data.json"
-    command = ["explain", f"{placed}:small"]
-    assert main([*command, "--machine", "h100", "--json", str(data)]) == 0
-    printed = capsys.readouterr().out
-    assert printed.startswith("step, compiled by XLA for cpu, on 8 devices (data=8)")
-    assert "gradient of w" in printed
-    place = next(iter(json.loads(data.read_text())["lines"]))
-    assert place.startswith("placed_model.py:")
-    assert main([*command, "--machine", "h100", "--partitioner", "gshard", "--against", str(data)]) == 0
-    printed = capsys.readouterr().out
-    assert "step on 8 devices (data=8), " in printed
-    assert "equations" in printed
-    assert "step -> step" in printed
-    assert main([*command, "--mesh", "data=4"]) == 0, "a mesh is for gshard"
-    assert "step on 4 devices (data=4)" in capsys.readouterr().out
-    assert main([*command, "--partitioner", "xla", "--mesh", "data=4"]) == 1
-    assert "--mesh is for what gshard partitions, and XLA partitions this." in capsys.readouterr().err
-    assert main([*command, "--why", "w"]) == 1
-    assert "Leave it out, or give --partitioner gshard." in capsys.readouterr().err
-    assert main(["explain", f"{placed}:unplaced"]) == 0
-    assert "step on 8 devices (devices=8), " in capsys.readouterr().out
-    assert main(["explain", f"{placed}:unplaced", "--partitioner", "xla"]) == 0
-    assert "compiled by XLA for cpu, on 1 device" in capsys.readouterr().out
-    assert main(["explain", f"{placed}:step", "--arg", "f32[32,8]", "--arg", "f32[64,32]", "--partitioner", "xla"]) == 1
-    assert 'partitioner="xla" explains a function from jax.jit' in capsys.readouterr().err
-
-
-def test_a_function_that_is_lowered_is_explained(placed, capsys):
-    assert main(["explain", f"{placed}:lowered", "--machine", "h100", "--why", "x"]) == 0
-    printed = capsys.readouterr().out
-    assert "step on 8 devices (devices=8), " in printed
-    assert "x: f32[64@devices,32]" in printed
-    assert "ms a call on h100:1x8" in printed
-    assert main(["explain", f"{placed}:lowered", "--partitioner", "xla"]) == 0
-    assert "step, compiled by XLA for cpu, on 8 devices (devices=8)" in capsys.readouterr().out
-    assert main(["explain", f"{placed}:by_jax"]) == 0
-    assert "step, compiled by XLA for cpu, on 8 devices (data=8)" in capsys.readouterr().out
-    for target, option in ("lowered", ["--mesh", "4"]), ("by_jax", ["--why", "w"]), ("by_jax", ["--finite"]):
-        assert main(["explain", f"{placed}:{target}", *option]) == 1
-        assert f"{option[0]} is not for a function that is lowered." in capsys.readouterr().err
-    assert main(["explain", f"{placed}:by_jax", "--partitioner", "gshard"]) == 1
-    assert "a program that jax.jit lowered is partitioned by XLA." in capsys.readouterr().err
-    assert main(["search", f"{placed}:lowered"]) == 1
-    assert "returned Lowered, not a tuple" in capsys.readouterr().err
-
-
-def test_devices_of_the_arguments_of_a_function_from_jax_jit_need_not_exist(placed):
-    """In a process of its own, which plays as many devices as the arguments are placed on."""
-    env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
-    program = [sys.executable, "-m", "gshard", "explain", f"{placed}:example"]
-    done = subprocess.run(program, env=env, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "compiled by XLA for cpu, on 16 devices (data=16)" in done.stdout
+@pytest.mark.slow
+def test_a_limit_on_the_command_line(capsys):
+    limited = "plan 'MoE(128E, 12L)' --machine v3:8x8 --memory-limit"
+    run(f"{limited} 2GiB", 1, ["more than memory_limit (2.0 GiB)"], capsys)
+    run(f"{limited} much", 1, ["is no number of bytes"], capsys)

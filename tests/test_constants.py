@@ -1,10 +1,7 @@
 """CONSTANTS.md lists every numeric constant of the cost model, of search, and of recomputation, with its value."""
 
-from __future__ import annotations
-
 import ast
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -15,7 +12,7 @@ STEERING, SHOWN = PAGE.split("## Constants of the output\n")
 ROW = re.compile(r"^\| `([\w/]+\.py)` `(\w+)` \| ([^|]+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", re.MULTILINE)
 
 
-def number(node: ast.expr) -> float | None:
+def number(node):
     try:
         value = eval(compile(ast.Expression(node), "", "eval"), {"__builtins__": {}})
     except (NameError, TypeError, AttributeError):
@@ -23,7 +20,7 @@ def number(node: ast.expr) -> float | None:
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def constants() -> Iterator[tuple[str, str, float]]:
+def constants():
     """Module, name and value of all numbers that modules bind."""
     for folder in FOLDERS:
         assert (SRC / folder).is_dir(), folder
@@ -38,7 +35,7 @@ def constants() -> Iterator[tuple[str, str, float]]:
                         yield path.relative_to(SRC).as_posix(), name.id, found
 
 
-def test_every_constant_is_listed_with_its_value() -> None:
+def test_every_constant_is_listed_with_its_value():
     found = {(module, name): value for module, name, value in constants()}
     rows = {(module, name): value for module, name, value, *_ in ROW.findall(STEERING)}
     shown = set(re.findall(r"`([\w/]+\.py)`\s+`(\w+)`", SHOWN))
@@ -50,7 +47,7 @@ def test_every_constant_is_listed_with_its_value() -> None:
     }
 
 
-def test_every_constant_has_a_unit_a_reason_and_a_test_that_exists() -> None:
+def test_every_constant_has_a_unit_a_reason_and_a_test_that_exists():
     for module, name, _, unit, reason, moves in ROW.findall(STEERING):
         assert unit.strip(), (module, name)
         assert reason.strip(), (module, name)

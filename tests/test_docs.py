@@ -33,27 +33,27 @@ LONG = """
 """.split()
 
 
-def module_name(path: Path) -> str:
+def module_name(path):
     return name_of(path).removesuffix(".py").replace("/", ".").removesuffix(".__init__")
 
 
 @pytest.mark.parametrize("path", WITH_DOCTESTS, ids=module_name)
-def test_doctests(path: Path) -> None:
+def test_doctests(path):
     module = importlib.import_module(module_name(path))
     failed, tried = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)
     assert tried, "has >>> but no doctest was found: is it in a docstring?"
     assert not failed, f"{failed} of {tried} examples fail; see the output above"
 
 
-def skip_without_packages(code: str) -> None:
+def skip_without_packages(code):
     packages = re.findall(r"^(?:import|from) (\w+)", code, flags=re.MULTILINE)
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         pytest.skip(f"needs {', '.join(missing)}, which the extra dev installs")
 
 
-def each(paths: list[Path]) -> pytest.MarkDecorator:
-    def marks(path: Path) -> list[pytest.MarkDecorator]:
+def each(paths):
+    def marks(path):
         slow = [pytest.mark.slow] if path.name in LONG else []
         return slow + ([pytest.mark.optimised] if "compiled by XLA" in path.read_text() else [])  # as users get it
 
@@ -63,7 +63,7 @@ def each(paths: list[Path]) -> pytest.MarkDecorator:
 
 
 @each([page for page in PAGES if pages.blocks(page)])
-def test_page_runs_and_prints_what_it_shows(path: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_page_runs_and_prints_what_it_shows(path, tmp_path, request):
     code = "\n".join(block.text for block in pages.blocks(path) if block.kind == "python")
     skip_without_packages(code)
     pages.run(path, tmp_path, update=request.config.getoption("--update-golden"))
@@ -76,7 +76,7 @@ ALONE = "import pathlib, sys, pages; pages.run(pathlib.Path(sys.argv[1]), pathli
 @pytest.mark.parametrize(
     "path", [page for page in PAGES if pages.blocks(page)], ids=lambda path: path.relative_to(ROOT).as_posix()
 )
-def test_page_runs_in_a_process_of_its_own(path: Path, tmp_path: Path) -> None:
+def test_page_runs_in_a_process_of_its_own(path, tmp_path):
     """As someone pastes it: the page itself sets how many devices there are, before JAX starts."""
     skip_without_packages("\n".join(block.text for block in pages.blocks(path) if block.kind == "python"))
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_FLAGS", "JAX_"))}
@@ -88,7 +88,7 @@ def test_page_runs_in_a_process_of_its_own(path: Path, tmp_path: Path) -> None:
 
 
 @each(EXAMPLES)
-def test_example_runs_and_is_in_the_gallery(path: Path, tmp_path: Path) -> None:
+def test_example_runs_and_is_in_the_gallery(path, tmp_path):
     skip_without_packages(path.read_text())
     command = [sys.executable, ROOT / "scripts" / "gallery.py", path]
     done = subprocess.run(
@@ -101,7 +101,7 @@ def test_example_runs_and_is_in_the_gallery(path: Path, tmp_path: Path) -> None:
     assert shown is None or not pages.differs(f"[...]{shown[1]}[...]", done.stderr), done.stderr
 
 
-def test_the_reference_has_every_public_name() -> None:
+def test_the_reference_has_every_public_name():
     text = (ROOT / "docs" / "api.md").read_text()
     told = re.findall(
         r"^\.\. auto(?:function|class|exception):: gshard\.((?:rules\.|stages\.)?\w+)$", text, flags=re.MULTILINE
@@ -112,10 +112,10 @@ def test_the_reference_has_every_public_name() -> None:
     assert sorted(told) == sorted(public), "docs/api.md lists each public name once"
 
 
-def test_figures_are_those_of_the_benchmarks() -> None:
+def test_figures_are_those_of_the_benchmarks():
     """The README and the comparison with other projects quote the table of the 228 programs."""
     rows = re.findall(r"^\| ([^|]+) \| \*\*([\d.]+)\*\*", (ROOT / "docs" / "benchmarks.md").read_text(), re.MULTILINE)
-    table: dict[str, str] = {}
+    table = {}
     for name, figure in rows:
         table.setdefault(name, figure)  # the first table is the one of the 228 programs
     memory = f"needs {table['geometric mean of temporary memory']} times"
@@ -129,11 +129,11 @@ def test_figures_are_those_of_the_benchmarks() -> None:
     assert memory in comparison
 
 
-def test_what_the_readme_says_of_sampling() -> None:
+def test_what_the_readme_says_of_sampling():
     mesh = jax.make_mesh((8,), ("vocabulary",), axis_types=(jax.sharding.AxisType.Auto,))
     logits, split = jax.ShapeDtypeStruct((64, 151936), "float32"), P(None, "vocabulary")
 
-    def sample(logits: jax.Array) -> list[jax.Array]:
+    def sample(logits):
         return jax.lax.top_k(logits, 64)
 
     ours = gshard.explain(gshard.jit(sample, mesh=mesh, in_shardings=split), logits)
@@ -142,14 +142,14 @@ def test_what_the_readme_says_of_sampling() -> None:
     assert f"sends {sent[0]:.2f} MB a device, and {sent[1]:.1f} MB under" in (ROOT / "README.md").read_text()
 
 
-def test_links_of_the_readme_lead_somewhere() -> None:
+def test_links_of_the_readme_lead_somewhere():
     for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md"):
         for target in re.findall(r"\]\((?!https?://)([^)#]+)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
 @pytest.mark.slow
-def test_the_program_for_many_hosts_runs_in_two_processes(tmp_path: Path) -> None:
+def test_the_program_for_many_hosts_runs_in_two_processes(tmp_path):
     block = next(b.text for b in pages.blocks(ROOT / "docs" / "hosts.md") if b.text.startswith("# train_hosts.py"))
     (tmp_path / "train_hosts.py").write_text(block)
     with socket.socket() as free:
@@ -180,7 +180,7 @@ def test_the_program_for_many_hosts_runs_in_two_processes(tmp_path: Path) -> Non
     assert losses == pytest.approx(expected, rel=1e-4)
 
 
-def test_an_output_or_a_line_that_is_not_true_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_output_or_a_line_that_is_not_true_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(pages, "COUNTED_BY", "another version")
     page = tmp_path / "page.md"
     code = "```python\ndef f():\n    return 1 / 0\n```\n\ntext\n\n```python\n"
@@ -197,7 +197,7 @@ def test_an_output_or_a_line_that_is_not_true_is_found(tmp_path: Path, monkeypat
     assert "```output\nat line 2\n3 equations\n```" in page.read_text()
 
 
-def test_numbers_of_equations_are_those_of_one_version_of_jax(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_of_equations_are_those_of_one_version_of_jax(monkeypatch):
     monkeypatch.setattr(pages, "COUNTED_BY", "another version")
     assert not pages.differs("f, 4 equations", "f, 3 equations")
     monkeypatch.setattr(pages, "COUNTED_BY", jax.__version__)

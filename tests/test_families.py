@@ -3,7 +3,6 @@
 import importlib.util
 import math
 from pathlib import Path
-from types import ModuleType
 
 import jax
 import numpy as np
@@ -11,13 +10,13 @@ import pytest
 
 import gshard
 from emitted import emitted, reported
-from families import CASES, SMALL, Case
+from families import CASES, SMALL
 
 BENCHMARK = Path(__file__).resolve().parent.parent / "benchmarks" / "against_xla_programs.py"
 
 
 @pytest.fixture(scope="module")
-def benchmark() -> ModuleType:
+def benchmark():
     with pytest.MonkeyPatch.context() as patch:  # it sets the environment of a process of its own
         patch.setenv("XLA_FLAGS", "")
         patch.setenv("JAX_PLATFORMS", "cpu")
@@ -30,25 +29,25 @@ def benchmark() -> ModuleType:
     return module
 
 
-def test_there_are_many_on_eight_devices() -> None:
+def test_there_are_many_on_eight_devices():
     assert len(CASES) >= 60
     assert all(math.prod(case.mesh.values()) == 8 for case in CASES.values())
 
 
-def test_arguments_are_the_same_for_a_program_and_its_gradient() -> None:
+def test_arguments_are_the_same_for_a_program_and_its_gradient():
     one, other = (jax.tree.leaves(CASES[name].arguments) for name in ("layers/layer_tensor", "layers/layer_tensor'"))
     assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [*CASES.values(), *SMALL.values()], ids=lambda case: case.name)
-def test_every_operator_has_a_rule_and_what_is_reported_is_emitted(case: Case) -> None:
+def test_every_operator_has_a_rule_and_what_is_reported_is_emitted(case):
     lowered = gshard.jit(case.function, mesh=case.jax_mesh, strict=True).lower(*case.arguments)
     spmd = lowered.spmd
     assert emitted(spmd.jaxpr, lowered.mesh.atom_sizes) == reported(spmd.collectives)
 
 
-def test_one_is_measured_from_both_sides(benchmark: ModuleType) -> None:
+def test_one_is_measured_from_both_sides(benchmark):
     case = CASES["contractions/summed_to_rows"]
     sides = {result["side"]: result for result in benchmark.run(case)}
     assert set(sides) == {"ours", *benchmark.CHANCES}
@@ -62,8 +61,8 @@ def test_one_is_measured_from_both_sides(benchmark: ModuleType) -> None:
     assert sides["ours"]["at_best"] == sides["ours"]["bytes"]
 
 
-def test_ratios(benchmark: ModuleType) -> None:
-    def ratio(ours: int, *xla: dict[str, object]) -> float | None:
+def test_ratios(benchmark):
+    def ratio(ours, *xla):
         chances = dict(zip(benchmark.CHANCES, xla, strict=False))
         return benchmark.ratio_of({"ours": {"bytes": ours}, **chances})
 

@@ -1,10 +1,5 @@
 """What a reader sees of a small program at each stage: the text in tests/golden is the expectation."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -13,13 +8,13 @@ from gshard import split
 from invented import invented
 
 
-def two_layers(params: Any, x: Any) -> Any:
+def two_layers(params, x):
     hidden = jnp.tanh(split(x, 0, "data") @ split(params["w1"], 1, "model"))
     return jnp.sum(hidden @ params["w2"], axis=1)
 
 
-def scanned(weights: Any, x: Any) -> Any:
-    def layer(carry: Any, w: Any) -> Any:
+def scanned(weights, x):
+    def layer(carry, w):
         return jnp.tanh(split(carry, 0, "data") @ w), None
 
     return jax.lax.scan(layer, x, weights)[0]
@@ -32,24 +27,24 @@ ARGUMENTS = (
 )
 
 
-def test_stages_of_two_layers(golden: Callable[[str, str], None]) -> None:
+def test_stages_of_two_layers(golden):
     lowered = gshard.jit(two_layers, mesh=gshard.Mesh.abstract(data=2, model=4)).lower(*ARGUMENTS)
     golden("two_layers", f"{lowered.program}\n\n{lowered.plan}\n")
 
 
-def test_explanation_of_two_layers(golden: Callable[[str, str], None]) -> None:
+def test_explanation_of_two_layers(golden):
     found = gshard.explain(two_layers, *ARGUMENTS, mesh=gshard.Mesh.abstract(data=2, model=4))
     golden("two_layers_explained", f"{found.format(tensors=12)}\n\n{found.why(W2)}\n")
 
 
-def test_plan_of_a_scan(golden: Callable[[str, str], None]) -> None:
+def test_plan_of_a_scan(golden):
     weights, x = jax.ShapeDtypeStruct((3, 6, 6), jnp.float32), jax.ShapeDtypeStruct((4, 6), jnp.float32)
     lowered = gshard.jit(scanned, mesh=gshard.Mesh.abstract(data=2)).lower(weights, x)
     golden("scan", str(lowered.plan))
 
 
-def test_an_operation_without_a_rule_is_named_in_the_plan() -> None:
-    def f(x: Any) -> Any:
+def test_an_operation_without_a_rule_is_named_in_the_plan():
+    def f(x):
         return invented(split(x, 0, 8))
 
     x = jax.ShapeDtypeStruct((8, 4), jnp.float32)

@@ -1,7 +1,5 @@
 """What is imported: nothing by ``import gshard`` or ``--help``, and by a first call what it needs and nothing else."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -9,17 +7,12 @@ import pytest
 
 # Modules that no call of ``gshard.jit`` needs.
 UNNEEDED = (
-    "gshard.__main__",
-    "gshard.plan_command",
-    "gshard.commands",
-    "gshard.named_target",
-    "gshard.commands",
-    "jax.experimental.pallas",
-    "jax.export",
-)
+    "gshard.__main__", "gshard.plan_command", "gshard.commands", "gshard.named_target",
+    "jax.experimental.pallas", "jax.export",
+)  # fmt: skip
 
 
-def imported_by(program: str, *arguments: str, before: str = "") -> set[str]:
+def imported_by(program, *arguments, before=""):
     """The modules that a program imports, in a process of its own, besides those that it had ``before``."""
     asked = f"import sys\n{before}\nbefore = set(sys.modules)\ntry:\n    {program}\nfinally:\n    "
     asked += "print('modules', *sorted(set(sys.modules) - before))"
@@ -27,7 +20,7 @@ def imported_by(program: str, *arguments: str, before: str = "") -> set[str]:
     return set(done.stdout.rpartition("modules")[2].split())
 
 
-def test_jit_takes_jax_and_numpy_and_nothing_that_a_call_does_not_need() -> None:
+def test_jit_takes_jax_and_numpy_and_nothing_that_a_call_does_not_need():
     found = imported_by("import gshard; gshard.jit", before="import jax")
     assert "gshard.api.jit" in found
     assert not [name for name in found if any(name == x or name.startswith(x + ".") for x in UNNEEDED)]
@@ -35,35 +28,32 @@ def test_jit_takes_jax_and_numpy_and_nothing_that_a_call_does_not_need() -> None
     assert others <= set(sys.stdlib_module_names), others
 
 
-@pytest.mark.parametrize(
-    "program, modules",
-    [
-        ("import gshard", 1),
-        ("import gshard; dir(gshard); gshard.GShardError", 3),
-        ("from gshard.__main__ import main; main(['--help'])", 10),
-        ("from gshard.__main__ import main; main(['explain', '--help'])", 10),
-    ],
-)
-def test_import_and_help_take_no_time(program: str, modules: int) -> None:
+@pytest.mark.parametrize("program, modules", [
+    ("import gshard", 1),
+    ("import gshard; dir(gshard); gshard.GShardError", 3),
+    ("from gshard.__main__ import main; main(['--help'])", 10),
+    ("from gshard.__main__ import main; main(['explain', '--help'])", 10),
+])  # fmt: skip
+def test_import_and_help_take_no_time(program, modules):
     found = imported_by(program)
     assert "jax" not in found
     assert len([name for name in found if name.startswith("gshard")]) <= modules
 
 
-def test_import_starts_no_backend() -> None:
+def test_import_starts_no_backend():
     asked = "import gshard; gshard.jit; from jax._src import xla_bridge; print(xla_bridge.backends_are_initialized())"
     found = subprocess.run([sys.executable, "-c", asked], check=True, capture_output=True, text=True).stdout
     assert found.strip() == "False"
 
 
-def test_rules_of_users_come_after_those_of_gshard() -> None:
+def test_rules_of_users_come_after_those_of_gshard():
     """Also where nothing but the rule was read before."""
     asked = "import gshard\ntry:\n    gshard.rule('sin')('a -> a')\nexcept Exception as error:\n    print(error)"
     found = subprocess.run([sys.executable, "-c", asked], check=True, capture_output=True, text=True).stdout
     assert "gshard has a rule for primitive 'sin'" in found
 
 
-def test_names_may_be_read_first_while_jax_traces() -> None:
+def test_names_may_be_read_first_while_jax_traces():
     """What is imported then keeps no value of that program."""
     asked = """
 import sys, jax, gshard

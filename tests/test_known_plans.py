@@ -1,7 +1,5 @@
 """Plans are as the table of known plans holds them; ``python tests/known_plans.py --write`` writes the table."""
 
-from __future__ import annotations
-
 import jax
 import pytest
 
@@ -17,10 +15,10 @@ DRAWN = sampled(known_plans.NAMES, lambda name: name.split("/")[0], lambda name:
 @pytest.mark.parametrize(
     "name", [n if n in DRAWN else pytest.param(n, marks=pytest.mark.slow) for n in known_plans.NAMES]
 )
-def test_a_plan_is_the_known_one(name: str, objective: str) -> None:
+def test_a_plan_is_the_known_one(name, objective):
     found, known = known_plans.explained(name, objective), KNOWN[f"{name} {objective}"]
     assert found == known, f"if that is meant, write the table; figures that are worse: {found.worse_than(known)}"
 
 
-def test_the_table_has_no_other_rows() -> None:
+def test_the_table_has_no_other_rows():
     assert [*KNOWN] == [f"{name} {objective}" for name in known_plans.NAMES for objective in known_plans.OBJECTIVES]

@@ -1,7 +1,5 @@
 """rules/OPERATORS.md says what the rules say."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 
@@ -11,7 +9,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "src" / "gshard" / "rules" / "OPERATORS.md").read_text(encoding="utf-8")
 
 
-def test_the_page_is_fresh() -> None:
+def test_the_page_is_fresh():
     spec = importlib.util.spec_from_file_location("operators", ROOT / "scripts" / "operators.py")
     assert spec is not None
     assert spec.loader is not None
@@ -20,5 +18,5 @@ def test_the_page_is_fresh() -> None:
     assert script.page() == PAGE, "OPERATORS.md is stale: run make operators"
 
 
-def test_every_operator_with_a_rule_is_on_the_page() -> None:
+def test_every_operator_with_a_rule_is_on_the_page():
     assert [name for name in known_primitives() if f"`{name}`" not in PAGE] == []

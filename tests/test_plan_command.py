@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 
-from gshard.__main__ import main
 from gshard.core.mesh import Mesh
 from gshard.core.plan import local_bytes
 from gshard.device.cost import cost
@@ -67,8 +66,3 @@ def test_a_decoder_is_searched():
     bare, found = searched(config, mesh_for(config, machine), machine, tokens_of_device=4096)
     assert bare.partitions == 1
     assert found.best.seconds > 0
-
-
-def test_the_command_line_tells_the_nearest_name(capsys):
-    assert main(["plan", "mixtrl8x7b", "--machine", "h100:8x8"]) == 1
-    assert "Did you mean 'Mixtral-8x7B'?" in capsys.readouterr().err

@@ -354,7 +354,6 @@ NAMESAKES = {
     "api/test_host_memory.py",  # arguments and results in host memory
     "api/test_stages.py",  # Traced, Lowered and Compiled
     "moe/test_names.py",  # names of the dimensions of a model
-    "emit/test_device_order.py",  # plans on meshes whose devices are in any order
     "search/test_search.py",  # gshard.search
     "test_command_line.py",  # commands
 }

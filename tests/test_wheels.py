@@ -1,7 +1,5 @@
 """The two distributions: gshard without m4, and m4 with a command that shadows no other program."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -13,7 +11,6 @@ import zipfile
 from email.parser import HeaderParser
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
@@ -25,20 +22,20 @@ PACKAGES = list(PROJECTS)
 HELD = {"gshard": ("gshard", "gshard_pytest"), "gshard_m4": ("gshard_m4",)}  # packages of a distribution
 
 
-def project(package: str) -> dict[str, Any]:
+def project(package):
     return tomllib.loads((PROJECTS[package] / "pyproject.toml").read_text())["project"]
 
 
-def needed(package: str) -> dict[str, Requirement]:
+def needed(package):
     return {wanted.name: wanted for wanted in map(Requirement, project(package)["dependencies"])}
 
 
-def test_gshard_requires_jax_and_numpy_and_m4_requires_gshard() -> None:
+def test_gshard_requires_jax_and_numpy_and_m4_requires_gshard():
     assert set(needed("gshard")) == {"jax", "numpy"}
     assert needed("gshard_m4")["gshard"].specifier.contains(project("gshard")["version"])
 
 
-def test_one_version_one_author_one_licence() -> None:
+def test_one_version_one_author_one_licence():
     cited = dict(re.findall(r"^(version|license|  - name): (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE))
     for package, folder in PROJECTS.items():
         said = project(package)
@@ -48,14 +45,14 @@ def test_one_version_one_author_one_licence() -> None:
         assert (folder / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
 
 
-def test_each_jax_of_the_lock_is_allowed() -> None:
+def test_each_jax_of_the_lock_is_allowed():
     locked = re.findall(r"^jax==(\S+)", (ROOT / "requirements.lock").read_text(), re.MULTILINE)
     assert locked
     assert all(needed("gshard")["jax"].specifier.contains(one) for one in locked)
 
 
 @pytest.fixture(scope="module")
-def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def wheels(tmp_path_factory):
     """Built from copies: setuptools would add what an earlier build left in the folder."""
     built = {}
     for package, folder in PROJECTS.items():
@@ -68,14 +65,14 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return built
 
 
-def pip(command: str, *arguments: str | Path, python: str | Path = sys.executable) -> None:
+def pip(command, *arguments, python=sys.executable):
     line = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check", command, "--quiet"]
     subprocess.run([*line, "--no-index", "--no-deps", *arguments], check=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("package", PACKAGES)
-def test_a_wheel_holds_its_package_and_nothing_else(wheels: dict[str, Path], package: str) -> None:
+def test_a_wheel_holds_its_package_and_nothing_else(wheels, package):
     with zipfile.ZipFile(wheels[package]) as wheel:
         names = set(wheel.namelist())
         (about,) = {name.partition("/")[0] for name in names if ".dist-info/" in name}
@@ -101,7 +98,7 @@ def test_a_wheel_holds_its_package_and_nothing_else(wheels: dict[str, Path], pac
 
 
 @pytest.mark.slow
-def test_wheels_run_in_a_fresh_environment(wheels: dict[str, Path], tmp_path: Path) -> None:
+def test_wheels_run_in_a_fresh_environment(wheels, tmp_path):
     """With the packages of this environment, but not its gshard."""
     venv.create(tmp_path / "venv")
     bin_ = tmp_path / "venv" / "bin"
@@ -112,7 +109,7 @@ def test_wheels_run_in_a_fresh_environment(wheels: dict[str, Path], tmp_path: Pa
     (site / "zz_others.pth").write_text("\n".join(here))
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
-    def said(*line: str | Path) -> str:
+    def said(*line):
         done = subprocess.run(line, env=environment, cwd=tmp_path, check=True, capture_output=True, text=True)
         return done.stdout
 

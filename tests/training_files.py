@@ -1,7 +1,5 @@
 """Files as users write them: a training step for one device with AdamW, in plain JAX and in frameworks."""
 
-from __future__ import annotations
-
 _COMMON = '''"""A training step."""
 
 import functools

@@ -11,10 +11,7 @@ What the processes do:
 Prints one line: the sums of the results, or what the error says.
 """
 
-from __future__ import annotations
-
 import sys
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,28 +26,28 @@ from gshard import split
 AXES = {"a": 2, "b": 2, "c": 2, "d": 2}
 
 
-def whole(x: Any) -> np.ndarray:
+def whole(x):
     """A result, gathered on every process."""
     return np.asarray(multihost_utils.process_allgather(x, tiled=True))
 
 
-def rest(x: Any, y: Any, h: Any, w1: Any) -> Any:
+def rest(x, y, h, w1):
     return (y.T @ x).sum(0), jnp.sin(y).reshape(-1), h @ w1.T
 
 
-def one(x: Any, w1: Any, w2: Any) -> Any:
+def one(x, w1, w2):
     x = split(x, 0, "d")
     h = split(jnp.tanh(x @ split(w1, 1, "b")), 0, "a")
     return rest(x, h @ w2, h, w1)
 
 
-def other(x: Any, w1: Any, w2: Any) -> Any:
+def other(x, w1, w2):
     x = split(x, 0, "b")
     h = jnp.tanh(x @ split(w1, 1, "a"))
     return rest(x, split(h @ w2, 1, "d"), h, w1)
 
 
-def explains_first(index: int) -> None:
+def explains_first(index):
     mesh = jax.make_mesh(tuple(AXES.values()), tuple(AXES), axis_types=(AxisType.Auto,) * len(AXES))
     if index == 0:
         shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((16, 64), (64, 64), (64, 16))]
@@ -66,7 +63,7 @@ def explains_first(index: int) -> None:
     print("right", flush=True)
 
 
-def different(index: int) -> None:
+def different(index):
     x = np.arange(256, dtype=np.int32).reshape(16, 16)
     programs = lambda x: split(x, 0, 16).sum(0), lambda x: split(x.T, 0, 16).sum(0) + jnp.max(x, 1)
     try:

@@ -1,9 +1,5 @@
 """``gshard.attention``: split in every way, it computes what it computes on one device, and sends what it should."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +11,7 @@ SEGMENTS = np.arange(30) // 7
 SEQUENCE, HEADS, BATCH = {1: "d"}, {2: "d"}, {0: "d"}
 
 # The positions of queries and keys, the mark of the queries, and options.
-CASES: dict[str, tuple[int, int, Any, dict[str, Any]]] = {
+CASES = {
     "ring": (32, 32, SEQUENCE, {}),
     "ring, causal": (32, 32, SEQUENCE, {"is_causal": True}),
     "ring, window": (32, 32, SEQUENCE, {"local_window_size": (5, 3)}),
@@ -41,31 +37,31 @@ CASES: dict[str, tuple[int, int, Any, dict[str, Any]]] = {
 SLOW = ("ring", "ring, window", "ring, wide window", "ring, lengths", "ring, segments", "heads", "batch")
 
 
-def arrays(queries: int, keys: int, dtype: Any = np.float32, heads: int = 4, key_heads: int = 2) -> list[Any]:
+def arrays(queries, keys, dtype=np.float32, heads=4, key_heads=2):
     rng = np.random.default_rng(7)
     shapes = (2, queries, heads, 4), (2, keys, key_heads, 4), (2, keys, key_heads, 5), (2, queries, heads, 5)
     return [rng.normal(size=shape).astype(dtype) for shape in shapes]
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES])
-def test_split_attention_is_attention(name: str) -> None:
+def test_split_attention_is_attention(name):
     """Three calls, with arguments on the host, as JAX returned them, and split."""
     queries, keys, mark, options = CASES[name]
     q, k, v, weights = arrays(queries, keys)
 
-    def loss(attention: Any, q: Any, k: Any, v: Any) -> Any:
+    def loss(attention, q, k, v):
         return jnp.sum(attention(q, k, v, **options) * weights)
 
-    def marked(q: Any, k: Any, v: Any, **options: Any) -> Any:
+    def marked(q, k, v, **options):
         return gshard.attention(gshard.split(q, mark), k, v, **options)
 
-    def plain(q: Any, k: Any, v: Any, **options: Any) -> Any:
+    def plain(q, k, v, **options):
         return gshard.attention(q, k, v, implementation="plain", **options)
 
     want = jax.value_and_grad(lambda *a: loss(plain, *a), (0, 1, 2))(q, k, v)
     devices = 2 if mark in (HEADS, BATCH) else 4
     step = gshard.jit(jax.value_and_grad(lambda *a: loss(marked, *a), (0, 1, 2)), mesh={"d": devices})
-    placed: tuple[Any, ...] = (q, k, v)
+    placed = (q, k, v)
     for _ in range(3):
         value, gradient = step(*placed)
         np.testing.assert_allclose(value, want[0], rtol=2e-5)
@@ -74,11 +70,11 @@ def test_split_attention_is_attention(name: str) -> None:
         placed = tuple(x * 0 + y for x, y in zip(gradient, (q, k, v), strict=True))
 
 
-def explained(q: Any, k: Any, mark: Any, **options: Any) -> Any:
+def explained(q, k, mark, **options):
     """The explanation of attention with its gradient on 8 devices; only shapes and dtypes count."""
     gradient = options.pop("gradient", True)
 
-    def loss(q: Any, k: Any, v: Any) -> Any:
+    def loss(q, k, v):
         q, k, v = (gshard.split(x, mark) for x in (q, k, v))
         return jnp.sum(gshard.attention(q, k, v, **options))
 
@@ -87,7 +83,7 @@ def explained(q: Any, k: Any, mark: Any, **options: Any) -> Any:
     return gshard.explain(function, q, k, k, mesh=gshard.Mesh.abstract(d=8))
 
 
-def test_a_ring_sends_the_keys_and_values_once_around() -> None:
+def test_a_ring_sends_the_keys_and_values_once_around():
     """And their gradients once back; no device holds more than its part of the sequence."""
     part = 2 * 512 * 64 * 2  # keys and values: bfloat16[1, 512, 1, 64]
     found = explained((1, 4096, 1, 64), (1, 4096, 1, 64), SEQUENCE, gradient=False)
@@ -96,13 +92,13 @@ def test_a_ring_sends_the_keys_and_values_once_around() -> None:
     assert found.bytes_by_kind["collective_permute"] == 7 * part + 7 * part + 7 * part
 
 
-def test_a_window_needs_the_parts_within_its_reach() -> None:
+def test_a_window_needs_the_parts_within_its_reach():
     part = 2 * 512 * 64 * 2
     found = explained((1, 4096, 1, 64), (1, 4096, 1, 64), SEQUENCE, gradient=False, local_window_size=(600, 100))
     assert found.bytes_by_kind["collective_permute"] == 3 * part
 
 
-def test_heads_are_split_instead_where_that_sends_less() -> None:
+def test_heads_are_split_instead_where_that_sends_less():
     """All-to-alls join the sequence and split the heads; 4 key heads take 4 groups of devices, each a ring of 2."""
     array = 512 * 16 * 64 * 2  # one device's part of the queries, and of the keys of 16 heads
     found = explained((1, 4096, 16, 64), (1, 4096, 16, 64), SEQUENCE)
@@ -113,13 +109,13 @@ def test_heads_are_split_instead_where_that_sends_less() -> None:
     assert found.total_bytes < 0.55 * around
 
 
-def test_causal_attention_balances_a_long_sequence() -> None:
+def test_causal_attention_balances_a_long_sequence():
     """Devices exchange halves of their parts, so that all have as many pairs of a query and a key to compute."""
     length = 12288
     rng = np.random.default_rng(3)
     q, k, v, weights = (rng.normal(size=(1, length, 1, 2)).astype(np.float32) for _ in range(4))
 
-    def loss(q: Any, k: Any, v: Any) -> Any:
+    def loss(q, k, v):
         q, k, v = (gshard.split(x, SEQUENCE) for x in (q, k, v))
         return jnp.sum(gshard.attention(q, k, v, is_causal=True) * weights)
 
@@ -133,12 +129,12 @@ def test_causal_attention_balances_a_long_sequence() -> None:
         np.testing.assert_allclose(x, y, rtol=2e-3, atol=2e-4)
 
 
-def test_decoding_merges_the_parts_of_a_cache() -> None:
+def test_decoding_merges_the_parts_of_a_cache():
     """A query of one position, keys and values split by position: no cache moves, only results are merged."""
     q, k, v, _ = arrays(1, 30)
     lengths = np.array([17, 29])
 
-    def decode(q: Any, k: Any, v: Any) -> Any:
+    def decode(q, k, v):
         k, v = gshard.split(k, SEQUENCE), gshard.split(v, SEQUENCE)
         return gshard.attention(q, k, v, key_value_seq_lengths=lengths)
 
@@ -150,10 +146,10 @@ def test_decoding_merges_the_parts_of_a_cache() -> None:
         np.testing.assert_allclose(step(place(q), place(k), v), want, rtol=1e-5, atol=1e-6)
 
 
-def test_attention_outside_of_gshard_is_that_of_jax() -> None:
+def test_attention_outside_of_gshard_is_that_of_jax():
     q, k, v, weights = arrays(12, 12)
     v = v[..., :4]
-    options: dict[str, Any] = {"is_causal": True, "scale": 0.3}
+    options = {"is_causal": True, "scale": 0.3}
     want = jax.nn.dot_product_attention(q, k, v, **options)
     ways = (gshard.attention, jax.jit(gshard.attention, static_argnames=("is_causal", "scale")))
     for attention in ways:
@@ -166,11 +162,11 @@ def test_attention_outside_of_gshard_is_that_of_jax() -> None:
     np.testing.assert_allclose(of_queries, plain, rtol=1e-4, atol=1e-6)
 
 
-def test_a_bias_has_a_gradient() -> None:
+def test_a_bias_has_a_gradient():
     q, k, v, weights = arrays(8, 8)
     bias = np.random.default_rng(2).normal(size=(4, 8, 8)).astype(np.float32)
 
-    def loss(bias: Any) -> Any:
+    def loss(bias):
         return jnp.sum(gshard.attention(gshard.split(q, HEADS), k, v, bias) * weights)
 
     jitted = gshard.jit(jax.grad(loss), mesh={"d": 2})
@@ -178,7 +174,7 @@ def test_a_bias_has_a_gradient() -> None:
         np.testing.assert_allclose(jitted(bias), jax.grad(loss)(bias), rtol=1e-4, atol=1e-6)
 
 
-def test_bfloat16_is_summed_in_float32() -> None:
+def test_bfloat16_is_summed_in_float32():
     q, k, v, _ = arrays(64, 64)
     low = [x.astype(jnp.bfloat16) for x in (q, k, v)]
     f = gshard.jit(lambda q, k, v: gshard.attention(gshard.split(q, SEQUENCE), k, v), mesh={"d": 4})
@@ -189,10 +185,10 @@ def test_bfloat16_is_summed_in_float32() -> None:
         np.testing.assert_allclose(out.astype(np.float32), want, rtol=1e-2, atol=1e-2)
 
 
-def test_derivatives_of_higher_order() -> None:
+def test_derivatives_of_higher_order():
     q, k, v, _ = arrays(4, 4)
 
-    def loss(q: Any, implementation: Any) -> Any:
+    def loss(q, implementation):
         return jnp.sum(gshard.attention(q, k, v, implementation=implementation) ** 2)
 
     second = jax.grad(lambda q: jnp.sum(jax.grad(loss)(q, "plain") ** 2))(q)
@@ -205,10 +201,10 @@ Q, K = np.ones((2, 8, 4, 3), np.float32), np.ones((2, 8, 2, 3), np.float32)
 
 
 @pytest.mark.parametrize("keys", [30, 21])
-def test_small_and_unsigned_integers(keys: int) -> None:
+def test_small_and_unsigned_integers(keys):
     """Padding of uneven parts is in no segment, also in none of unsigned integers; positions do not wrap around."""
     q, k, v, _ = arrays(30, keys)
-    options: dict[str, Any] = {
+    options = {
         "query_segments": (np.arange(30) // 11).astype(np.uint8),
         "key_segments": (np.arange(keys) // 9).astype(np.uint8),
         "query_positions": (np.arange(30) * 4).astype(np.int8),
@@ -218,7 +214,7 @@ def test_small_and_unsigned_integers(keys: int) -> None:
     wide = {name: x if name == "local_window_size" else x.astype(np.int32) for name, x in options.items()}
     want = gshard.attention(q, k, v, implementation="plain", **wide)
 
-    def split(q: Any, k: Any, v: Any) -> Any:
+    def split(q, k, v):
         return gshard.attention(gshard.split(q, SEQUENCE), gshard.split(k, SEQUENCE), v, **options)
 
     step = gshard.jit(split, mesh={"d": 8})
@@ -226,49 +222,46 @@ def test_small_and_unsigned_integers(keys: int) -> None:
         np.testing.assert_allclose(step(place(q), k, place(v)), want, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("args", "options", "message"),
-    [
-        ((Q, K, K.astype(np.float16)), {}, "different dtypes"),
-        ((Q, K[:1], K), {}, "different batch dimensions"),
-        ((Q, K[..., :2], K), {}, "different numbers of features"),
-        ((Q[:, :, :3], K, K), {}, "3 query heads cannot share 2 key heads"),
-        ((Q[0, 0], K, K), {}, "fewer than three dimensions"),
-        ((Q.astype(int), K, K), {}, "query has no floating-point dtype"),
-        ((Q, K, K), {"implementation": "cudnn"}, "gshard.kernel"),
-        ((Q, K, K), {"implementation": "block"}, "Did you mean 'blocks'"),
-        ((Q, K, K), {"mask": np.ones((3, 8, 8), bool)}, "mask does not broadcast"),
-        ((Q, K, K), {"mask": np.ones((8, 8))}, "mask has no booleans"),
-        ((Q, K, K), {"bias": np.ones((5, 8, 8))}, "bias does not broadcast"),
-        ((Q, K, K), {"query_segments": np.zeros(8, int)}, "query_segments are given without key_segments"),
-        ((Q, K, K), {"query_positions": np.zeros(8, int)}, "nothing compares them"),
-        ((Q, K, K), {"query_positions": np.zeros(7, int), "is_causal": True}, "query_positions are not integers"),
-        ((Q, K, K), {"key_value_seq_lengths": np.zeros(3, int)}, "key_value_seq_lengths are not integers"),
-        ((Q, K, K), {"local_window_size": -1}, "local_window_size has -1"),
-    ],
-)
-def test_mistakes(args: Any, options: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("args", "options", "message"), [
+    ((Q, K, K.astype(np.float16)), {}, "different dtypes"),
+    ((Q, K[:1], K), {}, "different batch dimensions"),
+    ((Q, K[..., :2], K), {}, "different numbers of features"),
+    ((Q[:, :, :3], K, K), {}, "3 query heads cannot share 2 key heads"),
+    ((Q[0, 0], K, K), {}, "fewer than three dimensions"),
+    ((Q.astype(int), K, K), {}, "query has no floating-point dtype"),
+    ((Q, K, K), {"implementation": "cudnn"}, "gshard.kernel"),
+    ((Q, K, K), {"implementation": "block"}, "Did you mean 'blocks'"),
+    ((Q, K, K), {"mask": np.ones((3, 8, 8), bool)}, "mask does not broadcast"),
+    ((Q, K, K), {"mask": np.ones((8, 8))}, "mask has no booleans"),
+    ((Q, K, K), {"bias": np.ones((5, 8, 8))}, "bias does not broadcast"),
+    ((Q, K, K), {"query_segments": np.zeros(8, int)}, "query_segments are given without key_segments"),
+    ((Q, K, K), {"query_positions": np.zeros(8, int)}, "nothing compares them"),
+    ((Q, K, K), {"query_positions": np.zeros(7, int), "is_causal": True}, "query_positions are not integers"),
+    ((Q, K, K), {"key_value_seq_lengths": np.zeros(3, int)}, "key_value_seq_lengths are not integers"),
+    ((Q, K, K), {"local_window_size": -1}, "local_window_size has -1"),
+])  # fmt: skip
+def test_mistakes(args, options, message):
     with pytest.raises(gshard.ArgumentError, match=message) as caught:
         gshard.attention(*args, **options)
     assert "test_attention_function.py" in str(caught.value)
 
 
-def test_layers_in_a_loop_with_recomputation() -> None:
+def test_layers_in_a_loop_with_recomputation():
     """Attention in ``scan`` and ``checkpoint``, batch and sequence split, beside ``jax.grad`` on one device."""
     rng = np.random.default_rng(5)
     weights = {"qkv": rng.normal(size=(3, 16, 3, 4, 8)) * 0.1, "out": rng.normal(size=(3, 4, 8, 16)) * 0.1}
     weights = {name: w.astype(np.float32) for name, w in weights.items()}
     x = rng.normal(size=(4, 64, 16)).astype(np.float32)
 
-    def loss(attention: Any, weights: Any, x: Any) -> Any:
+    def loss(attention, weights, x):
         @jax.checkpoint
-        def layer(x: Any, w: Any) -> Any:
+        def layer(x, w):
             q, k, v = jnp.moveaxis(jnp.einsum("btm,mcnh->btcnh", x, w["qkv"]), 2, 0)
             return x + jnp.einsum("btnh,nhm->btm", attention(q, k, v, is_causal=True), w["out"]), None
 
         return jnp.mean(jax.lax.scan(layer, x, weights)[0] ** 2)
 
-    def marked(weights: Any, x: Any) -> Any:
+    def marked(weights, x):
         return loss(gshard.attention, weights, gshard.split(x, {0: "data", 1: "context"}))
 
     want = jax.value_and_grad(lambda w, x: loss(jax.nn.dot_product_attention, w, x))(weights, x)

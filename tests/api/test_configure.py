@@ -1,11 +1,7 @@
 """Configure: what is found fits, runs and computes the unpartitioned numbers; bounds hold; errors are clear."""
 
-from __future__ import annotations
-
 import os
 import signal
-from pathlib import Path
-from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,28 +10,26 @@ import pytest
 
 import gshard
 from gshard import Mesh
-from gshard.stages import Configuration, Configurations
+from gshard.stages import Configuration
 
 BATCH = 64
 ROW = [Mesh.of({"data": 8})]
 
 
-def build(
-    global_batch: int, micro_batches: int, recompute: Literal["none", "full"], width: int = 64, layers: int = 4
-) -> Any:
+def build(global_batch, micro_batches, recompute, width=64, layers=4):
     """A residual MLP with Adam, its layers in a loop."""
 
-    def layer(x: Any, w: Any) -> Any:
+    def layer(x, w):
         return x + jax.nn.gelu(x @ w[0]) @ w[1], None
 
-    def loss(weights: Any, x: Any, y: Any) -> Any:
+    def loss(weights, x, y):
         x, _ = jax.lax.scan(jax.checkpoint(layer) if recompute == "full" else layer, x, weights)
         return jnp.mean((x - y) ** 2)
 
-    def step(state: Any, x: Any, y: Any) -> Any:
+    def step(state, x, y):
         weights, first, second = state
 
-        def one(total: Any, part: Any) -> Any:
+        def one(total, part):
             return jax.tree.map(jnp.add, total, jax.value_and_grad(loss)(weights, *part)), None
 
         parts = tuple(a.reshape(-1, micro_batches, width).swapaxes(0, 1) for a in (x, y))
@@ -52,26 +46,26 @@ def build(
     return step, (weights, weights, weights), rows, rows
 
 
-def numbers(rng: np.random.Generator) -> Any:
+def numbers(rng):
     arguments = build(BATCH, 1, "none")[1:]
     state, *rows = jax.tree.map(lambda x: jnp.asarray(0.1 * rng.standard_normal(x.shape), x.dtype), arguments)
     weights, first, second = state
     return (weights, first, jax.tree.map(jnp.abs, second)), *rows
 
 
-def configured(builder: Any = build, **options: Any) -> Configurations:
-    given: dict[str, Any] = {
+def configured(builder=build, **options):
+    given = {
         "mesh": ROW, "machine": "cpu:8", "global_batch": BATCH, "donate_argnums": 0, "progress": False,
     }  # fmt: skip
     return gshard.configure(builder, **(given | options))
 
 
 @pytest.fixture(scope="module")
-def found() -> Configurations:
+def found():
     return configured(choices={"micro_batches": [1, 2, 4]})
 
 
-def check_runs(configuration: Configuration, arguments: Any) -> Any:
+def check_runs(configuration, arguments):
     """Calls a configuration thrice beside the unpartitioned step without micro-batches; the last state."""
     step, *_ = build(BATCH, 1, "none")
     run, ours, theirs = configuration.jit(), configuration.place(*arguments), arguments
@@ -84,7 +78,7 @@ def check_runs(configuration: Configuration, arguments: Any) -> Any:
     return state
 
 
-def test_the_best_is_optimal_and_runs(found: Configurations, rng: np.random.Generator) -> None:
+def test_the_best_is_optimal_and_runs(found, rng):
     best = found.best
     # To compute a layer again takes less time than to write its residuals into stacks, and to copy them out of these.
     assert best.keywords == {"micro_batches": 1, "recompute": "full"}
@@ -96,11 +90,11 @@ def test_the_best_is_optimal_and_runs(found: Configurations, rng: np.random.Gene
 
 
 @pytest.mark.slow
-def test_no_configuration_is_better_that_was_left_out(found: Configurations) -> None:
+def test_no_configuration_is_better_that_was_left_out(found):
     """Every configuration, searched alone, takes at least the time of the best, and at least the bound."""
     for micro_batches in (1, 4):
         for recompute in ("none", "full"):
-            step, *arguments = build(BATCH, micro_batches, recompute)  # type: ignore[arg-type]
+            step, *arguments = build(BATCH, micro_batches, recompute)
             alone = gshard.search(step, *arguments, mesh=ROW, machine="cpu:8", donate_argnums=0, progress=False)
             assert alone.cost.seconds >= found.best.seconds * (1 - 1e-9)
             assert alone.best.predicted is None or alone.best.predicted >= found.bound * (1 - 1e-9)
@@ -108,7 +102,7 @@ def test_no_configuration_is_better_that_was_left_out(found: Configurations) -> 
     assert rows + others == 12, "with the state on the devices and on the host"
 
 
-def test_bounds_are_below_what_was_found(found: Configurations) -> None:
+def test_bounds_are_below_what_was_found(found):
     assert 0 < found.bound <= found.searched_bound
     assert found.solved >= 1
     for row in found:
@@ -121,13 +115,13 @@ def test_bounds_are_below_what_was_found(found: Configurations) -> None:
 
 
 @pytest.mark.parametrize("micro_batches", [2, 4])
-def test_micro_batches_accumulate_to_the_same_numbers(micro_batches: int, rng: np.random.Generator) -> None:
+def test_micro_batches_accumulate_to_the_same_numbers(micro_batches, rng):
     some = configured(choices={"micro_batches": [micro_batches], "recompute": ["full"]}, offload=False)
     assert len(some) == 1
     check_runs(some.best, numbers(rng))
 
 
-def test_the_state_is_on_the_host_where_memory_is_short(rng: np.random.Generator, tmp_path: Path) -> None:
+def test_the_state_is_on_the_host_where_memory_is_short(rng, tmp_path):
     choices = {"micro_batches": [1], "recompute": ["full"]}
     some = configured(choices=choices, memory_limit="400KiB")
     best = some.best
@@ -145,7 +139,7 @@ def test_the_state_is_on_the_host_where_memory_is_short(rng: np.random.Generator
 
 
 @pytest.mark.slow
-def test_the_host_is_used_only_where_it_is_faster() -> None:
+def test_the_host_is_used_only_where_it_is_faster():
     choices = {"micro_batches": [1], "recompute": ["full"]}
     some, kept = (configured(choices=choices, memory_limit="400KiB", offload=offload) for offload in (True, False))
     assert not kept.best.built.host
@@ -153,7 +147,7 @@ def test_the_host_is_used_only_where_it_is_faster() -> None:
     assert kept.best.seconds > some.best.seconds
 
 
-def test_saved_configurations(found: Configurations, tmp_path: Path, rng: np.random.Generator) -> None:
+def test_saved_configurations(found, tmp_path, rng):
     path = tmp_path / "best.json"
     found.best.save(path)
     loaded = Configuration.load(path, build)
@@ -169,7 +163,7 @@ def test_saved_configurations(found: Configurations, tmp_path: Path, rng: np.ran
         Configuration.load(path, build)
 
 
-def test_time_that_is_left_goes_to_the_bound() -> None:
+def test_time_that_is_left_goes_to_the_bound():
     choices = {"micro_batches": [1, 2], "recompute": ["none", "full"]}
     first = configured(choices=choices, offload=False)
     proven = configured(choices=choices, offload=False, budget_seconds=float("inf"))
@@ -179,7 +173,7 @@ def test_time_that_is_left_goes_to_the_bound() -> None:
     assert proven.best.seconds <= first.best.seconds
 
 
-def test_the_budget_is_kept() -> None:
+def test_the_budget_is_kept():
     short = configured(budget_seconds=1.0)
     assert short.best.seconds > 0
     assert short.seconds < 12, "no more than a planning of the step, and of data parallelism and FSDP"
@@ -187,7 +181,7 @@ def test_the_budget_is_kept() -> None:
     assert short.bound == 0 or all(other.is_estimated for other in short.not_searched)
 
 
-def test_nothing_fits() -> None:
+def test_nothing_fits():
     with pytest.raises(gshard.stages.MemoryLimitError, match=r"no configuration fits in 60\.0 KiB") as error:
         configured(memory_limit="60KiB", choices={"micro_batches": [1, 4], "recompute": ["full"]})
     assert "nearest: micro_batches=" in str(error.value)
@@ -195,8 +189,8 @@ def test_nothing_fits() -> None:
     assert error.value.needed > 60 * 1024
 
 
-def test_a_signal_ends_it_with_the_best_so_far() -> None:
-    def stop(configuration: Configuration) -> None:
+def test_a_signal_ends_it_with_the_best_so_far():
+    def stop(configuration):
         assert configuration.seconds > 0
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -210,21 +204,21 @@ def test_a_signal_ends_it_with_the_best_so_far() -> None:
     assert "Ctrl-C ended the search" in str(some)
 
 
-def test_progress_names_the_configuration() -> None:
-    lines: list[str] = []
+def test_progress_names_the_configuration():
+    lines = []
     configured(choices={"micro_batches": [1], "recompute": ["none"]}, progress=lines.append, offload=False)
     assert any(line.startswith("gshard.configure") and "micro_batches=1, recompute='none'" in line for line in lines)
     assert any("best so far: micro_batches=1" in line for line in lines)
 
 
-def test_machines_without_a_figure_of_the_link_keep_the_state() -> None:
+def test_machines_without_a_figure_of_the_link_keep_the_state():
     some = configured(choices={"micro_batches": [1], "recompute": ["full"]}, machine="v5e:2x4")
     assert any("no figure of the link to the host of v5e:2x4" in note for note in some.notes)
     assert not any(row.built.host for row in some)
 
 
-def test_steps_that_are_jitted(rng: np.random.Generator) -> None:
-    def jitted(**keywords: Any) -> Any:
+def test_steps_that_are_jitted(rng):
+    def jitted(**keywords):
         step, *arguments = build(**keywords)
         return gshard.jit(step, donate_argnums=0), *arguments
 
@@ -240,10 +234,10 @@ def test_steps_that_are_jitted(rng: np.random.Generator) -> None:
         ), choices={"micro_batches": [1]})  # fmt: skip
 
 
-def test_steps_of_a_framework() -> None:
+def test_steps_of_a_framework():
     equinox = pytest.importorskip("equinox")
 
-    def with_equinox(micro_batches: int) -> Any:
+    def with_equinox(micro_batches):
         step, *arguments = build(BATCH, micro_batches, "none")
         return equinox.filter_jit(step), *jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), arguments)
 
@@ -253,8 +247,8 @@ def test_steps_of_a_framework() -> None:
         some.best.jit()
 
 
-def test_builders_that_make_no_step() -> None:
-    def some_only(micro_batches: int) -> Any:
+def test_builders_that_make_no_step():
+    def some_only(micro_batches):
         return build(BATCH, micro_batches, "none") if micro_batches == 2 else None
 
     only = configured(some_only, choices={"micro_batches": [1, 2]}, offload=False)
@@ -267,10 +261,10 @@ def test_builders_that_make_no_step() -> None:
     with pytest.raises(gshard.ArgumentError, match="begins with no function"):
         configured(lambda micro_batches: (3, 4), choices={"micro_batches": [1, 2]})
 
-    def fails(micro_batches: int) -> Any:
+    def fails(micro_batches):
         raise ValueError("no such size")
 
-    def fails_once(micro_batches: int) -> Any:
+    def fails_once(micro_batches):
         return fails(micro_batches) if micro_batches == 2 else build(BATCH, micro_batches, "none")
 
     some = configured(fails_once, choices={"micro_batches": [2, 1]}, offload=False)
@@ -281,7 +275,7 @@ def test_builders_that_make_no_step() -> None:
     assert error.value.__notes__[:1] == ["gshard called fails(micro_batches=2)"]
 
 
-def test_mistakes_about_devices() -> None:
+def test_mistakes_about_devices():
     with pytest.raises(gshard.ArgumentError, match="devices= or mesh="):
         configured(devices=8)
     with pytest.raises(gshard.ArgumentError, match="needs the number of devices"):
@@ -290,7 +284,7 @@ def test_mistakes_about_devices() -> None:
         configured(mesh=None, devices=16)
 
 
-def test_places_to_run_on(found: Configurations, rng: np.random.Generator) -> None:
+def test_places_to_run_on(found, rng):
     abstract = configured(choices={"micro_batches": [1], "recompute": ["none"]}, mesh=Mesh.abstract(data=8))
     with pytest.raises(gshard.ArgumentError, match="no devices to place arguments on"):
         abstract.best.place(*numbers(rng))

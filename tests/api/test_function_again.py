@@ -20,47 +20,47 @@ P = PartitionSpec
 MESH = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("data", "model"))
 
 
-def put(*shape: int, spec: tuple[str, ...] = ()) -> jax.Array:
+def put(*shape, spec=()):
     return jax.device_put(jnp.ones(shape), NamedSharding(MESH, P(*spec)))
 
 
-def whole(x: jax.Array) -> jax.Array:
+def whole(x):
     """A constraint that was left over."""
     return jax.lax.with_sharding_constraint(x, NamedSharding(MESH, P()))
 
 
-class Net(eqx.Module):  # type: ignore[misc]
+class Net(eqx.Module):
     up: jax.Array
     down: jax.Array
     activation: Callable[..., Any]  # a leaf that is no array
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x):
         return whole(self.activation(x @ self.up)) @ self.down
 
     @eqx.filter_jit
-    def step(self, x: jax.Array) -> Any:
+    def step(self, x):
         return step_of(self, x)
 
 
-def step_of(net: Any, x: jax.Array) -> Any:
+def step_of(net, x):
     gradient = eqx.filter_grad(lambda net: (net(x) ** 2).mean())(net)
     return eqx.apply_updates(net, jax.tree.map(lambda g: -g, gradient))
 
 
-class Model(nnx.Module):  # type: ignore[misc]
-    def __init__(self) -> None:
+class Model(nnx.Module):
+    def __init__(self):
         self.up, self.down = nnx.Param(put(64, 512)), nnx.Param(put(512, 64))
         self.count = nnx.Variable(put())
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x):
         return whole(jax.nn.gelu(x @ self.up[...])) @ self.down[...]
 
     @nnx.jit
-    def step(self, x: jax.Array) -> None:
+    def step(self, x):
         step_of_model(self, x)
 
 
-def step_of_model(model: Any, x: jax.Array) -> None:
+def step_of_model(model, x):
     gradient = nnx.grad(lambda model: (model(x) ** 2).mean())(model)
     model.up[...] -= gradient["up"][...]
     model.down[...] -= gradient["down"][...]
@@ -69,8 +69,8 @@ def step_of_model(model: Any, x: jax.Array) -> None:
 
 class Plain:
     @functools.partial(jax.jit, static_argnums=0)
-    def step(self, params: Any, x: jax.Array) -> Any:
-        def loss(params: Any) -> Any:
+    def step(self, params, x):
+        def loss(params):
             return ((whole(jax.nn.gelu(x @ params["up"])) @ params["down"]) ** 2).mean()
 
         return jax.tree.map(lambda w, g: w - g, params, jax.grad(loss)(params))
@@ -79,7 +79,7 @@ class Plain:
 NET, MODEL, PLAIN = Net(put(64, 512), put(512, 64), jax.nn.gelu), Model(), Plain()
 PARAMS = {"up": put(64, 512), "down": put(512, 64)}
 X = put(128, 64, spec=("data",))
-STEPS: dict[str, tuple[Any, tuple[Any, ...], str]] = {
+STEPS = {
     "equinox": (eqx.filter_jit(step_of), (NET, X), "net/up"),
     "equinox method": (NET.step, (X,), "self/up"),
     "equinox partial": (functools.partial(eqx.filter_jit(step_of), NET), (X,), "net/up"),
@@ -93,7 +93,7 @@ STEPS: dict[str, tuple[Any, tuple[Any, ...], str]] = {
 
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.one_in(2)
-def test_shardings_of_its_arguments_are_tried(name: str) -> None:
+def test_shardings_of_its_arguments_are_tried(name):
     f, arguments, weight = STEPS[name]
     found = gshard.explain(f, *arguments)
     assert isinstance(found, gshard.stages.CompiledExplanation)
@@ -112,7 +112,7 @@ def test_shardings_of_its_arguments_are_tried(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["equinox method", "nnx", "partial"])
 @pytest.mark.one_in(3)
-def test_a_constraint_inside_is_removed(name: str) -> None:
+def test_a_constraint_inside_is_removed(name):
     f, arguments, _ = STEPS[name]
     found = gshard.explain(f, *arguments, machine="h100:1x8")
     tried = found.try_constraints(seconds=1e-3)
@@ -121,7 +121,7 @@ def test_a_constraint_inside_is_removed(name: str) -> None:
     assert any(": remove the constraint P()" in one.text for one in every.helping)
 
 
-def test_arrays_of_a_framework_are_not_kept_either() -> None:
+def test_arrays_of_a_framework_are_not_kept_either():
     net = Net(put(64, 512), put(512, 64), jax.nn.gelu)
     found = gshard.explain(eqx.filter_jit(step_of), net, X)
     reference = weakref.ref(net.up)
@@ -133,6 +133,6 @@ def test_arrays_of_a_framework_are_not_kept_either() -> None:
     assert (tried.tried, tried.refused) == (1, 0)
 
 
-def test_a_plain_partial_is_partitioned_by_gshard() -> None:
+def test_a_plain_partial_is_partitioned_by_gshard():
     found = gshard.explain(functools.partial(lambda a, b: a @ b, put(8, 8)), put(8, 8), mesh=8)
     assert isinstance(found, gshard.stages.Explanation)

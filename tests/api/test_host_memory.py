@@ -1,8 +1,5 @@
 """Host memory: values and results are in the memory in which ``jax.jit`` has them, and move where the program says."""
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,48 +24,48 @@ STACK = RNG.normal(size=(4, 16, 16)).astype(np.float32) / 4
 SPECS = {ROWS: P("d"), GRID: P("a", "b"), CUBE: P("a", ("b", "c")), TYPED: P("d")}
 
 
-def on(mesh: jax.sharding.Mesh, kind: str = "device", spec: jax.sharding.PartitionSpec | None = None) -> NamedSharding:
+def on(mesh, kind="device", spec=None):
     return NamedSharding(mesh, SPECS[mesh] if spec is None else spec, memory_kind=kind)
 
 
-def on_host(mesh: jax.sharding.Mesh, x: Any = X, spec: jax.sharding.PartitionSpec | None = None) -> jax.Array:
+def on_host(mesh, x=X, spec=None):
     return jax.device_put(x, on(mesh, "pinned_host", spec))
 
 
-def kinds(tree: Any) -> list[str]:
+def kinds(tree):
     return [x.sharding.memory_kind for x in jax.tree.leaves(tree)]
 
 
-def check(ours: Any, theirs: Any, name: str = "") -> None:
+def check(ours, theirs, name=""):
     assert kinds(ours) == kinds(theirs), name
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-5, err_msg=name)
 
 
-def moved(function: Any, *args: Any) -> list[tuple[bool, int]]:
+def moved(function, *args):
     """To the host or from it, and how often, for each transfer of the per-device program."""
     host = gshard.explain(function, *args).host
     return [(t.to_host, t.times) for t in host.transfers]
 
 
-def step(state: Any, g: Any) -> Any:
+def step(state, g):
     new = jax.device_put(state, DEVICE) * 0.9 + g
     return jax.device_put(new, HOST), new.sum()
 
 
-def fetched_in_rounds(ws: Any, x: Any) -> Any:
+def fetched_in_rounds(ws, x):
     return lax.scan(lambda c, w: (jnp.tanh(c @ jax.device_put(w, DEVICE)), None), x, ws)[0]
 
 
-def unrolled(ws: Any, x: Any) -> Any:
+def unrolled(ws, x):
     for i in range(4):
         x = jnp.tanh(x @ jax.device_put(ws[i], DEVICE))
     return x
 
 
 # Functions of a mesh; functions of one array on the host and one on the devices, and what moves.
-FORMS: dict[str, tuple[Callable[[jax.sharding.Mesh], Callable[..., Any]], list[tuple[bool, int]]]] = {
+FORMS = {
     "an argument returned": (lambda m: lambda h, x: h, []),
     "space": (lambda m: lambda h, x: jax.device_put(x * 2, HOST), [(True, 1)]),
     "sharding": (lambda m: lambda h, x: jax.device_put(x * 2, on(m, "pinned_host")), [(True, 1)]),
@@ -90,18 +87,12 @@ FORMS: dict[str, tuple[Callable[[jax.sharding.Mesh], Callable[..., Any]], list[t
     "summed": (lambda m: lambda h, x: h.sum(0), [(False, 1), (True, 1)]),
     "unpinned": (lambda m: lambda h, x: jax.device_put(x * 2, on(m, "unpinned_host")), []),
     "constraint": (lambda m: lambda h, x: lax.with_sharding_constraint(x * 2, on(m, "pinned_host")), []),
-    "cond": (
-        lambda m: lambda h, x: lax.cond(x.sum() > 0, lambda: jax.device_put(x, HOST), lambda: h),
-        [(True, 1)],
-    ),
+    "cond": (lambda m: lambda h, x: lax.cond(x.sum() > 0, lambda: jax.device_put(x, HOST), lambda: h), [(True, 1)]),
     "while": (
         lambda m: lambda h, x: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, step(c[1], x)[0]), (0, h)),
         [(False, 1), (True, 1)],
     ),
-    "scan": (
-        lambda m: lambda h, x: lax.scan(lambda c, _: step(c, x), h, None, length=3),
-        [(False, 3), (True, 3)],
-    ),
+    "scan": (lambda m: lambda h, x: lax.scan(lambda c, _: step(c, x), h, None, length=3), [(False, 3), (True, 3)]),
     "stacked": (
         lambda m: lambda h, x: lax.scan(lambda c, _: (c + 1, jax.device_put(c, HOST)), x, None, length=3),
         [(True, 3)],
@@ -129,7 +120,7 @@ FORMS: dict[str, tuple[Callable[[jax.sharding.Mesh], Callable[..., Any]], list[t
 
 @pytest.mark.parametrize("mesh", [GRID, *(pytest.param(m, marks=pytest.mark.slow) for m in (ROWS, CUBE))], ids=str)
 @pytest.mark.parametrize("form", FORMS)
-def test_results_are_where_jax_has_them(form: str, mesh: jax.sharding.Mesh) -> None:
+def test_results_are_where_jax_has_them(form, mesh):
     make, expected = FORMS[form]
     f, h, x = make(mesh), on_host(mesh), jax.device_put(X, on(mesh))
     ours, theirs = gshard.jit(f, mesh=mesh), jax.jit(f)(h, x)
@@ -139,19 +130,19 @@ def test_results_are_where_jax_has_them(form: str, mesh: jax.sharding.Mesh) -> N
 
 
 @pytest.mark.parametrize("form", ["sharding", "fetched by sharding", "a step", "grad", "an argument returned", "scan"])
-def test_axes_of_type_explicit(form: str) -> None:
+def test_axes_of_type_explicit(form):
     with jax.set_mesh(TYPED):
         f, h, x = FORMS[form][0](TYPED), on_host(TYPED), jax.device_put(X, on(TYPED))
         check(gshard.jit(f)(h, x), jax.jit(f)(h, x))
 
 
-def test_operands_in_two_memories_are_refused_as_by_jax() -> None:
+def test_operands_in_two_memories_are_refused_as_by_jax():
     for f in (lambda h, x: h + x, lambda h, x: jnp.where(x > 0, h, x)):
         with pytest.raises(ValueError, match="memory_space of all inputs"):
             gshard.jit(f, mesh=ROWS)(on_host(ROWS), X)
 
 
-def test_results_leave_in_the_memory_that_out_shardings_names() -> None:
+def test_results_leave_in_the_memory_that_out_shardings_names():
     h, x = on_host(GRID), jax.device_put(X, on(GRID))
     for kind in ("device", "pinned_host", "unpinned_host"):
         f = lambda h, x: {"h": h, "x": (x * 2, h)}  # noqa: E731
@@ -160,7 +151,7 @@ def test_results_leave_in_the_memory_that_out_shardings_names() -> None:
     assert kinds(gshard.jit(lambda h: h, mesh=GRID, out_shardings=P("b"))(h)) == ["device"]  # as under jax.set_mesh
 
 
-PLACES: dict[str, Callable[[], Any]] = {
+PLACES = {
     "numpy": lambda: N,
     "not committed": lambda: jnp.asarray(N),
     "one device": lambda: jax.device_put(N, jax.devices()[3]),
@@ -174,7 +165,7 @@ PLACES: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("asked", [None, P("a"), on(GRID), on(GRID, "pinned_host"), on(GRID, "unpinned_host")], ids=str)
-def test_every_call_is_right_wherever_its_argument_is(asked: Any) -> None:
+def test_every_call_is_right_wherever_its_argument_is(asked):
     """What ``in_shardings`` names is where an argument is moved; ``jax.jit`` refuses one that is elsewhere."""
     function = gshard.jit(lambda x: jax.device_put(x, DEVICE) * 3 - 1, mesh=GRID, in_shardings=asked)
     for place in (*PLACES, *reversed(PLACES)):
@@ -189,14 +180,14 @@ def test_every_call_is_right_wherever_its_argument_is(asked: Any) -> None:
 
 
 @pytest.mark.parametrize("donate", [(), (0,)])
-def test_an_optimizer_state_on_the_host_stays_there(donate: tuple[int, ...]) -> None:
+def test_an_optimizer_state_on_the_host_stays_there(donate):
     """Written as MaxText writes it: shardings of the state with ``pinned_host``, fetched in the step, donated."""
     rows = on(ROWS)
     host = on(ROWS, "pinned_host")
     state_shardings = {"params": {"w": rows, "b": rows}, "m": {"w": host, "b": host}, "step": on(ROWS, spec=P())}
 
-    def train(state: Any, x: Any) -> Any:
-        def loss(p: Any) -> Any:
+    def train(state, x):
+        def loss(p):
             return jnp.mean(jnp.tanh(x @ p["w"] + p["b"]) ** 2)
 
         value, g = jax.value_and_grad(loss)(state["params"])
@@ -205,7 +196,7 @@ def test_an_optimizer_state_on_the_host_stays_there(donate: tuple[int, ...]) -> 
         params = jax.tree.map(lambda p, m: p - 0.1 * m, state["params"], m)
         return {"params": params, "m": m, "step": state["step"] + 1}, value
 
-    def start() -> Any:
+    def start():
         p = {"w": np.ones((8, 16), np.float32) / 8, "b": np.zeros(16, np.float32)}
         return jax.device_put({"params": p, "m": jax.tree.map(np.zeros_like, p), "step": np.int32(0)}, state_shardings)
 
@@ -229,7 +220,7 @@ def test_an_optimizer_state_on_the_host_stays_there(donate: tuple[int, ...]) -> 
     assert explained.argument_bytes[0] == 4 * (8 * 16 + 16) + 4 + X.nbytes
 
 
-def offloading(policy: str) -> Any:
+def offloading(policy):
     if policy == "names":
         return jax.checkpoint_policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[],
@@ -240,19 +231,16 @@ def offloading(policy: str) -> Any:
     return jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
 
 
-@pytest.mark.parametrize(
-    ("policy", "rolled"),
-    [
-        ("names", True),
-        *(pytest.param(*p, marks=pytest.mark.slow) for p in (("names", False), ("dots", False))),
-        ("dots", True),
-    ],
-)
-def test_activations_are_offloaded_as_the_policy_says(policy: str, rolled: bool) -> None:
-    def layer(c: Any, w: Any) -> Any:
+@pytest.mark.parametrize(("policy", "rolled"), [
+    ("names", True),
+    *(pytest.param(*p, marks=pytest.mark.slow) for p in (("names", False), ("dots", False))),
+    ("dots", True),
+])  # fmt: skip
+def test_activations_are_offloaded_as_the_policy_says(policy, rolled):
+    def layer(c, w):
         return jnp.tanh(jnp.sin(checkpoint_name(c, "kept") @ w)), None
 
-    def loss(ws: Any, x: Any) -> Any:
+    def loss(ws, x):
         kept = jax.checkpoint(layer, policy=offloading(policy))
         if rolled:
             return (lax.scan(kept, x, ws)[0] ** 2).sum()
@@ -280,7 +268,7 @@ def test_activations_are_offloaded_as_the_policy_says(policy: str, rolled: bool)
     ],
     ids=str,
 )
-def test_weights_are_fetched_layer_by_layer(f: Any, spec: jax.sharding.PartitionSpec) -> None:
+def test_weights_are_fetched_layer_by_layer(f, spec):
     ws, x = on_host(GRID, STACK, spec), jax.device_put(STACK[0], on(GRID))
     function = gshard.jit(f, mesh=GRID)
     check(function(ws, x), jax.jit(f)(ws, x))
@@ -291,10 +279,10 @@ def test_weights_are_fetched_layer_by_layer(f: Any, spec: jax.sharding.Partition
 
 
 @pytest.mark.parametrize("size", [16, 13])
-def test_rounds_that_need_nothing_of_each_other_fetch_their_own_slices(size: int) -> None:
+def test_rounds_that_need_nothing_of_each_other_fetch_their_own_slices(size):
     """In each round one; of uneven parts, too."""
 
-    def f(ws: Any) -> Any:
+    def f(ws):
         ws = ws if size == 16 else gshard.split(ws, 0, 8)
         return lax.map(lambda w: (jax.device_put(jnp.sin(jax.device_put(w, DEVICE)), HOST), w * 2, w[:1]), ws)
 
@@ -305,8 +293,8 @@ def test_rounds_that_need_nothing_of_each_other_fetch_their_own_slices(size: int
         assert moved(function, ws) == [(False, 2), (True, 2)] * 2
 
 
-def test_a_value_on_the_host_is_resharded_on_the_devices() -> None:
-    def f(x: Any) -> Any:
+def test_a_value_on_the_host_is_resharded_on_the_devices():
+    def f(x):
         rows = jax.device_put(gshard.split(x, 0, 8), HOST)
         columns = gshard.split(rows, 1, 8)
         return columns, jax.device_put(columns, DEVICE) + 1
@@ -318,10 +306,10 @@ def test_a_value_on_the_host_is_resharded_on_the_devices() -> None:
 
 
 @pytest.mark.parametrize("devices", [3, 8])
-def test_sizes_that_do_not_divide(devices: int) -> None:
+def test_sizes_that_do_not_divide(devices):
     mesh, x = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("d",)), RNG.normal(size=(13, 5)).astype(np.float32)
 
-    def f(x: Any) -> Any:
+    def f(x):
         h = jax.device_put(gshard.split(x, 0, devices), HOST)
         d = jax.device_put(h, DEVICE)
         return h, h[2:9], h.sum(0), jnp.concatenate([h, h]), d[::-1], d.max(0)
@@ -339,7 +327,7 @@ def test_sizes_that_do_not_divide(devices: int) -> None:
             np.testing.assert_array_equal(np.asarray(y), x * 2**n)
 
 
-def test_captured_arrays_stay_on_the_host() -> None:
+def test_captured_arrays_stay_on_the_host():
     table = on_host(GRID)
     function = gshard.jit(lambda x: (jax.device_put(table, DEVICE) + x, table), mesh=GRID)
     for _ in range(3):
@@ -349,7 +337,7 @@ def test_captured_arrays_stay_on_the_host() -> None:
     assert function.lower(X).executable.captured[0].sharding.memory_kind == "pinned_host"
 
 
-def test_transformations_of_a_partitioned_function() -> None:
+def test_transformations_of_a_partitioned_function():
     h, x = on_host(GRID), jax.device_put(X, on(GRID))
     to_host = lambda x: jax.device_put(jnp.sin(x), HOST)  # noqa: E731
     squares = lambda h: (jax.device_put(h, DEVICE) ** 2).sum()  # noqa: E731
@@ -362,14 +350,14 @@ def test_transformations_of_a_partitioned_function() -> None:
 
 
 @pytest.mark.parametrize("form", ["space", "sharding", "fetched by space", "a step", "scan", "computed", "remat"])
-def test_the_compiler_of_a_tpu_is_told_of_every_transfer(form: str) -> None:
+def test_the_compiler_of_a_tpu_is_told_of_every_transfer(form):
     """XLA's annotations, as many as explained; on CPU, whose devices have no memory of their own, there are none."""
     f, h, x = FORMS[form][0](ROWS), on_host(ROWS), jax.device_put(X, on(ROWS))
     lowered = gshard.jit(f, mesh=ROWS).lower(h, x)
     program = lowered.executable
     with no_mesh_set(), jax.sharding.use_abstract_mesh(lowered.mesh.abstract_jax_mesh):
         shapes = shapes_of(lowered.spmd.jaxpr.in_avals)
-        text = program.function.trace(*shapes).lower(lowering_platforms=("tpu",)).as_text()  # type: ignore[attr-defined]
+        text = program.function.trace(*shapes).lower(lowering_platforms=("tpu",)).as_text()
     head, *body = text[text.index("@main") :].splitlines()
     results = kinds(jax.jit(f)(h, x))
     used = form not in ("space", "sharding")  # else the argument on the host is left out
@@ -380,8 +368,8 @@ def test_the_compiler_of_a_tpu_is_told_of_every_transfer(form: str) -> None:
         assert told == sum(t.to_host is to_host for t in transfers) + results.count(kind)
 
 
-def test_searches_presets_and_recorded_plans_keep_memories() -> None:
-    def f(p: Any, m: Any, x: Any) -> Any:
+def test_searches_presets_and_recorded_plans_keep_memories():
+    def f(p, m, x):
         g = jax.grad(lambda p: (jnp.tanh(x @ p) ** 2).mean())(p)
         m = jax.device_put(m, DEVICE) * 0.9 + g
         return p - 0.1 * m, jax.device_put(m, HOST)
@@ -390,14 +378,14 @@ def test_searches_presets_and_recorded_plans_keep_memories() -> None:
     want = jax.jit(f)(p, jax.device_put(STACK[1], HOST), x)
     plan = gshard.jit(f, mesh=ROWS).lower(p, m, x).plan
     found = gshard.search(f, p, m, x, mesh=ROWS, machine="h100:1x8")
-    ways: list[dict[str, Any]] = [{"search": True, "machine": "h100:1x8"}, {"machine": "h100:1x8"}]
+    ways = [{"search": True, "machine": "h100:1x8"}, {"machine": "h100:1x8"}]
     for options in (*ways, {"plan": plan}, {"plan": found.plan}, {"memory_limit": "1GiB"}):
         function = gshard.jit(f, mesh=ROWS, **options)
         for _ in range(3):
             check(function(p, m, x), want, str(options))
 
 
-def test_memory_on_the_host_is_none_of_a_device() -> None:
+def test_memory_on_the_host_is_none_of_a_device():
     ws, x = on_host(ROWS, np.zeros((8, 64, 64), np.float32), P(None, "d")), jax.device_put(np.zeros((64, 64)), on(ROWS))
     found = gshard.explain(fetched_in_rounds, ws, x.astype(jnp.float32), mesh=ROWS)
     whole, each = 8 * 64 * 64 * 4, 64 * 64 * 4 // 8
@@ -409,11 +397,11 @@ def test_memory_on_the_host_is_none_of_a_device() -> None:
     assert "ws  f32<host>[8,64@d,64]" in found.format(tensors=12)
 
 
-def test_recomputation_fetches_round_by_round() -> None:
+def test_recomputation_fetches_round_by_round():
     """A limit of memory recomputes what was computed of a fetched value from the host's copy."""
 
-    def loss(ws: Any, x: Any) -> Any:
-        def layer(c: Any, w: Any) -> Any:
+    def loss(ws, x):
+        def layer(c, w):
             w = jax.device_put(w, DEVICE)
             return jnp.tanh(jnp.sin(c @ w) @ w.T), None
 
@@ -427,7 +415,7 @@ def test_recomputation_fetches_round_by_round() -> None:
     assert sorted(moved(function, ws, x)) == [(False, 6), (True, 6)]
 
 
-def test_shardings_that_are_not_read_are_refused_with_the_line() -> None:
+def test_shardings_that_are_not_read_are_refused_with_the_line():
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     columns_first = jax.experimental.layout.Format(jax.experimental.layout.Layout((1, 0)), on(ROWS))
     for target, what in (
@@ -441,7 +429,7 @@ def test_shardings_that_are_not_read_are_refused_with_the_line() -> None:
         assert raised.value.where.startswith("test_host_memory.py:")
 
 
-def test_a_constraint_that_names_the_host_is_told_of() -> None:
+def test_a_constraint_that_names_the_host_is_told_of():
     found = gshard.explain(lambda x: lax.with_sharding_constraint(x, on(ROWS, "pinned_host")), X, mesh=ROWS)
     (told,) = found.host.without_effect
     assert "sharding_constraint at test_host_memory.py" in told
@@ -449,7 +437,7 @@ def test_a_constraint_that_names_the_host_is_told_of() -> None:
     assert told in str(found)
 
 
-def test_integers_and_keys_keep_their_bits() -> None:
+def test_integers_and_keys_keep_their_bits():
     numbers = np.array([0, -1, 2**31 - 1, -(2**31)] * 4, np.int32)
     floats = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 1e-40, 3e38, -1.0] * 2, np.float32)
     for x in (numbers, floats, floats.astype(jnp.bfloat16), numbers > 0):

@@ -1,10 +1,6 @@
 """``gshard.jit`` inside of a ``jax.shard_map`` over other axes is partitioned over the axes that stay automatic."""
 
-from __future__ import annotations
-
 import logging
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,30 +17,29 @@ MESH = jax.make_mesh((2, 4), ("stage", "model"), axis_types=(AxisType.Auto,) * 2
 RANDOM = np.random.default_rng(0)
 X, W = (RANDOM.standard_normal(s).astype(np.float32) / 3 for s in ((8, 8), (8, 12)))
 PLACES = ((P(), P()), (P("stage"), P(None, "model")), (P(None, "model"), P("stage")))
-Layer = Callable[[Any, Any], Any]
 
 
-def layer(x: Any, w: Any) -> Any:
+def layer(x, w):
     """Tensor parallel, once over all of the automatic axis and once over a part of it."""
     w = gshard.split(w, 1, "model")
     h = jnp.tanh(x @ w) @ w.T
     return h + gshard.split(jnp.cumsum(gshard.replicate(h), 0), 0, 2)
 
 
-def region(body: Layer, **options: Any) -> Layer:
+def region(body, **options):
     specs = {"in_specs": (P("stage"), P()), "out_specs": P("stage"), "axis_names": {"stage"}}
-    return jax.shard_map(body, mesh=MESH, **specs, **options)  # type: ignore[no-any-return]
+    return jax.shard_map(body, mesh=MESH, **specs, **options)
 
 
-def scanned(f: Layer) -> Layer:
+def scanned(f):
     return lambda x, w: lax.scan(lambda c, _: (f(c, w), None), x, length=2)[0]
 
 
-def gradients(f: Layer) -> Callable[..., Any]:
+def gradients(f):
     return jax.grad(lambda x, w: jnp.sum(jnp.sin(f(x, w))), (0, 1))
 
 
-CALLS: dict[str, Callable[[Layer], Callable[..., Any]]] = {
+CALLS = {
     "forward": region,
     "gradients of a scan": lambda f: gradients(region(scanned(f))),
     "scan": lambda f: region(scanned(f)),
@@ -60,7 +55,7 @@ MESHES = {"the region's": MESH, "its automatic axes": gshard.Mesh.abstract(model
 
 @pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in CALLS])
 @pytest.mark.parametrize("outer", ["jax.jit", pytest.param("gshard.jit", marks=pytest.mark.slow)])
-def test_numbers_are_those_without_it(name: str, outer: str) -> None:
+def test_numbers_are_those_without_it(name, outer):
     around = CALLS[name]
     expected = jax.jit(around(layer))(X, W)
     inside = around(gshard.jit(layer, mesh=MESH))
@@ -71,8 +66,8 @@ def test_numbers_are_those_without_it(name: str, outer: str) -> None:
 
 
 @pytest.mark.parametrize("own", [m if m != "none" else pytest.param(m, marks=pytest.mark.slow) for m in MESHES])
-def test_it_runs_on_parts(own: str, caplog: pytest.LogCaptureFixture) -> None:
-    def mlp(x: Any, w: Any) -> Any:
+def test_it_runs_on_parts(own, caplog):
+    def mlp(x, w):
         return jnp.tanh(x @ gshard.split(w, 1, "model")) @ gshard.split(w, 1, "model").T
 
     x = jax.device_put(X, NamedSharding(MESH, P("stage")))
@@ -86,7 +81,7 @@ def test_it_runs_on_parts(own: str, caplog: pytest.LogCaptureFixture) -> None:
     assert "f32[8,12]" not in caplog.text
 
 
-def test_an_outer_plan_holds_it() -> None:
+def test_an_outer_plan_holds_it():
     inside = gshard.jit(lambda x, w: jnp.tanh(x @ gshard.split(w, 1, "model")), mesh=gshard.Mesh.abstract(model=4))
     f = gshard.jit(region(inside), mesh=gshard.Mesh.abstract(stage=2, model=4))
     plan = f.lower(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (X, W))).plan
@@ -94,13 +89,13 @@ def test_an_outer_plan_holds_it() -> None:
     assert plan.mesh.spec_of(plan.sharding(product.outputs[0]).dims) == P(None, "model")
 
 
-def callback(x: Any) -> Any:
+def callback(x):
     jax.debug.callback(print, x)
     return x
 
 
 EXPLICIT = jax.make_mesh((2, 4), ("stage", "model"), axis_types=(AxisType.Explicit,) * 2)
-REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+REFUSED = {
     "all axes are manual": (jnp.sin, {"axis_names": {"stage", "model"}}, "all axes of its mesh are manual"),
     "another mesh": (gshard.jit(jnp.sin, mesh=8), {}, "mesh={'model': 4}"),
     "its manual axes": (gshard.jit(jnp.sin, mesh=gshard.Mesh.abstract(stage=2)), {}, "its mesh is another one"),
@@ -114,7 +109,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_is_refused_by_name(name: str) -> None:
+def test_what_cannot_be_is_refused_by_name(name):
     f, options, text = REFUSED[name]
     inside = f if hasattr(f, "options") else gshard.jit(f, mesh=options.get("mesh", MESH))
     given = {"mesh": MESH, "in_specs": P("stage"), "out_specs": P("stage"), "axis_names": {"stage"}, **options}

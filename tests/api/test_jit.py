@@ -1,8 +1,7 @@
 """gshard.jit is used like jax.jit: static values, donation, pytrees, keywords, caching, stages, bad input."""
 
-from __future__ import annotations
-
-from typing import Any
+import logging
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,54 +11,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gshard
-from gshard import shard, split
+from gshard import split
 from invented import invented
 
 
-def test_static_arguments_by_number_and_name() -> None:
-    traced = []
-
-    @gshard.jit(mesh=8, static_argnames=("scale", "kind"))
-    def f(x: Any, scale: int, *, kind: str = "plus") -> Any:
-        traced.append((scale, kind))
-        return split(x, 0, 8) * scale + (1 if kind == "plus" else -1)
-
-    x = jnp.arange(8.0)
-    np.testing.assert_array_equal(f(x, 2), np.arange(8.0) * 2 + 1)
-    np.testing.assert_array_equal(f(x, scale=2), np.arange(8.0) * 2 + 1)
-    np.testing.assert_array_equal(f(x, 3, kind="minus"), np.arange(8.0) * 3 - 1)
-    np.testing.assert_array_equal(f(x, 3, kind="minus"), np.arange(8.0) * 3 - 1)
-    assert len(traced) == 3  # 2 by number, 2 by name, 3 with another kind; the fourth call is remembered
-
-
-def test_traces_once_for_each_kind_of_arguments() -> None:
-    traced = []
-
-    @gshard.jit(mesh=8)
-    def f(tree: Any, *, extra: Any) -> Any:
-        traced.append(1)
-        return {"sum": split(tree["x"], 0, 8) + extra}
-
-    x = np.arange(8.0, dtype=np.float32)
-    first = f({"x": x}, extra=1.0)
-    f({"x": x + 1}, extra=2.0)
-    assert len(traced) == 1
-    f({"x": first["sum"]}, extra=3.0)  # sharded as the program would have put it
-    assert len(traced) == 1
-    f({"x": x.astype(np.int32)}, extra=1.0)
-    f({"x": np.concatenate([x, x])}, extra=1.0)
-    assert len(traced) == 3
-
-
-def test_donated_arguments_are_consumed() -> None:
-    step = gshard.jit(lambda state, x: (split(state, 0, 8) + x, x.sum()), mesh=8, donate_argnums=0)
-    state, _ = step(jnp.zeros(16), jnp.ones(16))
-    after, _ = step(state, jnp.ones(16))
-    assert state.is_deleted()
-    np.testing.assert_array_equal(after, 2 * np.ones(16))
-
-
-def test_every_stage_can_be_had_and_printed(mesh_2x4: jax.sharding.Mesh) -> None:
+def test_every_stage_can_be_had_and_printed(mesh_2x4):
     lowered = gshard.jit(lambda x: jnp.tanh(split(x, 0, "data")).sum(), mesh=mesh_2x4).lower(jnp.ones((4, 6)))
     assert "tanh" in str(lowered.program)
     assert "f32[4@data,6]" in str(lowered.plan)
@@ -67,117 +23,22 @@ def test_every_stage_can_be_had_and_printed(mesh_2x4: jax.sharding.Mesh) -> None
     assert "all-reduce" in str(lowered.executable)
 
 
-def test_shapes_without_arrays_are_enough_to_lower() -> None:
-    x = jax.ShapeDtypeStruct((1024, 8), jnp.float32)
-    lowered = gshard.jit(lambda x: split(x, 0, 8).sum(), mesh=8).lower(x)
-    assert [c.kind for c in lowered.spmd.collectives] == ["all_reduce"]
-
-
-def test_shardings_of_arguments_are_marks(mesh_2x4: jax.sharding.Mesh) -> None:
+def test_shardings_of_arguments_are_marks(mesh_2x4):
     x = jax.device_put(jnp.arange(32.0).reshape(8, 4), NamedSharding(mesh_2x4, P("model", "data")))
     lowered = gshard.jit(lambda x: jnp.sin(x), mesh=mesh_2x4).lower(x)
     assert lowered.plan.format(lowered.program.block.inputs[0]) == "f32[8@model,4@data]"
     assert lowered.plan.format(lowered.program.block.outputs[0]) == "f32[8@model,4@data]"
 
 
-def test_an_argument_on_another_mesh_of_the_same_devices_keeps_its_cut() -> None:
-    other = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    x = jax.device_put(jnp.arange(32.0).reshape(8, 4), NamedSharding(other, P("b", "a")))
-    jitted = gshard.jit(lambda x: x * 2, mesh=8)
-    np.testing.assert_array_equal(jitted(x), 2 * np.arange(32.0).reshape(8, 4))
-    entry = jitted.lower(x).spmd.in_shardings[0]
-    assert entry.dims == (("devices.2",), ("devices.0", "devices.1"))
-
-
-def test_arguments_from_elsewhere_are_moved() -> None:
-    x = jax.device_put(jnp.arange(4.0), jax.devices()[5])
-    np.testing.assert_array_equal(gshard.jit(lambda x: split(x, 0, 4) + 1, mesh=4)(x), np.arange(4.0) + 1)
-
-
-def test_results_go_in_again_with_other_shapes_beside_them() -> None:
-    """A training loop with batches of two shapes: the state of the first program is traced into the second."""
-
-    def step(w: Any, x: Any) -> Any:
-        scale = jnp.broadcast_to(w.sum() * 0.1, x.shape)
-        return w + split(x * scale, 0, 8).mean(0), jnp.reshape(x, (-1,)).sum()
-
-    jitted, w = gshard.jit(step, mesh=8), jnp.arange(4.0)
-    plain, v = jax.jit(step), jnp.arange(4.0)
-    for rows in (8, 16, 5, 8):
-        x = np.linspace(-1, 2, rows * 4, dtype=np.float32).reshape(rows, 4)
-        (w, _), (v, _) = jitted(w, x), plain(v, x)
-        np.testing.assert_allclose(w, v, rtol=1e-5)
-
-
-def test_in_and_out_shardings(mesh_2x4: jax.sharding.Mesh) -> None:
-    jitted = gshard.jit(
-        lambda x, w: {"product": x @ w, "sum": x.sum()},
-        mesh=mesh_2x4,
-        in_shardings=(P("data"), P(None, "model")),
-        out_shardings={"product": P("data", "model"), "sum": None},
-    )
-    x, w = np.arange(16.0).reshape(4, 4), np.eye(4, 8)
-    out = jitted(x, w)
-    np.testing.assert_array_equal(out["product"], x @ w)
-    assert {c.kind for c in jitted.lower(x, w).spmd.collectives} == {"all_reduce"}
-    assert out["product"].addressable_shards[0].data.shape == (2, 2)
-
-
-def test_weak_types_promote_as_in_jax() -> None:
-    out = gshard.jit(lambda x, s: split(x, 0, 8) * s, mesh=8)(jnp.ones(8, jnp.bfloat16), 2.0)
-    assert out.dtype == jnp.bfloat16
-
-
-def test_inside_another_gshard_function_marks_count() -> None:
+def test_inside_another_gshard_function_marks_count():
     inner = gshard.jit(lambda x: split(x, 0, 8).sum(), mesh=8)
     outer = gshard.jit(lambda x: inner(x * 2), mesh=8)
     assert [c.kind for c in outer.lower(jnp.ones(8)).spmd.collectives] == ["all_reduce"]
     assert outer(jnp.ones(8)) == 16
 
 
-def test_a_context_mesh_does_not_disturb(mesh_2x4: jax.sharding.Mesh) -> None:
-    with jax.set_mesh(mesh_2x4):
-        f = gshard.jit(lambda x: jax.lax.with_sharding_constraint(jnp.sin(x), P("data")).sum(), mesh=mesh_2x4)
-        np.testing.assert_allclose(f(np.arange(4.0)), np.sin(np.arange(4.0)).sum(), rtol=1e-6)
-
-
-def bad(x: Any) -> Any:
-    return x if x.sum() > 0 else -x
-
-
-BAD_INPUT = [
-    (lambda x: split(x, 0, "nope"), gshard.ShardingError, "no axis 'nope'", "'data', 'model'"),
-    (lambda x: split(x, 0, ("data", "data")), gshard.ShardingError, "axis 'data' splits dimension 0 twice", "once"),
-    (lambda x: shard(x, P("data", "data")), gshard.ShardingError, "axis 'data' splits dimensions 0 and 1", "once"),
-    (lambda x: split(x, 0, 16), gshard.ShardingError, "16 partitions", "at most 8"),
-    (lambda x: split(x, 0, 3), gshard.ShardingError, "3 partitions", "1, 2, 4, 8"),
-    (lambda x: split(x, 0, 0), gshard.ShardingError, "0 partitions", "from 1"),
-    (lambda x: split(x, 2, 2), gshard.ShardingError, "no dimension 2", "0 to 1"),
-    (lambda x: split(x.sum(), 0, 2), gshard.ShardingError, "0 dimensions", "replicate"),
-    (lambda x: shard(x, np.array([[0, 1], [1, 2]])), gshard.ShardingError, "device 1 stands twice", "one part"),
-    (lambda x: shard(x, np.array([[0, 2]])), gshard.ShardingError, "device 1 is missing", "0 to n-1"),
-    (lambda x: shard(x, np.array([[9, 8]])), gshard.ShardingError, "names device 9", "0 to 7"),
-    (lambda x: shard(x, np.arange(4)), gshard.ShardingError, "rank 1 cannot cut an array of rank 2", "each dimension"),
-    (lambda x: shard(x, np.ones((1, 2))), gshard.ShardingError, "array of integers", "arange"),
-    (lambda x: shard(x, P("data", None, "model")), gshard.ShardingError, "3 dimensions", "at most one entry"),
-    (bad, gshard.TraceError, "needs the value of an array", "jax.lax.cond"),
-]
-
-
-@pytest.mark.parametrize(("f", "kind", "what", "hint"), BAD_INPUT, ids=[b[2] for b in BAD_INPUT])
-def test_bad_input_gets_one_clear_error(
-    f: Any, kind: type[Exception], what: str, hint: str, mesh_2x4: jax.sharding.Mesh
-) -> None:
-    with pytest.raises(kind) as caught:
-        gshard.jit(f, mesh=mesh_2x4)(jnp.ones((4, 6)))
-    text = str(caught.value)
-    assert what in text
-    assert hint in text
-    assert "test_jit.py" in text, "the user's line is missing"
-
-
-def test_strict_refuses_what_has_no_rule() -> None:
-    def f(x: Any) -> Any:
+def test_strict_refuses_what_has_no_rule():
+    def f(x):
         return invented(split(x, 0, 8))
 
     loose = gshard.jit(f, mesh=8)
@@ -187,18 +48,7 @@ def test_strict_refuses_what_has_no_rule() -> None:
         gshard.jit(f, mesh=8, strict=True)(x)
 
 
-@pytest.mark.parametrize(("mesh", "what"), [(9, "9 devices"), (0, "0 devices"), ([], "at least one"), (1.5, "float")])
-def test_bad_meshes(mesh: Any, what: str) -> None:
-    with pytest.raises(gshard.MeshError, match=what):
-        gshard.jit(lambda x: x, mesh=mesh)
-
-
-def test_a_device_twice_in_the_mesh() -> None:
-    with pytest.raises(gshard.MeshError, match="stands twice"):
-        gshard.jit(lambda x: x, mesh=[jax.devices()[0]] * 2)
-
-
-def test_a_planned_mesh_explains_but_does_not_run() -> None:
+def test_a_planned_mesh_explains_but_does_not_run():
     mesh = gshard.Mesh.abstract(data=64, expert=32)
     x = jax.ShapeDtypeStruct((4096, 64), jnp.float32)
     found = gshard.explain(lambda x: split(x, 0, 2048).sum(), x, mesh=mesh)
@@ -207,10 +57,10 @@ def test_a_planned_mesh_explains_but_does_not_run() -> None:
         gshard.jit(lambda x: x + 1, mesh=mesh)(jnp.ones(3))
 
 
-def test_uneven_results_may_stay_where_they_are(rng: np.random.Generator) -> None:
+def test_uneven_results_may_stay_where_they_are(rng):
     """A state of 11 rows over 8 devices goes from call to call without being gathered."""
 
-    def step(state: Any, x: Any) -> Any:
+    def step(state, x):
         table = split(state["table"], 0, 8)
         return {"table": table * 2 + x, "count": state["count"] + 1}
 
@@ -242,7 +92,7 @@ def test_uneven_results_may_stay_where_they_are(rng: np.random.Generator) -> Non
         gshard.jit(step, mesh=8, uneven="padded")
 
 
-def test_an_uneven_argument_may_be_needed_otherwise(rng: np.random.Generator) -> None:
+def test_an_uneven_argument_may_be_needed_otherwise(rng):
     x = rng.standard_normal((11, 10), np.float32)
     rows = gshard.jit(lambda x: split(x, 0, 8) + 0, mesh=8, uneven="keep")(x)
     columns = gshard.jit(lambda x: split(x, 1, 8) + 0, mesh=8, uneven="keep")
@@ -253,11 +103,11 @@ def test_an_uneven_argument_may_be_needed_otherwise(rng: np.random.Generator) ->
 
 
 @pytest.mark.parametrize("parts", [4, 8])
-def test_a_donated_state_comes_as_it_leaves(parts: int, mesh_2x4: jax.sharding.Mesh, rng: np.random.Generator) -> None:
+def test_a_donated_state_comes_as_it_leaves(parts, mesh_2x4, rng):
     """6 rows over 4 or 8 devices leave in halves. So they come, and one program serves all steps, the first too."""
     traced, mesh = [], 4 if parts == 4 else mesh_2x4
 
-    def step(state: Any, x: Any) -> Any:
+    def step(state, x):
         traced.append(1)
         rows = split(state["rows"], 0, parts)
         return {"rows": rows * 2 + x.sum(), "kept": state["kept"] + split(x, 0, parts).sum(0)}
@@ -279,18 +129,7 @@ def test_a_donated_state_comes_as_it_leaves(parts: int, mesh_2x4: jax.sharding.M
     assert len(traced) <= 1, "by jax.jit; ours was traced before"
 
 
-def test_what_is_donated_is_given_once(mesh_2x4: jax.sharding.Mesh) -> None:
-    """XLA would crash, or read what is no longer there."""
-    step = gshard.jit(lambda x, y: (split(x, 0, 8) + 1, y * 2), mesh=mesh_2x4, donate_argnums=(0, 1))
-    start = step(jnp.arange(8.0), jnp.arange(8.0) + 1)[0]
-    with pytest.raises(gshard.ShardingError, match="given twice, as x and y"):
-        step(start, start)
-    step(start, jnp.arange(8.0))
-    with pytest.raises(gshard.ShardingError, match="an earlier call has overwritten, as x"):
-        step(start, jnp.arange(8.0))
-
-
-def test_values_where_only_shapes_are_known() -> None:
+def test_values_where_only_shapes_are_known():
     for bad in (lambda n: jnp.zeros(gshard.replicate(n)), lambda n: jnp.zeros(4) if n > 3 else n):
         with pytest.raises(gshard.TraceError, match="only shapes are known"):
             gshard.jit(bad, mesh=8)(4)
@@ -298,3 +137,133 @@ def test_values_where_only_shapes_are_known() -> None:
         gshard.jit(lambda x, sizes: x, mesh=8, static_argnums=1)(jnp.ones(3), [1, 2])
     with pytest.raises(TypeError, match="unsupported operand"):
         gshard.jit(lambda x: x + "a", mesh=8)(jnp.ones(3))
+
+
+# The same call gets the same program: what belongs to the key of what is kept, and what is kept no longer.
+
+
+def test_a_state_that_goes_round_is_compiled_once():
+    """The first state is placed nowhere, later ones as the program left them; their plans are the same."""
+    step = gshard.jit(lambda w, x: (w - 0.1 * split(x, 0, 8).sum(0), x.mean()), mesh=8, donate_argnums=0)
+    w, x = jnp.zeros(4), jnp.ones((16, 4))
+    first = step.lower(w, x)
+    moved, _ = step(w, x)
+    again = step.lower(moved, x)
+    assert again is first
+    assert moved.sharding.spec == P()
+
+
+def several(count, *xs, key=None):
+    return [x * count for x in xs], key
+
+
+def test_names_of_arguments_leave_static_ones_out():
+    """Also beyond the named parameters: the second of ``*xs`` is not called by the name that follows them."""
+    x, text = np.arange(8.0), "text"
+    call = gshard.jit(several, mesh=8, static_argnums=0)
+    assert call.lower(1, x, x, key=x).program.names == ("xs[0]", "xs[1]", "key")
+    for arguments, named, name in (
+        ((1, text), {}, "xs[0]"),
+        ((1, x, [x, text]), {}, "xs[1][1]"),
+        ((1, x), {"key": text}, "key"),
+    ):
+        with pytest.raises(TypeError, match=f"at path {re.escape(name)}\\.") as caught:
+            call(*arguments, **named)
+        assert text in str(caught.value)
+    with pytest.raises(TypeError, match="at path x\\."):
+        gshard.jit(lambda n, x: x * n, mesh=8, static_argnums=0)(2, text)
+    with pytest.raises(OverflowError, match=r"xs\[0\]\['n'\], an argument of several, is too large"):
+        call(1, {"n": 2**40})
+    layout = gshard.Layout(rows="devices")
+    named = gshard.jit(several, mesh=8, static_argnums=0, layout=layout, names={"key": "rows"})
+    _, *placed = named.lower(1, x, x, key=x).argument_shardings
+    assert [s.spec for s in placed] == [P(), P("devices")]
+
+
+def test_names_reach_the_compiled_program():
+    def train_step(x):
+        with jax.named_scope("my_block"):
+            return jax.nn.relu(split(x, 0, 8) @ x.T)
+
+    x = jnp.ones((8, 4))
+    step = gshard.jit(train_step, mesh=8)
+    text = step.lower(x).compile().as_text()
+    assert "jit_train_step" in text
+    assert "jaxpr_as_fun" not in text
+    for operation in ("dot_general", "max"):  # the second is in the body of a call
+        (name, *_) = [line for line in text.split('op_name="')[1:] if line.split('"')[0].endswith(f"/{operation}")]
+        assert name.startswith("jit(train_step)/")
+        assert "/my_block/" in name
+
+
+# The log tells why a function is planned again.
+
+
+MESH = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+X = jnp.ones((16, 8))
+
+
+def step(x, rate=1.0):
+    return rate * x
+
+
+OTHER = {
+    "shape": ((jnp.ones((24, 8)),), "x is float32[24,8], and was float32[16,8]"),
+    "dtype": ((X.astype(jnp.int32),), "x is int32[16,8], and was float32[16,8]"),
+    "structure": ((X, 2.0), "its arguments have another structure than before"),
+    "place": (
+        (jax.device_put(X, jax.NamedSharding(MESH, P("data"))),), "x is on NamedSharding(mesh=Mesh('data': 8",
+    ),
+}  # fmt: skip
+
+
+def test_without_a_setting_it_is_information(caplog):
+    f = gshard.jit(lambda x: 2 * gshard.split(x, 0, 8), mesh=8)
+    with caplog.at_level(logging.INFO, "gshard"):
+        for rows in (16, 24, 32):
+            for _ in range(3):
+                f(np.ones((rows, 8), np.float32))
+    told = [r for r in caplog.records if "planned again" in r.getMessage()]
+    assert [r.levelno for r in told] == [logging.INFO] * 2
+
+
+@pytest.mark.parametrize("case", OTHER)
+def test_what_is_new_is_told_once(case, caplog):
+    arguments, text = OTHER[case]
+    f = gshard.jit(step, mesh=MESH)
+    with jax.log_compiles(), caplog.at_level(logging.WARNING, "gshard"):
+        for _ in range(3):
+            f(X)
+        assert not [r for r in caplog.records if "planned again" in r.getMessage()]
+        for _ in range(3):
+            np.testing.assert_array_equal(f(*arguments), step(*arguments))
+    (told,) = (r.getMessage() for r in caplog.records if "planned again" in r.getMessage())
+    assert told.startswith(f"step is planned again: {text}")
+
+
+def test_many_arguments_and_static_ones(caplog):
+    f = gshard.jit(lambda xs, n: n * sum(x.sum() for x in xs), mesh=8, static_argnums=1)
+    with caplog.at_level(logging.DEBUG, "gshard"):
+        f.lower([X] * 6, 1)
+        f.lower([X[:8]] * 6, 1)
+        f.lower([X[:8]] * 6, 2)
+        with jax.enable_x64():
+            f.lower([X[:8]] * 6, 2)
+    shapes, static, setting = (r.getMessage() for r in caplog.records if "planned again" in r.getMessage())
+    assert "xs[3] is float32[8,8], and was float32[16,8]; and 2 more arguments" in shapes
+    assert static.endswith("a static argument has another value than before")
+    assert setting.endswith("a setting of JAX or a rule has changed")
+
+
+def test_shapes_that_change_with_each_call_get_one_warning(caplog):
+    f = gshard.jit(step, mesh=8)
+    with caplog.at_level(logging.WARNING, "gshard"):
+        for rows in range(1, 15):
+            f.lower(np.ones((rows, 8), np.float32))
+        assert not caplog.records
+        for rows in range(15, 25):
+            f.lower(np.ones((rows, 8), np.float32))
+    (told,) = (r.getMessage() for r in caplog.records)
+    assert told.startswith("step is planned and compiled for 16 different kinds of arguments, at test_jit.py:")
+    assert "x is float32[16,8], and was float32[15,8]" in told
+    assert "Pad arrays to a few sizes" in told

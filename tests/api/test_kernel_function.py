@@ -1,22 +1,19 @@
 """``gshard.kernel``: the fast function runs on shards, and the results are those of one device."""
 
-from __future__ import annotations
-
 import functools
 import logging
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas
+from jax.sharding import PartitionSpec as P
 
 import gshard
 
 
-def plain_attention(q: Any, k: Any, v: Any, *, causal: bool = False) -> Any:
+def plain_attention(q, k, v, *, causal=False):
     """Attention over [batch, position, head, feature]; several heads of queries share one of keys."""
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
@@ -26,22 +23,22 @@ def plain_attention(q: Any, k: Any, v: Any, *, causal: bool = False) -> Any:
 
 
 @functools.partial(gshard.kernel, like=plain_attention, static_argnames="causal")
-def attention(q: Any, k: Any, v: Any, *, causal: bool = False) -> Any:
+def attention(q, k, v, *, causal=False):
     """JAX's own, which contracts in another order."""
     return jax.nn.dot_product_attention(q, k, v, is_causal=causal)
 
 
-def plain_rms_norm(x: Any, scale: Any) -> Any:
+def plain_rms_norm(x, scale):
     return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
 
 
-def _rms_norm_rows(x: Any, scale: Any, out: Any) -> None:
+def _rms_norm_rows(x, scale, out):
     row = x[...]
     out[...] = row * jax.lax.rsqrt(jnp.mean(row * row, -1, keepdims=True) + 1e-6) * scale[...]
 
 
 @gshard.kernel(like=plain_rms_norm)
-def rms_norm(x: Any, scale: Any) -> Any:
+def rms_norm(x, scale):
     """A Pallas kernel on one row at a time."""
     rows, features = x.shape
     blocks = [pallas.BlockSpec((1, features), lambda i: (i, 0)), pallas.BlockSpec((features,), lambda i: (0,))]
@@ -51,30 +48,30 @@ def rms_norm(x: Any, scale: Any) -> Any:
     )(x, scale)
 
 
-def _product(x: Any, w: Any, out: Any) -> None:
+def _product(x, w, out):
     out[...] = x[...] @ w[...]
 
 
-def fast_product(x: Any, w: Any) -> Any:
+def fast_product(x, w):
     return pallas.pallas_call(_product, jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), x.dtype), interpret=True)(x, w)
 
 
 product = gshard.kernel(fast_product, like=lambda x, w: x @ w)
 
 
-def arrays(rng: np.random.Generator, *shapes: tuple[int, ...]) -> tuple[np.ndarray, ...]:
+def arrays(rng, *shapes):
     return tuple(rng.standard_normal(shape, np.float32) for shape in shapes)
 
 
-def qkv(rng: np.random.Generator, batch: int = 8) -> tuple[np.ndarray, ...]:
+def qkv(rng, batch=8):
     return arrays(rng, (batch, 16, 4, 8), (batch, 16, 2, 8), (batch, 16, 2, 8))
 
 
-def agree(got: Any, want: Any) -> None:
+def agree(got, want):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5), got, want)
 
 
-def three_calls(f: Any, want: Any, *args: np.ndarray) -> None:
+def three_calls(f, want, *args):
     """Calls with arrays of NumPy, on one device and on the last one."""
     agree(f(*args), want)
     agree(f(*map(jnp.asarray, args)), want)
@@ -82,19 +79,13 @@ def three_calls(f: Any, want: Any, *args: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(
-    ("mesh", "marks"),
-    [
-        ({"data": 8}, [(0, "data")]),
-        ({"data": 4, "model": 2}, [(0, "data"), (2, "model")]),
-        ({"sequence": 8}, [(1, "sequence")]),
-    ],
-)
+@pytest.mark.parametrize(("mesh", "marks"), [
+    ({"data": 8}, [(0, "data")]), ({"data": 4, "model": 2}, [(0, "data"), (2, "model")]),
+    ({"sequence": 8}, [(1, "sequence")]),
+])  # fmt: skip
 @pytest.mark.one_in(3)
-def test_attention_and_its_gradient(
-    mesh: dict[str, int], marks: list[tuple[int, str]], causal: bool, rng: np.random.Generator
-) -> None:
-    def loss(attend: Callable[..., Any], q: Any, k: Any, v: Any) -> Any:
+def test_attention_and_its_gradient(mesh, marks, causal, rng):
+    def loss(attend, q, k, v):
         for dim, axis in marks:
             q = gshard.split(q, dim, axis)
         return jnp.mean(jnp.sin(attend(q, k, v, causal=causal)))
@@ -110,21 +101,21 @@ def test_attention_and_its_gradient(
         assert set(explained.bytes_by_kind) <= {"all_reduce"}  # of the loss
 
 
-def test_batches_that_do_not_divide(rng: np.random.Generator) -> None:
+def test_batches_that_do_not_divide(rng):
     args = qkv(rng, batch=5)
     f = gshard.jit(lambda q, k, v: attention(gshard.split(q, 0, 4), k, v), mesh=4)
     three_calls(f, plain_attention(*args), *args)
     assert gshard.explain(f, *args).bytes_by_kind.keys() <= {"all_gather", "all_to_all"}  # of the uneven result
 
 
-def test_sequences_split_where_positions_are_arguments(rng: np.random.Generator) -> None:
-    def masked(q: Any, k: Any, v: Any, at_q: Any, at_k: Any) -> Any:
+def test_sequences_split_where_positions_are_arguments(rng):
+    def masked(q, k, v, at_q, at_k):
         scores = jnp.where(at_q[:, None] >= at_k, jnp.einsum("bqd,bkd->bqk", q, k), -1e30)
         return jnp.einsum("bqk,bkd->bqd", jax.nn.softmax(scores, -1), v)
 
     attend = gshard.kernel(masked, like=masked)
 
-    def f(q: Any, k: Any, v: Any) -> Any:
+    def f(q, k, v):
         q = gshard.split(q, 1, "sequence")
         return attend(q, k, v, jnp.arange(q.shape[1]), jnp.arange(k.shape[1]))
 
@@ -135,15 +126,15 @@ def test_sequences_split_where_positions_are_arguments(rng: np.random.Generator)
     assert gshard.explain(jitted, q, k, v).total_bytes < 2 * q.nbytes
 
 
-def test_a_pallas_kernel_runs_on_rows(rng: np.random.Generator) -> None:
+def test_a_pallas_kernel_runs_on_rows(rng):
     x, scale = arrays(rng, (16, 8), (8,))
     f = gshard.jit(lambda x, scale: rms_norm(gshard.split(x, 0, "data"), scale), mesh={"data": 8})
     three_calls(f, plain_rms_norm(x, scale), x, scale)
     assert gshard.explain(f, x, scale).total_bytes == 0
 
 
-def test_without_a_derivative_of_the_fast_function_the_plain_one_is_used(rng: np.random.Generator) -> None:
-    def slope(norm: Callable[..., Any], x: Any, scale: Any) -> Any:
+def test_without_a_derivative_of_the_fast_function_the_plain_one_is_used(rng):
+    def slope(norm, x, scale):
         return jax.grad(lambda x, scale: jnp.mean(jnp.sin(norm(gshard.split(x, 0, 8), scale))), (0, 1))(x, scale)
 
     x, scale = arrays(rng, (64, 64), (64,))
@@ -153,7 +144,7 @@ def test_without_a_derivative_of_the_fast_function_the_plain_one_is_used(rng: np
     assert set(gshard.explain(f, x, scale).bytes_by_kind) == {"all_reduce"}
 
 
-def test_parts_of_a_sum_are_added_up(rng: np.random.Generator) -> None:
+def test_parts_of_a_sum_are_added_up(rng):
     x, w = arrays(rng, (4, 16), (16, 8))
     f = gshard.jit(lambda x, w: product(gshard.split(x, 1, 8), gshard.split(w, 0, 8)), mesh=8)
     three_calls(f, x @ w, x, w)
@@ -161,14 +152,14 @@ def test_parts_of_a_sum_are_added_up(rng: np.random.Generator) -> None:
     assert "psum" in str(f.lower(x, w).spmd.jaxpr) or "reduce_scatter" in str(f.lower(x, w).spmd.jaxpr)
 
 
-def test_in_a_loop_and_under_vmap_and_remat(rng: np.random.Generator) -> None:
+def test_in_a_loop_and_under_vmap_and_remat(rng):
     x, scales = arrays(rng, (3, 64, 64), (4, 64))
 
-    def f(norm: Callable[..., Any], x: Any, scales: Any) -> Any:
-        def layer(x: Any, scale: Any) -> tuple[Any, None]:
+    def f(norm, x, scales):
+        def layer(x, scale):
             return x + jax.checkpoint(jax.vmap(norm, (0, None)))(x, scale), None
 
-        def loss(x: Any, scales: Any) -> Any:
+        def loss(x, scales):
             return jnp.mean(jnp.sin(jax.lax.scan(layer, gshard.split(x, 1, 8), scales)[0]))
 
         return jax.value_and_grad(loss, (0, 1))(x, scales)
@@ -178,7 +169,7 @@ def test_in_a_loop_and_under_vmap_and_remat(rng: np.random.Generator) -> None:
     assert set(gshard.explain(jitted, x, scales).bytes_by_kind) <= {"all_reduce"}
 
 
-def test_outside_of_gshard_the_fast_function_runs(rng: np.random.Generator) -> None:
+def test_outside_of_gshard_the_fast_function_runs(rng):
     x, w = arrays(rng, (4, 6), (6, 8))
     marked = gshard.kernel(lambda x: 2 * x, like=lambda x: 3 * x)  # not the same, on purpose
     assert marked(2.0) == 4.0
@@ -188,14 +179,14 @@ def test_outside_of_gshard_the_fast_function_runs(rng: np.random.Generator) -> N
     agree(jax.hessian(gshard.kernel(jnp.sin, like=jnp.sin))(0.3), -np.sin(0.3))
 
 
-def test_the_plain_function_runs_on_other_platforms() -> None:
+def test_the_plain_function_runs_on_other_platforms():
     only_tpu = gshard.kernel(lambda x: 2 * x, like=lambda x: 3 * x, platforms="tpu")
     assert only_tpu(2.0) == 6.0  # not the same, on purpose
     assert jax.jit(only_tpu)(2.0) == 6.0
 
 
-def test_pytrees_and_static_arguments() -> None:
-    def scaled(tree: Any, power: int) -> Any:
+def test_pytrees_and_static_arguments():
+    def scaled(tree, power):
         return {"y": tree["x"] ** power}
 
     kernel = gshard.kernel(scaled, like=scaled, static_argnums=1)
@@ -203,15 +194,15 @@ def test_pytrees_and_static_arguments() -> None:
     np.testing.assert_array_equal(got["y"], np.arange(8.0) ** 3)
 
 
-def test_static_arguments_that_are_equal_and_of_other_types_are_others() -> None:
-    def scaled(x: Any, how: Any) -> Any:
+def test_static_arguments_that_are_equal_and_of_other_types_are_others():
+    def scaled(x, how):
         return x * 2 if isinstance(how, bool) else x * 3
 
     kernel = gshard.kernel(scaled, like=scaled, static_argnames="how")
     assert [float(kernel(1.0, how=how)) for how in (True, 1, True)] == [2.0, 3.0, 2.0]
 
 
-def test_the_log_says_where_the_plain_function_runs(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_says_where_the_plain_function_runs(caplog):
     x, scale = jnp.ones((4, 8)), jnp.ones(8)
     with caplog.at_level(logging.WARNING, "gshard"):
         jax.jit(jax.grad(lambda x: rms_norm(x, scale).sum()))(x)
@@ -219,7 +210,7 @@ def test_the_log_says_where_the_plain_function_runs(caplog: pytest.LogCaptureFix
     assert "kernel rms_norm runs" not in caplog.text
 
 
-def test_a_kernel_in_the_plain_function_of_another(rng: np.random.Generator) -> None:
+def test_a_kernel_in_the_plain_function_of_another(rng):
     x, w = arrays(rng, (8, 6), (6, 4))
     outer = gshard.kernel(lambda x, w: jnp.sin(x @ w), like=lambda x, w: jnp.sin(product(x, w)))
     f = gshard.jit(lambda x, w: outer(gshard.split(x, 0, 8), w), mesh=8)
@@ -227,8 +218,8 @@ def test_a_kernel_in_the_plain_function_of_another(rng: np.random.Generator) -> 
     assert gshard.explain(f, x, w).total_bytes == 0
 
 
-def test_a_split_that_the_fast_function_refuses_is_not_made(rng: np.random.Generator) -> None:
-    def fast(x: Any) -> Any:
+def test_a_split_that_the_fast_function_refuses_is_not_made(rng):
+    def fast(x):
         if x.shape[0] % 4:
             raise ValueError("blocks have four rows")
         return 2 * x
@@ -240,13 +231,13 @@ def test_a_split_that_the_fast_function_refuses_is_not_made(rng: np.random.Gener
     assert gshard.explain(f, x).total_bytes > 0  # gathered
 
 
-def refused(match: str, kernel: Any, *args: Any, error: type[Exception] = gshard.ArgumentError) -> None:
+def refused(match, kernel, *args, error=gshard.ArgumentError):
     with pytest.raises(error, match=match) as raised:
         kernel(*args)
     assert "test_kernel_function.py" in str(raised.value)
 
 
-def test_what_cannot_be_a_kernel() -> None:
+def test_what_cannot_be_a_kernel():
     x = jnp.ones((4, 4))
     refused("return different types", gshard.kernel(lambda x: x, like=lambda x: x.sum()), x)
     refused("return different types", gshard.kernel(lambda x: x, like=lambda x: (x, x)), x)
@@ -254,14 +245,157 @@ def test_what_cannot_be_a_kernel() -> None:
     marks = gshard.kernel(lambda x: x, like=lambda x: gshard.split(x, 0, 4))
     refused("cannot say how arrays are sharded", marks, x, error=gshard.ShardingError)
     with pytest.raises(gshard.ArgumentError, match="like is a str"):
-        gshard.kernel(jnp.sin, like="sin")  # type: ignore[call-overload]
+        gshard.kernel(jnp.sin, like="sin")
     with pytest.raises(gshard.ArgumentError, match="a float is not a function"):
-        gshard.kernel(1.0, like=jnp.sin)  # type: ignore[call-overload]
+        gshard.kernel(1.0, like=jnp.sin)
 
 
-def test_arrays_of_a_traced_function_outside_are_refused() -> None:
-    def f(x: Any, w: Any) -> Any:
+def test_arrays_of_a_traced_function_outside_are_refused():
+    def f(x, w):
         return gshard.kernel(lambda x: x @ w, like=lambda x: x @ w)(x)
 
     with pytest.raises(gshard.ArgumentError, match="uses an array from outside"):
         jax.jit(f)(jnp.ones((4, 4)), jnp.ones((4, 4)))
+
+
+# Kernels that users write for a loss over a split vocabulary and for a state-space scan, as ``gshard.kernel``.
+
+
+def _call(body, *shapes):
+    return pallas.pallas_call(body, shapes if len(shapes) > 1 else shapes[0], interpret=True)
+
+
+def _rows(x):
+    return jax.ShapeDtypeStruct(x.shape[:1], x.dtype)
+
+
+@gshard.kernel(like=lambda logits: jnp.max(logits, axis=1))
+def largest(logits):
+    def body(x, out):
+        out[...] = jnp.max(x[...], axis=1)
+
+    return _call(body, _rows(logits))(logits)
+
+
+def plain_sums(logits, peak, labels, words):
+    own = jnp.where(words[None] == labels[:, None], logits, 0)
+    return jnp.sum(jnp.exp(logits - peak[:, None]), axis=1), jnp.sum(own, axis=1)
+
+
+@gshard.kernel(like=plain_sums)
+def sums(logits, peak, labels, words):
+    """The sum of the exponentials of each row, and the logit of its label; one pass over the logits."""
+
+    def body(x, peak, labels, words, exponentials, own):
+        exponentials[...] = jnp.sum(jnp.exp(x[...] - peak[...][:, None]), axis=1)
+        own[...] = jnp.sum(jnp.where(words[...][None] == labels[...][:, None], x[...], 0), axis=1)
+
+    return _call(body, _rows(logits), _rows(logits))(logits, peak, labels, words)
+
+
+def plain_gradient(logits, log_sum, labels, words, cotangent):
+    hit = (words[None] == labels[:, None]).astype(logits.dtype)
+    return (jnp.exp(logits - log_sum[:, None]) - hit) * cotangent[:, None]
+
+
+@gshard.kernel(like=plain_gradient)
+def gradient(logits, log_sum, labels, words, cotangent):
+    def body(x, log_sum, labels, words, cotangent, out):
+        hit = (words[...][None] == labels[...][:, None]).astype(x.dtype)
+        out[...] = (jnp.exp(x[...] - log_sum[...][:, None]) - hit) * cotangent[...][:, None]
+
+    return _call(body, jax.ShapeDtypeStruct(logits.shape, logits.dtype))(logits, log_sum, labels, words, cotangent)
+
+
+@jax.custom_vjp
+def cross_entropy(logits, labels):
+    return _forward(logits, labels)[0]
+
+
+def _forward(logits, labels):
+    peak = largest(logits)
+    exponentials, own = sums(logits, peak, labels, jnp.arange(logits.shape[1]))
+    log_sum = jnp.log(exponentials) + peak
+    return log_sum - own, (logits, log_sum, labels)
+
+
+def _backward(residuals, cotangent):
+    logits, log_sum, labels = residuals
+    return gradient(logits, log_sum, labels, jnp.arange(logits.shape[1]), cotangent), None
+
+
+cross_entropy.defvjp(_forward, _backward)
+
+
+def plain_cross_entropy(logits, labels):
+    return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], 1)[:, 0]
+
+
+def loss(of_logits, h, w, labels):
+    return jnp.mean(of_logits(gshard.shard(h @ gshard.split(w, 1, "model"), P("data", "model")), labels))
+
+
+@pytest.mark.parametrize("words", [64, 60])
+@pytest.mark.parametrize("mesh", [{"data": 1, "model": 8}, {"data": 2, "model": 4}])
+def test_a_cross_entropy_over_a_split_vocabulary(mesh, words, rng):
+    """The kernels read shards of the logits: what is sent grows with the rows, and not with the vocabulary."""
+    h, w = rng.standard_normal((16, 8), np.float32), rng.standard_normal((8, words), np.float32)
+    labels = np.concatenate([[0, words - 1, words // 2], rng.integers(0, words, 13)])
+    step = jax.value_and_grad(functools.partial(loss, cross_entropy), (0, 1))
+    want = jax.value_and_grad(functools.partial(loss, plain_cross_entropy), (0, 1))(h, w, labels)
+    f = gshard.jit(step, mesh=mesh)
+    on_one = [jax.device_put(x, jax.devices()[-1]) for x in (h, w, labels)]
+    for args in ((h, w, labels), (jnp.asarray(h), jnp.asarray(w), jnp.asarray(labels)), on_one):
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6), f(*args), want)
+    found = gshard.explain(f, h, w, labels)
+    assert not found.gathered
+    if words % 8 == 0 and mesh["data"] == 1:
+        # Peaks and sums of the rows, the loss with the own logits, and the gradient of h.
+        assert found.bytes_by_kind.keys() == {"all_reduce"}
+        assert found.total_bytes == 2 * 7 * (2 * 16 * 4 + 4 + h.nbytes) // 8
+
+
+def plain_scan(a, b):
+    """Time steps are dimension 1: ``h[t] = a[t] h[t - 1] + b[t]``."""
+
+    def step(h, at):
+        h = at[0] * h + at[1]
+        return h, h
+
+    return jnp.moveaxis(
+        jax.lax.scan(step, jnp.zeros_like(a[:, 0]), (jnp.moveaxis(a, 1, 0), jnp.moveaxis(b, 1, 0)))[1], 0, 1
+    )
+
+
+@gshard.kernel(like=plain_scan)
+def state_space_scan(a, b):
+    def body(a, b, out):
+        h = jnp.zeros_like(a[:, 0])
+        for t in range(a.shape[1]):
+            h = a[:, t] * h + b[:, t]
+            out[:, t] = h
+
+    return _call(body, jax.ShapeDtypeStruct(a.shape, a.dtype))(a, b)
+
+
+@pytest.mark.parametrize(("dim", "sends"), [(0, False), (2, False), (1, True)])
+def test_a_state_space_scan(dim, sends, rng):
+    """Sequences and channels are independent. Time is not: the kernel gets all steps."""
+    a, b = rng.uniform(0, 1, (8, 16, 8)).astype(np.float32), rng.standard_normal((8, 16, 8), np.float32)
+    f = gshard.jit(lambda a, b: state_space_scan(gshard.split(a, dim, 8), b), mesh=8)
+    want = plain_scan(a, b)
+    for args in ((a, b), (jnp.asarray(a), b), (a, jax.device_put(b, jax.devices()[3]))):
+        np.testing.assert_allclose(f(*args), want, rtol=1e-5, atol=1e-6)
+    assert (gshard.explain(f, a, b).total_bytes > 0) == sends
+
+
+def test_the_kernels_compute_what_their_plain_functions_compute(rng):
+    logits = rng.standard_normal((3, 4), np.float32)
+    labels, words = np.array([0, 3, 1]), np.arange(4)
+    peak, cotangent = logits.max(1), rng.standard_normal(3).astype(np.float32)
+    a, b = rng.standard_normal((2, 3, 3, 2), np.float32)
+    check = functools.partial(gshard.testing.check_kernel, mesh={"d": 2}, tolerance=1e-5, gradient=False)
+    assert set(check(largest, logits)) == {"a@d", "b@d"}
+    assert set(check(sums, logits, peak, labels, words)) == {"a@d", "b@d"}
+    assert set(check(gradient, logits, peak, labels, words, cotangent)) == {"a@d", "b@d"}
+    assert len(check(state_space_scan, a, b)) == 2

@@ -15,10 +15,10 @@ import pytest
 import gshard
 
 
-def test_the_chain_by_hand(rng: np.random.Generator) -> None:
+def test_the_chain_by_hand(rng):
     x, w = (jnp.asarray(rng.standard_normal((8, 8), np.float32)) for _ in range(2))
 
-    def f(x: jax.Array, w: jax.Array) -> jax.Array:
+    def f(x, w):
         return jnp.sin(gshard.split(x, 0, 8) @ w)
 
     mesh = gshard.Mesh.of(8)
@@ -39,7 +39,7 @@ def test_the_chain_by_hand(rng: np.random.Generator) -> None:
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_what_is_exported_is_documented() -> None:
+def test_what_is_exported_is_documented():
     own = {name: getattr(gshard, name) for name in gshard.__all__}
     assert len(own) > 30
     assert not [name for name, thing in own.items() if not thing.__doc__]
@@ -48,7 +48,7 @@ def test_what_is_exported_is_documented() -> None:
     assert folders & own.keys() == {"search", "rules", "testing"}, "a folder hides the public function of its name"
 
 
-def test_completion_lists_the_public_names_only() -> None:
+def test_completion_lists_the_public_names_only():
     listed = {name for name in dir(gshard) if not name.startswith("__")}
     assert listed - {"moe"} == set(gshard.__all__)
     assert sorted(gshard.__all__) == gshard.__all__
@@ -60,7 +60,7 @@ def test_completion_lists_the_public_names_only() -> None:
         gshard.jitt  # noqa: B018
 
 
-def test_a_name_is_the_same_for_type_checkers() -> None:
+def test_a_name_is_the_same_for_type_checkers():
     """They read imports that do not run. What runs imports a name from the same module when it is first read."""
     tree = ast.parse(Path(gshard.__file__).read_text("utf-8"))
     (checked,) = (node for node in tree.body if isinstance(node, ast.If) and isinstance(node.test, ast.Attribute))
@@ -71,7 +71,7 @@ def test_a_name_is_the_same_for_type_checkers() -> None:
     assert {name for name, _ in pairs} == set(gshard.__all__)
 
 
-def test_the_folder_search_does_not_hide_the_function() -> None:
+def test_the_folder_search_does_not_hide_the_function():
     for first in ("import gshard.api.explained", "from gshard.search import find", "from gshard import *"):
         again = "pickle.loads(pickle.dumps(gshard.search)) is gshard.search"
         program = f"{first}\nimport gshard, pickle\nprint(gshard.search.__module__, {again})"

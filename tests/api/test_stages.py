@@ -1,11 +1,7 @@
 """Traced, Lowered and Compiled have all that JAX's have; compiled programs are saved and loaded; jax.export."""
 
-from __future__ import annotations
-
 import copy
 import pickle
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,16 +18,16 @@ MESH = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
 W = np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8)
 
 
-def f(x: Any, tree: Any) -> Any:
+def f(x, tree):
     return {"y": gshard.split(x, 0, "a") @ tree["w"], "sum": x.sum()}
 
 
-def both(how: Callable[[Any], Any]) -> tuple[Any, Any]:
+def both(how):
     """What JAX gives, and what gshard gives."""
     return how(jax.jit(f, donate_argnums=0)), how(gshard.jit(f, mesh=MESH, donate_argnums=0))
 
 
-STAGES: dict[str, Callable[[Any], Any]] = {
+STAGES = {
     "Wrapped": lambda jitted: jitted,
     "Traced": lambda jitted: jitted.trace(W, {"w": W}),
     "Lowered": lambda jitted: jitted.lower(W, {"w": W}),
@@ -40,7 +36,7 @@ STAGES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_all_public_attributes_are_there(stage: str) -> None:
+def test_all_public_attributes_are_there(stage):
     """Each attribute of JAX's is there and of an equal kind: callable, or with equal structure and types of leaves."""
     theirs, ours = both(STAGES[stage])
     public = {name for name in dir(theirs) if not name.startswith("_")}
@@ -64,7 +60,7 @@ def test_all_public_attributes_are_there(stage: str) -> None:
 @pytest.mark.parametrize(
     "spec, memory", [(P(None, "a"), None), (P("b", "a"), None), (P(), "pinned_host"), (None, None)]
 )
-def test_shapes_have_the_shardings_that_are_given(spec: P | None, memory: str | None) -> None:
+def test_shapes_have_the_shardings_that_are_given(spec, memory):
     """Before anything is planned, so that checkpoints are restored to where results are; a spec is as good."""
     on = None if spec is None else NamedSharding(MESH, spec, memory_kind=memory)
     given = {"y": on, "sum": None}
@@ -80,7 +76,7 @@ def test_shapes_have_the_shardings_that_are_given(spec: P | None, memory: str | 
             assert on is None or found["y"].sharding == run.lower(W, {"w": W}).out_info["y"].sharding
 
 
-def test_methods_of_stages() -> None:
+def test_methods_of_stages():
     theirs, ours = both(STAGES["Lowered"])
     for options in ({}, {"debug_info": True}, {"dialect": "hlo"}, {"dialect": "stablehlo", "debug_info": True}):
         for lowered in (theirs, ours):
@@ -101,7 +97,7 @@ def test_methods_of_stages() -> None:
 
 
 KEY = jax.random.key(3)
-SAVED: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+SAVED = {
     "plain": (lambda x, y: (gshard.split(x, 0, "a") * 2 + y, y.sum()), {}),
     "donated": (lambda x, y: (gshard.split(x, 0, "a") * 2 + y, y.sum()), {"donate_argnums": 0}),
     "captured": (lambda x, y: (gshard.split(x, 0, "a") @ jnp.asarray(W) + y, y), {"donate_argnums": 0}),
@@ -121,7 +117,7 @@ FAST = {"donated", "captured", "order of devices"}
 
 
 @pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in SAVED])
-def test_saved_and_loaded(name: str) -> None:
+def test_saved_and_loaded(name):
     """Three calls of a loaded program, the second and third with what the one before returned."""
     g, options = SAVED[name]
     y = np.arange(8.0, dtype=np.float32)
@@ -139,21 +135,18 @@ def test_saved_and_loaded(name: str) -> None:
             x = np.asarray(x)
 
 
-@pytest.mark.parametrize(
-    ("what", "g", "options", "argument"),
-    [
-        ("padded parts", lambda x: gshard.split(x, 0, "a"), {"uneven": "keep"}, np.arange(7.0)),
-        ("no arrays", lambda x: x[0] * x[1], {"static_leaves": True}, (np.arange(8.0), 2.0)),
-        ("back to Python", lambda x: jax.pure_callback(np.sin, x, x), {}, np.arange(8.0, dtype=np.float32)),
-    ],
-)
-def test_what_cannot_be_saved(what: str, g: Any, options: dict[str, Any], argument: Any) -> None:
+@pytest.mark.parametrize(("what", "g", "options", "argument"), [
+    ("padded parts", lambda x: gshard.split(x, 0, "a"), {"uneven": "keep"}, np.arange(7.0)),
+    ("no arrays", lambda x: x[0] * x[1], {"static_leaves": True}, (np.arange(8.0), 2.0)),
+    ("back to Python", lambda x: jax.pure_callback(np.sin, x, x), {}, np.arange(8.0, dtype=np.float32)),
+])  # fmt: skip
+def test_what_cannot_be_saved(what, g, options, argument):
     compiled = gshard.jit(g, mesh=MESH, **options).lower(argument).compile()
     with pytest.raises(gshard.ArgumentError, match=rf"(?s){what}.*test_stages.py"):
         serialize_executable.serialize(compiled)
 
 
-def test_export() -> None:
+def test_export():
     """Exported for here and for another platform, with shardings, static arguments and a gradient."""
     placed = jax.device_put(W, NamedSharding(MESH, P("a")))
     step = gshard.jit(lambda x, w, n: (jnp.tanh(gshard.split(x, 0, "a") @ w) * n).sum(), mesh=MESH, static_argnums=2)
@@ -170,7 +163,7 @@ def test_export() -> None:
     assert "manual_computation" in elsewhere.mlir_module()
 
 
-def test_export_of_a_part_of_an_axis() -> None:
+def test_export_of_a_part_of_an_axis():
     """A result that could be cut over a part of an axis leaves whole: a caller's mesh has no name for the part."""
     mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
     x = np.arange(24.0, dtype=np.float32).reshape(12, 2)
@@ -178,14 +171,14 @@ def test_export_of_a_part_of_an_axis() -> None:
     np.testing.assert_array_equal(exported.call(jax.device_put(x, NamedSharding(mesh, P()))), 2 * x)
 
 
-def test_symbolic_sizes_are_refused() -> None:
+def test_symbolic_sizes_are_refused():
     (size,) = export.symbolic_shape("n")
     jitted = gshard.jit(f, mesh=MESH)
     with pytest.raises(gshard.ArgumentError, match=r"tree\['w'\] has a symbolic dimension"):
         export.export(jitted)(W, {"w": jax.ShapeDtypeStruct((8, size), np.float32)})
 
 
-def test_functions_stay_in_their_process() -> None:
+def test_functions_stay_in_their_process():
     jitted = gshard.jit(f, mesh=MESH)
     with pytest.raises(gshard.ArgumentError, match="cannot be pickled") as refused:
         pickle.dumps({"step": jitted})

@@ -1,9 +1,7 @@
 """A partitioned function under JAX's own transformations computes what the function itself does under them."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
+import contextlib
+import logging
 
 import jax
 import jax.numpy as jnp
@@ -13,35 +11,36 @@ from jax import checkpoint_policies
 from jax._src.ad_checkpoint import saved_residuals
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import jet, sparse
+from jax.experimental.serialize_executable import deserialize_and_load, serialize
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import gshard
 from gshard.xla.hlo_collectives import collectives
 from placed import mesh_of, three_calls
 
-Weights = dict[str, Any]
 
-
-def loss(w: Weights, x: Any) -> Any:
+def loss(w, x):
     x = gshard.split(x, 0, 8)
     h = jnp.tanh(x @ w["a"])
     return jnp.mean((h @ w["b"]) ** 2)
 
 
 @pytest.fixture
-def arguments(rng: np.random.Generator) -> tuple[Weights, Any, Any]:
+def arguments(rng):
     w = {"a": rng.standard_normal((12, 16), np.float32), "b": rng.standard_normal((16, 5), np.float32)}
     return w, rng.standard_normal((24, 12), np.float32), rng.standard_normal((3, 24, 12), np.float32)
 
 
-def over_scan(f: Callable[..., Any]) -> Callable[..., Any]:
+def over_scan(f):
     return lambda w, x, xs: jax.lax.scan(lambda c, v: (c + f(w, v), c), 0.0, xs)
 
 
-def hessian_vector(f: Callable[..., Any]) -> Callable[..., Any]:
+def hessian_vector(f):
     return lambda w, x, xs: jax.jvp(jax.grad(lambda v: f(w, v)), (x,), (xs[0],))[1]
 
 
-TRANSFORMATIONS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+TRANSFORMATIONS = {
     "jit": lambda f: lambda w, x, xs: jax.jit(f)(w, x),
     "grad": lambda f: lambda w, x, xs: jax.grad(f)(w, x),
     "jit of grad": lambda f: lambda w, x, xs: jax.jit(jax.grad(f))(w, x),
@@ -71,19 +70,14 @@ TRANSFORMATIONS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] =
 
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 @pytest.mark.one_in(2)
-def test_transformations_of_a_partitioned_function(name: str, arguments: tuple[Weights, Any, Any]) -> None:
+def test_transformations_of_a_partitioned_function(name, arguments):
     transform = TRANSFORMATIONS[name]
     got = transform(gshard.jit(loss, mesh=8))(*arguments)
     want = transform(loss)(*arguments)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=3e-5, atol=3e-5), got, want)
 
 
-def test_shapes_alone(arguments: tuple[Weights, Any, Any]) -> None:
-    w, x, _ = arguments
-    assert jax.eval_shape(gshard.jit(loss, mesh=8), w, x) == jax.ShapeDtypeStruct((), jnp.float32)
-
-
-def test_a_derivative_is_partitioned_too(arguments: tuple[Weights, Any, Any]) -> None:
+def test_a_derivative_is_partitioned_too(arguments):
     """What backward needs of the forward half comes sharded as it is: one all-reduce of the gradients, no gather."""
     w, x, _ = arguments
     compiled = jax.jit(jax.grad(gshard.jit(loss, mesh=8))).lower(w, x).compile()
@@ -91,11 +85,11 @@ def test_a_derivative_is_partitioned_too(arguments: tuple[Weights, Any, Any]) ->
     assert kinds == {"all_reduce"}
 
 
-def test_a_derivative_is_planned_once(arguments: tuple[Weights, Any, Any]) -> None:
+def test_a_derivative_is_planned_once(arguments):
     w, x, _ = arguments
     traced = 0
 
-    def counted(w: Weights, x: Any) -> Any:
+    def counted(w, x):
         nonlocal traced
         traced += 1
         return loss(w, x)
@@ -106,7 +100,7 @@ def test_a_derivative_is_planned_once(arguments: tuple[Weights, Any, Any]) -> No
     assert traced == 1
 
 
-def test_marks_of_results_and_arguments_hold_inside(arguments: tuple[Weights, Any, Any]) -> None:
+def test_marks_of_results_and_arguments_hold_inside(arguments):
     _, x, _ = arguments
     spec = jax.sharding.PartitionSpec("devices")
     doubled = gshard.jit(lambda v: v * 2, mesh=8, in_shardings=(spec,), out_shardings=spec)
@@ -115,23 +109,23 @@ def test_marks_of_results_and_arguments_hold_inside(arguments: tuple[Weights, An
     assert out.sharding.shard_shape(out.shape) == (3, 12)
 
 
-def test_integers_have_no_derivative(rng: np.random.Generator) -> None:
+def test_integers_have_no_derivative(rng):
     table, at = rng.standard_normal((10, 4), np.float32), np.array([3, 1, 9, 3], np.int32)
 
-    def looked_up(table: Any, at: Any) -> tuple[Any, Any]:
+    def looked_up(table, at):
         table = gshard.split(table, 0, 8)
         return jnp.sum(table[at] ** 2), at + 1
 
-    def gradient(f: Callable[..., Any]) -> Any:
+    def gradient(f):
         return jax.grad(lambda t: f(t, at)[0])(table)
 
     np.testing.assert_allclose(gradient(gshard.jit(looked_up, mesh=8)), gradient(looked_up), rtol=1e-6)
 
 
-def test_random_keys_pass_through(rng: np.random.Generator) -> None:
+def test_random_keys_pass_through(rng):
     x = rng.standard_normal((16, 3), np.float32)
 
-    def noisy(key: Any, x: Any) -> Any:
+    def noisy(key, x):
         x = gshard.split(x, 0, 8)
         return jnp.sum(x * jax.random.normal(key, x.shape))
 
@@ -144,24 +138,22 @@ def test_random_keys_pass_through(rng: np.random.Generator) -> None:
 POLICIES = {
     "names": checkpoint_policies.save_only_these_names("h"),
     "offload": checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=(),
-        names_which_can_be_offloaded=("h",),
-        offload_src="device",
-        offload_dst="pinned_host",
+        names_which_can_be_saved=(), names_which_can_be_offloaded=("h",), offload_src="device",
+        offload_dst="pinned_host"
     ),
     "products": checkpoint_policies.dots_saveable,
     "nothing": checkpoint_policies.nothing_saveable,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_a_policy_of_checkpoint_selects_values_inside(name: str, rng: np.random.Generator) -> None:
+def test_a_policy_of_checkpoint_selects_values_inside(name, rng):
     w, x = rng.standard_normal((3, 16, 16), np.float32) / 8, rng.standard_normal((64, 16), np.float32)
 
-    def layer(x: Any, w: Any) -> Any:
+    def layer(x, w):
         return jnp.sin(checkpoint_name(jnp.tanh(gshard.split(x, 0, 8) @ w), "h") @ w.T)
 
-    def gradient(layer: Callable[..., Any], **policy: Any) -> Callable[..., Any]:
+    def gradient(layer, **policy):
         body = jax.checkpoint(layer, **policy)
         return jax.grad(lambda w, x: jnp.sum(jax.lax.scan(lambda c, w: (body(c, w), None), x, w)[0] ** 2))
 
@@ -183,10 +175,170 @@ def test_a_policy_of_checkpoint_selects_values_inside(name: str, rng: np.random.
 
 
 @pytest.mark.parametrize("wrapped", [lambda f: f, jax.jit, gshard.jit(mesh=8)])
-def test_a_reducer_can_be_partitioned(wrapped: Callable[..., Any]) -> None:
+def test_a_reducer_can_be_partitioned(wrapped):
     """XLA takes no region for all devices as a reducer: a call of scalars is as the function itself."""
     reducer = gshard.jit(lambda a, b: a + b, mesh=8)
     f = wrapped(lambda x: jax.lax.reduce(x, np.float32(0), reducer, (0,)))
     x = np.arange(64, dtype=np.float32)
     for got in three_calls(f, mesh_of(d=8), x):
         assert got == x.sum()
+
+
+# A partitioned function inside ``jax.jit`` is planned for operands as they are split there.
+
+
+X = np.random.default_rng(0).standard_normal((64, 16)).astype(np.float32)
+W = np.random.default_rng(1).standard_normal((16, 16)).astype(np.float32) / 4
+
+
+def mean_square(x, w):
+    return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+
+def stepped(f):
+    def step(x, w):
+        value, gradient = jax.value_and_grad(f, 1)(x, w)
+        return w - gradient / 2, value
+
+    return step
+
+
+# At the top of a program, and in bodies that JAX lowers before the call of them.
+PLACES = {
+    "call": lambda f: f,
+    "of what is computed": lambda f: lambda x, w: f(2 * x.reshape(1, *x.shape)[0] + 1, w.T),
+    "grad": lambda f: jax.grad(f, 1),
+    "vmap": lambda f: lambda x, w: jax.vmap(f, (None, 0))(x, jnp.stack([w, 2 * w])),
+    "step": stepped,
+    "scan": lambda f: lambda x, w: jax.lax.scan(lambda w, _: stepped(f)(x, w), w, None, length=2),
+    "scan over batches": lambda f: lambda x, w: jax.lax.scan(lambda w, x: stepped(f)(x, w), w, jnp.stack([x, 2 * x])),
+    "fori_loop": lambda f: lambda x, w: jax.lax.fori_loop(0, 2, lambda i, w: stepped(f)(x, w)[0], w),
+    "cond": lambda f: lambda x, w: jax.lax.cond(w[0, 0] < 9, f, lambda x, w: 0.0, x, w),
+    "remat": lambda f: jax.grad(jax.checkpoint(f), 1),
+    "nested jit": lambda f: lambda x, w: jax.jit(lambda x, w: f(x, w) * 2)(x, w),
+}
+FAST = ("call", "grad", "of what is computed", "scan", "cond")
+MESHES = {kind: jax.make_mesh((8,), ("d",), axis_types=(kind,)) for kind in (AxisType.Auto, AxisType.Explicit)}
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("place", [p if p in FAST else pytest.param(p, marks=pytest.mark.slow) for p in PLACES])
+def test_placed_arguments_stay_split(place, kind):
+    mesh, around = MESHES[kind], PLACES[place]
+    x, w = jax.device_put(X, NamedSharding(mesh, P("d"))), jax.device_put(W, NamedSharding(mesh, P()))
+    with jax.set_mesh(mesh) if kind is AxisType.Explicit else contextlib.nullcontext():
+        ours, theirs = jax.jit(around(gshard.jit(mean_square, mesh=mesh))), jax.jit(around(mean_square))
+        compiled, plain = ours.lower(x, w).compile(), theirs.lower(x, w).compile()
+        assert not [c for c in collectives(compiled.as_text()) if c.kind != "all_reduce"]
+        assert compiled.cost_analysis()["flops"] < 1.1 * plain.cost_analysis()["flops"]
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), ours(x, w), theirs(x, w))
+
+
+def integers(x, at):
+    return jnp.take(jnp.cumsum(x * 3, 0), at, axis=0).at[at].add(x) + jnp.arange(x.shape[1], dtype=x.dtype)
+
+
+@pytest.mark.parametrize("x64", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sizes", [{"a": 2, "b": 4}, pytest.param({"a": 3}, marks=pytest.mark.slow)])
+def test_the_same_bits_wherever_arguments_are(sizes, x64):
+    devices = jax.devices()[: np.prod([*sizes.values()])]
+    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
+    with jax.enable_x64(x64):
+        x, at = np.arange(24 * 12).reshape(24, 12) * 2**20, np.arange(24)[::-1].copy()
+        partitioned = gshard.jit(integers, mesh=mesh)
+        f = jax.jit(lambda x, at: jax.lax.map(lambda k: partitioned(x + k, at), jnp.arange(3)))
+        expected = jax.jit(lambda x, at: jax.lax.map(lambda k: integers(x + k, at), jnp.arange(3)))(x, at)
+        for spec in (P("a"), P(None, "a")):
+            found = f(jax.device_put(x, NamedSharding(mesh, spec)), at)
+            assert found.dtype == expected.dtype
+            assert (np.asarray(found) == np.asarray(expected)).all()
+
+
+def residual(x, w):
+    for _ in range(40):
+        x = jnp.tanh(x @ w) / 4 + x
+    return x
+
+
+def chain(x, w):
+    for _ in range(1500):
+        x = jnp.sin(x)
+    return x
+
+
+def of_calls(x, w):
+    layer = jax.jit(lambda x, w: (jnp.tanh(x @ w) + x, jnp.cos(x)))
+    for _ in range(40):
+        y, z = layer(x, w)
+        x = y / 4 + z
+    return x
+
+
+@pytest.mark.parametrize("before", [residual, chain, of_calls])
+def test_operands_of_many_operations(before):
+    """All operations before the call are read, each once, whatever the number of ways from an argument to the call."""
+    mesh = MESHES[AxisType.Auto]
+    partitioned = gshard.jit(mean_square, mesh=mesh)
+    run = jax.jit(lambda x, w: partitioned(before(x, w), w))
+    expected = jax.jit(lambda x, w: mean_square(before(x, w), w))(X, W)
+    for spec, others in ((P("d"), False), (P(), False), (P("d"), False), (P(None, "d"), True)):
+        x, w = jax.device_put(X, NamedSharding(mesh, spec)), jax.device_put(W, NamedSharding(mesh, P()))
+        np.testing.assert_allclose(run(x, w), expected, rtol=1e-5)
+        kinds = {c.kind for c in collectives(run.lower(x, w).compile().as_text())}
+        assert others or kinds <= {"all_reduce"}
+    np.testing.assert_allclose(run(X, W), expected, rtol=1e-5)
+
+
+def test_equal_calls_are_planned_for_their_own_operands():
+    mesh = MESHES[AxisType.Auto]
+    double = gshard.jit(lambda x: x * 2, mesh=mesh)
+    x, y = jax.device_put((X, X), (NamedSharding(mesh, P("d")), NamedSharding(mesh, P(None, "d"))))
+    compiled = jax.jit(lambda x, y: (double(x), double(y))).lower(x, y).compile()
+    assert not collectives(compiled.as_text())
+    assert [s.spec for s in compiled.output_shardings] == [P("d"), P(None, "d")]
+
+
+def test_a_program_planned_at_partitioning_can_be_serialized():
+    mesh = MESHES[AxisType.Auto]
+    x, w = jax.device_put(X, NamedSharding(mesh, P("d"))), jax.device_put(W, NamedSharding(mesh, P()))
+    compiled = jax.jit(PLACES["nested jit"](gshard.jit(mean_square, mesh=mesh))).lower(x, w).compile()
+    loaded = deserialize_and_load(*serialize(compiled))
+    assert loaded(x, w) == compiled(x, w)
+
+
+def test_what_explain_tells_of_a_call_runs():
+    mesh = MESHES[AxisType.Auto]
+    f = jax.jit(gshard.jit(mean_square, mesh=mesh))
+    x, w = jax.device_put(X, NamedSharding(mesh, P("d"))), jax.device_put(W, NamedSharding(mesh, P()))
+    assert gshard.explain(f, x, w).bytes_by_kind == {"all_reduce": 7}
+    assert [c.kind for c in collectives(f.lower(x, w).compile().as_text())] == ["all_reduce"]
+
+
+def test_where_operands_cannot_be_seen_the_log_is_told_and_strict_refuses(caplog):
+    mesh = MESHES[AxisType.Auto]
+    x, w = jax.device_put(X, NamedSharding(mesh, P("d"))), jax.device_put(W, NamedSharding(mesh, P()))
+    around = PLACES["nested jit"]
+    with caplog.at_level(logging.WARNING, logger="gshard"):
+        exported = jax.export.export(jax.jit(around(gshard.jit(mean_square, mesh=mesh))))(x, w)
+    assert "nothing says how its operands are split" in caplog.text
+    assert "test_transformations.py" in caplog.text
+    np.testing.assert_allclose(exported.call(x, w), 2 * mean_square(X, W), rtol=1e-5)
+    strict = jax.jit(around(gshard.jit(mean_square, mesh=mesh, strict=True)))
+    np.testing.assert_allclose(strict(x, w), 2 * mean_square(X, W), rtol=1e-5)
+    with pytest.raises(gshard.ShardingError, match=r"(?s)nothing says.*at test_transformations.py.*in_shardings"):
+        jax.export.export(strict)(x, w)
+
+
+@pytest.mark.parametrize("place", ["nested jit", pytest.param("scan", marks=pytest.mark.slow)])
+def test_an_error_at_xlas_partitioning_is_ours_with_the_users_line(place):
+    """XLA asks for the program of a call in a body; what is refused then is no text in an error of XLA's."""
+    mesh = MESHES[AxisType.Auto]
+    inside = PLACES[place](gshard.jit(lambda x, w: jnp.mean(jnp.tanh(x @ x.T @ x @ w)), mesh=mesh, strict=100.0))
+    run = jax.jit(lambda x, w: inside(x, w))
+    for spec in (P("d"), P(None, "d"), P("d")):
+        x, w = jax.device_put(X, NamedSharding(mesh, spec)), jax.device_put(W, NamedSharding(mesh, P()))
+        with pytest.raises(gshard.PlanError, match="each device would send") as refused:
+            run(x, w)
+        assert refused.value.where.startswith("test_transformations.py:")
+        assert refused.value.hint == "Change these marks, or allow more bytes."
+        assert "custom_partitioner" not in str(refused.value)

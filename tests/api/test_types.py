@@ -23,7 +23,7 @@ SRC = Path(gshard.__file__).parent.parent
 
 
 @pytest.mark.slow
-def test_mypy_in_strict_mode() -> None:
+def test_mypy_in_strict_mode():
     cache = PROGRAM.parent.parent.parent / ".mypy_cache" / "user"
     command = [
         sys.executable,
@@ -42,7 +42,7 @@ def test_mypy_in_strict_mode() -> None:
 
 
 @pytest.mark.slow
-def test_pyright_in_strict_mode(tmp_path: Path) -> None:
+def test_pyright_in_strict_mode(tmp_path):
     pyright = shutil.which("pyright") or shutil.which("pyright", path=Path(sys.executable).parent)
     if pyright is None:
         pytest.skip("pyright is not installed: pip install pyright")
@@ -55,14 +55,14 @@ def test_pyright_in_strict_mode(tmp_path: Path) -> None:
     assert found["generalDiagnostics"] == []
 
 
-def test_the_options_for_type_checkers_are_those_of_jit() -> None:
+def test_the_options_for_type_checkers_are_those_of_jit():
     own = {name: p for name, p in inspect.signature(gshard.jit).parameters.items() if p.kind is p.KEYWORD_ONLY}
     assert list(own) == list(JitOptions.__annotations__)
     hints, options = get_type_hints(gshard.jit), get_type_hints(JitOptions)
     assert {name: hints[name] for name in own} == options
 
 
-def test_jitted_is_a_type_that_can_be_named() -> None:
+def test_jitted_is_a_type_that_can_be_named():
     f = gshard.jit(lambda x: x, mesh=8)
     assert isinstance(f, gshard.stages.Jitted)
     assert not isinstance(lambda x: x, gshard.stages.Jitted)

@@ -1,13 +1,11 @@
 """Tests of moves plan thousands of them on one mesh: what they have in common is computed once for a file."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from gshard.core.planning_tables import tables
 
 
 @pytest.fixture(autouse=True, scope="module")
-def tables_of_a_file() -> Iterator[None]:
+def tables_of_a_file():
     with tables():
         yield

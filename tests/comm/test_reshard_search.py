@@ -1,17 +1,21 @@
 """The chain of steps that is found against an exhaustive search: every step there is, from every sharding."""
 
-from __future__ import annotations
-
 import dataclasses
 import heapq
 import itertools
 import random
-from collections.abc import Iterator
+from collections import Counter
 
+import jax
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from gshard.comm import reshard
+from gshard.comm.halo import Window, fetch_window
 from gshard.comm.reshard import plan_reshard, reshard_bytes, single_steps
+from gshard.comm.route import Chunk, carry, routed
 from gshard.comm.steps import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -29,18 +33,19 @@ from gshard.core.mesh import Mesh
 from gshard.core.sharding import Sharding
 from gshard.device.machine import Machine
 from gshard.device.network import StepTimes
+from gshard.simulator.simulate import simulate_function
 from laws.test_reshard_any import shardings
 
 CUBE, SHAPE, BYTES = Mesh.abstract(a=2, b=2, c=2), (64, 64, 64), 4
 EVERY = shardings(CUBE, len(SHAPE))
 
 
-def every_step(here: Sharding) -> Iterator[Step]:
+def every_step(here):
     """All that can be done to an even array in one step."""
     waiting = dict(here.unreduced)
     free = [a for a in CUBE.atoms if a not in here.atoms]
 
-    def with_changes(changes: dict[int, tuple[str, ...]], combined: tuple[str, ...] = ()) -> Sharding:
+    def with_changes(changes, combined=()):
         dims = tuple(changes.get(d, dim) for d, dim in enumerate(here.dims))
         return Sharding(dims).with_unreduced({a: m for a, m in waiting.items() if a not in combined})
 
@@ -69,7 +74,7 @@ def every_step(here: Sharding) -> Iterator[Step]:
             yield Step(PERMUTE, CUBE.atoms, here, after)
 
 
-def least_bytes(source: Sharding) -> dict[Sharding, int]:
+def least_bytes(source):
     """What it takes at least to get from one sharding to each other."""
     best, queue, order = {source: 0}, [(0, 0, source)], itertools.count(1)
     while queue:
@@ -84,7 +89,7 @@ def least_bytes(source: Sharding) -> dict[Sharding, int]:
     return best
 
 
-def check(sources: list[Sharding]) -> None:
+def check(sources):
     ratios = []
     for source in sources:
         least = least_bytes(source)
@@ -97,16 +102,16 @@ def check(sources: list[Sharding]) -> None:
     assert sum(r == 1.0 for r in ratios) >= 0.93 * len(ratios)
 
 
-def test_some_reshards_send_no_more_than_they_must() -> None:
-    check(random.Random(3).sample(EVERY, 6))
+def test_some_reshards_send_no_more_than_they_must():
+    check(random.Random(3).sample(EVERY, 3))
 
 
 @pytest.mark.slow
-def test_all_reshards_send_no_more_than_they_must() -> None:
+def test_all_reshards_send_no_more_than_they_must():
     check(list(EVERY))
 
 
-def test_few_shardings_are_looked_at_on_a_mesh_of_hundreds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_shardings_are_looked_at_on_a_mesh_of_hundreds(monkeypatch):
     """Without regard to what is still missing, the search goes through 8,000 shardings of small parts."""
     mesh = Mesh.abstract(data=16, model=32)
     data, model = mesh.atoms_of["data"], mesh.atoms_of["model"]
@@ -119,7 +124,7 @@ def test_few_shardings_are_looked_at_on_a_mesh_of_hundreds(monkeypatch: pytest.M
     assert 0 < len(looked_at) < 200
 
 
-def test_few_shardings_are_looked_at_on_thousands_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_shardings_are_looked_at_on_thousands_of_devices(monkeypatch):
     """If parts of blocks moved anywhere, the search would go through 10,000 shardings for the same chain."""
     mesh = dataclasses.replace(Mesh.abstract(data=256, stage=8), times=StepTimes(Machine.of("v3:32x32")))
     data, stage = mesh.atoms_of["data"], mesh.atoms_of["stage"]
@@ -131,7 +136,7 @@ def test_few_shardings_are_looked_at_on_thousands_of_devices(monkeypatch: pytest
     assert 0 < len(looked_at) < 500
 
 
-def test_parts_are_gathered_along_the_outer_axis_first_and_scattered_along_it_last() -> None:
+def test_parts_are_gathered_along_the_outer_axis_first_and_scattered_along_it_last():
     mesh = Mesh.abstract(outer=4, inner=4)
     outer, inner = mesh.atoms_of["outer"], mesh.atoms_of["inner"]
     cut, whole = Sharding((inner, (), outer)), Sharding(((), (), ()))
@@ -140,3 +145,101 @@ def test_parts_are_gathered_along_the_outer_axis_first_and_scattered_along_it_la
     parts = whole.with_unreduced(dict.fromkeys(mesh.atoms, "add"))
     scatters = plan_reshard(parts, cut, (64, 8, 64), 4, mesh)
     assert [(s.kind, s.atoms) for s in scatters] == [("reduce_scatter", inner), ("reduce_scatter", outer)]
+
+
+# Chunks arrive where they are wanted, and in no more rounds than the busiest device has chunks.
+
+
+SIZE, ROOM = 5, 7
+MESHES = [Mesh.abstract(a=2, b=3), Mesh.abstract(a=4), Mesh.abstract(a=1, b=2)]
+
+
+@st.composite
+def redistributions(draw):
+    """Some chunks, which do not overlap where they come to lie."""
+    mesh = draw(st.sampled_from(MESHES))
+    chunks = []
+    for receiver in range(mesh.size):
+        at = draw(st.integers(0, 2))
+        while at < ROOM:
+            length = draw(st.integers(1, min(SIZE, ROOM - at)))
+            low = draw(st.integers(0, SIZE - length))
+            chunks.append(Chunk(draw(st.integers(0, mesh.size - 1)), low, receiver, at, length))
+            at += length + draw(st.integers(0, 2))
+    return mesh, tuple(chunks)
+
+
+@settings(max_examples=30, deadline=None)
+@given(redistributions())
+def test_chunks_arrive(drawn):
+    mesh, chunks = drawn
+    route = routed(chunks)
+    x = np.arange(1, mesh.size * 2 * SIZE + 1, dtype=np.int32).reshape(mesh.size, 2, SIZE)
+    expected = np.zeros((mesh.size, 2, ROOM), np.int32)
+    for p in chunks:
+        expected[p.receiver, :, p.at : p.at + p.length] = x[p.source, :, p.low : p.low + p.length]
+    got = simulate_function(lambda part: carry(part, 1, mesh.atoms, mesh, route, ROOM), mesh.atom_sizes, x)
+    np.testing.assert_array_equal(np.stack(got[0]) if isinstance(got, list) else got, expected)
+
+
+@settings(max_examples=200, deadline=None)
+@given(redistributions())
+def test_no_more_rounds_than_the_busiest_device_needs(drawn):
+    _, chunks = drawn
+    for rounds, own in zip((routed(chunks).stay, routed(chunks).rounds), (True, False), strict=True):
+        wanted = [p for p in chunks if (p.source == p.receiver) == own]
+        assert sorted(wanted, key=repr) == sorted((p for chunks in rounds for p in chunks), key=repr)
+        for together in rounds:
+            assert max(Counter(p.source for p in together).values()) == 1
+            assert max(Counter(p.receiver for p in together).values()) == 1
+        busiest = max([0, *Counter(p.source for p in wanted).values(), *Counter(p.receiver for p in wanted).values()])
+        assert len(rounds) == busiest
+
+
+def test_what_stays_goes_along_where_all_parts_are_put_together_alike():
+    """Blocks in another order, one of which stays: a single CollectivePermute, and nothing is masked."""
+    mesh, order = Mesh.abstract(a=4), (3, 1, 0, 2)
+    route = routed(tuple(Chunk(source, 0, receiver, 0, SIZE) for receiver, source in enumerate(order)))
+    assert [len(chunks) for chunks in (*route.stay, *route.rounds)] == [1, 3]
+    x = np.arange(-10, 4 * SIZE * 2 - 10, dtype=np.int32).reshape(4, 2, SIZE)
+
+    def local(part):
+        return carry(part, 1, mesh.atoms, mesh, route, SIZE)
+
+    (found,) = simulate_function(local, mesh.atom_sizes, x)
+    np.testing.assert_array_equal(found, x[list(order)])
+    made = jax.make_jaxpr(local, axis_env=[(a, mesh.atom_sizes[a]) for a in mesh.atoms])(x[0])
+    assert [e.primitive.name for e in made.eqns if e.primitive.name != "slice"] == ["ppermute"]
+
+
+def test_windows_within_hold_elements_and_nothing_else():
+    """By counting: every position of every part's window is one of the array's."""
+    for n in (1, 7, 12):
+        for first in range(-2, 4):
+            for step in range(4):
+                for extent in range(5):
+                    w = Window(n, first, step, 3, extent)
+                    positions = [first + step * i + k for i in range(3) for k in range(extent)]
+                    held = all(0 <= p < n for p in positions)
+                    assert w.within == held or not positions, w
+
+
+def test_windows_that_begin_alike_are_cut_from_the_whole_part():
+    """Halos to one side, to both and inside of parts, over even and uneven parts."""
+    mesh = Mesh.abstract(a=2, b=2)
+    for n in (16, 13):
+        size = -(-n // 4)
+        x = np.arange(1, 4 * size + 1, dtype=np.float32)
+        x[n:] = np.nan  # padding
+        for first in range(-size, size + 1):
+            for extent in range(1, 2 * size):
+                w = Window(n, first, size, 4, extent)
+                parts = x.reshape(4, size)
+                (got,) = simulate_function(
+                    lambda part, w=w: [fetch_window(part, 0, mesh.atoms, mesh, w)], mesh.atom_sizes, parts
+                )
+                for i in range(4):
+                    begin = first + size * i
+                    for k in range(extent):
+                        if 0 <= begin + k < n:
+                            assert got[i][k] == x[begin + k], (w, i, k)

@@ -1,11 +1,8 @@
 """Meshes: axes become prime atoms in the same device order, and meshes that make no sense are refused."""
 
-from __future__ import annotations
-
 import enum
 import math
 import warnings
-from typing import Any
 
 import jax
 import numpy as np
@@ -15,12 +12,12 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from gshard.core.errors import GShardError, MeshError
-from gshard.core.mark import Mark, resolve
+from gshard.core.mark import Mark, cut, order_for, permutation, positions_of_parts, resolve, table_of_ids
 from gshard.core.mesh import Mesh, prime_factors
 
 
 @given(st.integers(1, 5000))
-def test_prime_factors_multiply_to_the_number(n: int) -> None:
+def test_prime_factors_multiply_to_the_number(n):
     factors = prime_factors(n)
     assert math.prod(factors) == n
     assert list(factors) == sorted(factors)
@@ -38,7 +35,7 @@ def test_prime_factors_multiply_to_the_number(n: int) -> None:
     ],
     ids=str,
 )
-def test_axes_become_prime_atoms(axes: dict[str, int], atoms: dict[str, int]) -> None:
+def test_axes_become_prime_atoms(axes, atoms):
     mesh = Mesh.abstract(**axes)
     assert mesh.atom_sizes == atoms
     assert mesh.atoms == tuple(atoms)
@@ -49,20 +46,20 @@ def test_axes_become_prime_atoms(axes: dict[str, int], atoms: dict[str, int]) ->
         assert mesh.format_atoms(mesh.atoms_of[name]) == (name if size > 1 else "")
 
 
-def test_an_axis_named_like_an_atom_of_another_is_no_atom_of_it() -> None:
+def test_an_axis_named_like_an_atom_of_another_is_no_atom_of_it():
     """``x.y`` looks like an atom of ``x``; who belongs where does not depend on names."""
     mesh = Mesh.abstract(**{"x": 4, "x.y": 2})
     assert mesh.atoms_of == {"x": ("x.0", "x.1"), "x.y": ("x.y",)}
 
 
-def test_axes_whose_atoms_would_have_one_name_are_kept_apart() -> None:
+def test_axes_whose_atoms_would_have_one_name_are_kept_apart():
     """An axis ``x.0`` beside an axis ``x`` of size 4: three atoms, none of them lost."""
     mesh = Mesh.abstract(**{"x": 4, "x.0": 2})
     assert len(mesh.atoms) == 3
     assert [mesh.count(mesh.atoms_of[n]) for n in ("x", "x.0")] == [4, 2]
 
 
-def test_atoms_keep_the_devices_in_their_flat_order(mesh_2x4: jax.sharding.Mesh) -> None:
+def test_atoms_keep_the_devices_in_their_flat_order(mesh_2x4):
     permuted = np.array(jax.devices())[[3, 1, 7, 5, 0, 2, 6, 4]].reshape(2, 4)
     for devices in (mesh_2x4.devices, permuted):
         mesh = Mesh.of(jax.sharding.Mesh(devices, ("data", "model")))
@@ -73,7 +70,7 @@ def test_atoms_keep_the_devices_in_their_flat_order(mesh_2x4: jax.sharding.Mesh)
         assert all(kind == jax.sharding.AxisType.Auto for kind in jax_mesh.axis_types)
 
 
-def test_everything_that_names_devices_is_read(mesh_2x4: jax.sharding.Mesh) -> None:
+def test_everything_that_names_devices_is_read(mesh_2x4):
     assert str(Mesh.of(mesh_2x4)) == "data=2 model=4"
     assert str(Mesh.of(mesh_2x4.abstract_mesh)) == "data=2 model=4"
     assert Mesh.of(mesh_2x4.abstract_mesh).devices is None
@@ -83,14 +80,14 @@ def test_everything_that_names_devices_is_read(mesh_2x4: jax.sharding.Mesh) -> N
     assert Mesh.of(mesh) is mesh
 
 
-def test_a_mesh_of_one_device_has_a_mesh_of_jax() -> None:
+def test_a_mesh_of_one_device_has_a_mesh_of_jax():
     mesh = Mesh.of(1)
     assert mesh.atoms == ()
     assert mesh.jax_mesh.size == 1
     assert Mesh.abstract(a=1, b=1).abstract_jax_mesh.size == 1
 
 
-def test_axes_and_sizes_alone_are_a_mesh_over_the_first_devices() -> None:
+def test_axes_and_sizes_alone_are_a_mesh_over_the_first_devices():
     mesh = Mesh.of({"data": 3, "model": 2})
     assert str(mesh) == "data=3 model=2"
     assert mesh.devices == tuple(jax.devices()[:6])
@@ -98,7 +95,7 @@ def test_axes_and_sizes_alone_are_a_mesh_over_the_first_devices() -> None:
 
 
 @pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit], ids=str)
-def test_left_out_it_is_the_mesh_that_is_set(kind: Any) -> None:
+def test_left_out_it_is_the_mesh_that_is_set(kind):
     ours = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
     with jax.set_mesh(ours):
         assert Mesh.of(None).user_jax_mesh is ours
@@ -117,7 +114,7 @@ def test_left_out_it_is_the_mesh_that_is_set(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit], ids=str)
-def test_the_users_own_mesh_is_remembered_but_changes_nothing(kind: Any) -> None:
+def test_the_users_own_mesh_is_remembered_but_changes_nothing(kind):
     ours = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
     mesh, plain = Mesh.of(ours), Mesh.of({"data": 4, "model": 2})
     assert mesh.given is mesh.user_jax_mesh is ours
@@ -132,7 +129,7 @@ def test_the_users_own_mesh_is_remembered_but_changes_nothing(kind: Any) -> None
     assert abstract.given is abstract.user_jax_mesh is ours.abstract_mesh
 
 
-def test_a_mesh_made_without_one_of_jaxs_gets_one_in_the_users_names() -> None:
+def test_a_mesh_made_without_one_of_jaxs_gets_one_in_the_users_names():
     auto = jax.sharding.AxisType.Auto
     for mesh, names in ((Mesh.of(8), ("devices",)), (Mesh.of({"a": 1, "b": 4}), ("a", "b"))):
         assert mesh.user_jax_mesh.axis_names == names
@@ -142,7 +139,7 @@ def test_a_mesh_made_without_one_of_jaxs_gets_one_in_the_users_names() -> None:
     assert Mesh.abstract(a=3, b=1).user_jax_mesh == jax.sharding.AbstractMesh((3, 1), ("a", "b"), axis_types=kinds)
 
 
-def test_a_cut_in_the_users_axis_names() -> None:
+def test_a_cut_in_the_users_axis_names():
     mesh = Mesh.abstract(a=4, one=1, b=6, c=2)
     a, b, c = (mesh.atoms_of[n] for n in "abc")
     for dims, spec in (
@@ -163,7 +160,7 @@ def test_a_cut_in_the_users_axis_names() -> None:
 
 
 @given(st.permutations(range(4)), st.lists(st.integers(0, 2), min_size=4, max_size=4))
-def test_what_a_spec_says_is_the_cut_it_was_made_of(order: list[int], at: list[int]) -> None:
+def test_what_a_spec_says_is_the_cut_it_was_made_of(order, at):
     """Whole axes in any order on any dimension: back from the spec through a mark it is the same cut."""
     mesh = Mesh.abstract(a=4, b=6, c=2, d=5)
     dims = tuple(tuple(x for i in order if at[i] == d for x in mesh.atoms_of["abcd"[i]]) for d in range(3))
@@ -172,62 +169,106 @@ def test_what_a_spec_says_is_the_cut_it_was_made_of(order: list[int], at: list[i
     assert resolve(Mark("spec", spec=tuple(spec)), mesh, (1, 1, 1), "").dims == dims
 
 
-def device(i: int) -> Any:
+def device(i):
     return jax.devices()[i]
 
 
 ENUM = enum.Enum("ENUM", "data model")
 
 
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (lambda: Mesh.of(0), "a mesh of 0 devices was asked for, and there are 8(.|\n)*number from 1 to 8"),
-        (lambda: Mesh.of(-2), "a mesh of -2 devices(.|\n)*number from 1 to 8"),
-        (lambda: Mesh.of(9), "xla_force_host_platform_device_count"),
-        (lambda: Mesh.of([]), "at least one axis and one device"),
-        (lambda: Mesh.of({}), "at least one axis and one device"),
-        (lambda: Mesh.abstract(), "at least one axis and one device"),
-        (lambda: Mesh.abstract(a=0), "at least one axis and one device"),
-        (lambda: Mesh.abstract(a=2, b=-2), "at least one axis and one device"),
-        (lambda: Mesh.of({"data": 0}), "at least one axis and one device"),
-        (lambda: Mesh.of({"data": -2, "model": -4}), "at least one axis and one device"),
-        (lambda: Mesh.of({"data": 2.0}), "size of axis 'data' is a number of devices, not float"),
-        (lambda: Mesh.of({"data": True}), "size of axis 'data' is a number of devices, not bool"),
-        (lambda: Mesh.of({"data": "4"}), "size of axis 'data' is a number of devices, not str"),
-        (lambda: Mesh.of({3: 4}), "3 cannot be the name of an axis"),
-        (lambda: Mesh.of({"": 4}), "'' cannot be the name of an axis"),
-        (lambda: Mesh.of({"data": 8, "model": 2}), "a mesh of 16 devices was asked for, and there are 8"),
-        (lambda: Mesh.of(jax.sharding.Mesh(np.array(jax.devices()), (0,))), "0 cannot be the name of an axis"),
-        (lambda: Mesh.of(jax.sharding.Mesh(np.array(jax.devices()), (ENUM["data"],))), "cannot be the name of an axis"),
-        (lambda: Mesh.of([device(0), device(1), device(0)]), "stands twice in the mesh"),
-        (lambda: Mesh.of((4, 2)), 'mesh={"data": 4, "model": 2}'),
-        (lambda: Mesh.of([8]), 'mesh={"data": 8}'),
-        (lambda: Mesh.of(np.array([2, 2, 2])), 'mesh={"data": 2, "model": 2, "expert": 2}'),
-        (lambda: Mesh.of(np.array(jax.devices()).reshape(4, 2)), "2 dimensions(.|\n)*jax.sharding.Mesh\\(devices"),
-        (lambda: Mesh.of([device(0), "cpu:1"]), "'cpu:1' is of type str"),
-        (lambda: Mesh.of([None]), "None is of type NoneType"),
-        (lambda: Mesh.of([True, False]), "True is of type bool"),
-        (lambda: Mesh.of([[device(0)], [device(1)]]), "of type list"),
-        (lambda: Mesh.of("abc"), "cannot be made of str"),
-        (lambda: Mesh.of("8"), "cannot be made of str(.|\n)*Write mesh=8, without quotes"),
-        (lambda: Mesh.of(b"8"), "cannot be made of bytes"),
-        (lambda: Mesh.of(True), "cannot be made of bool"),
-        (lambda: Mesh.of(np.True_), "cannot be made of bool"),
-        (lambda: Mesh.of(2.5), "cannot be made of float"),
-        (lambda: Mesh.of(device(0)), "cannot be made of Device"),
-        (lambda: Mesh.of(None), "none is set"),
-    ],
-)  # fmt: skip
-def test_bad_meshes_are_refused(make: Any, text: str) -> None:
+@pytest.mark.parametrize(("make", "text"), [
+    (lambda: Mesh.of(0), "a mesh of 0 devices was asked for, and there are 8(.|\n)*number from 1 to 8"),
+    (lambda: Mesh.of(-2), "a mesh of -2 devices(.|\n)*number from 1 to 8"),
+    (lambda: Mesh.of(9), "xla_force_host_platform_device_count"),
+    (lambda: Mesh.of([]), "at least one axis and one device"),
+    (lambda: Mesh.of({}), "at least one axis and one device"),
+    (lambda: Mesh.abstract(), "at least one axis and one device"),
+    (lambda: Mesh.abstract(a=0), "at least one axis and one device"),
+    (lambda: Mesh.abstract(a=2, b=-2), "at least one axis and one device"),
+    (lambda: Mesh.of({"data": 0}), "at least one axis and one device"),
+    (lambda: Mesh.of({"data": -2, "model": -4}), "at least one axis and one device"),
+    (lambda: Mesh.of({"data": 2.0}), "size of axis 'data' is a number of devices, not float"),
+    (lambda: Mesh.of({"data": True}), "size of axis 'data' is a number of devices, not bool"),
+    (lambda: Mesh.of({"data": "4"}), "size of axis 'data' is a number of devices, not str"),
+    (lambda: Mesh.of({3: 4}), "3 cannot be the name of an axis"),
+    (lambda: Mesh.of({"": 4}), "'' cannot be the name of an axis"),
+    (
+        lambda: Mesh.of({"data": 8, "model": 2}),
+        r"a mesh of 16 devices was asked for, and there are 8(.|\n)*device_count=16(.|\n)*"
+        r"or plan without devices: mesh=gshard.Mesh.abstract\(data=8, model=2\).",
+    ),
+    (lambda: Mesh.of(jax.sharding.Mesh(np.array(jax.devices()), (0,))), "0 cannot be the name of an axis"),
+    (lambda: Mesh.of(jax.sharding.Mesh(np.array(jax.devices()), (ENUM["data"],))), "cannot be the name of an axis"),
+    (lambda: Mesh.of([device(0), device(1), device(0)]), "stands twice in the mesh"),
+    (lambda: Mesh.of((4, 2)), 'mesh={"data": 4, "model": 2}'),
+    (lambda: Mesh.of([8]), 'mesh={"data": 8}'),
+    (lambda: Mesh.of(np.array([2, 2, 2])), 'mesh={"data": 2, "model": 2, "expert": 2}'),
+    (lambda: Mesh.of(np.array(jax.devices()).reshape(4, 2)), "2 dimensions(.|\n)*jax.sharding.Mesh\\(devices"),
+    (lambda: Mesh.of([device(0), "cpu:1"]), "'cpu:1' is of type str"),
+    (lambda: Mesh.of([None]), "None is of type NoneType"),
+    (lambda: Mesh.of([True, False]), "True is of type bool"),
+    (lambda: Mesh.of([[device(0)], [device(1)]]), "of type list"),
+    (lambda: Mesh.of("abc"), "cannot be made of str"),
+    (lambda: Mesh.of("8"), "cannot be made of str(.|\n)*Write mesh=8, without quotes"),
+    (lambda: Mesh.of(b"8"), "cannot be made of bytes"),
+    (lambda: Mesh.of(True), "cannot be made of bool"),
+    (lambda: Mesh.of(np.True_), "cannot be made of bool"),
+    (lambda: Mesh.of(2.5), "cannot be made of float"),
+    (lambda: Mesh.of(device(0)), "cannot be made of Device"),
+    (lambda: Mesh.of(None), "none is set"),
+])  # fmt: skip
+def test_bad_meshes_are_refused(make, text):
     with pytest.raises(MeshError, match=text) as caught:
         make()
     assert isinstance(caught.value, GShardError)
     assert caught.value.hint
 
 
-def test_devices_that_are_not_there_can_be_planned_for():
-    with pytest.raises(MeshError) as caught:
-        Mesh.of({"data": 8, "model": 2})
-    assert "device_count=16" in caught.value.hint
-    assert "or plan without devices: mesh=gshard.Mesh.abstract(data=8, model=2)." in caught.value.hint
+# Orders of devices: every part goes from the device that holds it to one that should, and to no other.
+
+
+MESHES = (Mesh.abstract(devices=8), Mesh.abstract(a=2, b=6), Mesh.abstract(a=3, b=2, c=2), Mesh.abstract(a=1, b=5))
+
+
+@st.composite
+def assignments(draw):
+    mesh = draw(st.sampled_from(MESHES))
+    count = draw(st.sampled_from([n for n in range(1, mesh.size + 1) if mesh.size % n == 0]))
+    rows = draw(st.sampled_from([n for n in range(1, count + 1) if count % n == 0]))
+    return mesh, np.array(draw(st.permutations(range(count)))).reshape(rows, -1)
+
+
+@given(assignments())
+def test_in_its_order_a_table_is_a_cut(drawn):
+    mesh, ids = drawn
+    table = table_of_ids(ids, mesh)
+    dims, order = order_for(table, mesh)
+    assert sorted(order) == list(range(mesh.size))
+    assert cut(table, mesh.reordered(order)) == dims
+    np.testing.assert_array_equal(np.sort(np.asarray(order)[positions_of_parts(dims, mesh)]), np.sort(table))
+
+
+@given(assignments(), st.data())
+def test_moves_bring_every_part_home(drawn, data):
+    mesh, ids = drawn
+    table = table_of_ids(ids, mesh)
+    dims, order = order_for(table, mesh)
+    home = mesh.reordered(tuple(data.draw(st.permutations(range(mesh.size)))))
+    devices = home.order or tuple(range(mesh.size))
+    part_of = {int(d): part for part in np.ndindex(*ids.shape) for d in table[part]}
+    pairs = permutation(dims, order, home)
+    assert sorted(a for a, _ in pairs) == sorted(b for _, b in pairs) == list(range(mesh.size))
+    parts = {int(p): part for part in np.ndindex(*ids.shape) for p in positions_of_parts(dims, home)[part]}
+    for source, target in pairs:
+        assert part_of[devices[source]] == parts[target]
+        holds_it_already = part_of[devices[target]] == parts[target]
+        assert (source == target) == holds_it_already
+
+
+def test_a_mesh_put_in_order_twice_is_in_the_second_order():
+    mesh = Mesh((("d", 4),), tuple("abcd"))
+    assert mesh.reordered((3, 1, 0, 2)).devices == tuple("dbac")
+    assert mesh.reordered((3, 1, 0, 2)).reordered((1, 0, 2, 3)).devices == tuple("bacd")
+    assert mesh.reordered((3, 1, 0, 2)).reordered(()) == mesh == mesh.reordered((0, 1, 2, 3))
+    assert mesh.reordered((3, 1, 0, 2)).order_of(tuple("bacd")) == (1, 0, 2, 3)
+    assert mesh.order_of(tuple("abcx")) == ()

@@ -1,15 +1,17 @@
 """Shardings: the text form reads back, local shapes are ceilings, unreduced atoms survive."""
 
-from __future__ import annotations
+import math
+import re
 
 import jax.numpy as jnp
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gshard.core.errors import ShardingError
 from gshard.core.mesh import Mesh
-from gshard.core.program import short_dtype
+from gshard.core.number_text import format_ms, format_seconds, significant
+from gshard.core.program import format_bytes, format_flops, short_dtype
 from gshard.core.sharding import Sharding
 
 MESH = Mesh.abstract(data=2, expert=4, model=3)
@@ -17,11 +19,11 @@ MONOIDS = ("add", "max", "min", "mul", "and", "or", "xor")
 
 
 @st.composite
-def shardings(draw: st.DrawFn) -> tuple[Sharding, tuple[int, ...]]:
+def shardings(draw):
     """Any sharding on the mesh (atoms in any order, some unreduced) with a shape that it may cut unevenly."""
     rank = draw(st.integers(0, 4))
-    dims: list[list[str]] = [[] for _ in range(rank)]
-    unreduced: dict[str, str] = {}
+    dims = [[] for _ in range(rank)]
+    unreduced = {}
     for atom in draw(st.permutations(MESH.atoms)):
         at = draw(st.integers(-2, rank - 1))
         if at >= 0:
@@ -33,12 +35,12 @@ def shardings(draw: st.DrawFn) -> tuple[Sharding, tuple[int, ...]]:
 
 
 @given(shardings(), st.sampled_from(["f32", "bf16", "s8", "pred", "c64", ""]))
-def test_the_text_form_reads_back(drawn: tuple[Sharding, tuple[int, ...]], dtype: str) -> None:
+def test_the_text_form_reads_back(drawn, dtype):
     sharding, shape = drawn
     assert Sharding.parse(sharding.format(MESH, shape, dtype), MESH) == (sharding, shape, dtype)
 
 
-def test_the_text_of_keys_reads_back() -> None:
+def test_the_text_of_keys_reads_back():
     """The name of a key's dtype has brackets of its own."""
     sharding = Sharding((("data",), ()))
     text = sharding.format(MESH, (4, 3), "key<fry>")
@@ -60,30 +62,24 @@ def test_the_text_of_keys_reads_back() -> None:
     ],
     ids=str,
 )
-def test_text(sharding: Sharding, shape: tuple[int, ...], text: str) -> None:
+def test_text(sharding, shape, text):
     assert sharding.format(MESH, shape, "f32") == text
     assert Sharding.parse(text, MESH)[0] == sharding
 
 
-@pytest.mark.parametrize(
-    ("text", "what"),
-    [
-        ("f32[8@nope]", "the mesh has no axis 'nope'"),
-        ("f32[8]{U:nope}", "the mesh has no axis 'nope'"),
-        ("f32 8", "is not the text of a sharding"),
-        ("f32[8", "is not the text of a sharding"),
-        ("f32[8@]", "is not the text of a sharding"),
-        ("f32[a,b]", "is not the text of a sharding"),
-        ("f32[8@data data]", "is not the text of a sharding"),
-    ],
-)
-def test_what_is_no_text_of_a_sharding_is_refused(text: str, what: str) -> None:
+@pytest.mark.parametrize(("text", "what"), [
+    ("f32[8@nope]", "the mesh has no axis 'nope'"), ("f32[8]{U:nope}", "the mesh has no axis 'nope'"),
+    ("f32 8", "is not the text of a sharding"), ("f32[8", "is not the text of a sharding"),
+    ("f32[8@]", "is not the text of a sharding"), ("f32[a,b]", "is not the text of a sharding"),
+    ("f32[8@data data]", "is not the text of a sharding"),
+])  # fmt: skip
+def test_what_is_no_text_of_a_sharding_is_refused(text, what):
     with pytest.raises(ShardingError, match=what):
         Sharding.parse(text, MESH)
 
 
 @given(shardings())
-def test_local_shapes_are_ceilings(drawn: tuple[Sharding, tuple[int, ...]]) -> None:
+def test_local_shapes_are_ceilings(drawn):
     sharding, shape = drawn
     parts = [MESH.count(atoms) for atoms in sharding.dims]
     local = sharding.local_shape(MESH, shape)
@@ -93,20 +89,57 @@ def test_local_shapes_are_ceilings(drawn: tuple[Sharding, tuple[int, ...]]) -> N
 
 
 @given(shardings())
-def test_atoms_are_counted_once(drawn: tuple[Sharding, tuple[int, ...]]) -> None:
+def test_atoms_are_counted_once(drawn):
     sharding, _ = drawn
     assert len(set(sharding.atoms)) == len(sharding.atoms)
     assert sharding.is_replicated == (not sharding.atoms)
 
 
-def test_unreduced_is_kept_sorted_so_that_equal_shardings_are_equal() -> None:
+def test_unreduced_is_kept_sorted_so_that_equal_shardings_are_equal():
     one = Sharding(()).with_unreduced({"model": "add", "data": "max"})
     other = Sharding(()).with_unreduced({"data": "max", "model": "add"})
     assert one == other
     assert hash(one) == hash(other)
 
 
-def test_names_of_dtypes() -> None:
+def test_names_of_dtypes():
     short = {jnp.bfloat16: "bf16", jnp.float32: "f32", jnp.int8: "s8", jnp.uint32: "u32", jnp.complex64: "c64"}
     for dtype, name in {**short, jnp.bool_: "pred"}.items():
         assert short_dtype(jnp.dtype(dtype)) == name
+
+
+# Numbers as text: no exponent, few digits, and no more than a unit holds.
+
+
+SIZES = {"s": 1, "ms": 1e-3, "µs": 1e-6, "ns": 1e-9, "FLOP": 1}
+SIZES |= {f"{prefix}FLOP": 1000**k for k, prefix in enumerate("kMGTP", 1)}
+SIZES |= {unit: 1024**k for k, unit in enumerate(("B", "KiB", "MiB", "GiB", "TiB"))}
+POWERS = [base**k for base, k in [*((10, k) for k in range(-12, 20)), *((1024, k) for k in range(6))]]
+# Near a power of the base numbers round into the next unit, or just do not.
+near_powers = st.builds(lambda power, off: power * (1 + off), st.sampled_from(POWERS), st.floats(-1e-2, 1e-2))
+
+
+@pytest.mark.parametrize(("text_of", "base", "off", "whole"), [
+    (format_seconds, 1000, 5e-3, False), (format_flops, 1000, 5e-4, False), (format_bytes, 1024, 5e-2, True),
+    (format_ms, math.inf, 5e-4, False),
+])  # fmt: skip
+@given(st.one_of(near_powers, st.floats(1e-12, 1e20)))
+@example(0.9996)
+@example(999.6e-6)
+@example(1234.5)
+@example(1024**2 - 1)
+def test_a_number_fills_its_unit_but_not_the_next(text_of, base, off, whole, x):
+    x = float(math.floor(x)) if whole else x
+    number, unit = text_of(x).split()
+    assert re.fullmatch(r"\d+(\.\d+)?", number)
+    assert float(number) * SIZES[unit] == pytest.approx(x, rel=off)
+    assert float(number) < base or unit in ("s", "PFLOP", "TiB")
+    assert float(number) >= 1 or unit in ("ns", "FLOP", "B", "ms")
+
+
+@given(st.floats(-1e20, 1e20), st.integers(1, 6))
+def test_significant_digits(x, digits):
+    text = significant(x, digits)
+    assert float(text) == float(f"{x:.{digits}g}")
+    assert "e" not in text.lower()
+    assert significant(x, digits, "+").lstrip("+-") == text.lstrip("-")

@@ -1,9 +1,6 @@
 """XLA's bugs as they are. A test that fails here says that a workaround can go, or for which version it must stay."""
 
-from __future__ import annotations
-
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,18 +30,18 @@ from gshard.core.xla_workarounds import (
 OLD = tuple(map(int, jaxlib.__version__.split(".")[:2])) < (0, 12)
 
 
-def sines(f: Any) -> int:
+def sines(f):
     return int(jax.jit(f).lower(jnp.ones(8)).compile().as_text().count(" sine("))
 
 
-def test_a_barrier_does_not_keep_equal_computations_apart() -> None:
+def test_a_barrier_does_not_keep_equal_computations_apart():
     assert sines(lambda x: jnp.sin(x) * jnp.sin(lax.optimization_barrier(x))) == (1 if OLD else 2)
     assert sines(lambda x: jnp.sin(x) * jnp.sin(opaque_identity([x], x)[0])) == 2
 
 
 @pytest.mark.parametrize("dtype", ["int32", "uint32"])
-def test_an_integer_slice_of_a_product_of_a_slice_loses_the_factor(dtype: str) -> None:
-    def one(x: Any, i: Any, j: Any, seen: Any = lambda y: y) -> Any:
+def test_an_integer_slice_of_a_product_of_a_slice_loses_the_factor(dtype):
+    def one(x, i, j, seen=lambda y: y):
         return lax.dynamic_slice_in_dim(seen(lax.dynamic_slice_in_dim(x, i, 4) * 3), j, 1)
 
     x = jnp.arange(16).astype(dtype)
@@ -52,21 +49,21 @@ def test_an_integer_slice_of_a_product_of_a_slice_loses_the_factor(dtype: str) -
     assert jax.jit(lambda *a: one(*a, lambda y: opaque_for_slice(y, 0, 1)))(x, 2, 1).tolist() == [9]
 
 
-def test_the_initial_value_of_a_reduction_over_one_element_is_dropped() -> None:
+def test_the_initial_value_of_a_reduction_over_one_element_is_dropped():
     x = jnp.ones((1, 3))
     assert jax.jit(lambda x: lax.reduce(x, jnp.float32(5), lax.add, (0,)))(x).tolist() == [1, 1, 1]
 
-    def folded(x: Any) -> Any:
+    def folded(x):
         return with_initial(lax.reduce(x, jnp.float32(0), lax.add, (0,)), jnp.float32(5), jnp.add, True)
 
     assert jax.jit(folded)(x).tolist() == [6, 6, 6]
 
 
-def test_one_index_out_of_range_writes_what_lies_beside_a_slice() -> None:
-    def scattered(x: Any, start: Any, i: Any) -> Any:
+def test_one_index_out_of_range_writes_what_lies_beside_a_slice():
+    def scattered(x, start, i):
         return lax.dynamic_slice_in_dim(x, start, 4).at[i].set(99, mode="drop")
 
-    def windowed(x: Any, start: Any, i: Any) -> Any:
+    def windowed(x, start, i):
         part = lax.dynamic_slice_in_dim(x, start, 4)
         return update_window(part, [jnp.clip(i, 0, 3)], [1], lambda there: 0 * there + 99, i < 4)
 
@@ -77,13 +74,13 @@ def test_one_index_out_of_range_writes_what_lies_beside_a_slice() -> None:
 
 
 @pytest.mark.parametrize("at", [[-7], [-1], [2], [5], [-7, 9]])
-def test_one_position_out_of_range_reads_what_lies_beside_a_slice(at: list[int]) -> None:
+def test_one_position_out_of_range_reads_what_lies_beside_a_slice(at):
     x, wanted = jnp.arange(12), [3 + min(max(i, 0), 4) for i in at]
 
-    def plain(x: Any, start: Any, i: Any) -> Any:
+    def plain(x, start, i):
         return jnp.take(lax.dynamic_slice_in_dim(x, start, 5), i, mode="clip")
 
-    def safe(x: Any, start: Any, i: Any) -> Any:
+    def safe(x, start, i):
         return taken(lax.dynamic_slice_in_dim(x, start, 5), i, 0)
 
     errs = OLD and len(at) == 1 and not 0 <= at[0] < 5
@@ -91,8 +88,8 @@ def test_one_position_out_of_range_reads_what_lies_beside_a_slice(at: list[int])
     assert jax.jit(safe)(x, 3, jnp.array(at)).tolist() == wanted
 
 
-def test_an_update_in_place_reads_what_it_has_overwritten() -> None:
-    def moved(x: Any) -> Any:
+def test_an_update_in_place_reads_what_it_has_overwritten():
+    def moved(x):
         base = x + 1
         return lax.dynamic_update_slice(base, base[:3], (1, 0, 0)).reshape((1, 4, 1))
 
@@ -102,7 +99,7 @@ def test_an_update_in_place_reads_what_it_has_overwritten() -> None:
 
 
 BY_LESS = lambda x: lax.pad(x, np.int32(3), [(-1, 1, 0), (1, -1, 0), (-3, -3, 2)])  # noqa: E731
-REGIONS: list[Any] = [
+REGIONS = [
     BY_LESS,
     lambda x: lax.pad(x, np.int32(3), [(-3, 5, 0), (0, -3, 1), (0, 0, 0)]),
     lambda x: lax.cond(x[0, 0, 0] > 0, lambda x: BY_LESS(-x), BY_LESS, x),
@@ -111,7 +108,7 @@ REGIONS: list[Any] = [
 
 
 @pytest.mark.parametrize("f", REGIONS)
-def test_a_pad_by_less_than_nothing_does_not_compile_as_written(f: Any) -> None:
+def test_a_pad_by_less_than_nothing_does_not_compile_as_written(f):
     x = np.arange(-12, 12, dtype=np.int32).reshape(2, 3, 4)
     options = AS_WRITTEN | ({"xla_cpu_use_fusion_emitters": False} if OLD else {})
     if OLD:
@@ -124,12 +121,12 @@ def test_a_pad_by_less_than_nothing_does_not_compile_as_written(f: Any) -> None:
         jax.tree.map(np.testing.assert_array_equal, rewritten(y), jax.tree.leaves(f(y)))
 
 
-def test_a_transform_before_a_gather_is_given_an_order_that_it_refuses() -> None:
+def test_a_transform_before_a_gather_is_given_an_order_that_it_refuses():
     mesh = jax.make_mesh((8,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
     x = jnp.ones((4, 8, 8), jnp.complex64)
 
-    def compiled(transform: Any) -> Any:
-        def gathered(x: Any) -> Any:
+    def compiled(transform):
+        def gathered(x):
             return lax.all_gather(transform(x), "i", axis=1, tiled=True)
 
         spec = jax.sharding.PartitionSpec(None, "i", None)
@@ -141,11 +138,11 @@ def test_a_transform_before_a_gather_is_given_an_order_that_it_refuses() -> None
     compiled(lambda x: row_major(jnp.fft.fft, x))(x).block_until_ready()
 
 
-def sent_on(exchange: Any, mesh: Mesh) -> Any:
+def sent_on(exchange, mesh):
     """Two all-to-alls, of which the second sends on what the first has received, padded in another place."""
     spec = jax.sharding.PartitionSpec
 
-    def local(x: Any) -> Any:
+    def local(x):
         parts = jnp.moveaxis(jnp.pad(x, ((0, 0), (0, 5), (0, 0))).reshape(3, 6, 1, 7), 1, 0)
         whole = exchange(parts).reshape(18, 1, 7)[:17]
         again = exchange(jnp.pad(whole, ((0, 1), (0, 0), (0, 0))).reshape(6, 3, 1, 7))
@@ -156,11 +153,11 @@ def sent_on(exchange: Any, mesh: Mesh) -> Any:
     )
 
 
-def test_an_all_to_all_of_what_another_has_sent_does_not_compile() -> None:
+def test_an_all_to_all_of_what_another_has_sent_does_not_compile():
     mesh = Mesh.of({"x": 3, "y": 2})
     x = jnp.arange(18 * 7).reshape(18, 1, 7)
 
-    def plain(parts: Any) -> Any:
+    def plain(parts):
         return lax.all_to_all(parts, mesh.atoms, split_axis=0, concat_axis=0, tiled=True)
 
     with pytest.raises(jax.errors.JaxRuntimeError, match="operands with different shapes"):
@@ -172,11 +169,11 @@ def test_an_all_to_all_of_what_another_has_sent_does_not_compile() -> None:
 
 
 @pytest.mark.parametrize(("split", "joined"), [(0, 0), (0, 1), (1, 0), (2, 1), (1, 1)])
-def test_all_to_all_with_a_dimension_in_front_is_the_same(split: int, joined: int) -> None:
+def test_all_to_all_with_a_dimension_in_front_is_the_same(split, joined):
     mesh, spec = Mesh.of({"x": 3, "y": 2}), jax.sharding.PartitionSpec
     x = jnp.arange(36 * 6 * 12).reshape(36, 6, 12) - 500
 
-    def mapped(f: Any) -> Any:
+    def mapped(f):
         axes = spec(mesh.atoms)
         return jax.jit(jax.shard_map(f, mesh=mesh.jax_mesh, in_specs=axes, out_specs=axes, check_vma=False))(x)
 
@@ -187,7 +184,7 @@ def test_all_to_all_with_a_dimension_in_front_is_the_same(split: int, joined: in
 
 
 PAIRS = [(0, 1), (1, 0)]
-MOVES: dict[str, tuple[Any, Any]] = {
+MOVES = {
     "all-gather": (lambda x: lax.all_gather(x, "x", axis=0, tiled=True), lambda x: all_gather(x, ("x",), 0)),
     "all-to-all": (lambda x: lax.all_to_all(x, "x", 0, 0, tiled=True), lambda x: all_to_all(x, ("x",), 0, 0)),
     "collective-permute": (lambda x: lax.ppermute(x, "x", PAIRS), lambda x: ppermute(x, ["x"], PAIRS)),
@@ -196,9 +193,7 @@ MOVES: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.parametrize(("dtype", "plain", "ours"), [("bfloat16", "f32", "u16"), ("float8_e5m2", "f16", "u8")])
 @pytest.mark.parametrize("kind", MOVES)
-def test_collectives_that_only_move_elements_convert_narrow_floats(
-    kind: str, dtype: str, plain: str, ours: str
-) -> None:
+def test_collectives_that_only_move_elements_convert_narrow_floats(kind, dtype, plain, ours):
     mesh, spec = Mesh.of({"x": 2}).jax_mesh, jax.sharding.PartitionSpec("x")
     width = 8 * jnp.dtype(dtype).itemsize
     bits = np.arange(2**width, dtype=f"uint{width}")  # all of them, those of infinities and NaNs included
@@ -215,7 +210,7 @@ def test_collectives_that_only_move_elements_convert_narrow_floats(
         assert np.isnan(found[~numbers].astype(np.float32)).all()
 
 
-def test_a_ragged_all_to_all_does_not_compile() -> None:
+def test_a_ragged_all_to_all_does_not_compile():
     """Ours does: chunks of other sizes for each pair of devices, some empty, and the output stays between them."""
     count, rng = 4, np.random.default_rng(0)
     sizes = rng.integers(0, 4, (count, count)).astype(np.int32)  # [sender, receiver]
@@ -228,7 +223,7 @@ def test_a_ragged_all_to_all_does_not_compile() -> None:
         want[receiver, target : target + size] = x[sender, start : start + size]
     mesh = jax.make_mesh((count,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
 
-    def run(exchange: Any) -> Any:
+    def run(exchange):
         part = lambda *arrays: exchange(*(y[0] for y in arrays))[None]  # noqa: E731
         specs = (jax.P("a"),) * 6
         mapped = jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=jax.P("a"), check_vma=False)
@@ -239,7 +234,7 @@ def test_a_ragged_all_to_all_does_not_compile() -> None:
     np.testing.assert_array_equal(run(lambda *arrays: ragged_all_to_all(*arrays, ("a",))), want)
 
 
-def test_a_program_that_reads_empty_arrays_only_does_not_compile() -> None:
+def test_a_program_that_reads_empty_arrays_only_does_not_compile():
     mesh, whole = Mesh.of(3).jax_mesh, jax.sharding.PartitionSpec()
     empty = jnp.zeros((0, 8, 2), jnp.float16), jnp.zeros((0, 12, 5)), jnp.ones(3)
     mapped = jax.shard_map(

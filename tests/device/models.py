@@ -1,7 +1,5 @@
 """Models to cost and explain: functions, arguments as shapes, the mesh and what is donated."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -17,29 +15,29 @@ LINE = {"devices": 8}
 Model = tuple[Callable[..., Any], tuple[Any, ...], dict[str, int], tuple[int, ...]]
 
 
-def f32(*shape: int) -> Any:
+def f32(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-def perceptron(params: Any, x: Any) -> Any:
+def perceptron(params, x):
     x = gshard.split(x, 0, "data")
     for wi, wo in params:
         x = x + jax.nn.relu(x @ gshard.split(wi, 1, "model")) @ gshard.split(wo, 0, "model")
     return jnp.mean(x * x)
 
 
-def descent(params: Any, x: Any) -> Any:
+def descent(params, x):
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(perceptron)(params, x))
 
 
-def adam(params: Any, m: Any, v: Any, x: Any) -> Any:
+def adam(params, m, v, x):
     grads = jax.grad(perceptron)(params, x)
     m = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, m, grads)
     v = jax.tree.map(lambda v, g: 0.99 * v + 0.01 * g * g, v, grads)
     return jax.tree.map(lambda p, m, v: p - 0.01 * m / (jnp.sqrt(v) + 1e-8), params, m, v), m, v
 
 
-def attention(params: Any, x: Any) -> Any:
+def attention(params, x):
     x = gshard.split(x, 0, "data")
     for p in params:
         h = x - jnp.mean(x, -1, keepdims=True)
@@ -50,23 +48,23 @@ def attention(params: Any, x: Any) -> Any:
     return jnp.mean(x * x)
 
 
-def recurrent(ws: Any, x: Any) -> Any:
+def recurrent(ws, x):
     return jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), gshard.split(x, 0, "data"), ws)[0] ** 2)
 
 
-def recomputed(ws: Any, x: Any) -> Any:
-    def body(x: Any, w: Any) -> Any:
+def recomputed(ws, x):
+    def body(x, w):
         return jax.nn.relu(x @ w) @ w.T, None
 
     return jnp.mean(jax.lax.scan(jax.checkpoint(body), gshard.split(x, 0, "data"), ws)[0] ** 2)
 
 
-def vocabulary(x: Any, w: Any, y: Any) -> Any:
+def vocabulary(x, w, y):
     logits = gshard.split(x, 0, "data") @ gshard.split(w, 1, "model")
     return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), y[:, None], 1))
 
 
-def experts(**changes: Any) -> Model:
+def experts(**changes):
     config = moe.TransformerConfig(
         source_vocabulary=512, target_vocabulary=512, model_dim=64, hidden_dim=256, heads=4, head_dim=16,
         encoder_layers=4, decoder_layers=4, experts=8, group_size=128, partitions=8, **changes,
@@ -74,7 +72,7 @@ def experts(**changes: Any) -> Model:
     params = jax.eval_shape(lambda: moe.init(config, jax.random.key(0)))
     batch = {name: jax.ShapeDtypeStruct((64, 64), jnp.int32) for name in ("source", "target")}
 
-    def loss(params: Any, batch: Any) -> Any:
+    def loss(params, batch):
         return moe.loss(config, params, batch, key=jax.random.key(0))[0]
 
     return jax.grad(loss), (params, batch), LINE, ()
@@ -84,7 +82,7 @@ _MLP = [(f32(256, 1024), f32(1024, 256))] * 4
 _X = f32(2048, 256)
 _ATTENTION = [{"qkv": [f32(64, 8, 16)] * 3, "o": f32(8, 16, 64), "wi": f32(64, 256), "wo": f32(256, 64)}] * 4
 
-MODELS: dict[str, Model] = {
+MODELS = {
     "perceptron": (perceptron, (_MLP, _X), GRID, ()),
     "gradient": (jax.grad(perceptron), (_MLP, _X), GRID, ()),
     "descent": (descent, (_MLP, _X), GRID, (0,)),
@@ -98,7 +96,7 @@ MODELS: dict[str, Model] = {
 }  # fmt: skip
 
 
-def model(name: str) -> Model:
+def model(name):
     """A model by name; those with experts are made when they are asked for."""
     if name in MODELS:
         return MODELS[name]
@@ -116,20 +114,20 @@ WITH_EXPERTS = ("experts gradient", "experts recomputed", "experts einsum")
 
 
 @functools.cache
-def lowered(name: str) -> Any:
+def lowered(name):
     """A model on its mesh without devices; planned once for all tests that read it."""
     _, args, *_ = model(name)
     return _jitted(name).lower(*args)
 
 
 @functools.cache
-def explained(name: str) -> gshard.stages.Explanation:
+def explained(name):
     """The explanation of the same plan."""
     _, args, *_ = model(name)
     return gshard.explain(_jitted(name), *args)
 
 
 @functools.cache
-def _jitted(name: str) -> Any:
+def _jitted(name):
     f, _, axes, donated = model(name)
     return gshard.jit(f, mesh=gshard.Mesh.abstract(**axes), donate_argnums=donated)

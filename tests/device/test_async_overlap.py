@@ -1,9 +1,5 @@
 """What passes while a device computes: one thing fetched ahead, in the order of the links, beside what may hide it."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -17,60 +13,60 @@ BOTH = KINDS["v5e"].compiler
 ONE_WAY = KINDS["v5p"].compiler
 
 
-def gather(seconds: float, of: str, to: str) -> Step:
+def gather(seconds, of, to):
     return Step(seconds, (of,), (to,), "all_gather")
 
 
-def product(seconds: float, *reads: str, to: str = "y") -> Step:
+def product(seconds, *reads, to="y"):
     return Step(seconds, reads, (to,), product=True)
 
 
-def permute(seconds: float, of: str, to: str, sign: int = 1) -> Step:
+def permute(seconds, of, to, sign=1):
     return Step(seconds, (of,), (to,), "collective_permute", way=frozenset((i, (i + sign) % 4) for i in range(4)))
 
 
 FSDP = [gather(3, "w1", "W1"), product(5, "x", "W1", to="y"), gather(4, "w2", "W2"), product(5, "y", "W2", to="z")]
 
 
-def test_a_gather_passes_beside_the_product_before_the_one_that_needs_it() -> None:
+def test_a_gather_passes_beside_the_product_before_the_one_that_needs_it():
     assert overlapped(FSDP, BOTH) == [0, 0, 4, 0]
     assert overlapped(FSDP, ONE_WAY) == [0, 0, 0, 0]
 
 
-def test_what_is_longer_than_the_product_is_waited_for() -> None:
+def test_what_is_longer_than_the_product_is_waited_for():
     assert overlapped([FSDP[0], product(1, "x", "W1"), *FSDP[2:]], BOTH) == [0, 0, 1, 0]
 
 
-def test_one_thing_is_fetched_ahead() -> None:
+def test_one_thing_is_fetched_ahead():
     """The third gather begins when the second product does, and not beside the first one, which has time to spare."""
     third = [gather(8, "w3", "W3"), product(5, "z", "W3", to="u")]
     assert overlapped([FSDP[0], product(20, "x", "W1"), *FSDP[2:], *third], BOTH) == [0, 0, 4, 0, 5, 0]
 
 
-def test_what_is_sent_must_have_been_made() -> None:
+def test_what_is_sent_must_have_been_made():
     assert overlapped([product(9, "x", to="a"), gather(4, "a", "A"), product(5, "A", to="z")], BOTH) == [0, 0, 0]
 
 
-def test_gathers_become_part_of_products_alone() -> None:
+def test_gathers_become_part_of_products_alone():
     others = [Step(7, ("x",), ("y",))]
     assert overlapped([*others, gather(4, "w", "W"), product(5, "y", "W")], BOTH) == [0, 0, 0]
     assert overlapped([*others, permute(4, "w", "W"), product(5, "y", "W")], BOTH) == [0, 4, 0]
 
 
 @pytest.mark.parametrize("between", [Step(2, ("x",), ("g",), "all_reduce"), Step(0, ("x",), ("g",), region=True)])
-def test_nothing_is_under_way_around_other_collectives_and_loops(between: Step) -> None:
+def test_nothing_is_under_way_around_other_collectives_and_loops(between):
     steps = [product(3, "x"), between, permute(9, "w", "W"), product(5, "W")]
     assert overlapped(steps, BOTH) == [0, 0, 3, 0]
 
 
-def test_there_and_back_at_the_same_time() -> None:
+def test_there_and_back_at_the_same_time():
     """Halves that go around a ring in both directions use different links; in one direction they follow each other."""
     for sign, passed in ((-1, [4, 4]), (1, [4, 1])):
         steps = [permute(4, "a", "A"), permute(4, "b", "B", sign), product(5, "x", to="y"), product(1, "A", "B")]
         assert overlapped(steps, BOTH) == [*passed, 0, 0]
 
 
-def test_halves_that_take_turns() -> None:
+def test_halves_that_take_turns():
     """The body of a ring whose sums rotate: each half passes while the other's product is computed."""
     steps = [
         permute(3, "a", "arriving"), product(4, "x", to="p"), Step(1, ("b", "p"), ("made",)),
@@ -79,13 +75,13 @@ def test_halves_that_take_turns() -> None:
     assert overlapped(steps, BOTH) == [3, 0, 0, 2, 0, 0]
 
 
-def mlp(x: Any, w: Any, v: Any) -> Any:
+def mlp(x, w, v):
     """Weights split where they are stored; the second gather need not wait."""
     h = split(jnp.tanh(split(x, 0, 8) @ split(w, 0, 8)), 0, 8)
     return split(h @ split(v, 0, 8), 0, 8)
 
 
-def test_the_cost_of_a_program_leaves_out_what_is_hidden() -> None:
+def test_the_cost_of_a_program_leaves_out_what_is_hidden():
     arguments = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((65536, 4096), (4096, 4096), (4096, 4096))]
     found = gshard.explain(gshard.jit(mlp, mesh=gshard.Mesh.abstract(d=8)), *arguments)
     costs = {name: found.cost(name) for name in ("v5e:2x4", "v5p:2x2x2")}
@@ -100,8 +96,8 @@ def test_the_cost_of_a_program_leaves_out_what_is_hidden() -> None:
     assert "of network beside them" not in str(costs["v5p:2x2x2"])
 
 
-def test_inside_of_a_loop_a_round_begins_with_what_nothing_hides() -> None:
-    def layers(x: Any, ws: Any, vs: Any) -> Any:
+def test_inside_of_a_loop_a_round_begins_with_what_nothing_hides():
+    def layers(x, ws, vs):
         return jax.lax.scan(lambda x, wv: (mlp(x, *wv), None), x, (ws, vs))[0]
 
     arguments = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((65536, 4096), (3, 4096, 4096), (3, 4096, 4096))]
@@ -110,14 +106,14 @@ def test_inside_of_a_loop_a_round_begins_with_what_nothing_hides() -> None:
     assert rows == [(3, False), (3, True)]
 
 
-def test_what_follows_a_product_is_its_end() -> None:
+def test_what_follows_a_product_is_its_end():
     """What else an activation reads counts; an update writes its window; what others read too reaches memory."""
 
-    def f(x: Any, w: Any, b: Any, y: Any) -> Any:
+    def f(x, w, b, y):
         h = jnp.tanh(x @ w) + b
         return jax.lax.dynamic_update_slice(y, h, (3, 0))
 
-    def twice(x: Any, w: Any) -> Any:
+    def twice(x, w):
         h = x @ w
         return jnp.tanh(h), h
 
@@ -132,10 +128,3 @@ def test_what_follows_a_product_is_its_end() -> None:
     assert others[2].seconds * cpu.machine.memory_bandwidth > 512 * 8192 * 4
     apart = gshard.explain(gshard.jit(twice, mesh=gshard.Mesh.abstract(d=1)), *arguments[:2]).cost(v5e.machine)
     assert apart.kernels[1].seconds * rate == pytest.approx(2 * part, rel=1e-6)
-
-
-def test_a_machine_read_from_a_file_hides_what_it_says(tmp_path: Any) -> None:
-    for name in ("v5e:2x4", "v3:2x2", "cpu:8"):
-        machine = Machine.of(name)
-        machine.dump(tmp_path / "machine.json")
-        assert Machine.of(str(tmp_path / "machine.json")) == machine

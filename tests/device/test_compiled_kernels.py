@@ -1,10 +1,5 @@
 """What XLA:GPU makes one kernel of is priced as one: counted in bytes and launches, on one device and on eight."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,8 +9,8 @@ import gshard
 from families import CASES
 from gshard.core.sharding import Sharding
 from gshard.device.compiled_kernels import as_compiled
-from gshard.device.cost import Cost, cost
-from gshard.device.fusion_model import FUSED, REGION, Kernels, device_program
+from gshard.device.cost import cost
+from gshard.device.fusion_model import FUSED, REGION, device_program
 from gshard.device.machine import COMPILERS, Machine
 from gshard.device.memory import memory_of
 from gshard.planning.reshard_costs import axes_of
@@ -26,50 +21,47 @@ ROWS, ROW = 512, 1024
 ARRAY = 4 * ROWS * ROW
 
 
-def shape(*sizes: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+def shape(*sizes, dtype=jnp.float32):
     return jax.ShapeDtypeStruct(sizes, dtype)
 
 
-def priced(f: Callable[..., Any], *arguments: Any, devices: int = 1, kind: str = "h100") -> Cost:
+def priced(f, *arguments, devices=1, kind="h100"):
     lowered = gshard.jit(f, mesh=gshard.Mesh.abstract(d=devices)).lower(*arguments)
     return cost(lowered.spmd, Machine.of(f"{kind}:1x{devices}"))
 
 
-def moved(found: Cost) -> int:
+def moved(found):
     return sum(k.moved * k.times for k in found.kernels)
 
 
-def launches(found: Cost) -> int:
+def launches(found):
     return sum(k.times for k in found.kernels if dict(k.parts).get("launch"))
 
 
-def layer_norm(x: Any) -> Any:
+def layer_norm(x):
     wide = x.astype(jnp.float32)
     centred = wide - wide.mean(-1, keepdims=True)
     return (centred * jax.lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-6)).astype(x.dtype)
 
 
-def rms_norm(x: Any, gain: Any) -> Any:
+def rms_norm(x, gain):
     return x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + 1e-6) * gain
 
 
-def adam(w: Any, m: Any, v: Any, g: Any) -> Any:
+def adam(w, m, v, g):
     m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
     return w - 1e-3 * m / (jnp.sqrt(v) + 1e-8), m, v
 
 
-@pytest.mark.parametrize(
-    "f, arguments, bytes_moved",
-    [
-        (jax.nn.softmax, (shape(ROWS, ROW),), 2 * ARRAY),
-        (jax.nn.log_softmax, (shape(ROWS, ROW),), 2 * ARRAY),
-        (layer_norm, (shape(ROWS, ROW, dtype=jnp.bfloat16),), ARRAY),
-        (rms_norm, (shape(ROWS, ROW), shape(ROW)), 2 * ARRAY + 4 * ROW),
-        (lambda x: jax.nn.softmax(jnp.where(x > 0, x, -1e9)), (shape(2, ROWS // 2, ROW),), 2 * ARRAY),
-        (adam, (shape(ROWS, ROW),) * 4, 7 * ARRAY),
-    ],
-)
-def test_one_kernel_reads_each_operand_once(f: Callable[..., Any], arguments: Any, bytes_moved: int) -> None:
+@pytest.mark.parametrize("f, arguments, bytes_moved", [
+    (jax.nn.softmax, (shape(ROWS, ROW),), 2 * ARRAY),
+    (jax.nn.log_softmax, (shape(ROWS, ROW),), 2 * ARRAY),
+    (layer_norm, (shape(ROWS, ROW, dtype=jnp.bfloat16),), ARRAY),
+    (rms_norm, (shape(ROWS, ROW), shape(ROW)), 2 * ARRAY + 4 * ROW),
+    (lambda x: jax.nn.softmax(jnp.where(x > 0, x, -1e9)), (shape(2, ROWS // 2, ROW),), 2 * ARRAY),
+    (adam, (shape(ROWS, ROW),) * 4, 7 * ARRAY),
+])  # fmt: skip
+def test_one_kernel_reads_each_operand_once(f, arguments, bytes_moved):
     found = priced(f, *arguments)
     assert moved(found) == bytes_moved
     assert launches(found) == 1
@@ -78,43 +70,38 @@ def test_one_kernel_reads_each_operand_once(f: Callable[..., Any], arguments: An
     assert launches(cost_on_tpu) == 0
 
 
-def priced_on_tpu(f: Callable[..., Any], *arguments: Any) -> Cost:
+def priced_on_tpu(f, *arguments):
     lowered = gshard.jit(f, mesh=gshard.Mesh.abstract(d=1)).lower(*arguments)
     return cost(lowered.spmd, Machine.of("v5e:1x1"))
 
 
-@pytest.mark.parametrize(
-    "f, arguments, bytes_moved",
-    [
-        # Read for the maximum, for the sum, and for the result; the exponentials are computed twice.
-        (lambda x: jax.nn.softmax(x, axis=0), (shape(ROWS, ROW),), 4 * ARRAY + 5 * 4 * ROW),
-        # Rows that are too long for the registers.
-        (jax.nn.softmax, (shape(16, 32_768),), 4 * 4 * 16 * 32_768 + 5 * 4 * 16),
-        # Two large operands.
-        (
-            lambda y, g: (g - (g * y).sum(-1, keepdims=True)) * y,
-            (shape(ROWS, ROW), shape(ROWS, ROW)),
-            5 * ARRAY + 2 * 4 * ROWS,
-        ),
-        # The sum is a result, too. Its reciprocal is computed apart.
-        (lambda x: (s := x.sum(-1, keepdims=True), x / s), (shape(ROWS, ROW),), 3 * ARRAY + 4 * 4 * ROWS),
-        # Two independent statistics: one kernel reads x for both of them, another one reads x for the result.
-        (
-            lambda x: (x - x.mean(-1, keepdims=True)) / (x * x).sum(-1, keepdims=True),
-            (shape(ROWS, ROW),),
-            3 * ARRAY + 2 * 4 * ROWS,
-        ),
-    ],
-)
-def test_what_xla_does_not_make_one_kernel_of_is_not_priced_as_one(
-    f: Callable[..., Any], arguments: Any, bytes_moved: int
-) -> None:
+@pytest.mark.parametrize("f, arguments, bytes_moved", [
+    # Read for the maximum, for the sum, and for the result; the exponentials are computed twice.
+    (lambda x: jax.nn.softmax(x, axis=0), (shape(ROWS, ROW),), 4 * ARRAY + 5 * 4 * ROW),
+    # Rows that are too long for the registers.
+    (jax.nn.softmax, (shape(16, 32_768),), 4 * 4 * 16 * 32_768 + 5 * 4 * 16),
+    # Two large operands.
+    (
+        lambda y, g: (g - (g * y).sum(-1, keepdims=True)) * y,
+        (shape(ROWS, ROW), shape(ROWS, ROW)),
+        5 * ARRAY + 2 * 4 * ROWS,
+    ),
+    # The sum is a result, too. Its reciprocal is computed apart.
+    (lambda x: (s := x.sum(-1, keepdims=True), x / s), (shape(ROWS, ROW),), 3 * ARRAY + 4 * 4 * ROWS),
+    # Two independent statistics: one kernel reads x for both of them, another one reads x for the result.
+    (
+        lambda x: (x - x.mean(-1, keepdims=True)) / (x * x).sum(-1, keepdims=True),
+        (shape(ROWS, ROW),),
+        3 * ARRAY + 2 * 4 * ROWS,
+    ),
+])  # fmt: skip
+def test_what_xla_does_not_make_one_kernel_of_is_not_priced_as_one(f, arguments, bytes_moved):
     found = priced(f, *arguments)
     assert moved(found) == bytes_moved
     assert launches(found) > 1
 
 
-def test_a_row_that_devices_share_is_reduced_by_a_kernel_of_its_own() -> None:
+def test_a_row_that_devices_share_is_reduced_by_a_kernel_of_its_own():
     rows = priced(lambda x: jax.nn.softmax(gshard.split(x, 0, "d")), shape(ROWS, ROW), devices=8)
     columns = priced(lambda x: jax.nn.softmax(gshard.split(x, 1, "d")), shape(ROWS, ROW), devices=8)
     assert moved(rows) == 2 * ARRAY // 8
@@ -124,7 +111,7 @@ def test_a_row_that_devices_share_is_reduced_by_a_kernel_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("f", [jax.nn.softmax, layer_norm, lambda x: jax.nn.softmax(x, axis=0)])
-def test_what_planning_counts_is_what_is_priced(f: Callable[..., Any]) -> None:
+def test_what_planning_counts_is_what_is_priced(f):
     lowered = gshard.jit(f, mesh=gshard.Mesh.abstract(d=1)).lower(shape(ROWS, ROW))
     machine = Machine.of("h100:1x1")
     objective = Seconds(lowered.mesh, machine, axes_of(lowered.mesh))
@@ -138,12 +125,12 @@ def test_what_planning_counts_is_what_is_priced(f: Callable[..., Any]) -> None:
     assert planned == pytest.approx(cost(lowered.spmd, machine).seconds, rel=1e-9)
 
 
-def totals(program: Kernels) -> tuple[int, int]:
+def totals(program):
     return sum(k.moved * n for k, n in program.walk() if k.kind != REGION), memory_of(program).peak
 
 
 @pytest.mark.parametrize("name", sorted(CASES)[::9])
-def test_no_program_moves_more_and_all_hold_what_they_held(name: str) -> None:
+def test_no_program_moves_more_and_all_hold_what_they_held(name):
     case = CASES[name]
     lowered = gshard.jit(case.function, mesh=gshard.Mesh.abstract(**case.mesh)).lower(*case.arguments)
     before = device_program(lowered.spmd)
@@ -155,10 +142,10 @@ def test_no_program_moves_more_and_all_hold_what_they_held(name: str) -> None:
     assert holds == held
 
 
-def test_a_kernel_between_two_of_a_group_keeps_them_apart() -> None:
+def test_a_kernel_between_two_of_a_group_keeps_them_apart():
     """The second elementwise kernel needs a product of the first: one kernel cannot write both."""
 
-    def f(x: Any, w: Any) -> Any:
+    def f(x, w):
         y = jnp.tanh(x)
         return y, jnp.sin(y) + y @ w
 

@@ -2,8 +2,6 @@
 
 import dataclasses
 import warnings
-from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,42 +28,42 @@ class Device:
     platform: str = "gpu"
     limit: int | None = None
 
-    def memory_stats(self) -> dict[str, int] | None:
+    def memory_stats(self):
         return None if self.limit is None else {"bytes_limit": self.limit}
 
 
-def mesh_of(*, size: int = 8, **told: Any) -> Mesh:
+def mesh_of(*, size=8, **told):
     return dataclasses.replace(Mesh.abstract(d=size), devices=tuple(Device(i, **told) for i in range(size)))
 
 
 @pytest.fixture(autouse=True)
-def nobody_was_warned() -> Iterator[None]:
+def nobody_was_warned():
     hardware._WARNED.clear()
     yield
     hardware._WARNED.clear()
 
 
 @pytest.fixture
-def unknown(monkeypatch: pytest.MonkeyPatch) -> str:
+def unknown(monkeypatch):
     """The CPU devices of this process, as if there were no model of them."""
     monkeypatch.setattr(hardware, "kind_called", lambda device_kind, platform: None)
     return str(jax.devices()[0].device_kind)
 
 
-def loss(ws: Any, x: Any) -> Any:
+def loss(ws, x):
     x = split(x, 0, "d")
     for w in ws:
         x = jnp.tanh(x @ w)
     return jnp.mean(x * x)
 
 
-def arguments(seed: int = 0) -> tuple[Any, Any]:
+def arguments(seed=0):
     random = np.random.default_rng(seed)
     ws = [random.standard_normal((64, 64), "float32") / 8 for _ in range(12)]
     return ws, random.standard_normal((4096, 64), "float32")
 
 
-def test_devices_of_the_table_are_their_kind_and_others_are_nobody() -> None:
+def test_devices_of_the_table_are_their_kind_and_others_are_nobody():
     assert kind_of_devices(mesh_of(device_kind="NVIDIA B200")) == "b200"
     assert machine_of(mesh_of(device_kind="NVIDIA GB200")) == Machine.of("gb200:1x8")
     assert machine_of(mesh_of(device_kind="TPU7x", platform="tpu")) == Machine.of("tpu7x", 8)
@@ -80,7 +78,7 @@ def test_devices_of_the_table_are_their_kind_and_others_are_nobody() -> None:
         machine_of(mesh_of())
 
 
-def test_ordering_warns_once_for_each_kind_and_can_be_filtered() -> None:
+def test_ordering_warns_once_for_each_kind_and_can_be_filtered():
     with pytest.warns(UnknownMachineWarning, match=rf"no model of {CALLED}.*machine=.*gshard calibrate") as told:
         machines = [machine_to_order(mesh_of(size=size)) for size in (8, 8, 4)]
     assert [machine.size for machine in machines] == [8, 8, 4]
@@ -97,7 +95,7 @@ def test_ordering_warns_once_for_each_kind_and_can_be_filtered() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::gshard.stages.UnknownMachineWarning")
-def test_without_a_model_bytes_and_operations_are_weighed() -> None:
+def test_without_a_model_bytes_and_operations_are_weighed():
     machine = machine_to_order(mesh_of(limit=40 << 30))
     assert machine.memory == 40 << 30
     assert machine_to_order(mesh_of()).memory > 1 << 50  # no limit is known, and none is made up
@@ -112,10 +110,10 @@ def test_without_a_model_bytes_and_operations_are_weighed() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::gshard.stages.UnknownMachineWarning")
-def test_without_a_model_recomputing_chooses_as_on_an_accelerator() -> None:
+def test_without_a_model_recomputing_chooses_as_on_an_accelerator():
     """A model whose weights are gathered: on a CPU products are dear, on accelerators what is sent."""
 
-    def fsdp(ws: Any, x: Any) -> Any:
+    def fsdp(ws, x):
         x = split(x, 0, "d")
         for w in ws:
             x = jax.nn.relu(x @ split(w, 0, "d"))
@@ -125,7 +123,7 @@ def test_without_a_model_recomputing_chooses_as_on_an_accelerator() -> None:
     lowered = gshard.jit(jax.grad(fsdp), mesh=Mesh.abstract(d=8)).lower(ws, x)
     limit = cost(lowered.spmd, Machine.of("h100:1x8")).peak * 4 // 5
 
-    def chosen(machine: Machine) -> list[tuple[str, str]]:
+    def chosen(machine):
         recomputed = rematerialise(lowered.spmd, limit, machine).recomputed
         assert recomputed is not None
         return [(v.name, v.shape) for v in recomputed.values]
@@ -136,7 +134,7 @@ def test_without_a_model_recomputing_chooses_as_on_an_accelerator() -> None:
     assert chosen(unknown) != chosen(cpu)
 
 
-def test_a_limit_of_memory_is_kept_after_one_warning(unknown: str) -> None:
+def test_a_limit_of_memory_is_kept_after_one_warning(unknown):
     step = gshard.jit(jax.grad(loss), mesh={"d": 8}, memory_limit="2MiB")
     places = (np.asarray, jnp.asarray, lambda x: jax.device_put(x, jax.devices()[3]))
     given = [jax.tree.map(place, arguments(seed)) for seed, place in enumerate(places)]
@@ -151,7 +149,7 @@ def test_a_limit_of_memory_is_kept_after_one_warning(unknown: str) -> None:
     assert recomputed.after <= 2 * 2**20 < recomputed.before
 
 
-def test_planning_by_bytes_needs_no_model_and_explain_says_so(unknown: str) -> None:
+def test_planning_by_bytes_needs_no_model_and_explain_says_so(unknown):
     line = f"no model of {unknown}: planned by bytes"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -170,7 +168,7 @@ def test_planning_by_bytes_needs_no_model_and_explain_says_so(unknown: str) -> N
     assert line not in str(gshard.explain(loss, *arguments(), mesh=Mesh.abstract(d=8)))
 
 
-def test_plans_are_made_for_the_devices_at_hand() -> None:
+def test_plans_are_made_for_the_devices_at_hand():
     for kind, machine in (("NVIDIA H100 80GB HBM3", "h100:1x8"), ("NVIDIA B200", "b200:1x8")):
         mesh = mesh_of(device_kind=kind)
         step, named = (gshard.jit(jax.grad(loss), mesh=mesh, machine=told) for told in (None, machine))
@@ -186,7 +184,7 @@ def test_plans_are_made_for_the_devices_at_hand() -> None:
         assert gshard.jit(jax.grad(loss), mesh=mesh).lower(*arguments()).target.machine is None
 
 
-def test_no_times_are_made_up(unknown: str) -> None:
+def test_no_times_are_made_up(unknown):
     found = gshard.explain(jax.grad(loss), *arguments(), mesh={"d": 8})
     for asked in (found.cost, found.verdict, found.data):
         with pytest.raises(gshard.stages.MachineError, match=f"no model of {unknown}"):
@@ -205,7 +203,7 @@ def test_no_times_are_made_up(unknown: str) -> None:
     assert "no model" not in str(best.explain())
 
 
-def test_devices_of_the_table_have_their_page(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_of_the_table_have_their_page(monkeypatch):
     found = gshard.explain(jax.grad(loss), *arguments(), mesh={"d": 8})
     assert "no model" not in str(found)
     assert str(found._repr_html_()).startswith("<iframe")

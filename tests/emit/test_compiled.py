@@ -1,8 +1,5 @@
 """Legal programs that XLA refuses, if they are emitted as one would think, compile (``core.xla_workarounds``)."""
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,25 +11,25 @@ import gshard
 from sampled import crossed
 
 
-def same_in_three_calls(step: Callable[..., Any], f: Callable[..., Any], *args: Any, committed: bool = True) -> None:
+def same_in_three_calls(step, f, *args, committed=True):
     want = jax.tree.map(np.asarray, jax.jit(f)(*args))
     for place in (np.asarray, jnp.asarray, lambda x: jax.device_put(x, jax.devices()[2] if committed else None)):
         jax.tree.map(np.testing.assert_array_equal, step(*map(place, args)), want)
 
 
-def one(p: Any) -> Any:
+def one(p):
     updates = jnp.full((1, 4), jnp.max(p))
     start = p[0, 0].astype(int), p[0, 3].astype(int)
     return gshard.shard(lax.dynamic_update_slice(p, updates, start), P(("x", "y")))
 
 
-def two_readers(a: Any) -> Any:
+def two_readers(a):
     """What one all-to-all has sent is sent on, and read by two."""
     v = jax.vmap(one, in_axes=2, out_axes=2)(a)
     return jnp.transpose(lax.rev(v, (1,)), (2, 1, 0)), v < 0
 
 
-EXCHANGES: dict[str, Callable[[Any], Any]] = {
+EXCHANGES = {
     "two readers": two_readers,
     "jit": lambda a: jax.jit(two_readers)(a),
     "scan": lambda a: lax.scan(lambda s, b: (s + 1, two_readers(b)), 0, jnp.stack([a, -a]))[1],
@@ -43,21 +40,21 @@ EXCHANGES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name, mesh", crossed(list(EXCHANGES), [{"x": 3, "y": 2}, {"x": 2, "y": 4}], one_in=2))
 @pytest.mark.one_in(2)
-def test_exchanges_of_what_was_exchanged(name: str, mesh: dict[str, int]) -> None:
+def test_exchanges_of_what_was_exchanged(name, mesh):
     f, a = EXCHANGES[name], np.arange(-40, 7 * 17 - 40, dtype=np.int32).reshape(1, 7, 17)
     same_in_three_calls(gshard.jit(f, mesh), f, a)
 
 
-def test_their_gradient() -> None:
+def test_their_gradient():
     a = np.arange(-40, 7 * 17 - 40, dtype=np.float32).reshape(1, 7, 17)
 
-    def loss(a: Any) -> Any:
+    def loss(a):
         return jnp.sum(two_readers(a)[0] ** 2)
 
     same_in_three_calls(gshard.jit(jax.grad(loss), {"x": 3, "y": 2}), jax.grad(loss), a)
 
 
-EMPTY: dict[str, Callable[[Any, Any], Any]] = {
+EMPTY = {
     "a counter": lambda a, b: (a + 1, b + 1, jnp.arange(4)),
     "moved": lambda a, b: (jnp.transpose(b, (2, 1, 0)), a.reshape(0, 1), lax.broadcasted_iota(np.int32, (8, 4), 1)),
     "split": lambda a, b: (gshard.split(a, 1, 3), gshard.split(jnp.arange(7), 0, 3) + a.size, b.sum()),
@@ -73,7 +70,7 @@ EMPTY: dict[str, Callable[[Any, Any], Any]] = {
 
 @pytest.mark.parametrize("name", EMPTY)
 @pytest.mark.one_in(3)
-def test_of_empty_arrays(name: str) -> None:
+def test_of_empty_arrays(name):
     f, a, b = EMPTY[name], np.zeros((0, 8, 2), np.float16), np.zeros((0, 12, 5), np.float32)
     step = gshard.jit(f, 3)
     same_in_three_calls(step, f, a, b)
@@ -81,8 +78,8 @@ def test_of_empty_arrays(name: str) -> None:
     same_in_three_calls(gshard.jit(f, 3, keep_unused=True), f, a, b)
 
 
-def test_an_empty_batch_has_a_gradient_of_zeros() -> None:
-    def loss(w: Any, x: Any) -> Any:
+def test_an_empty_batch_has_a_gradient_of_zeros():
+    def loss(w, x):
         return jnp.sum((gshard.split(x, 0, 8) @ w) ** 2) + 1
 
     w, x = np.ones((4, 3), np.float32), np.zeros((0, 4), np.float32)

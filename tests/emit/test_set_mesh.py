@@ -3,8 +3,6 @@
 import contextlib
 import itertools
 import sys
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,30 +13,31 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gshard
-from gshard import split
+from gshard import shard, split
+from gshard.xla.hlo_collectives import collectives
 from sampled import crossed
 
 KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 
 
-def mesh_of(kind: AxisType, shape: tuple[int, ...] = (4, 2), names: tuple[str, ...] = ("a", "b")) -> jax.sharding.Mesh:
+def mesh_of(kind, shape=(4, 2), names=("a", "b")):
     """A mesh with all axes of a type."""
     return jax.make_mesh(shape, names, axis_types=(kind,) * len(shape))
 
 
-def own(x: Any) -> Any:
+def own(x):
     """A sum that JAX does not recognise as one."""
     return lax.reduce(x, np.int32(0), lambda a, b: a + b * 1, (x.ndim - 1,))
 
 
-def largest_and_sum(x: Any) -> Any:
+def largest_and_sum(x):
     """Two reductions at once."""
     at = lax.iota(np.int32, x.shape[0])
     zeros = np.int32(0), np.int32(0)
     return lax.reduce((x, at), zeros, lambda p, q: (jnp.maximum(p[0], q[0]), p[1] + q[1]), (0,))
 
 
-REDUCED: dict[str, Callable[[Any], Any]] = {
+REDUCED = {
     "own": lambda x: own(split(x, 0, 8)),
     "two": lambda x: largest_and_sum(split(x, 0, 8)),
     "vmap": lambda x: jax.vmap(own)(split(jnp.stack([x, -x], 1), 0, 8)),
@@ -54,7 +53,7 @@ REDUCED: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name, n, kind", crossed(list(REDUCED), [8, 13], [AxisType.Auto, AxisType.Explicit], one_in=4))
 @pytest.mark.one_in(3)
-def test_reductions_by_a_computation_of_ones_own(name: str, n: int, kind: AxisType) -> None:
+def test_reductions_by_a_computation_of_ones_own(name, n, kind):
     f, x = REDUCED[name], np.arange(-3, n - 3, dtype=np.int32)
     want = jax.tree.map(np.asarray, jax.jit(f)(x))
     mesh = mesh_of(kind)
@@ -66,7 +65,7 @@ def test_reductions_by_a_computation_of_ones_own(name: str, n: int, kind: AxisTy
 
 @KINDS
 @pytest.mark.parametrize("name", ["own", "two", "scan", "window"])
-def test_reductions_are_priced(name: str, kind: AxisType) -> None:
+def test_reductions_are_priced(name, kind):
     """With a machine each way to split an equation is traced alone, and the program is read back."""
     f, x = REDUCED[name], np.arange(-4, 4, dtype=np.int32)
     want = jax.tree.map(np.asarray, jax.jit(f)(x))
@@ -77,7 +76,7 @@ def test_reductions_are_priced(name: str, kind: AxisType) -> None:
         assert gshard.explain(step, x).plan
 
 
-KEYS: dict[str, Callable[[Any, Any], Any]] = {
+KEYS = {
     "bits": lambda key, x: jax.vmap(lambda i: random.bits(random.fold_in(key, i), (3,)))(split(x, 0, 8)),
     "bits of none": lambda key, x: jax.vmap(lambda i: random.bits(random.fold_in(key, i)))(x),
     "vmap of vmap": lambda key, x: jax.vmap(jax.vmap(lambda i: random.bits(random.fold_in(key, i), (2,))))(
@@ -108,8 +107,8 @@ KEYS: dict[str, Callable[[Any, Any], Any]] = {
     crossed(list(KEYS), ["rbg", "unsafe_rbg", "threefry2x32"], [AxisType.Auto, AxisType.Explicit], one_in=6),
 )
 @pytest.mark.one_in(3)
-def test_random_keys(name: str, impl: str, kind: AxisType) -> None:
-    def f(x: Any) -> Any:
+def test_random_keys(name, impl, kind):
+    def f(x):
         return KEYS[name](random.key(7, impl=impl), x)
 
     x = np.arange(-3, 13, dtype=np.int32)
@@ -123,7 +122,7 @@ def test_random_keys(name: str, impl: str, kind: AxisType) -> None:
 
 
 @KINDS
-def test_captured_arrays_of_the_users_mesh(kind: AxisType) -> None:
+def test_captured_arrays_of_the_users_mesh(kind):
     mesh = mesh_of(kind)
     x = np.arange(-8, 8, dtype=np.int32)
     with jax.set_mesh(mesh):
@@ -141,7 +140,7 @@ def test_captured_arrays_of_the_users_mesh(kind: AxisType) -> None:
 
 @KINDS
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_mesh_of_another_size_may_be_set(size: int, kind: AxisType) -> None:
+def test_a_mesh_of_another_size_may_be_set(size, kind):
     x = np.arange(-8, 8, dtype=np.int32)
     with jax.set_mesh(mesh_of(kind, (size,), ("other",))):
         step = gshard.jit(lambda x: (own(split(x, 0, 8)), split(x, 0, 8) * 2), mesh=8)
@@ -151,14 +150,14 @@ def test_a_mesh_of_another_size_may_be_set(size: int, kind: AxisType) -> None:
             np.testing.assert_array_equal(twice, x * 2)
 
 
-def test_nothing_of_gshards_is_traced_on_the_users_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_of_gshards_is_traced_on_the_users_mesh(monkeypatch):
     """Only the user's functions are, and derivatives of them."""
     make, places = jax.make_jaxpr, []
 
-    def noting(f: Any, **options: Any) -> Any:
+    def noting(f, **options):
         traced = make(f, **options)
 
-        def run(*args: Any, **kwargs: Any) -> Any:
+        def run(*args, **kwargs):
             if "a" in jax.sharding.get_abstract_mesh().axis_names:
                 places.append(sys._getframe(1).f_code.co_filename.rsplit("gshard/", 1)[-1])
             return traced(*args, **kwargs)
@@ -168,8 +167,8 @@ def test_nothing_of_gshards_is_traced_on_the_users_mesh(monkeypatch: pytest.Monk
     monkeypatch.setattr(jax, "make_jaxpr", noting)
     x, w = np.arange(-32.0, 32.0, dtype=np.float32).reshape(8, 8), np.ones((8, 8), np.float32)
 
-    def loss(w: Any, x: Any) -> Any:
-        def layer(h: Any, _: Any) -> Any:
+    def loss(w, x):
+        def layer(h, _):
             return jnp.tanh(split(h, 0, 4) @ w), jnp.cumsum(split(h, 1, 2), 1)
 
         h, rest = lax.scan(jax.checkpoint(layer), x, None, length=2)
@@ -191,23 +190,178 @@ def test_nothing_of_gshards_is_traced_on_the_users_mesh(monkeypatch: pytest.Monk
     assert "tracing/by_jax.py" in places
 
 
-@KINDS
-def test_arrays_of_other_devices_are_moved_to_the_mesh_that_is_set(kind: AxisType) -> None:
-    """Arguments, donated or not and under derivatives, and arrays that the function closes over."""
-    reverse = jax.sharding.Mesh(np.array(jax.devices()[::-1]), ("c",))
-    places = [jax.devices()[5], NamedSharding(reverse, P("c")), NamedSharding(reverse, P())]
-    x = np.arange(16, dtype=np.float32)
-    for place in places:
-        closed_over = jax.device_put(x, place)
-        with jax.set_mesh(mesh_of(kind)):
-            donating = gshard.jit(lambda x: split(x, 0, 8) + 1, donate_argnums=0)
-            loss = gshard.jit(lambda x: jnp.sum(split(x, 0, 8) ** 2))
+# Devices in any order: every device gets the part that the mark gives it, and nothing is sent but for a real move.
+
+
+X = np.random.default_rng(0).standard_normal((8, 24)).astype(np.float32)
+W = np.random.default_rng(1).standard_normal((24, 16)).astype(np.float32)
+OF_FOUR = [np.array(order) for order in itertools.permutations(range(4))]
+OF_EIGHT = [np.random.default_rng(i).permutation(8) for i in range(200)]
+
+
+def in_its_place(x, whole, ids):
+    """Every device holds the part of ``whole`` that ids give it."""
+    size = [n // p for n, p in zip(whole.shape, ids.shape, strict=True)]
+    copies = len(x.sharding.device_set) // ids.size
+    seen = set()
+    for s in x.addressable_shards:
+        at = np.argwhere(ids == s.device.id // copies)[0]
+        part = tuple(slice(i * n, (i + 1) * n) for i, n in zip(at, size, strict=True))
+        np.testing.assert_array_equal(np.asarray(s.data), whole[part])
+        seen.add(s.device.id)
+    assert len(seen) == len(x.sharding.device_set)
+
+
+def arrays_of(orders, shapes):
+    return [order.reshape(shapes[i % len(shapes)]) for i, order in enumerate(orders)]
+
+
+@pytest.mark.parametrize("devices", [4, 8])
+def test_every_device_holds_what_the_mark_says(devices):
+    orders = OF_FOUR if devices == 4 else OF_EIGHT[:24]
+    shapes = [(2, 2), (4, 1), (1, 4)] if devices == 4 else [(2, 4), (4, 2), (8, 1), (1, 8)]
+    for ids in arrays_of(orders, shapes):
+        jitted = gshard.jit(lambda x, ids=ids: shard(x, ids) * 2, mesh=devices)
+        assert not jitted.lower(X).spmd.collectives
+        got = jitted(X)
+        in_its_place(got, 2 * X, ids)
+        np.testing.assert_array_equal(np.asarray(got), 2 * X)
+
+
+@pytest.mark.slow
+def test_two_hundred_orders_of_eight_compute_the_same_with_the_same_bytes():
+    """A contraction over what is cut in a crooked order: its sums are reduced among the devices that hold the parts."""
+
+    def f(x, w, ids):
+        return jnp.tanh(shard(x, ids) @ w)
+
+    plain = gshard.explain(lambda x, w: f(x, w, np.arange(8).reshape(2, 4)), X, W, mesh=8)
+    for order in OF_EIGHT:
+        ids = order.reshape(2, 4)
+        jitted = gshard.jit(lambda x, w, ids=ids: f(x, w, ids), mesh=8)
+        np.testing.assert_allclose(np.asarray(jitted(X, W)), np.tanh(X @ W), rtol=2e-5, atol=1e-5)
+        assert gshard.explain(jitted, X, W).bytes_by_kind == plain.bytes_by_kind
+
+
+def from_one_to_the_other(first, second, devices):
+    x = jax.device_put(X, NamedSharding(jax.sharding.Mesh(np.array(jax.devices())[first], "d"), P("d")))
+    jitted = gshard.jit(lambda x: shard(x, second.reshape(-1, 1)), mesh=devices)
+    got = jitted(x)
+    in_its_place(got, X, second.reshape(-1, 1))
+    sent = jitted.lower(x).spmd.collectives
+    if (first == second).all():
+        assert not sent
+        return
+    assert [c.kind for c in sent] == ["collective_permute"]
+    assert sent[0].bytes == X.nbytes // devices
+    compiled = collectives(jitted.lower(x).executable.compiled.as_text())
+    assert [(c.kind, c.total_bytes) for c in compiled] == [("collective_permute", X.nbytes // devices)]
+
+
+@pytest.mark.parametrize("i", range(24))
+@pytest.mark.one_in(4)
+def test_from_each_order_of_four_to_each_other_is_one_permute(i):
+    for second in OF_FOUR if i == 2 else OF_FOUR[i % 8 :: 8]:
+        from_one_to_the_other(OF_FOUR[i], second, 4)
+
+
+@pytest.mark.parametrize("i", range(4))
+def test_between_random_orders_of_eight_it_is_one_permute(i):
+    for first, second in zip(OF_EIGHT[i::50], OF_EIGHT[i + 1 :: 50], strict=False):
+        from_one_to_the_other(first, second, 8)
+
+
+def test_a_state_that_stays_in_its_order_is_never_moved():
+    """Results leave in the order of the mark, and the next call takes them so: nothing is sent, on either way."""
+    ids = OF_EIGHT[3].reshape(4, 2)
+    step = gshard.jit(lambda x: shard(x, ids) + 1, mesh=8, donate_argnums=0)
+    start = np.arange(8 * 24, dtype=np.int32).reshape(8, 24)
+    x = step(start)
+    where = x.sharding
+    for _ in range(3):
+        assert not step.lower(x).spmd.collectives
+        x = step(x)
+        assert x.sharding == where
+    np.testing.assert_array_equal(np.asarray(x), start + 4)
+
+
+def test_two_orders_in_one_program():
+    """The larger array keeps its order at home; the smaller is moved on its way out."""
+    first, second = OF_EIGHT[0].reshape(8, 1), OF_EIGHT[1].reshape(8, 1)
+    jitted = gshard.jit(lambda x, w: (shard(x, first) + 1, shard(w * 2, second)), mesh=8)
+    big, small = jitted(W, X)
+    in_its_place(big, W + 1, first)
+    in_its_place(small, 2 * X, second)
+    assert [c.total_bytes for c in jitted.lower(W, X).spmd.collectives] == [X.nbytes // 8]
+
+
+def test_names_of_the_mesh_keep_their_meaning_beside_a_device_order(mesh_2x4):
+    """A result marked by names is where JAX would put it, though the program runs in another order."""
+    ids = OF_EIGHT[5].reshape(8, 1)
+    jitted = gshard.jit(lambda x, w: (shard(w, ids) + 1, shard(x * 2, P("model", "data"))), mesh=mesh_2x4)
+    first, second = jitted(X, W)
+    in_its_place(first, W + 1, ids)
+    wanted = jax.device_put(2 * X, NamedSharding(mesh_2x4, P("model", "data")))
+    held = {s.device: np.asarray(s.data) for s in second.addressable_shards}
+    for s in wanted.addressable_shards:
+        np.testing.assert_array_equal(held[s.device], np.asarray(s.data))
+
+
+def test_gradients_and_uneven_results():
+    ids = OF_EIGHT[7].reshape(2, 4)
+    x = np.random.default_rng(2).standard_normal((7, 10)).astype(np.float32)
+
+    def loss(x):
+        return jnp.sum(jnp.sin(shard(x, ids)) ** 2)
+
+    jitted = gshard.jit(jax.value_and_grad(loss), mesh=8, uneven="keep")
+    value, gradient = jitted(x)
+    expected, wanted = jax.value_and_grad(lambda x: jnp.sum(jnp.sin(x) ** 2))(x)
+    np.testing.assert_allclose(float(value), float(expected), rtol=1e-5)
+    np.testing.assert_allclose(np.asarray(gradient), wanted, rtol=1e-5, atol=1e-6)
+    again = 2 * np.sin(wanted) * np.cos(wanted)
+    np.testing.assert_allclose(np.asarray(jitted(gradient)[1]), again, rtol=1e-5, atol=1e-6)
+
+
+def test_under_a_transformation_the_order_is_the_meshs():
+    ids = OF_EIGHT[9].reshape(8, 1)
+    jitted = gshard.jit(lambda x: jnp.sin(shard(x, ids)), mesh=8)
+    got = jax.jit(lambda x: jitted(x) * 2)(X)
+    np.testing.assert_allclose(np.asarray(got), 2 * np.sin(X), rtol=1e-6, atol=1e-6)
+    gradient = jax.grad(lambda x: jitted(x).sum())(X)
+    np.testing.assert_allclose(np.asarray(gradient), np.cos(X), rtol=1e-6, atol=1e-6)
+
+
+def test_the_order_is_shown():
+    ids = OF_EIGHT[0].reshape(8, 1)
+    text = str(gshard.explain(lambda x: shard(x, ids) + 1, X, mesh=8))
+    assert f"devices in the order {','.join(map(str, OF_EIGHT[0]))}" in text
+    assert gshard.explain(lambda x: shard(x, ids) + 1, X, mesh=8).data("cpu")["mesh"]["order"] == tuple(OF_EIGHT[0])
+
+
+def test_after_two_marks_a_value_lies_in_the_order_of_the_second():
+    first, second = OF_EIGHT[0].reshape(8, 1), OF_EIGHT[1].reshape(8, 1)
+    in_its_place(gshard.jit(lambda x: shard(shard(x, first), second), mesh=8)(X), X, second)
+    in_its_place(gshard.jit(lambda x: shard(shard(x, first), first), mesh=8)(X), X, first)
+
+
+def test_keys_and_weak_types_leave_in_another_order():
+    """JAX wants the parts of keys in the order of the devices, and forgets weak types of what is made of parts."""
+    turned = jax.sharding.Mesh(np.array(jax.devices()[::-1]).reshape(2, 4), ("p", "q"))
+
+    def f(key, x):
+        keys = jax.random.split(key, 8)
+        return keys, keys[0], x + jax.random.bits(key), 2, jnp.full(8, 2.0)
+
+    x, key = np.arange(16), jax.random.key(3)
+    wanted = jax.jit(f)(key, x)
+    call = gshard.jit(f, mesh=8)
+    for placed in (jax.device_put(key, NamedSharding(turned, P())), key):
         for _ in range(2):
-            donated = jax.device_put(x, place)
-            with jax.set_mesh(mesh_of(kind)):
-                np.testing.assert_array_equal(np.asarray(donating(donated)), x + 1)
-            if kind is AxisType.Auto:  # JAX does not trace these types under an Explicit mesh
-                with jax.set_mesh(mesh_of(kind)):
-                    np.testing.assert_array_equal(np.asarray(jax.grad(loss)(jax.device_put(x, place))), 2 * x)
-                    adding = gshard.jit(lambda x: split(x, 0, 8) + closed_over)  # noqa: B023
-                    np.testing.assert_array_equal(np.asarray(adding(x)), 2 * x)
+            keys, first, *numbers = call(placed, jax.device_put(x, NamedSharding(turned, P("q"))))
+            for ours, theirs in zip((keys, first), wanted[:2], strict=True):
+                np.testing.assert_array_equal(jax.random.key_data(ours), jax.random.key_data(theirs))
+            for ours, theirs in zip(numbers, wanted[2:], strict=True):
+                assert ours.weak_type == theirs.weak_type
+                np.testing.assert_array_equal(ours, theirs)
+        call(first, numbers[0])

@@ -1,15 +1,18 @@
 """What collectives are for, in a block with tensor parallelism and FSDP, as someone who knows Megatron calls it."""
 
-from __future__ import annotations
-
-from typing import Any
+import re
+import warnings
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import P
+from jax.sharding import NamedSharding
 
 import gshard
+from gshard.explanation.warnings import moved_instead
+from placed import in_every_way, mesh_of
 
 array = jax.ShapeDtypeStruct
 BLOCK = {
@@ -22,17 +25,17 @@ MEGATRON_AND_FSDP = {
 }  # fmt: skip
 
 
-def block(x: Any, p: Any) -> Any:
+def block(x, p):
     q, k, v = jnp.einsum("btd,cdhk->cbthk", x, p["qkv"])
     scores = jax.nn.softmax(jnp.einsum("bthk,bshk->bhts", q, k) / 8, -1)
     x = x + jnp.einsum("bhts,bshk,hkd->btd", scores, v, p["out"])
     return x + jax.nn.gelu(x @ p["up"]) @ p["down"]
 
 
-def step(params: Any, x: Any) -> Any:
+def step(params, x):
     params, x = gshard.shard_by_path(params, MEGATRON_AND_FSDP), gshard.split(x, 0, "data")
 
-    def loss(params: Any) -> Any:
+    def loss(params):
         y = x
         for p in params:
             y = block(y, p)
@@ -41,7 +44,7 @@ def step(params: Any, x: Any) -> Any:
     return jax.tree.map(lambda w, g: w - 0.1 * g, params, jax.grad(loss)(params))
 
 
-def purposes(rows: int, **mesh: int) -> dict[tuple[str, str], str]:
+def purposes(rows, **mesh):
     x, on = array((rows, 512, 1024), "float32"), gshard.Mesh.abstract(**mesh)
     explained = gshard.explain(step, [BLOCK] * 2, x, mesh=on)
     assert sum(row.bytes for row in explained.purposes) == explained.total_bytes
@@ -50,14 +53,14 @@ def purposes(rows: int, **mesh: int) -> dict[tuple[str, str], str]:
     return {(row.kind, row.axes): row.purpose for row in reversed(explained.purposes)}  # the largest of a kind
 
 
-def test_tensor_parallelism_beside_fsdp() -> None:
+def test_tensor_parallelism_beside_fsdp():
     found = purposes(2, data=2, model=4)
     assert found["all_reduce", "model"].startswith("sums partial results of products (tensor parallelism: row-parallel")
     assert found["all_gather", "data"] == "gathers weights for products (FSDP, ZeRO-3)"
     assert found["reduce_scatter", "data"] == "sums gradients of weights, one shard for each device (FSDP, ZeRO)"
 
 
-def test_large_batches_gather_weights_instead() -> None:
+def test_large_batches_gather_weights_instead():
     """Where activations are larger than weights, weights marked over the tensor axis are gathered over it."""
     found = purposes(256, data=2, model=4)
     assert found["all_gather", "model"] == (
@@ -65,18 +68,163 @@ def test_large_batches_gather_weights_instead() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("mark", "kind", "purpose"),
-    [
-        (lambda p: p, "all_reduce", "sums gradients over the batch (data parallelism)"),
-        (lambda p: gshard.split(p, 0, "data"), "all_gather", "gathers weights for products (FSDP, ZeRO-3)"),
-    ],
-)
-def test_data_parallelism(mark: Any, kind: str, purpose: str) -> None:
-    def ours(p: Any, x: Any) -> Any:
+@pytest.mark.parametrize(("mark", "kind", "purpose"), [
+    (lambda p: p, "all_reduce", "sums gradients over the batch (data parallelism)"),
+    (lambda p: gshard.split(p, 0, "data"), "all_gather", "gathers weights for products (FSDP, ZeRO-3)"),
+])  # fmt: skip
+def test_data_parallelism(mark, kind, purpose):
+    def ours(p, x):
         p, x = mark(p), gshard.split(x, 0, "data")
         return jax.grad(lambda p: jnp.mean(jnp.tanh(x @ p) ** 2))(p)
 
     shapes = array((256, 256), "float32"), array((4096, 256), "float32")
     explained = gshard.explain(ours, *shapes, mesh=gshard.Mesh.abstract(data=8))
     assert (kind, purpose) in [(row.kind, row.purpose) for row in explained.purposes]
+
+
+# What explain says of operands that are gathered because moving other arrays sends less.
+
+
+MESH = gshard.Mesh.abstract(fsdp=8, tensor=8)
+
+
+def layer(wi, wo, x):
+    """A feed-forward layer with weights split over both axes, as for tensor parallelism."""
+    wi, wo = gshard.shard(wi, P("fsdp", "tensor")), gshard.shard(wo, P("tensor", "fsdp"))
+    x = gshard.split(x, 0, ("fsdp", "tensor"))
+    hidden = gshard.shard(jax.nn.gelu(x @ wi), P("fsdp", None, "tensor"))
+    return gshard.split(hidden @ wo, 0, ("fsdp", "tensor"))
+
+
+def arrays(batch, length, model):
+    shapes = (model, model), (model, model), (batch, length, model)
+    return [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes]
+
+
+def test_small_weights_are_gathered_and_both_numbers_are_said():
+    found = gshard.explain(layer, *arrays(64, 4096, 4096), mesh=MESH)
+    rows = moved_instead(found.plan)
+    weight, activation, part = 4096 * 4096 * 2 // 8, 8 * 4096 * 4096 * 2, 4096 * 4096 * 2 // 64
+    for row in rows:
+        assert (row.operand, row.axes, row.times) == ("bf16[4096,4096]", "tensor", 1)
+        assert row.sent == 7 * part + 7 * weight + activation // 8 * 7 // 8
+        assert row.stayed == 7 * part + activation * 7 // 8, "one reduce-scatter or all-gather of the activation"
+    assert sum(row.sent for row in rows) == found.total_bytes
+    text = found.format(tensors=0)
+    assert text.count("1 product with bf16[4096,4096]: it is gathered over tensor") == 2
+    assert "59.5 MiB instead of 227.5 MiB" in text
+
+
+def test_equal_products_of_a_loop_are_one_row():
+    def layers(ws, x):
+        return jax.lax.scan(lambda x, w: (layer(w, w.T, x), None), x, ws)[0]
+
+    stack = jax.ShapeDtypeStruct((3, 4096, 4096), "bfloat16")
+    rows = moved_instead(gshard.explain(layers, stack, arrays(64, 4096, 4096)[2], mesh=MESH).plan)
+    assert [(row.operand, row.times) for row in rows] == [("bf16[4096,4096]", 3)] * 2
+
+
+def test_weights_that_stay_are_not_mentioned():
+    """Activations are smaller than weights: they are gathered, and results reduce-scattered, as Megatron does."""
+
+    def f(wi, wo, x):
+        wi, wo, x = gshard.shard(wi, P(None, "tensor")), gshard.shard(wo, P("tensor")), gshard.split(x, 0, "tensor")
+        return gshard.split(jax.nn.gelu(x @ wi) @ wo, 0, "tensor")
+
+    found = gshard.explain(f, *arrays(64, 8, 4096), mesh=gshard.Mesh.abstract(tensor=8))
+    assert [row.kind for row in found.collectives] == ["all_gather", "reduce_scatter"]
+    assert moved_instead(found.plan) == ()
+    assert "operands gathered" not in found.format(tensors=0)
+
+
+# One warning for a function that is split otherwise than it may seem, with the line, and none for other functions.
+
+
+AXES = {"data": 4, "model": 2}
+X = np.arange(-63.0 * 4, 63 * 4, dtype=np.float32).reshape(63, 8) / 8
+TYPO, OTHERS = gshard.Layout(batc="data"), gshard.Layout(batch="data", heads="model")
+
+
+def on(**axes):
+    return NamedSharding(mesh_of(**axes), P(next(iter(axes))))
+
+
+def twice(x):
+    return gshard.split(gshard.split(x, 0, "data"), 1, "model")
+
+
+def named(x):
+    return 2 * gshard.name(x, "batch _")
+
+
+def reshard(x):
+    """The first split decides how the value is computed that two operations read, or how it travels."""
+    y = gshard.split(x, 0, "data")
+    return gshard.split(y, 1, "model") + y, gshard.split(gshard.split(x, 0, "data"), 1, "data")
+
+
+# The function, its options, its argument, and what the warning has.
+WARNED = {
+    "uneven": (
+        lambda x: gshard.split(x, 0, "data") * 2, {}, X,
+        r'x: f32\[63@data,8\] inside \(512 B a device\), f32\[63,8\] returned .*uneven="keep" returns',
+    ),
+    "a second split": (
+        twice, {}, X[:8],
+        r"test_purposes.py:\d+ \(twice\): split\(x, 1, 'model'\) makes dimension 0 of split\(x, 0, 'data'\) whole "
+        r"again: write split\(x, {0: 'data', 1: 'model'}\)",
+    ),
+    "a row of the layout": (
+        named, {"layout": TYPO}, X, "batc='data': nothing is called 'batc'. Did you mean 'batch'\\?|Names are 'batch'",
+    ),
+    "a constraint on another mesh": (
+        lambda x: jax.lax.with_sharding_constraint(x, on(a=2, b=4)) * 2, {}, X[:8],
+        r"test_purposes.py:\d+ .*: shard\(x, P\('a'.*on a mesh of a=2 b=4 splits over parts of the axes of data=4",
+    ),
+    "a mark that nothing reads": (
+        lambda x: (gshard.split(x, 0, "data"), x * 2)[1], {}, X, "nothing reads the result of split",
+    ),
+}  # fmt: skip
+SILENT = {
+    "even": (lambda x: gshard.split(x, 0, "data") * 2, {}, X[:8]),
+    "kept": (lambda x: gshard.split(x, 0, "data") * 2, {"uneven": "keep"}, X),
+    "a reshard": (reshard, {}, X[:8]),
+    "a row for another function": (named, {"layout": OTHERS}, X[:8]),
+    "other names": (lambda x: jax.lax.with_sharding_constraint(x, on(a=4, b=1, c=2)) * 2, {}, X[:8]),
+    "a gradient": (jax.grad(lambda x: jnp.sum(gshard.split(gshard.split(x, 0, "data") ** 2, 1, "model"))), {}, X[:8]),
+}  # fmt: skip
+
+
+def called(f, options, x):
+    """What three calls warn of whose arguments are in different places, and compiling ahead of time."""
+    run = gshard.jit(f, mesh=AXES, **options)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for result in in_every_way(run, (x,), mesh_of(**AXES)):
+            jax.tree.map(np.testing.assert_allclose, result, f(jnp.asarray(x)))
+        run.lower(x).compile()
+    return [str(one.message) for one in found if "moves arguments" not in str(one.message)]
+
+
+@pytest.mark.parametrize("case", WARNED)
+def test_one_warning_with_the_line(case):
+    f, options, x, text = WARNED[case]
+    found = called(f, options, x)
+    assert len(found) == 1, found
+    assert re.search(text, found[0]), found[0]
+    assert re.search(r"is compiled at \w+.py:\d+ \(", found[0])
+    assert "To silence this: warnings.filterwarnings('ignore', category=gshard.ShardingWarning)." in found[0]
+    with pytest.warns(gshard.ShardingWarning, match=text), gshard.instead_of_jit(AXES, layout=options.get("layout")):
+        jax.jit(f)(x)
+
+
+@pytest.mark.parametrize("case", SILENT)
+def test_no_warning_of_what_is_meant(case):
+    assert called(*SILENT[case]) == []
+
+
+def test_explain_does_not_warn():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = gshard.explain(twice, X, mesh=AXES)
+    assert "whole again" in found.unused[0]

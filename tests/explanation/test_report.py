@@ -1,18 +1,24 @@
 """The report: totals agree with the program's own, hostile names are text, and it is small; test_page opens it."""
 
+import copy
 import json
+import linecache
 import re
 import time
+import types
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import gshard
-from device.models import explained, f32
+from device import models
+from device.models import explained, f32, model
 from gshard.device.cost import BOUNDS
-from gshard.device.machine import MachineError
+from gshard.device.fusion_model import COLLECTIVE
+from gshard.explanation.difference import DifferenceError, Figures, difference
+from gshard.explanation.timeline import FIRST, ROUNDS, Event, thinned, timeline
 from gshard.testing.rule_checks import emitted
 
 
@@ -119,33 +125,6 @@ def test_a_page_of_a_thousand_equations_takes_linear_time_and_no_two_megabytes(t
     assert large.stat().st_size < 2 << 20
 
 
-def test_a_machine_of_another_size_is_refused(attention):
-    with pytest.raises(MachineError, match="128 devices, and the mesh has 8"):
-        attention.cost("v3:8x8")
-
-
-def test_a_slice_of_the_picture_is_the_slice_of_the_device():
-    """The page's arithmetic, in Python: atoms of a dimension, major to minor, number its slices."""
-    mesh = jax.make_mesh((2, 4), ("a", "b"))
-    x = jnp.arange(16.0)
-    y = gshard.jit(lambda x: gshard.shard(x, jax.sharding.PartitionSpec(("b", "a"))) + 0, mesh=mesh)(x)
-    found = gshard.explain(
-        lambda x: gshard.shard(x, jax.sharding.PartitionSpec(("b", "a"))) + 0, x, mesh=gshard.Mesh.abstract(a=2, b=4)
-    )
-    data = found.data()
-    dims = data["tensors"][0]["dims"][0]
-    sizes = dict(data["mesh"]["atoms"])
-    for device in range(8):
-        at, rest = {}, device
-        for atom, n in reversed(data["mesh"]["atoms"]):
-            rest, at[atom] = divmod(rest, n)
-        part = 0
-        for atom in dims:
-            part = part * sizes[atom] + at[atom]
-        (shard,) = [s for s in y.addressable_shards if s.device == mesh.devices.flat[device]]
-        np.testing.assert_array_equal(shard.data, x[2 * part : 2 * part + 2])
-
-
 def test_parts_of_axes_are_named_where_a_collective_is_over_one():
     mesh = gshard.Mesh.abstract(data=8, model=4)
     in_two = gshard.explain(lambda x: gshard.split(x, 0, 2).sum(), f32(8, 16), mesh=mesh)
@@ -154,3 +133,232 @@ def test_parts_of_axes_are_named_where_a_collective_is_over_one():
     assert "\n  data.0, data.1, data.2: parts of axis data, 2 x 2 x 2 devices" in str(in_two)
     whole = gshard.explain(lambda x: gshard.split(x, 0, "data").sum(), f32(8, 16), mesh=mesh)
     assert "parts of axis" not in str(whole)
+
+
+# The timeline adds up to the modelled time, keeps order and loops, and is a trace that Perfetto reads.
+
+
+MESH = gshard.Mesh.abstract(data=4, model=2)
+
+
+def costed(f, *args):
+    return gshard.explain(f, *args, mesh=MESH).cost("v3:2x2")
+
+
+@pytest.mark.parametrize("name", ["gradient", "recurrent", "recomputed"])
+def test_events_follow_each_other_and_end_with_the_call(name):
+    f, args, _, _ = model(name)
+    cost = costed(f, *args)
+    laid = timeline(cost)
+    at = 0.0
+    for event in laid.kernels:
+        assert event.start == pytest.approx(at)
+        at += event.seconds
+    assert at == pytest.approx(cost.seconds)
+    runs = [sum(e.kernel == i for e in laid.kernels) for i in range(len(cost.kernels))]
+    assert runs == [k.times for k in cost.kernels], "short loops are drawn round by round"
+
+
+def test_a_loop_spans_its_rounds():
+    f, args, _, _ = model("recurrent")
+    laid = timeline(costed(f, *args))
+    assert [loop.name.split()[:2] for loop in laid.loops] == [["scan", "x8"], ["scan", "x8"]]
+    for loop in laid.loops:
+        inside = [e for e in laid.kernels if loop.start <= e.start < loop.start + loop.seconds and e.depth]
+        assert sum(e.seconds for e in inside) == pytest.approx(loop.seconds)
+
+
+@pytest.mark.parametrize("rounds", [ROUNDS * 4, 7])
+def test_of_a_long_loop_the_first_rounds_are_drawn(rounds):
+    def f(x):
+        return jax.lax.scan(lambda x, _: (jnp.tanh(x @ x), None), gshard.split(x, 0, "data"), None, rounds)[0]
+
+    cost = costed(f, f32(16, 16))
+    laid = timeline(cost)
+    rest = [e for e in laid.kernels if e.kernel < 0]
+    assert len(rest) == (rounds > ROUNDS)
+    assert len(laid.kernels) <= ROUNDS + 20
+    assert sum(e.seconds for e in laid.kernels) == pytest.approx(cost.seconds)
+    if rest:
+        drawn = rounds - int(rest[0].name.split()[0])
+        assert FIRST <= drawn < rounds
+
+
+def test_loops_in_loops_end_where_they_should():
+    def inner(x, _):
+        return jnp.tanh(x @ x), None
+
+    def outer(x, _):
+        return jax.lax.scan(inner, x, None, 5)[0], None
+
+    cost = costed(lambda x: jax.lax.scan(outer, gshard.split(x, 0, "data"), None, 3)[0], f32(16, 16))
+    laid = timeline(cost)
+    assert [loop.depth for loop in laid.loops] == [0, 1, 1, 1]
+    assert laid.loops[0].seconds >= sum(loop.seconds for loop in laid.loops[1:])
+    assert sum(e.seconds for e in laid.kernels) == pytest.approx(cost.seconds)
+
+
+def test_thinning_keeps_time_and_counts():
+    events = [Event(float(i), 1.0, i, f"e{i}") for i in range(1000)]
+    events.append(Event(1000.0, 500.0, 1000, "long"))
+    kept = list(thinned(events, 100))
+    assert len(kept) <= 110
+    assert sum(count for _, count in kept) == len(events)
+    assert sum(e.seconds for e, _ in kept) == pytest.approx(1500.0)
+    assert kept[-1] == (events[-1], 1), "what is long stays alone"
+    assert [e for e, _ in thinned(events, 10_000)] == events
+    assert list(thinned([], 10)) == []
+
+
+def test_thinning_joins_nothing_across_a_gap():
+    """As in the lane of the network, where events begin when something is sent."""
+    events = [Event(at, 1e-4, i, "x") for i, at in enumerate([*(1e-4 * k for k in range(99)), 50.0, 99.9999])]
+    kept = list(thinned(events, 10))
+    assert sum(count for _, count in kept) == len(events)
+    assert [(e.start, count) for e, count in kept] == [(0.0, 99), (50.0, 1), (99.9999, 1)]
+    assert sum(e.seconds for e, _ in kept) == pytest.approx(101 * 1e-4)
+
+
+def test_the_trace_is_one_that_perfetto_reads(tmp_path):
+    f, args, axes, _ = model("attention")
+    found = gshard.explain(f, *args, mesh=gshard.Mesh.abstract(**axes))
+    read = json.loads(found.trace(tmp_path / "trace.json", "v3:2x2").read_text())
+    rows = read["traceEvents"]
+    tracks = {row["tid"]: row["args"]["name"] for row in rows if row["name"] == "thread_name"}
+    assert tracks == {0: "loops", 1: "compute", 2: "network"}
+    runs = [row for row in rows if row["ph"] == "X"]
+    assert {row["ph"] for row in rows} == {"M", "X"}
+    assert all(row["ts"] >= 0 and row["dur"] >= 0 for row in runs)
+    cost = found.cost("v3:2x2")
+    network = sum(row["dur"] for row in runs if row["tid"] == 2) / 1e6
+    assert network == pytest.approx(sum(k.total_seconds for k in cost.kernels if k.kind == COLLECTIVE))
+    assert sum(row["dur"] for row in runs if row["tid"]) / 1e6 == pytest.approx(cost.seconds)
+    assert sum(row["args"].get("bytes sent", 0) for row in runs) == found.total_bytes
+    assert all(row["args"]["line"].startswith("models.py:") for row in runs if row["tid"] == 2)
+
+
+# Two explanations by line: lines are matched by their text, totals are those of both, and nothing else is compared.
+
+
+FOUR = gshard.Mesh.abstract(d=4)
+BEFORE = """
+def f(x, w, v):
+    x = gshard.split(x, 1, "d")
+    h = x @ w
+    return jnp.tanh(h) @ v
+"""
+AFTER = BEFORE.replace(
+    "    h = x @ w\n", "    # one line more, and a mark\n    h = gshard.shard(x @ w, P('d', None))\n"
+)
+
+
+def program(text, name):
+    """A function of a file of its own, which need not exist."""
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    module = types.ModuleType("written")
+    module.__dict__.update(gshard=gshard, jnp=jnp, P=jax.P)
+    exec(compile(text, name, "exec"), module.__dict__)
+    return module.f
+
+
+def explained_text(text, name):
+    return gshard.explain(program(text, name), f32(64, 512), f32(512, 64), f32(64, 8), mesh=FOUR)
+
+
+def test_a_line_that_was_added_moves_no_other():
+    before = explained_text(BEFORE, "written.py")
+    data = before.data("v3:1x2")  # as long as the file has that text
+    after = explained_text(AFTER, "written.py")
+    found = after.difference(data, "v3:1x2")
+    assert found.before.sent == before.total_bytes
+    assert found.after.sent == after.total_bytes
+    assert found.after.sent < found.before.sent
+    assert sum(line.more for line in found.lines) == found.after.sent - found.before.sent
+    (changed,) = found.lines  # the edited line sends what it did, and no result has to be gathered any more
+    assert (changed.place, changed.text) == ("written.py:6", "    return jnp.tanh(h) @ v")
+    assert changed.after.sent == 0
+    assert str(found).startswith("f -> f\n  sent by each device")
+    assert "written.py:6" in str(found)
+
+
+def test_an_edited_line_is_the_same_line():
+    """Wrapped in a mark, between lines that were added."""
+    texts = ("    h = x @ w", "    h = gshard.shard(x @ w, P('d', None))")
+    sides = []
+    for lines in (["a = 1", texts[0], "b = 2"], ["a = 1", "# more", texts[1], "print(a)", "b = 2"]):
+        at = next(n for n, text in enumerate(lines, 1) if text in texts)
+        totals = {"seconds": 1.0, "sent": 8 * at, "flops": 0, "peak": 1}
+        numbered = [list(pair) for pair in enumerate(lines, 1)]
+        files = [{"name": "f.py", "lines": numbered}]
+        sides.append(
+            {"format": 2, "name": "f", "totals": totals, "lines": {f"f.py:{at}": [1.0, 8 * at, 0]}, "files": files}
+        )
+    (changed,) = difference(*sides).lines
+    assert (changed.place, changed.before.sent, changed.after.sent) == ("f.py:3", 16, 24)
+    (back,) = difference(*reversed(sides)).lines
+    assert (back.place, back.more) == ("f.py:2", -8)
+
+
+def test_a_renamed_file_is_the_same_file():
+    before, after = explained_text(BEFORE, "old.py"), explained_text(BEFORE, "new.py")
+    assert after.difference(before).lines == ()
+    assert "no line changed" in str(after.difference(before))
+
+
+def test_a_line_that_is_gone_is_told():
+    before = explained_text(BEFORE, "gone.py").data()
+    found = explained_text("def f(x, w, v):\n    return x + 1\n", "gone.py").difference(before)
+    assert sum(line.before.sent for line in found.lines) == before["totals"]["sent"]
+    assert any(line.place.endswith(" (gone)") and line.after == Figures() for line in found.lines)
+    assert found.worse == ()
+
+
+def test_nothing_differs_from_itself():
+    found = models.explained("attention")
+    same = found.difference(found)
+    assert same.lines == ()
+    assert same.before == same.after
+    assert same.before.seconds == found.cost().seconds
+
+
+@pytest.mark.parametrize("wrong", [{}, {"format": 1, "totals": {}}, [], "text", None])
+def test_what_is_no_explanation_is_refused(wrong):
+    good = explained_text(BEFORE, "good.py").data()
+    with pytest.raises(DifferenceError, match="no explanation that can be compared"):
+        difference(copy.deepcopy(wrong), good)
+
+
+def test_against_xla_counts_what_both_compilers_made():
+    """The same marks and arguments: XLA gathers where we gather, and the products are those of the program."""
+
+    def f(x, w):
+        return jnp.tanh(gshard.split(x, 0, "data") @ w)
+
+    mesh = {"data": 8}
+    found = gshard.explain(f, f32(512, 64), f32(64, 32), mesh=mesh).against_xla("h100:1x8")
+    assert found.before.flops == found.after.flops == 2 * 512 * 64 * 32 // 8
+    assert found.peaks is None
+    g = gshard.explain(
+        lambda x, w: gshard.replicate(gshard.split(x, 1, "data") @ w), f32(64, 512), f32(512, 32), mesh=mesh
+    )
+    both = g.against_xla("h100:1x8")
+    assert both.after.sent == g.total_bytes == both.before.sent
+    with pytest.raises(gshard.MeshError, match="abstract mesh"):
+        explained_text(BEFORE, "abstract.py").against_xla()
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("whole", [True, False])
+def test_against_xla_runs_manual_regions_as_they_are(whole, check_vma):
+    """Weights that a region reads whole are cast to vary there, and their gradients are summed there."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def layer(x, w):
+        return jnp.tanh(x @ w if whole else jax.lax.psum(x @ w, "model") * jax.lax.axis_index("data"))
+
+    specs = (P("data"), P()) if whole else (P("data", "model"), P("model"))
+    mapped = jax.shard_map(layer, mesh=mesh, in_specs=specs, out_specs=P("data"), check_vma=check_vma)
+    for f in (mapped, jax.grad(lambda x, w: jnp.sum(mapped(x, w) ** 2), 1)):
+        found = gshard.explain(f, f32(64, 64), f32(64, 64), mesh=mesh).against_xla("h100:1x8")
+        assert found.before.flops == found.after.flops > 0
+        assert f is not mapped or found.before.sent == found.after.sent

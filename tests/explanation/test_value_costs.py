@@ -1,24 +1,19 @@
 """What planning compared for a value: a cost is that of the best plan with the sharding, and the sum of its parts."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import ShapeDtypeStruct
 from jax.sharding import PartitionSpec as P
 
 import gshard
-from gshard.core.program import Value
-from gshard.explanation.explain import Explanation
+from device.models import f32
+from gshard.core.number_text import format_seconds
 from gshard.explanation.value_costs import Causes
-from gshard.planning.propagate import Choice, choose
+from gshard.planning.propagate import choose
 from gshard.planning.settled import settled
 from gshard.search.seconds import on_machine, seconds_on
 from gshard.solver.solve import solve
@@ -26,35 +21,31 @@ from gshard.solver.solve import solve
 GRID = gshard.Mesh.abstract(data=4, model=2)
 
 
-def f32(*shape: int) -> ShapeDtypeStruct:
-    return ShapeDtypeStruct(shape, "float32")
-
-
-def step(x: Any, w: Any, v: Any) -> Any:
-    def loss(w: Any) -> Any:
+def step(x, w, v):
+    def loss(w):
         h = jnp.tanh(gshard.split(x, 0, "data") @ w)
         return jnp.sum((h @ gshard.split(v, 0, "model")) ** 2)
 
     return w - 0.1 * jax.grad(loss)(w)
 
 
-def crossed(x: Any, w: Any) -> Any:
+def crossed(x, w):
     """Rows and columns ask for the same axis."""
     y = gshard.shard(x, P("data", None)) @ gshard.shard(w, P("data", None))
     return gshard.shard(y.T, P("model", None)), jnp.exp(y * 2.0).sum(0)
 
 
-def stacked(x: Any, ws: Any) -> Any:
+def stacked(x, ws):
     body = lambda x, w: (jnp.tanh(x @ w), x.sum(0))  # noqa: E731
     return jax.lax.scan(body, gshard.split(x, 0, "data"), gshard.split(ws, 2, "model"))
 
 
-def windows(x: Any, k: Any) -> Any:
+def windows(x, k):
     x = gshard.split(x, 2, "data")
     return sum(jax.lax.conv(x, k * i, (1, 1), "SAME") for i in (1, 2)) + x
 
 
-PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+PROGRAMS = {
     "step": (step, (f32(64, 32), f32(32, 128), f32(128, 16))),
     "crossed": (crossed, (f32(64, 32), f32(32, 48))),
     "stacked": (stacked, (f32(16, 32), f32(4, 32, 32))),
@@ -63,7 +54,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 
 
 @functools.cache
-def explained(name: str, machine: str | None = None) -> tuple[Explanation, Choice]:
+def explained(name, machine=None):
     f, arguments = PROGRAMS[name]
     found = gshard.explain(f, *arguments, mesh=GRID, machine=machine)
     assert found.choice is not None
@@ -72,7 +63,7 @@ def explained(name: str, machine: str | None = None) -> tuple[Explanation, Choic
     return found, choice
 
 
-def forced(choice: Choice, v: Value, sharding: str) -> float:
+def forced(choice, v, sharding):
     """The least cost with a sharding of a value, by another solver than the one that planning takes."""
     k, problem = choice.graph.groups.of[v], choice.graph.problem
     texts = [s.format(GRID, v.shape, v.dtype_name) for s in choice.graph.states[k]]
@@ -85,11 +76,9 @@ def forced(choice: Choice, v: Value, sharding: str) -> float:
     ("name", "machine"), [("step", None), ("step", "h100:1x8"), ("crossed", None), ("stacked", None)]
 )
 @pytest.mark.one_in(2)
-def test_a_cost_is_that_of_the_best_plan_with_its_sharding_and_the_sum_of_its_parts(
-    name: str, machine: str | None
-) -> None:
+def test_a_cost_is_that_of_the_best_plan_with_its_sharding_and_the_sum_of_its_parts(name, machine):
     found, choice = explained(name, machine)
-    groups: set[int] = set()
+    groups = set()
     compared = 0
     for row in found.tensors:
         if (group := choice.graph.groups.of[row.value]) in groups:
@@ -119,7 +108,7 @@ def test_a_cost_is_that_of_the_best_plan_with_its_sharding_and_the_sum_of_its_pa
 
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.one_in(2)
-def test_causes_add_up_to_what_states_cost(name: str, rng: np.random.Generator) -> None:
+def test_causes_add_up_to_what_states_cost(name, rng):
     f, arguments = PROGRAMS[name]
     machine = gshard.Machine.of("h100:1x8")
     choice = choose(settled(gshard.stages.trace(f, *arguments), on_machine(GRID, machine)), seconds_on(machine))
@@ -133,7 +122,7 @@ def test_causes_add_up_to_what_states_cost(name: str, rng: np.random.Generator) 
             assert causes.cause(nodes, states, cost).text
 
 
-def test_causes_name_operations_moves_and_lines() -> None:
+def test_causes_name_operations_moves_and_lines():
     found, _ = explained("step")
     text = str(found.costs("%4"))
     assert "  * f32[64@data,128@model]" in text
@@ -142,7 +131,7 @@ def test_causes_name_operations_moves_and_lines() -> None:
     assert len(text.splitlines()) < len(found.costs("%4").format(100).splitlines())
 
 
-def test_the_array_of_a_collective_is_found_by_its_name() -> None:
+def test_the_array_of_a_collective_is_found_by_its_name():
     found, _ = explained("step")
     (row,) = (row for row in found.collectives if row.array == "gradient of w")
     chosen = found.costs("gradient of w").chosen
@@ -150,7 +139,7 @@ def test_the_array_of_a_collective_is_found_by_its_name() -> None:
     assert found.why("gradient of w").startswith("%")
 
 
-def test_a_mark_that_leaves_no_choice_is_named() -> None:
+def test_a_mark_that_leaves_no_choice_is_named():
     found, _ = explained("step")
     marked = found.costs("%3")
     assert len(marked.rows) == 1
@@ -160,7 +149,7 @@ def test_a_mark_that_leaves_no_choice_is_named() -> None:
     assert "the marks decide how this argument comes" in str(found.costs("w"))
 
 
-def test_values_of_one_sharding_group_are_named() -> None:
+def test_values_of_one_sharding_group_are_named():
     found, choice = explained("crossed")
     group = next(own for own in choice.graph.groups.members if len(own) > 1)
     first, second = (next(row for row in found.tensors if row.value is v) for v in group[:2])
@@ -169,8 +158,8 @@ def test_values_of_one_sharding_group_are_named() -> None:
     assert [row.sharding for row in costs.rows] == [row.sharding for row in found.costs(second.name).rows]
 
 
-def test_equal_layers_are_compared_together() -> None:
-    def net(ws: Any, x: Any) -> Any:
+def test_equal_layers_are_compared_together():
+    def net(ws, x):
         for w in ws:
             x = jax.nn.relu(x @ gshard.split(w, 1, "data"))
         return jnp.mean(x**2)
@@ -191,25 +180,25 @@ def test_equal_layers_are_compared_together() -> None:
 
 
 @pytest.mark.slow
-def test_a_plan_by_bytes_that_is_as_fast_is_named() -> None:
+def test_a_plan_by_bytes_that_is_as_fast_is_named():
     found, choice = explained("windows", "v5e:2x4")
     assert choice.objective.counted == "bytes sent"
     assert "the plan by bytes is as fast on v5e:2x4 as those by time" in str(found.costs("k"))
 
 
-def test_there_is_nothing_to_compare_without_a_mark() -> None:
+def test_there_is_nothing_to_compare_without_a_mark():
     costs = gshard.explain(lambda x: x.sum(), f32(8, 4), mesh=GRID).costs("x")
     assert costs.rows == ()
     assert "no mark splits anything" in str(costs)
 
 
-def test_a_name_that_is_not_known_is_refused_with_near_ones() -> None:
+def test_a_name_that_is_not_known_is_refused_with_near_ones():
     found, _ = explained("step")
     with pytest.raises(gshard.ArgumentError, match=r"no tensor is called 'xx'[^$]*Did you mean 'x'"):
         found.costs("xx")
 
 
-def test_nothing_was_compared_for_a_plan_that_was_given() -> None:
+def test_nothing_was_compared_for_a_plan_that_was_given():
     found, _ = explained("step")
     f, arguments = PROGRAMS["step"]
     given = gshard.explain(gshard.jit(f, mesh=GRID, plan=found.plan), *arguments)
@@ -217,7 +206,7 @@ def test_nothing_was_compared_for_a_plan_that_was_given() -> None:
         given.costs("w")
 
 
-def test_a_searched_plan_has_the_costs_that_the_search_compared() -> None:
+def test_a_searched_plan_has_the_costs_that_the_search_compared():
     f, arguments = PROGRAMS["step"]
     found = gshard.search(f, *arguments, mesh=GRID, machine="v5e:2x4", progress=False)
     explained = found.explain()
@@ -229,3 +218,65 @@ def test_a_searched_plan_has_the_costs_that_the_search_compared() -> None:
     assert costs.chosen.cost == costs.rows[0].cost == pytest.approx(found.best.solution.value)
     assert costs.chosen.sharding == found.plan.format(found.plan.program.block.inputs[1])
     assert sum(part.cost for part in costs.rows[-1].parts) == pytest.approx(costs.rows[-1].cost)
+
+
+# What another sharding would cost: priced as the program is that a user gets who writes the mark.
+
+
+MESH = gshard.Mesh.abstract(data=4, model=2)
+
+
+def trained(weights, x):
+    def loss(weights):
+        return jnp.mean((jax.nn.relu(gshard.split(x, 0, "data") @ weights[0]) @ weights[1]) ** 2)
+
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))
+
+
+ARGUMENTS = [f32(256, 1024), f32(1024, 256)], f32(2048, 256)
+
+
+def test_each_row_is_the_program_with_that_mark():
+    donating = gshard.jit(trained, mesh=MESH, donate_argnums=0)
+    found = gshard.explain(donating, *ARGUMENTS)
+    rows = {row.mark: row for row in found.instead("weights[0]", "h100:1x8")}
+    assert len(rows) == 8, "two dimensions over one axis, the other, both, or not at all, but for what it is"
+    assert [row.cost.seconds for row in rows.values()] == sorted(row.cost.seconds for row in rows.values())
+    row = rows["gshard.shard(x, P(None, 'model'))"]
+    by_hand = gshard.explain(
+        gshard.jit(trained, mesh=MESH, donate_argnums=0, in_shardings=([P(None, "model"), None], None)), *ARGUMENTS
+    )
+    assert row.cost.seconds == by_hand.cost("h100:1x8").seconds
+    assert row.cost.sent == by_hand.total_bytes
+    assert row.seconds == row.cost.seconds - found.cost("h100:1x8").seconds
+    assert f"{format_seconds(row.seconds, '+')} a call" in str(row)
+    assert row.sharding == "f32[256,1024@model]"
+
+
+def test_values_inside_can_be_asked_for_too():
+    found = gshard.explain(trained, *ARGUMENTS, mesh=MESH)
+    name = next(row.name for row in found.tensors if " max " in row.name)
+    whole = next(row for row in found.instead(name, "h100:1x8") if row.mark == "gshard.replicate(x)")
+    assert whole.cost.flops > found.cost("h100:1x8").flops
+
+
+def test_what_has_a_mark_has_no_other_way():
+    found = gshard.explain(trained, *ARGUMENTS, mesh=MESH)
+    name = next(row.name for row in found.tensors if "gshard_mark" in row.name)
+    assert found.instead(name) == ()
+
+
+def test_names_that_nobody_has_are_refused():
+    found = gshard.explain(trained, *ARGUMENTS, mesh=MESH)
+    for ask in (found.why, found.instead):
+        with pytest.raises(gshard.ArgumentError, match=r"(?s)no tensor is called 'weights'.*'weights\[0\]'"):
+            ask("weights")
+
+
+def test_a_value_inside_is_found_by_its_number_and_by_its_line():
+    found = gshard.explain(trained, *ARGUMENTS, mesh=MESH)
+    name = next(row.name for row in found.tensors if " max " in row.name)
+    assert found.why(name.split()[0]) == found.why(name)
+    place = name.split(" at ")[1].split(" (")[0]
+    largest = next(row.name for row in found.tensors if f" at {place} (" in row.name)
+    assert found.why(place) == found.why(largest)

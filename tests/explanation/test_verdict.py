@@ -2,13 +2,14 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import gshard
 from device.models import f32, model
+from gshard import split
 from gshard.core.program import format_bytes
-from gshard.explanation.verdict import alone
 
 MESH = gshard.Mesh.abstract(data=4, model=2)
 
@@ -188,11 +189,134 @@ def test_a_mixed_program_is_named_with_the_two_largest():
     ]  # fmt: skip
 
 
-def test_what_one_device_alone_takes_has_no_communication():
-    found = gshard.explain(
-        lambda x, w: gshard.replicate(gshard.split(x, 1, "data") @ w), f32(512, 512), f32(512, 512), mesh=MESH
-    )
-    one = alone(found.plan, found.cost("h100:1x8").machine)
-    assert one.sent == 0
-    assert {"network", "latency"}.isdisjoint(one.by_bound)
-    assert one.flops == 2 * 512**3
+# Devices without work of their own: axes that split nothing, dimensions with too few elements; the time of both.
+
+
+def net(p, x, y):
+    return jnp.mean((jnp.tanh(jnp.tanh(x @ p["a"]) @ p["b"]) - y) ** 2)
+
+
+def arguments(rows):
+    return {"a": f32(64, 64), "b": f32(64, 8)}, f32(rows, 64), f32(rows, 8)
+
+
+def test_a_program_without_marks_is_computed_by_every_device():
+    told = gshard.explain(net, *arguments(32), mesh=MESH)
+    (line,) = told.replicated
+    assert line.startswith("no array is split: each of the 8 devices computes the whole program; split(x, 0, 'data')")
+    assert line in str(told)
+    assert gshard.explain(net, *arguments(32), mesh=gshard.Mesh.abstract(data=1)).replicated == ()
+
+
+@pytest.mark.parametrize(("spec", "line"), [
+    (P("data"), "axis 'model' splits no array: its 2 devices repeat the same work"),
+    (P("model"), "axis 'data' splits no array: its 4 devices repeat the same work"),
+    (P(("data", "model")), None),
+])  # fmt: skip
+def test_an_axis_that_splits_nothing_is_named(spec, line):
+    told = gshard.explain(lambda x: gshard.shard(jnp.sin(gshard.shard(x, spec)), spec), f32(32, 8), mesh=MESH)
+    assert told.replicated == (() if line is None else (line,))
+
+
+def test_a_part_of_an_axis_that_splits_nothing_is_named():
+    def f(x):
+        return gshard.split(jnp.sin(gshard.split(x, 0, 2)), 0, 2)
+
+    told = gshard.explain(f, f32(32, 8), mesh=gshard.Mesh.abstract(data=8))
+    assert told.replicated == ("axis 'data' splits arrays into 2 parts of 8: 4 devices repeat the same work",)
+
+
+def test_a_batch_smaller_than_the_mesh_leaves_devices_without_rows():
+    def f(p, x, y):
+        return net(p, gshard.split(x, 0, "data"), y)
+
+    mesh = gshard.Mesh.abstract(data=8)
+    told = gshard.explain(f, *arguments(3), mesh=mesh)
+    line = "dimension 0 of x has 3 elements, and is split over data (8 parts): 5 of 8 devices have none of it"
+    assert told.replicated == (line,), "x and y have as many rows: one line"
+    assert gshard.explain(f, *arguments(8), mesh=mesh).replicated == ()
+
+
+def test_a_search_says_which_devices_have_no_work_and_shows_split_arguments_first():
+    idle = gshard.search(net, *arguments(4), mesh=gshard.Mesh.abstract(data=8), machine="h100:1x8", progress=False)
+    assert "no array is split: each of the 8 devices computes the whole program" in str(idle)
+
+    def product(w, x):
+        return jnp.tanh(gshard.split(x, 0, "x") @ w)
+
+    small = gshard.search(product, f32(4096, 4096), f32(512, 4096), mesh={"x": 2}, machine="h100:1x2", progress=False)
+    assert "the mesh has 2 of the 8 devices that there are; the others are not used" in str(small)
+    rows = str(small).partition("\narguments\n")[2].splitlines()
+    assert "@x" in rows[0] or "@x" not in "".join(rows)
+    assert [("@" in row) for row in rows] == sorted((("@" in row) for row in rows), reverse=True)
+
+
+def test_the_verdict_says_what_splitting_the_batch_would_take():
+    """On a machine a small batch is gathered: said with the time of the plan that splits it."""
+
+    def f(p, x, y):
+        g = jax.grad(net)(p, gshard.split(x, 0, "data"), y)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, p, g)
+
+    mesh = gshard.Mesh.abstract(data=8)
+    told = gshard.explain(f, *arguments(32), mesh=mesh, machine="h100:1x8")
+    verdict = told.verdict()
+    assert verdict.work == pytest.approx(8.0)
+    split = gshard.explain(f, *arguments(32), mesh=mesh).verdict("h100:1x8")
+    assert split.work == pytest.approx(1.0)
+    assert verdict.unsplit.startswith("x is not split over 'data' at test_verdict.py:")
+    assert "(8 times its share)" in verdict.unsplit
+    took = [f"{v.cost.seconds * 1e6:.3g} µs" for v in (split, verdict)]
+    assert f"a call would take {took[0]} instead of {took[1]}." in verdict.unsplit
+    assert verdict.unsplit in str(verdict)
+    assert not split.unsplit
+
+
+# A byte budget: kept without a word, broken with the lines, the bytes and the marks that would help.
+
+
+W = np.random.default_rng(0).standard_normal((16, 24)).astype(np.float32)
+X = np.random.default_rng(1).standard_normal((8, 16)).astype(np.float32)
+
+
+def contracted(x, w):
+    return jnp.tanh(gshard.replicate(split(x, 1, 8) @ split(w, 0, 8)))
+
+
+SENT = 2 * 8 * 24 * 4 * 7 // 8  # one all-reduce of the result
+
+
+@pytest.mark.parametrize("strict", [SENT, SENT + 0.5, 1e9, True, False])
+def test_a_program_that_keeps_to_its_budget_runs(strict):
+    assert gshard.explain(contracted, X, W, mesh=8).total_bytes == SENT
+    jitted = gshard.jit(contracted, mesh=8, strict=strict)
+    np.testing.assert_allclose(jitted(X, W), np.tanh(X @ W), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("strict", [0, SENT - 1])
+def test_one_that_does_not_is_refused_with_what_to_do(strict):
+    with pytest.raises(gshard.PlanError) as caught:
+        gshard.jit(contracted, mesh=8, strict=strict)(X, W)
+    text = str(caught.value)
+    assert f"{SENT:,} bytes in one call of contracted, and strict allows {strict:,} bytes" in text
+    assert "all_reduce of f32[8,24] over devices for" in text
+    line = contracted.__code__.co_firstlineno + 1
+    assert f"test_verdict.py:{line} (contracted)" in text, "the user's line is missing"
+    assert "split(x, 1, 8)" in text, "the mark that causes it is missing"
+
+
+def test_it_holds_for_each_half_of_a_derivative():
+    jitted = gshard.jit(lambda x, w: contracted(x, w).sum(), mesh=8, strict=16)
+    with pytest.raises(gshard.PlanError, match="strict allows 16 bytes"):
+        jax.jit(jax.grad(jitted))(X, W)
+
+
+def test_what_moves_nothing_needs_no_budget():
+    jitted = gshard.jit(lambda x: 2 * split(x, 0, 8), mesh=8, strict=0)
+    np.testing.assert_array_equal(jitted(X), 2 * X)
+
+
+@pytest.mark.parametrize("strict", [-1, "1 MB", float("nan"), None])
+def test_budgets_that_say_nothing(strict):
+    with pytest.raises(gshard.PlanError, match="number of bytes"):
+        gshard.jit(contracted, mesh=8, strict=strict)

@@ -23,5 +23,5 @@ from families.case import Case as Case
 FAMILIES = (
     layers, training, experts, vocabulary, contractions, statistics, moves, order, indexing, windows, loops
 )  # fmt: skip
-CASES: dict[str, Case] = {case.name: case for family in FAMILIES for case in family.CASES.cases}
-SMALL: dict[str, Case] = {case.name: case for case in small_dimensions.CASES.cases}
+CASES = {case.name: case for family in FAMILIES for case in family.CASES.cases}
+SMALL = {case.name: case for case in small_dimensions.CASES.cases}

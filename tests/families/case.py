@@ -10,20 +10,18 @@ adds two cases, ``layers/project`` and ``layers/project'``: the program, and a g
 argument 1.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-LINE: Mapping[str, int] = {"x": 8}
-GRID: Mapping[str, int] = {"x": 2, "y": 4}
-CUBE: Mapping[str, int] = {"x": 2, "y": 2, "z": 2}
+LINE = {"x": 8}
+GRID = {"x": 2, "y": 4}
+CUBE = {"x": 2, "y": 2, "z": 2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,17 +49,17 @@ class Case:
     shapes: tuple[Any, ...]
 
     @property
-    def jax_mesh(self) -> jax.sharding.Mesh:
+    def jax_mesh(self):
         """The mesh over the first devices that there are."""
         axis_types = (jax.sharding.AxisType.Auto,) * len(self.mesh)
         return jax.make_mesh(tuple(self.mesh.values()), tuple(self.mesh), axis_types=axis_types)
 
     @property
-    def arguments(self) -> tuple[Any, ...]:
+    def arguments(self):
         """The same numbers at every call; normal numbers, or whole ones."""
         rng = np.random.default_rng(zlib.crc32(self.name.rstrip("'").encode()))
 
-        def make(leaf: Any) -> np.ndarray:
+        def make(leaf):
             if isinstance(leaf, Whole):
                 return rng.integers(0, leaf.high, leaf.shape).astype(np.int32)
             return rng.standard_normal(leaf).astype(np.float32)
@@ -76,12 +74,10 @@ class Family:
     name: str
     cases: list[Case] = dataclasses.field(default_factory=list)
 
-    def add(
-        self, mesh: Mapping[str, int], *shapes: Any, gradient: Sequence[int] = (), name: str = ""
-    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def add(self, mesh, *shapes, gradient=(), name=""):
         """Adds the decorated program, and its gradient with respect to the given arguments if there are any."""
 
-        def note(function: Callable[..., Any]) -> Callable[..., Any]:
+        def note(function):
             full = f"{self.name}/{name or function.__name__}"
             self.cases.append(Case(full, mesh, function, shapes))
             if gradient:
@@ -91,17 +87,17 @@ class Family:
         return note
 
 
-def gradient_of(function: Callable[..., Any], arguments: tuple[int, ...]) -> Callable[..., Any]:
+def gradient_of(function, arguments):
     """The gradient of half the sum of y |y| over a program's results y.
 
     The cotangents are |y|. With y they would be all alike to a normalization, whose gradient is then but rounding.
     """
 
-    def energy(*args: Any) -> Any:
+    def energy(*args):
         return sum(jnp.sum(leaf * jnp.abs(leaf)) / 2 for leaf in jax.tree.leaves(function(*args)))
 
     return jax.grad(energy, argnums=arguments)
 
 
-def _is_leaf(node: Any) -> bool:
+def _is_leaf(node):
     return isinstance(node, Whole) or (isinstance(node, tuple) and all(isinstance(n, int) for n in node))

@@ -1,9 +1,5 @@
 """Mixtures of experts with the marks of the paper and no others: groups before and after, experts between."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -16,7 +12,7 @@ G, S, E, C, M, H = 8, 64, 8, 16, 32, 128  # groups, tokens of a group, experts, 
 TOKENS, MASK, WI, WO = (G, S, M), (G, S, E, C), (E, M, H), (E, H, M)
 
 
-def expert_layer(tokens: Any, mask: Any, wi: Any, wo: Any, axis: Any = "x") -> Any:
+def expert_layer(tokens, mask, wi, wo, axis="x"):
     """Algorithm 2 of the paper, with the dispatch mask given."""
     tokens = gshard.split(tokens, 0, axis)
     dispatched = gshard.split(jnp.einsum("gsec,gsm->egcm", mask, tokens), 0, axis)
@@ -26,17 +22,17 @@ def expert_layer(tokens: Any, mask: Any, wi: Any, wo: Any, axis: Any = "x") -> A
 
 
 @CASES.add(LINE, TOKENS, MASK, WI, WO, gradient=(0, 1, 2, 3))
-def dispatch_and_combine(tokens: Any, mask: Any, wi: Any, wo: Any) -> Any:
+def dispatch_and_combine(tokens, mask, wi, wo):
     return expert_layer(tokens, mask, wi, wo)
 
 
 @CASES.add(GRID, TOKENS, MASK, WI, WO, gradient=(2, 3))
-def dispatch_and_combine_two_axes(tokens: Any, mask: Any, wi: Any, wo: Any) -> Any:
+def dispatch_and_combine_two_axes(tokens, mask, wi, wo):
     return expert_layer(tokens, mask, wi, wo, ("x", "y"))
 
 
 @CASES.add(GRID, TOKENS, MASK, WI, WO, gradient=(0, 2, 3))
-def experts_and_hidden(tokens: Any, mask: Any, wi: Any, wo: Any) -> Any:
+def experts_and_hidden(tokens, mask, wi, wo):
     """Experts over one axis, the hidden units of each over the other."""
     wi = gshard.shard(wi, jax.sharding.PartitionSpec("x", None, "y"))
     wo = gshard.shard(wo, jax.sharding.PartitionSpec("x", "y"))
@@ -47,7 +43,7 @@ def experts_and_hidden(tokens: Any, mask: Any, wi: Any, wo: Any) -> Any:
 
 
 @CASES.add(LINE, TOKENS, (M, E), WI, WO, gradient=(0, 1, 2, 3))
-def gated(tokens: Any, router: Any, wi: Any, wo: Any) -> Any:
+def gated(tokens, router, wi, wo):
     """The first choice of a router, positions by a running sum within each group."""
     tokens = gshard.split(tokens, 0, "x")
     gates = jax.nn.softmax(jnp.einsum("gsm,me->gse", tokens, gshard.replicate(router)))

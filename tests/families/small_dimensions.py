@@ -4,11 +4,7 @@ Half the devices, or more, have nothing of what the marks split. A plan may leav
 others do, or split something else over them. These programs are measured like all others, in a table of their own.
 """
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,25 +17,25 @@ CASES = Family("small")
 THREE = {"x": 3}
 
 
-def put(x: Any, *entries: Any) -> Any:
+def put(x, *entries):
     """A mark with a PartitionSpec; parts may be unequal, and some empty."""
     return gshard.shard(x, P(*entries))
 
 
-def norm(x: Any) -> Any:
+def norm(x):
     x = x - x.mean(-1, keepdims=True)
     return x * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1e-6)
 
 
-def adam(p: Any, g: Any) -> Any:
+def adam(p, g):
     return jax.tree.map(lambda w, d: w - 1e-3 * d / (jnp.abs(d) + 1e-8), p, g)
 
 
-def trained(loss: Callable[..., Any]) -> Callable[..., Any]:
+def trained(loss):
     """A step of training: new weights, of which the first argument is a pytree."""
 
     @functools.wraps(loss)
-    def step(p: Any, *batch: Any) -> Any:
+    def step(p, *batch):
         return adam(p, jax.grad(loss)(p, *batch))
 
     return step
@@ -52,7 +48,7 @@ VIT = {
 }  # fmt: skip
 
 
-def linear_vit(p: Any, images: Any, *, batch: Any = "x", heads: Any = None, hidden: Any = None) -> Any:
+def linear_vit(p, images, *, batch="x", heads=None, hidden=None):
     b, h, w, c = images.shape
     x = put(images, batch).reshape(b, h // 4, 4, w // 4, 4, c).transpose(0, 1, 3, 2, 4, 5)
     x = put(x.reshape(b, h * w // 16, 16 * c) @ p["patch"], batch)
@@ -65,7 +61,7 @@ def linear_vit(p: Any, images: Any, *, batch: Any = "x", heads: Any = None, hidd
     return norm(x).mean(1) @ p["out"]
 
 
-def linear_vit_loss(p: Any, images: Any, labels: Any, **marks: Any) -> Any:
+def linear_vit_loss(p, images, labels, **marks):
     logits = linear_vit(p, images, **marks)
     return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], 1).mean()
 
@@ -91,7 +87,7 @@ FNO = {
 }  # fmt: skip
 
 
-def neural_operator(p: Any, fields: Any, *, batch: Any = "x", channels: Any = None) -> Any:
+def neural_operator(p, fields, *, batch="x", channels=None):
     modes = 12
     x = put(put(fields, batch) @ p["lift"], batch, None, None, channels)
     for own in p["layers"]:
@@ -104,7 +100,7 @@ def neural_operator(p: Any, fields: Any, *, batch: Any = "x", channels: Any = No
     return jax.nn.gelu(x @ p["first"]) @ p["last"]
 
 
-def neural_operator_loss(p: Any, fields: Any, targets: Any, **marks: Any) -> Any:
+def neural_operator_loss(p, fields, targets, **marks):
     return jnp.mean((neural_operator(p, fields, **marks) - targets) ** 2)
 
 
@@ -126,14 +122,14 @@ PROTEIN = {
 }  # fmt: skip
 
 
-def axial(x: Any, p: Any, bias: Any = None, heads: Any = None) -> Any:
+def axial(x, p, bias=None, heads=None):
     q, k, v = jnp.moveaxis(jnp.einsum("brsm,mthd->btrshd", norm(x), put(p["qkv"], None, None, heads)), 1, 0)
     scores = jnp.einsum("brihd,brjhd->brhij", q, k) / 3
     weights = jax.nn.softmax(scores if bias is None else scores + bias)
     return jnp.einsum("brihd,hdm->brim", jnp.einsum("brhij,brjhd->brihd", weights, v), put(p["o"], heads))
 
 
-def protein(p: Any, alignment: Any, *, batch: Any = "x", heads: Any = None) -> Any:
+def protein(p, alignment, *, batch="x", heads=None):
     x = put(alignment, batch)  # [batch, sequences, residues, features]
     pair = jnp.einsum("bsim,bsjm->bijm", x, x) @ p["pair"]
     left, right = (jax.nn.sigmoid(pair @ p["triangle"][k]) for k in "ab")
@@ -146,7 +142,7 @@ def protein(p: Any, alignment: Any, *, batch: Any = "x", heads: Any = None) -> A
     return norm(x) @ p["out"], pair
 
 
-def protein_loss(p: Any, alignment: Any, residues: Any, **marks: Any) -> Any:
+def protein_loss(p, alignment, residues, **marks):
     logits, pair = protein(p, alignment, **marks)
     wanted = jax.nn.one_hot(residues, 21)
     return -(jax.nn.log_softmax(logits) * wanted).mean() + 1e-3 * jnp.square(pair).mean()
@@ -164,18 +160,18 @@ CASES.add(CUBE, PROTEIN, ALIGNMENT, RESIDUES, name="protein_on_cube_step")(
 
 
 # Vorticity on a torus: an ensemble of 4, advanced in Fourier space by a loop.
-def vorticity(fields: Any, *, batch: Any = "x", rows: Any = None) -> Any:
+def vorticity(fields, *, batch="x", rows=None):
     n = fields.shape[1]
     kx, ky = jnp.fft.fftfreq(n, 1 / n)[:, None], jnp.fft.rfftfreq(n, 1 / n)[None, :]
     square = kx**2 + ky**2
     inverse, kept = jnp.where(square == 0, 0.0, 1 / jnp.where(square == 0, 1.0, square)), square < (n / 3) ** 2
 
-    def rate(w: Any) -> Any:
+    def rate(w):
         stream = w * inverse
         u, v, wx, wy = (jnp.fft.irfft2(a) for a in (1j * ky * stream, -1j * kx * stream, 1j * kx * w, 1j * ky * w))
         return -jnp.fft.rfft2(u * wx + v * wy) * kept - 1e-3 * square * w
 
-    def advance(w: Any, _: Any) -> Any:
+    def advance(w, _):
         half = w + 5e-3 * rate(w)
         return w + 1e-2 * rate(half), None
 
@@ -196,11 +192,11 @@ UNET = {
 }  # fmt: skip
 
 
-def convolved(x: Any, w: Any, stride: int = 1) -> Any:
+def convolved(x, w, stride=1):
     return jax.lax.conv_general_dilated(x, w, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
 
-def unet(p: Any, images: Any, *, batch: Any = "x", channels: Any = None) -> Any:
+def unet(p, images, *, batch="x", channels=None):
     x = jax.nn.relu(convolved(put(images, batch), put(p["in"], None, None, None, channels)))
     low = jax.nn.relu(convolved(x, put(p["down"], None, None, None, channels), 2))
     low = put(jax.nn.relu(convolved(low, p["middle"])), batch, None, None, channels)
@@ -208,7 +204,7 @@ def unet(p: Any, images: Any, *, batch: Any = "x", channels: Any = None) -> Any:
     return put(convolved(jnp.concatenate([x, up], -1), p["out"]), batch)
 
 
-def unet_loss(p: Any, images: Any, targets: Any, **marks: Any) -> Any:
+def unet_loss(p, images, targets, **marks):
     return jnp.square(unet(p, images, **marks) - targets).mean()
 
 
@@ -223,8 +219,8 @@ CASES.add(THREE, UNET, (4, 32, 32, 3), name="unet_on_three")(unet)
 GRAPH = {"message": (12, 24), "self": (6, 24), "out": (24, 6)}
 
 
-def graph_network(p: Any, nodes: Any, edges: Any, *, batch: Any = "x", features: Any = None) -> Any:
-    def one(x: Any, e: Any) -> Any:
+def graph_network(p, nodes, edges, *, batch="x", features=None):
+    def one(x, e):
         for _ in range(2):
             messages = jax.nn.relu(jnp.concatenate([x[e[:, 0]], x[e[:, 1]]], -1) @ p["message"])
             x = jax.nn.relu(jax.ops.segment_sum(messages, e[:, 1], x.shape[0]) + x @ p["self"]) @ p["out"]
@@ -233,7 +229,7 @@ def graph_network(p: Any, nodes: Any, edges: Any, *, batch: Any = "x", features:
     return jax.vmap(one)(put(nodes, batch, None, features), put(edges, batch))
 
 
-def graph_network_loss(p: Any, nodes: Any, edges: Any, **marks: Any) -> Any:
+def graph_network_loss(p, nodes, edges, **marks):
     return jnp.square(graph_network(p, nodes, edges, **marks)).mean()
 
 
@@ -247,10 +243,10 @@ CASES.add(GRID, GRAPH, (3, 64, 6), Whole((3, 256, 2), 64), name="graphs_both_ste
 LSTM = {"x": (32, 192), "h": (48, 192), "out": (48, 32)}
 
 
-def lstm(p: Any, sequences: Any, *, batch: Any = "x", hidden: Any = None) -> Any:
+def lstm(p, sequences, *, batch="x", hidden=None):
     wx, wh = put(p["x"], None, hidden), put(p["h"], None, hidden)
 
-    def round_of(carry: Any, x: Any) -> Any:
+    def round_of(carry, x):
         h, c = carry
         i, f, g, o = jnp.split(x @ wx + h @ wh, 4, -1)
         c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
@@ -262,7 +258,7 @@ def lstm(p: Any, sequences: Any, *, batch: Any = "x", hidden: Any = None) -> Any
     return jnp.swapaxes(h, 0, 1) @ p["out"]
 
 
-def lstm_loss(p: Any, sequences: Any, **marks: Any) -> Any:
+def lstm_loss(p, sequences, **marks):
     return jnp.square(lstm(p, sequences[:, :-1], **marks) - sequences[:, 1:]).mean()
 
 
@@ -274,7 +270,7 @@ CASES.add(GRID, LSTM, (1, 17, 32), name="lstm_both_step")(trained(functools.part
 EXPERTS = {"gate": (64, 3), "up": (3, 64, 128), "down": (3, 128, 64)}
 
 
-def experts(p: Any, tokens: Any, *, batch: Any = "x", expert: Any = None) -> Any:
+def experts(p, tokens, *, batch="x", expert=None):
     x = put(tokens, batch)
     gates = jax.nn.softmax(x @ p["gate"])
     place = jnp.cumsum(jax.nn.one_hot(jnp.argmax(gates, -1), 3), 1)
@@ -287,7 +283,7 @@ def experts(p: Any, tokens: Any, *, batch: Any = "x", expert: Any = None) -> Any
     return put(jnp.einsum("bsec,ebcm->bsm", dispatch * gates[..., None], y), batch)
 
 
-def experts_loss(p: Any, tokens: Any, **marks: Any) -> Any:
+def experts_loss(p, tokens, **marks):
     return jnp.square(experts(p, tokens, **marks) - tokens).mean()
 
 
@@ -305,7 +301,7 @@ DENOISER = {
 }  # fmt: skip
 
 
-def denoised(p: Any, x: Any, t: Any, *, batch: Any = "x", heads: Any = None, hidden: Any = None) -> Any:
+def denoised(p, x, t, *, batch="x", heads=None, hidden=None):
     phase = t[:, None] * 2.0 ** jnp.arange(8)
     when = jnp.concatenate([jnp.sin(phase), jnp.cos(phase)], -1) @ p["time"]
     x = put(x @ p["in"] + when[:, None], batch)
@@ -316,15 +312,15 @@ def denoised(p: Any, x: Any, t: Any, *, batch: Any = "x", heads: Any = None, hid
     return x @ p["out"]
 
 
-def diffusion_loss(p: Any, clean: Any, noise: Any, t: Any, **marks: Any) -> Any:
+def diffusion_loss(p, clean, noise, t, **marks):
     level = jax.nn.sigmoid(t)[:, None, None]
     return jnp.square(denoised(p, jnp.sqrt(level) * clean + jnp.sqrt(1 - level) * noise, t, **marks) - noise).mean()
 
 
-def sampled(p: Any, noise: Any, **marks: Any) -> Any:
+def sampled(p, noise, **marks):
     """Some steps from noise to an image."""
 
-    def step(i: Any, x: Any) -> Any:
+    def step(i, x):
         return x - 0.1 * denoised(p, x, jnp.full(x.shape[:1], 1.0 * i), **marks)
 
     return jax.lax.fori_loop(0, 4, step, noise)

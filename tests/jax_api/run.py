@@ -12,8 +12,6 @@ nor of this repository, and nothing is fetched: name the folder of a checkout of
 same, and are counted apart. Each class runs in a child process; when one dies, another goes on after the test.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -26,7 +24,6 @@ import time
 import tomllib
 import traceback
 import unittest
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,50 +37,50 @@ PASSED, SKIPPED, FAILED, DIED = "passed", "skipped", "failed", "died"
 class Reporter(unittest.TestResult):
     """Prints one line of JSON for each test."""
 
-    def startTest(self, test: unittest.TestCase) -> None:
+    def startTest(self, test):
         super().startTest(test)
         self.said: dict[str, Any] = {"status": PASSED}
         self.begin = time.perf_counter()
 
-    def addError(self, test: Any, err: Any) -> None:
+    def addError(self, test, err):
         self.fail(err)
 
-    def addFailure(self, test: Any, err: Any) -> None:
+    def addFailure(self, test, err):
         self.fail(err)
 
-    def addSubTest(self, test: Any, subtest: Any, err: Any) -> None:
+    def addSubTest(self, test, subtest, err):
         if err is not None:
             self.fail(err)
 
-    def addSkip(self, test: Any, reason: str) -> None:
+    def addSkip(self, test, reason):
         self.said = {"status": SKIPPED, "error": reason}
 
-    def addUnexpectedSuccess(self, test: Any) -> None:
+    def addUnexpectedSuccess(self, test):
         self.said = {"status": FAILED, "error": "unexpected success"}
 
-    def fail(self, err: Any) -> None:
+    def fail(self, err):
         if self.said["status"] == PASSED:  # the first of several subtests
             kind, error, _ = err
             lines = [line for line in str(error).splitlines() if line.strip()]
             text = "".join(traceback.format_exception(*err))
             self.said = {"status": FAILED, "error": f"{kind.__name__}: {lines[0] if lines else ''}", "traceback": text}
 
-    def stopTest(self, test: unittest.TestCase) -> None:
+    def stopTest(self, test):
         seconds = round(time.perf_counter() - self.begin, 2)
         say({"test": name_of(test), **self.said, "seconds": seconds})
         super().stopTest(test)
 
 
-def say(result: dict[str, Any]) -> None:
+def say(result):
     print("\n" + json.dumps(result), file=sys.__stdout__, flush=True)
 
 
-def name_of(test: unittest.TestCase) -> str:
+def name_of(test):
     """Class and method, without the parameters that absl adds: they may hold addresses."""
     return ".".join(test.id().split(" ")[0].split(".")[-2:])
 
 
-def child(folder: Path, side: str, name: str, only: str, done: Sequence[str]) -> None:
+def child(folder, side, name, only, done):
     """Runs the tests of a class that are not done yet."""
     sys.argv = sys.argv[:1]  # JAX's tests read flags of their own
     sys.path.insert(0, str(HERE))
@@ -98,10 +95,10 @@ def child(folder: Path, side: str, name: str, only: str, done: Sequence[str]) ->
             test.run(Reporter())
 
 
-def parent(folder: Path, side: str, name: str, only: str) -> dict[str, dict[str, Any]]:
+def parent(folder, side, name, only):
     """The results of a class by test; a child that dies is followed by another."""
-    found: dict[str, dict[str, Any]] = {}
-    every: list[str] = []
+    found = {}
+    every = []
     while True:
         current, last_words = "", ""
         command = [sys.executable, __file__, str(folder), "--child", side, name, "--only", only, "--done", *found]
@@ -138,7 +135,7 @@ def parent(folder: Path, side: str, name: str, only: str) -> dict[str, dict[str,
             return found
 
 
-def read(line: str) -> dict[str, Any]:
+def read(line):
     """What a child said, if it was the child and not a test of JAX's."""
     try:
         said = json.loads(line)
@@ -147,7 +144,7 @@ def read(line: str) -> dict[str, Any]:
     return said if isinstance(said, dict) else {}
 
 
-def cannot_apply(side: str) -> dict[str, str]:
+def cannot_apply(side):
     """Reasons by test; some hold on one side only."""
     table = tomllib.loads((HERE / "cannot_apply.toml").read_text())
     own = table.pop("split", {})
@@ -155,12 +152,12 @@ def cannot_apply(side: str) -> dict[str, str]:
     return {f"{name}.{test}": reason for name, tests in both for test, reason in tests.items()}
 
 
-def report(results: dict[str, dict[str, dict[str, dict[str, Any]]]]) -> None:
+def report(results):
     """Prints, for each class, how many of the tests that jax.jit passes still do, and then those that do not."""
     sides = [s for s in SIDES[1:] if s in results]
     reasons = {side: cannot_apply(side) for side in sides}
-    failures: list[str] = []
-    needless: list[str] = []
+    failures = []
+    needless = []
     print(f"\n{'class':<22}{'jax.jit':>8}" + "".join(f"{s:>8}{'':<28}" for s in sides))
     for name in next(iter(results.values())):
         passed = [t for t, r in results["jax"][name].items() if r["status"] == PASSED]
@@ -179,7 +176,7 @@ def report(results: dict[str, dict[str, dict[str, dict[str, Any]]]]) -> None:
         print(f"passes, and need not be in cannot_apply.toml: {test}")
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="the folder tests/ of a checkout of JAX")
     parser.add_argument("--classes", nargs="+", default=CLASSES, help="classes of api_test.py")
@@ -195,7 +192,7 @@ def main() -> None:
     if options.child:
         child(options.folder, *options.child, options.only, options.done)
         return
-    results: dict[str, dict[str, dict[str, dict[str, Any]]]] = {}
+    results = {}
     for side in ("jax", *(options.side or SIDES[1:])):
         if side == "jax" and options.baseline:
             before = json.loads(options.baseline.read_text())["jax"]
@@ -213,7 +210,7 @@ def main() -> None:
     report(results)
 
 
-def summary(results: Iterable[dict[str, Any]]) -> str:
+def summary(results):
     statuses = [r["status"] for r in results]
     return ", ".join(f"{statuses.count(s)} {s}" for s in (PASSED, SKIPPED, FAILED, DIED) if s in statuses)
 

@@ -5,11 +5,7 @@ splits, unreduced and reduced values, over the axes of 2 x 3 devices. They are p
 partitioned and simulated. Sums of whole numbers are exact in every order, so every bit counts but the sign of a zero.
 """
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,39 +23,39 @@ from gshard.planning.propagate import propagate
 from gshard.simulator.simulate import simulate
 from gshard.tracing.permitted import permitted
 from gshard.tracing.trace import trace
-from laws.test_any_program import PHASES, Chosen, Step, steps
+from laws.test_any_program import PHASES, steps
 from laws.test_propagate_laws import MESH, parts_of
 
 EXACT = 2**22  # sums of larger whole numbers are not exact in float32
 SIZES = (2, 3, 4, 6)
 
 
-def pair(f: Callable[[Any, Any], Any]) -> Callable[[Any, Any, Chosen], Any]:
+def pair(f):
     """An operator on two arrays of one shape."""
     return lambda x, y, n: f(x, y if y.shape == x.shape else x)
 
 
-def product(x: Any, y: Any, n: Chosen) -> Any:
+def product(x, y, n):
     d = n[0] % x.ndim
     e = next((e for e in range(y.ndim) if y.shape[e] == x.shape[d]), None)
     y, e = (x, d) if e is None else (y, e)
     return lax.dot_general(x, y, (((d,), (e,)), ((), ())))
 
 
-def summed(x: Any, y: Any, n: Chosen) -> Any:
+def summed(x, y, n):
     return x.sum(n[0] % x.ndim) if x.ndim > 1 else lax.cumsum(x)
 
 
-def looped(x: Any, y: Any, n: Chosen) -> Any:
+def looped(x, y, n):
     end, rows = lax.scan(lambda c, row: (c + row * np.float32(2), row - c), jnp.zeros(x.shape[1:]), x)
     return rows if n[0] % 2 else end
 
 
-def chosen(x: Any, y: Any, n: Chosen) -> Any:
+def chosen(x, y, n):
     return lax.cond(x.sum() > n[0] % 3, lambda v: v * np.float32(2), lambda v: -v, x)
 
 
-OPERATORS: tuple[Callable[[Any, Any, Chosen], Any], ...] = (
+OPERATORS = (
     pair(lax.add), pair(lax.sub), pair(lax.mul), product, product, summed, summed, looped, chosen,
     lambda x, y, n: -x,
     lambda x, y, n: x * np.float32(n[0] % 5 - 2),
@@ -74,12 +70,12 @@ OPERATORS: tuple[Callable[[Any, Any, Chosen], Any], ...] = (
 )  # fmt: skip
 
 
-def marked(x: Any, n: int) -> Any:
+def marked(x, n):
     """One of several marks, or none: for each axis a dimension, an unreduced value, a reduced one, or nothing."""
     if not n & 1:
         return x
-    entries: list[Any] = [P.UNCONSTRAINED if n & 2 else None] * x.ndim
-    words: dict[str, set[str]] = {"unreduced": set(), "reduced": set()}
+    entries = [P.UNCONSTRAINED if n & 2 else None] * x.ndim
+    words = {"unreduced": set(), "reduced": set()}
     for axis, k in (("data", n // 4 % 8), ("model", n // 32 % 8)):
         if k < 4:
             words["unreduced"].add(axis)
@@ -90,10 +86,10 @@ def marked(x: Any, n: int) -> Any:
     return shard(x + np.float32(0), P(*entries, **words))
 
 
-def program_of(some: Sequence[Step], count: int, with_marks: bool, bounds: list[float]) -> Callable[..., list[Any]]:
+def program_of(some, count, with_marks, bounds):
     """The program; without marks it is run, and notes how large its numbers and the sums of their sizes become."""
 
-    def program(*arrays: Any) -> list[Any]:
+    def program(*arrays):
         values = list(arrays)
         for step in some:
             x, y = (values[n % len(values)] for n in step.choices[:2])
@@ -108,7 +104,7 @@ def program_of(some: Sequence[Step], count: int, with_marks: bool, bounds: list[
     return program
 
 
-def check(some: Sequence[Step], shapes: Sequence[tuple[int, ...]], finite: bool) -> None:
+def check(some, shapes, finite):
     arrays = [np.random.default_rng([i, *s]).integers(-2, 3, s).astype(np.float32) for i, s in enumerate(shapes)]
     bounds = [0.0]
     with jax.disable_jit():
@@ -137,12 +133,12 @@ all_shapes = st.lists(st.lists(st.sampled_from(SIZES), min_size=1, max_size=2).m
 
 @given(programs, all_shapes, st.booleans())
 @settings(max_examples=12, phases=PHASES)
-def test_any_program_of_finite_numbers(some: list[Step], shapes: list[tuple[int, ...]], finite: bool) -> None:
+def test_any_program_of_finite_numbers(some, shapes, finite):
     check(some, shapes, finite)
 
 
 @pytest.mark.slow
 @given(programs, all_shapes, st.booleans())
 @settings(max_examples=150, phases=PHASES)
-def test_very_many_programs_of_finite_numbers(some: list[Step], shapes: list[tuple[int, ...]], finite: bool) -> None:
+def test_very_many_programs_of_finite_numbers(some, shapes, finite):
     check(some, shapes, finite)

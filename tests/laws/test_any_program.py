@@ -5,10 +5,8 @@ random marks in between, are planned, partitioned and simulated on 6 devices. In
 gives the same bits.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +19,6 @@ from jax.sharding import PartitionSpec as P
 
 from emitted import emitted, reported
 from gshard import shard
-from gshard.core.spmd import SpmdProgram
 from gshard.emit.partition import partition
 from gshard.planning.propagate import propagate
 from gshard.simulator.simulate import simulate
@@ -41,21 +38,21 @@ class Step(NamedTuple):
     mark: int
 
 
-def dim_of(x: Any, n: int) -> int:
+def dim_of(x, n):
     return n % x.ndim
 
 
-def unary(f: Callable[[Any, Chosen], Any]) -> Callable[[Sequence[Any], Chosen], Any]:
+def unary(f):
     """An operator on one array that has a dimension; scalars get one."""
 
-    def apply(values: Sequence[Any], n: Chosen) -> Any:
+    def apply(values, n):
         x = values[n[0] % len(values)]
         return f(x if x.ndim else x[None], n[1:])
 
     return apply
 
 
-def binary(values: Sequence[Any], n: Chosen) -> Any:
+def binary(values, n):
     """Two arrays, of one shape if there are such, broadcast against each other if not."""
     x = values[n[0] % len(values)]
     same = [v for v in values if v.shape == x.shape]
@@ -63,13 +60,13 @@ def binary(values: Sequence[Any], n: Chosen) -> Any:
     return (lax.add, lax.sub, lax.mul, lax.max, lax.min, lambda a, b: jnp.where(a > b, a, -b))[n[2] % 6](x, y)
 
 
-def outer(values: Sequence[Any], n: Chosen) -> Any:
+def outer(values, n):
     x, y = values[n[0] % len(values)], values[n[1] % len(values)]
     x, y = x.reshape(-1)[:7], y.reshape(-1)[: 3 + n[2] % 9]
     return x[:, None] * y[None, :] if n[3] % 2 else jnp.einsum("i,j->ji", x, y)
 
 
-def dot(values: Sequence[Any], n: Chosen) -> Any:
+def dot(values, n):
     x = values[n[0] % len(values)]
     x = x if x.ndim else x[None]
     d = dim_of(x, n[1])
@@ -78,7 +75,7 @@ def dot(values: Sequence[Any], n: Chosen) -> Any:
     return lax.dot_general(x, y, (((d,), (e,)), ((), ())), preferred_element_type=jnp.int32)
 
 
-def reduced(x: Any, n: Chosen) -> Any:
+def reduced(x, n):
     return (
         (jnp.sum, jnp.prod, jnp.argmax, lambda v, axis: jnp.max(v, axis, initial=-7))[n[1] % 4](
             x, axis=dim_of(x, n[0])
@@ -88,7 +85,7 @@ def reduced(x: Any, n: Chosen) -> Any:
     )
 
 
-def regrouped(x: Any, n: Chosen) -> Any:
+def regrouped(x, n):
     if n[0] % 3 == 0:
         return x.reshape(-1)
     for k in (2, 3, 4, 5):
@@ -98,14 +95,14 @@ def regrouped(x: Any, n: Chosen) -> Any:
     return x.reshape(x.shape[0], -1) if x.size else x
 
 
-def cut(x: Any, n: Chosen) -> Any:
+def cut(x, n):
     d = dim_of(x, n[0])
     size = x.shape[d]
     start = n[1] % (size + 1)
     return lax.slice_in_dim(x, start, start + n[2] % (size - start + 1), stride=1 + n[3] % 3, axis=d)
 
 
-def padded(x: Any, n: Chosen) -> Any:
+def padded(x, n):
     d = dim_of(x, n[0])
     low, high, inner = n[1] % 4 - 1, n[2] % 4 - 1, n[3] % 2
     if x.shape[d] + low + high + max(x.shape[d] - 1, 0) * inner < 0:
@@ -113,32 +110,32 @@ def padded(x: Any, n: Chosen) -> Any:
     return lax.pad(x, np.int32(n[1] % 9), [(low, high, inner) if i == d else (0, 0, 0) for i in range(x.ndim)])
 
 
-def joined(x: Any, n: Chosen) -> Any:
+def joined(x, n):
     return jnp.concatenate([x, -x[..., : n[1] % 3], x], axis=dim_of(x, n[0]) if n[1] % 3 > x.shape[-1] else -1)
 
 
-def running(x: Any, n: Chosen) -> Any:
+def running(x, n):
     return (lax.cumsum, lax.cumprod, lax.cummax, lax.cummin)[n[1] % 4](x, dim_of(x, n[0]), reverse=bool(n[2] % 2))
 
 
-def ordered(x: Any, n: Chosen) -> Any:
+def ordered(x, n):
     d = dim_of(x, n[0])
     return (jnp.sort(x, d), jnp.argsort(x, d).astype(jnp.int32), jnp.flip(x, d), jnp.roll(x, n[1] % 5 - 2, d))[n[2] % 4]
 
 
-def looked_up(x: Any, n: Chosen) -> Any:
+def looked_up(x, n):
     d = dim_of(x, n[0])
     at = jnp.arange(n[1] % 9, dtype=jnp.int32) * (n[2] % 5) - 2
     return jnp.take(x, at, axis=d, mode=("clip", "fill", "wrap")[n[3] % 3]) if x.shape[d] else x
 
 
-def scattered(x: Any, n: Chosen) -> Any:
+def scattered(x, n):
     at = jnp.arange(1 + n[1] % 7, dtype=jnp.int32) * (1 + n[2] % 4) - 1
     x = jnp.moveaxis(x, dim_of(x, n[0]), 0)
     return (x.at[at].add(3), x.at[at].max(5), x.at[at].mul(-2), x.at[at[:1]].set(8))[n[3] % 4]
 
 
-def window(x: Any, n: Chosen) -> Any:
+def window(x, n):
     d = dim_of(x, n[0])
     if not x.shape[d]:
         return x
@@ -148,12 +145,12 @@ def window(x: Any, n: Chosen) -> Any:
     return part if n[2] % 2 else lax.dynamic_update_slice_in_dim(x, part * 2, start + 1, d)
 
 
-def looped(x: Any, n: Chosen) -> Any:
+def looped(x, n):
     if not x.shape[0]:
         return x
     carry = jnp.zeros(x.shape[1:], jnp.int32) + 1
 
-    def body(c: Any, row: Any) -> tuple[Any, Any]:
+    def body(c, row):
         c = c * 3 + row
         return c, c - row
 
@@ -161,11 +158,11 @@ def looped(x: Any, n: Chosen) -> Any:
     return rows if n[1] % 2 else end
 
 
-def chosen(x: Any, n: Chosen) -> Any:
+def chosen(x, n):
     return lax.cond(jnp.sum(x) % 2 == n[0] % 2, lambda v: v * 2, lambda v: jnp.flip(v, 0), x)
 
 
-OPERATORS: tuple[Callable[[Sequence[Any], Chosen], Any], ...] = (
+OPERATORS = (
     binary, outer, dot,
     *map(unary, (
         reduced, regrouped, cut, padded, joined, running, ordered, looked_up, scattered, window, looped, chosen,
@@ -175,9 +172,9 @@ OPERATORS: tuple[Callable[[Sequence[Any], Chosen], Any], ...] = (
 )  # fmt: skip
 
 
-def marked(x: Any, n: int) -> Any:
+def marked(x, n):
     """One of several marks, or none; on a new value, since an operator may return its operand with its mark."""
-    entries: list[Any] = [P.UNCONSTRAINED if n & 1 else None] * x.ndim
+    entries = [P.UNCONSTRAINED if n & 1 else None] * x.ndim
     for axis, k in (("data", n // 4), ("model", n // 64)):
         if x.ndim and k % 3:
             d = k // 3 % x.ndim
@@ -185,12 +182,10 @@ def marked(x: Any, n: int) -> Any:
     return shard(x + 0, P(*entries)) if n & 2 else x
 
 
-def program_of(
-    steps: Sequence[Step], shapes: Sequence[tuple[int, ...]], with_marks: bool, late: bool = False
-) -> Callable[..., list[Any]]:
+def program_of(steps, shapes, with_marks, late=False):
     """The program; with ``late`` every value is read once more at the end."""
 
-    def program(*arrays: Any) -> list[Any]:
+    def program(*arrays):
         values = list(arrays)
         for step in steps:
             made = OPERATORS[step.operator % len(OPERATORS)](values, step.choices)
@@ -214,11 +209,7 @@ all_shapes = st.lists(
 )
 
 
-def check(
-    steps: Sequence[Step],
-    shapes: Sequence[tuple[int, ...]],
-    change: Callable[[SpmdProgram], SpmdProgram] | None = None,
-) -> None:
+def check(steps, shapes, change=None):
     """Compares the partitioned program, or what is made of it, with the plain one, bit for bit."""
     late = change is not None
     arrays = [np.random.default_rng([i, *s]).integers(-9, 9, s).astype(np.int32) for i, s in enumerate(shapes)]
@@ -243,7 +234,7 @@ def check(
 
 @given(programs, all_shapes)
 @settings(max_examples=15, phases=PHASES)
-def test_any_program(steps: list[Step], shapes: list[tuple[int, ...]]) -> None:
+def test_any_program(steps, shapes):
     check(steps, shapes)
 
 
@@ -251,12 +242,12 @@ def test_any_program(steps: list[Step], shapes: list[tuple[int, ...]]) -> None:
 @pytest.mark.quick
 @given(st.lists(steps, min_size=1, max_size=3), all_shapes)
 @settings(max_examples=100, phases=PHASES)
-def test_a_hundred_small_programs(steps: list[Step], shapes: list[tuple[int, ...]]) -> None:
+def test_a_hundred_small_programs(steps, shapes):
     check(steps, shapes)
 
 
 @pytest.mark.slow
 @given(programs, all_shapes)
 @settings(max_examples=600, phases=PHASES)
-def test_very_many_programs(steps: list[Step], shapes: list[tuple[int, ...]]) -> None:
+def test_very_many_programs(steps, shapes):
     check(steps, shapes)

@@ -6,17 +6,12 @@ best splits for it, partitioned and counted as it is emitted. A program has one 
 reads: that a reader may take a marked array as it was made is known to what is emitted, not to planning.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest
 
 from every_choice import every_choice
 from gshard.comm.reshard import MESSAGE
-from gshard.core.mesh import Mesh
-from gshard.core.plan import Plan
-from gshard.core.program import Program
 from gshard.device.cost import cost
 from gshard.device.machine import Machine
 from gshard.emit.partition import partition
@@ -34,14 +29,14 @@ QUICK, ALL = (14, 15, 28), 150
 NEAR = 1.02
 
 
-def spent(plan: Plan) -> tuple[int, int]:
+def spent(plan):
     """Bytes that a device sends, with those that messages count as, and operations."""
     spmd = partition(plan)
     sent = sum(c.total_bytes + MESSAGE * c.times for c in spmd.collectives)
     return sent, cost(spmd, Machine.of("cpu", plan.mesh.size)).flops
 
 
-def least_of_all(program: Program, mesh: Mesh, most: int) -> int | None:
+def least_of_all(program, mesh, most):
     """What the best plan of all that compute no more than ``most`` sends; None where there are too many, or none."""
     propagated = settled(program, mesh)
     if not any(sharding.atoms for sharding in propagated.shardings.values()):
@@ -58,7 +53,7 @@ def least_of_all(program: Program, mesh: Mesh, most: int) -> int | None:
     return least
 
 
-def check(seed: int) -> float | None:
+def check(seed):
     """What is planned by the best of all; None where that is not known."""
     program, mesh = planned(seed, STEPS, 1)
     sent, flops = spent(propagate(program, mesh))
@@ -67,12 +62,12 @@ def check(seed: int) -> float | None:
 
 
 @pytest.mark.parametrize("seed", QUICK)
-def test_small_programs_are_planned_in_the_best_way(seed: int) -> None:
+def test_small_programs_are_planned_in_the_best_way(seed):
     assert check(seed) == 1
 
 
 @pytest.mark.slow
-def test_nearly_all_are_planned_in_the_best_way() -> None:
+def test_nearly_all_are_planned_in_the_best_way():
     found = [ratio for seed in range(ALL) if (ratio := check(seed)) is not None]
     assert len(found) >= ALL / 5
     assert max(found) <= NEAR

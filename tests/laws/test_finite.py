@@ -5,10 +5,7 @@ split, and where a product has two, both at once over different axes: the parts 
 of one and a part of the other.
 """
 
-from __future__ import annotations
-
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,14 +18,14 @@ from gshard.core.rule import is_valid, operand_sharding, result_sharding
 from gshard.testing.rule_checks import emit, plan_of, run_on_all
 from gshard.tracing.permitted import permitted
 from gshard.tracing.trace import trace
-from harness import Row, rows
+from harness import rows
 from laws.test_linear import ATOM, check, fits
 from laws.test_rules_sound import MESH, _array, the_equation
 from laws.test_rules_sound import splits_of as few_splits_of
 from sampled import others_slow
 
 
-def with_permission(row: Row) -> tuple[Any, Any, int]:
+def with_permission(row):
     """The program of a row where parts are finite, its equation, and the number of ways that it has without that."""
     program = row.program
     before = the_equation(program, row.primitive)
@@ -48,7 +45,7 @@ FINITE = [
 
 @pytest.mark.parametrize("row", others_slow(FINITE, "finite"))
 @pytest.mark.one_in(3)
-def test_finite_parts_pass(row: Row) -> None:
+def test_finite_parts_pass(row):
     program, equation, first = with_permission(row)
     given = [*program.captured, *(np.asarray(_array(x)) for x in jax.tree.leaves(row.arguments))]
     whole = dict(zip(program.block.inputs, given, strict=True))
@@ -64,7 +61,7 @@ def test_finite_parts_pass(row: Row) -> None:
                 check(program, equation, split, whole, {v: monoid for v in cut}, row.expected, max(row.tolerance, 1e-4))
 
 
-def test_most_that_is_linear_is_tried() -> None:
+def test_most_that_is_linear_is_tried():
     assert {"mul", "div", "neg", "dot_general", "conv_general_dilated", "triangular_solve", "fft"} <= {
         r.primitive for r in FINITE
     }
@@ -72,7 +69,7 @@ def test_most_that_is_linear_is_tried() -> None:
 
 X = np.random.default_rng(3).standard_normal((6, 4)).astype(np.float32)
 Y = np.random.default_rng(4).standard_normal((6, 4)).astype(np.float32)
-PRODUCTS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+PRODUCTS = {
     "mul": (jnp.multiply, (X, Y)),
     "matmul": (lambda x, y: x @ y.T, (X, Y)),
     "batched": (lambda x, y: jnp.einsum("bi,bj->bij", x, y), (X, Y)),
@@ -87,7 +84,7 @@ PRODUCTS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_a_product_of_parts_over_different_axes_is_in_parts_over_both(name: str) -> None:
+def test_a_product_of_parts_over_different_axes_is_in_parts_over_both(name):
     f, arguments = PRODUCTS[name]
     mesh = Mesh.abstract(a=2, b=3)
     program = trace(f, *arguments)
@@ -110,7 +107,7 @@ def test_a_product_of_parts_over_different_axes_is_in_parts_over_both(name: str)
         np.testing.assert_allclose(np.asarray(got), want, rtol=close, atol=close)
 
 
-def test_ways_that_a_mark_limits_are_taken_over_its_axes_only() -> None:
+def test_ways_that_a_mark_limits_are_taken_over_its_axes_only():
     program = trace(lambda x, y: x * y, X, Y)
     (e,) = program.block.equations
     assert e.rule is not None
@@ -124,8 +121,8 @@ def test_ways_that_a_mark_limits_are_taken_over_its_axes_only() -> None:
     assert rule.permitting([(way, None)]) is rule
 
 
-def test_what_is_not_linear_is_permitted_nothing() -> None:
-    def ways(f: Any, *arrays: Any) -> set[tuple[str, frozenset[int]]]:
+def test_what_is_not_linear_is_permitted_nothing():
+    def ways(f, *arrays):
         (e,) = trace(f, *arrays).block.equations
         assert e.rule is not None
         return {*e.rule.finite}

@@ -6,8 +6,6 @@ replace rules, change meshes. After each call: the results are those of ``jax.ji
 sharded as said; what is not donated is unchanged.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Callable
@@ -30,14 +28,10 @@ from small_programs import PROGRAMS, RULES, numbers, register
 pytestmark = pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 
 SHAPES = (8, 8), (13, 11), (16, 8)
-MESHES: dict[str, dict[str, Any]] = {
-    "2x4": {"a": 2, "b": 4},
-    "4x2": {"b": 4, "a": 2},
-    "8": {"d": 8},
-    "2x2x2": {"a": 2, "b": 2, "c": 2},
-    "explicit": {"a": 2, "b": 4, "explicit": True},
-    "reversed": {"a": 2, "b": 4, "order": range(7, -1, -1)},
-}
+MESHES = {
+    "2x4": {"a": 2, "b": 4}, "4x2": {"b": 4, "a": 2}, "8": {"d": 8}, "2x2x2": {"a": 2, "b": 2, "c": 2},
+    "explicit": {"a": 2, "b": 4, "explicit": True}, "reversed": {"a": 2, "b": 4, "order": range(7, -1, -1)},
+}  # fmt: skip
 FIRST_AXIS = {name: next(iter(axes)) for name, axes in MESHES.items()}
 
 
@@ -54,30 +48,30 @@ class Known:
     compiled: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
     @property
-    def small(self) -> Any:
+    def small(self):
         return PROGRAMS[self.program]
 
     @property
-    def donated(self) -> tuple[int, ...]:
+    def donated(self):
         return (0,) if self.option == "donated" else ()
 
     @property
-    def under(self) -> jax.sharding.Mesh | None:
+    def under(self):
         """The mesh that is set when it is called."""
         return self.on if self.option == "set" else None
 
     @property
-    def on(self) -> jax.sharding.Mesh:
+    def on(self):
         return mesh_of(**MESHES[self.mesh])
 
-    def __repr__(self) -> str:
+    def __repr__(self):
         return f"{self.program} on {self.mesh}, {self.option}"
 
 
-def options_of(option: str, mesh: str, arguments: Any, function: Any) -> dict[str, Any]:
+def options_of(option, mesh, arguments, function):
     """What ``gshard.jit`` is given besides the function and the mesh."""
     axis, on = FIRST_AXIS[mesh], mesh_of(**MESHES[mesh])
-    found: dict[str, dict[str, Any]] = {
+    found = {
         "plain": {},
         "in": {"in_shardings": P(None, axis)},
         "out": {"out_shardings": P()},
@@ -113,22 +107,22 @@ dtypes = st.sampled_from([np.int32, np.int32, np.float32])
 class Histories(RuleBasedStateMachine):
     """One history; see above."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.known: list[Known] = []
         self.results: list[Any] = []  # of earlier calls, in int32
 
-    def one(self, i: int, without: tuple[str, ...] = ()) -> Known | None:
+    def one(self, i, without=()):
         """One of the functions that have none of these options."""
         fitting = [k for k in self.known if k.option not in without]
         return fitting[i % len(fitting)] if fitting else None
 
-    def placed(self, k: Known, both: tuple[str, str], shape: Any, dtype: Any, seed: int) -> tuple[Any, tuple[Any, Any]]:
+    def placed(self, k, both, shape, dtype, seed):
         """The arguments of a call where they are to lie, and as NumPy arrays."""
         x, y = numbers(shape, seed % 4, dtype), numbers(shape, seed % 4 + 4, dtype)
         return k.small.arguments(*(PLACES[way](v, k.on) for way, v in zip(both, (x, y), strict=True))), (x, y)
 
-    def check(self, k: Known, arguments: tuple[Any, ...], times: int, where: str) -> None:
+    def check(self, k, arguments, times, where):
         """Calls a function so many times with the same arguments; donated ones are copied for each."""
         whole = jax.tree.map(np.array, leaves_of(arguments))
         tree = jax.tree.structure(arguments, is_leaf=lambda v: isinstance(v, gshard.stages.UnevenArray))
@@ -146,12 +140,12 @@ class Histories(RuleBasedStateMachine):
     # What makes functions.
 
     @initialize(program=programs)
-    def begin(self, program: str) -> None:
+    def begin(self, program):
         register(0)
         self.jit(program, "2x4", "plain", (8, 8), np.int32)
 
     @rule(program=programs, mesh=meshes, option=st.sampled_from(OPTIONS), shape=shapes, dtype=dtypes)
-    def jit(self, program: str, mesh: str, option: str, shape: Any, dtype: Any) -> None:
+    def jit(self, program, mesh, option, shape, dtype):
         small = PROGRAMS[program]
         arguments = small.arguments(numbers(shape, 0, dtype), numbers(shape, 1, dtype))
         options = options_of(option, mesh, arguments, small.function)
@@ -161,16 +155,16 @@ class Histories(RuleBasedStateMachine):
             self.known[-1].compiled[None] = shape, dtype
 
     @rule(i=indices, mesh=meshes)
-    def on_another_mesh(self, i: int, mesh: str) -> None:
+    def on_another_mesh(self, i, mesh):
         if k := self.one(i, ("in", "in and out", "layout", "plan", "set")):
             made = k.jitted.on(mesh_of(**MESHES[mesh]))
             self.known.append(Known(k.program, mesh, k.option, made, made))
 
     @rule(program=programs, mesh=st.sampled_from(["2x4", "8", "explicit", "reversed"]))
-    def for_the_mesh_that_is_set(self, program: str, mesh: str) -> None:
+    def for_the_mesh_that_is_set(self, program, mesh):
         made, on = gshard.jit(PROGRAMS[program].function), mesh_of(**MESHES[mesh])
 
-        def call(*arguments: Any) -> Any:
+        def call(*arguments):
             with jax.set_mesh(on):
                 return made(*arguments)
 
@@ -181,40 +175,40 @@ class Histories(RuleBasedStateMachine):
     @rule(
         i=indices, both=st.tuples(ways, ways), shape=shapes, dtype=dtypes, seed=indices, times=st.sampled_from([1, 3])
     )
-    def call(self, i: int, both: tuple[str, str], shape: Any, dtype: Any, seed: int, times: int) -> None:
+    def call(self, i, both, shape, dtype, seed, times):
         if k := self.one(i):
             shape, dtype = k.compiled.get(None, (shape, dtype))
             arguments, _ = self.placed(k, both, shape, dtype, seed)
             self.check(k, arguments, times, f"{both}, {shape}")
 
     @rule(i=indices, way=ways, seed=indices)
-    def call_a_square_alike(self, i: int, way: str, seed: int) -> None:
+    def call_a_square_alike(self, i, way, seed):
         """Both arguments alike, of one shape: many of the histories' calls are of one kind."""
         if k := self.one(i, ("plan",)):
             arguments, _ = self.placed(k, (way, way), (8, 8), np.int32, seed)
             self.check(k, arguments, 2, way)
 
     @rule(i=indices)
-    def call_again(self, i: int) -> None:
+    def call_again(self, i):
         k = self.one(i)
         if k and k.last is not None:
             self.check(k, k.last, 1, "again")
 
     @rule(i=indices, way=ways)
-    def call_with_one_array_twice(self, i: int, way: str) -> None:
+    def call_with_one_array_twice(self, i, way):
         if k := self.one(i, ("donated", "plan")):
             x = PLACES[way](numbers((8, 8), 3), k.on)
             self.check(k, k.small.arguments(x, x), 2, f"{way}, twice the same")
 
     @rule(i=indices)
-    def call_with_results(self, i: int) -> None:
+    def call_with_results(self, i):
         k = self.one(i, ("plan",))
         same = [x for x in self.results if x.shape == self.results[0].shape]
         if k and same and min(same[0].shape) > 7:
             self.check(k, k.small.arguments(same[0], same[-1]), 2, "results")
 
     @rule(i=indices, both=st.tuples(ways, ways), seed=indices)
-    def compile_and_call(self, i: int, both: tuple[str, str], seed: int) -> None:
+    def compile_and_call(self, i, both, seed):
         if k := self.one(i, ("plan", "set")):
             first, _ = self.placed(k, ("numpy", "numpy"), (8, 8), np.int32, seed)
             other, _ = self.placed(k, both, (8, 8), np.int32, seed + 1)
@@ -226,7 +220,7 @@ class Histories(RuleBasedStateMachine):
     # Transformations.
 
     @rule(i=indices, way=arrays, seed=indices)
-    def inside_jax_jit(self, i: int, way: str, seed: int) -> None:
+    def inside_jax_jit(self, i, way, seed):
         """JAX takes arguments on the devices of the mesh only, in their order."""
         if k := self.one(i, ("limited", "plan", "set")):
             arguments, (x, y) = self.placed(k, (way, way), (8, 8), np.int32, seed)
@@ -238,7 +232,7 @@ class Histories(RuleBasedStateMachine):
                     raise
 
     @rule(i=indices, both=st.tuples(arrays, arrays), seed=indices)
-    def mapped(self, i: int, both: tuple[str, str], seed: int) -> None:
+    def mapped(self, i, both, seed):
         k = self.one(i, ("limited", "plan", "set"))
         if k and k.small.mapped:
             x, y = (np.stack([numbers((8, 8), seed % 4 + s) for s in pair]) for pair in ((0, 1), (2, 3)))
@@ -247,13 +241,13 @@ class Histories(RuleBasedStateMachine):
             self.transformed(k, *around, arguments, k.small.arguments(x, y), both)
 
     @rule(i=indices, both=st.tuples(arrays, arrays), seed=indices, inside=st.booleans())
-    def differentiated(self, i: int, both: tuple[str, str], seed: int, inside: bool) -> None:
+    def differentiated(self, i, both, seed, inside):
         k = self.one(i, ("limited", "plan", "set", "donated", "kept"))
         if not k or not k.small.linear:
             return
 
-        def gradient(f: Any) -> Any:
-            def pulled(*arguments: Any) -> Any:
+        def gradient(f):
+            def pulled(*arguments):
                 results, back = jax.vjp(f, *arguments)
                 return back(jax.tree.map(lambda r: r * 0 + np.arange(r.size).reshape(r.shape) % 5 - 2, results))
 
@@ -264,7 +258,7 @@ class Histories(RuleBasedStateMachine):
         plain = jax.jit(gradient(k.small.function))
         self.transformed(k, ours, plain, arguments, k.small.arguments(x, y), both)
 
-    def transformed(self, k: Known, ours: Any, plain: Any, arguments: Any, whole: Any, both: Any) -> None:
+    def transformed(self, k, ours, plain, arguments, whole, both):
         want = jax.tree.map(np.asarray, plain(*whole))
         under = k.on if k.mesh == "explicit" else None  # JAX wants it set around transformations
         for _ in range(2):
@@ -274,14 +268,14 @@ class Histories(RuleBasedStateMachine):
     # What should change nothing.
 
     @rule(i=indices, way=ways)
-    def explain(self, i: int, way: str) -> None:
+    def explain(self, i, way):
         if k := self.one(i, ("plan", "set")):
             arguments, _ = self.placed(k, (way, "numpy"), (8, 8), np.int32, 0)
             with allowed_to_refuse(k.small.function, arguments):
                 assert str(gshard.explain(k.jitted, *arguments))
 
     @rule(i=indices)
-    def search(self, i: int) -> None:
+    def search(self, i):
         if k := self.one(i, ("plan", "set", "limited")):
             shape = jax.ShapeDtypeStruct((8, 8), np.int32)
             shapes = k.small.arguments(shape, shape)
@@ -289,16 +283,16 @@ class Histories(RuleBasedStateMachine):
             assert found.plan is not None
 
     @rule(i=indices)
-    def clear(self, i: int) -> None:
+    def clear(self, i):
         if k := self.one(i, ("set",)):
             k.jitted.clear_cache()
 
     @rule()
-    def clear_everything(self) -> None:
+    def clear_everything(self):
         jax.clear_caches()
 
     @rule(which=st.integers(0, len(RULES) - 1))
-    def register_another_rule(self, which: int) -> None:
+    def register_another_rule(self, which):
         register(which)
 
 
@@ -309,12 +303,12 @@ class _Under:
     jitted: Any
     mesh: jax.sharding.Mesh
 
-    def lower(self, *arguments: Any) -> Any:
+    def lower(self, *arguments):
         with jax.set_mesh(self.mesh):
             return self.jitted.lower(*arguments)
 
 
-def run(histories: int, steps: int) -> None:
+def run(histories, steps):
     run_state_machine_as_test(
         Histories,
         settings=settings(
@@ -327,11 +321,11 @@ def run(histories: int, steps: int) -> None:
     )
 
 
-def test_every_call_of_a_history_is_right() -> None:
+def test_every_call_of_a_history_is_right():
     run(10, 30)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_every_call_of_very_many_histories_is_right() -> None:
+def test_every_call_of_very_many_histories_is_right():
     run(100, 80)

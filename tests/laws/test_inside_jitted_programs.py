@@ -4,8 +4,6 @@ It is called in each transformation and in each control structure of JAX. ``jax.
 operands are sharded, so that XLA's partitioner determines how the function is partitioned (``api/transformations.py``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -23,13 +21,13 @@ from small_programs import PROGRAMS, Small, numbers
 Pair = Callable[[Any, Any], Any]
 
 
-def moved(x: Any, y: Any) -> Any:
+def moved(x, y):
     """Each movement of an uneven dimension sends by a table of positions."""
     x, y = gshard.split(x, 0, 8), gshard.split(y, 0, 8)
     return jnp.roll(x, 1, 0), y[3:11], x[::-2], jnp.concatenate([y[2:], x]), jnp.pad(y, ((3, 1), (0, 0)))
 
 
-def two_tables(x: Any, y: Any) -> Any:
+def two_tables(x, y):
     """Two arrays of one type are captured."""
     return gshard.split(x, 0, 8)[:7, :7] * TABLES[1] - TABLES[0] @ y[:7, :7]
 
@@ -40,34 +38,34 @@ SMALL = PROGRAMS | {"moved": Small(moved), "two tables": Small(two_tables)}
 del SMALL["centred"]  # it has no derivative
 
 
-def squares(f: Pair) -> Pair:
+def squares(f):
     return lambda x, y: sum(jnp.sum(a**2) for a in jax.tree.leaves(f(x, y)))
 
 
-def with_own_derivative(f: Pair) -> Pair:
+def with_own_derivative(f):
     @jax.custom_vjp
-    def g(x: Any, y: Any) -> Any:
+    def g(x, y):
         return f(x, y)
 
     g.defvjp(lambda x, y: (f(x, y), (x, y)), lambda xy, _: (3 * xy[0], 2 * jax.tree.leaves(f(*xy))[0].sum() + xy[1]))
     return jax.value_and_grad(squares(g), (0, 1))
 
 
-def with_own_tangent(f: Pair) -> Pair:
+def with_own_tangent(f):
     g = jax.custom_jvp(lambda x, y: f(x, y))
     g.defjvp(lambda xy, dxy: (f(*xy), f(*dxy)))
     return lambda x, y: jax.jvp(g, (x, y), (y, x))
 
 
-def looped(f: Pair) -> Pair:
-    def body(state: Any) -> Any:
+def looped(f):
+    def body(state):
         i, x, y, _ = state
         return i + 1, y, x, f(x, y)
 
     return lambda x, y: lax.while_loop(lambda state: state[0] < 3, body, (0, x, y, f(x, y)))
 
 
-TRANSFORMATIONS: dict[str, Callable[[Pair], Pair]] = {
+TRANSFORMATIONS = {
     "grad": lambda f: jax.grad(squares(f), (0, 1)),
     "jvp": lambda f: lambda x, y: jax.jvp(f, (x, y), (y, x)),
     "linearize": lambda f: lambda x, y: jax.linearize(f, x, y)[1](y, x),
@@ -88,7 +86,7 @@ TRANSFORMATIONS: dict[str, Callable[[Pair], Pair]] = {
 
 
 @pytest.mark.parametrize(("inside", "name"), crossed(list(TRANSFORMATIONS), list(SMALL), one_in=6))
-def test_it_computes_the_same_inside(inside: str, name: str) -> None:
+def test_it_computes_the_same_inside(inside, name):
     small, mesh, transform = SMALL[name], mesh_of(a=2, b=4), TRANSFORMATIONS[inside]
     if inside == "vmap" and not small.mapped:
         pytest.skip("its marks cannot be mapped")

@@ -3,11 +3,6 @@
 Newer JAX keeps ``searchsorted``, ``frexp`` and others as one operator until transformations are done.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,16 +11,14 @@ import pytest
 import gshard
 from placed import in_every_way, mesh_of
 
-Function = Callable[[Any], Any]
 
-
-def loss(x: Any) -> Any:
+def loss(x):
     x = gshard.split(x, 0, "a")
     mantissa, _ = jnp.frexp(x)
     return jnp.sum(x * jnp.searchsorted(jnp.arange(8.0), x) * mantissa)
 
 
-TRANSFORMATIONS: dict[str, Callable[[Function], Function]] = {
+TRANSFORMATIONS = {
     "grad": jax.grad,
     "grad in jit": lambda f: jax.jit(jax.grad(f)),
     "grad of jit": lambda f: jax.grad(jax.jit(f)),
@@ -33,7 +26,7 @@ TRANSFORMATIONS: dict[str, Callable[[Function], Function]] = {
     "jvp": lambda f: lambda x: jax.jvp(f, (x,), (x,)),
     "vmap": lambda f: lambda x: jax.vmap(f)(jnp.stack([x, 2 * x])),
     "grad of scan": lambda f: jax.grad(lambda x: jax.lax.scan(lambda c, _: (c * f(x), None), 1.0, length=2)[0]),
-    "grad of checkpoint": lambda f: jax.grad(jax.checkpoint(f)),  # type: ignore[attr-defined]
+    "grad of checkpoint": lambda f: jax.grad(jax.checkpoint(f)),
 }
 
 FAST = ("grad", "vmap")
@@ -41,7 +34,7 @@ WAYS = ("numpy", "rows", "numpy", "rows")
 
 
 @pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in TRANSFORMATIONS])
-def test_transformed(name: str) -> None:
+def test_transformed(name):
     mesh, x = mesh_of(a=8), np.linspace(0.1, 7.9, 16, dtype=np.float32)
     transform = TRANSFORMATIONS[name]
     want = jax.tree.leaves(transform(loss)(x))

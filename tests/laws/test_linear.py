@@ -6,11 +6,8 @@ very large where their sum is not, infinities, NaN, zeros of both signs and what
 the parts and in the operands beside them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import zlib
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,15 +16,15 @@ import pytest
 from jax import lax
 
 from gshard.core.plan import Boundary
-from gshard.core.program import Equation, Value
-from gshard.core.rule import MONOIDS, Rule, is_valid, operand_sharding
+from gshard.core.program import Value
+from gshard.core.rule import MONOIDS, is_valid, operand_sharding
 from gshard.core.sharding import Sharding
 from gshard.core.xla_workarounds import AS_WRITTEN
 from gshard.emit.partition import partition
 from gshard.planning.demands import at_boundary
 from gshard.simulator.simulate import simulate
 from gshard.tracing.trace import trace
-from harness import Row, rows
+from harness import rows
 from laws.test_rules_sound import MESH, _array, parts_of, plan_of, splits_of, the_equation
 from sampled import others_slow, sampled_rows
 
@@ -35,7 +32,7 @@ ATOM = "b"  # of 3 devices
 PARTS = MESH.atom_sizes[ATOM]
 
 
-def divided(x: np.ndarray, monoid: str) -> list[np.ndarray]:
+def divided(x, monoid):
     """Parts whose combination is ``x``: no part is, and no two are alike."""
     rng = np.random.default_rng([*x.shape, 11])
     if monoid in ("add", "xor") and x.dtype != np.bool_:
@@ -58,24 +55,24 @@ def divided(x: np.ndarray, monoid: str) -> list[np.ndarray]:
     return [np.where(owner == i, x, others[monoid](x)).astype(x.dtype) for i in range(PARTS)]
 
 
-def less(x: np.ndarray) -> np.ndarray:
+def less(x):
     """Smaller numbers, or the same where there are none."""
     return x - 1 if x.dtype.kind == "f" else np.where(x == np.iinfo(x.dtype).min, x, x - 1)
 
 
-def more(x: np.ndarray) -> np.ndarray:
+def more(x):
     """Larger numbers, or the same where there are none."""
     return x + 1 if x.dtype.kind == "f" else np.where(x == np.iinfo(x.dtype).max, x, x + 1)
 
 
-def random_like(rng: np.random.Generator, x: np.ndarray) -> np.ndarray:
+def random_like(rng, x):
     if np.issubdtype(x.dtype, np.integer):
         return rng.integers(-5 if x.dtype.kind == "i" else 0, 5, x.shape).astype(x.dtype)
     part = rng.standard_normal(x.shape)
     return (part + 1j * rng.standard_normal(x.shape) if np.iscomplexobj(x) else part).astype(x.dtype)
 
 
-def fits(monoid: str, x: np.ndarray) -> bool:
+def fits(monoid, x):
     """Whether numbers of this dtype can be combined so at all."""
     if x.dtype.kind not in "biufc":  # floats of low precision and keys
         return False
@@ -100,25 +97,25 @@ LINEAR = [
 
 @pytest.mark.parametrize("row", sampled_rows((r for r, _ in LINEAR), "linear"), ids=lambda row: row.name)
 @pytest.mark.one_in(3)
-def test_parts_pass(row: Row) -> None:
+def test_parts_pass(row):
     """What only moves elements lets nine monoids pass: each such row takes three of them, not all the same ones."""
     check_ways(row, every=3 if len(the_rule(row).linear) == len(MONOIDS) else 1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", [r for r, _ in LINEAR], ids=lambda row: row.name)
-def test_parts_pass_in_every_way(row: Row) -> None:
+def test_parts_pass_in_every_way(row):
     check_ways(row, every=1)
 
 
-def the_rule(row: Row) -> Rule:
+def the_rule(row):
     equation = the_equation(row.program, row.primitive)
     assert equation is not None
     assert equation.rule is not None
     return equation.rule
 
 
-def check_ways(row: Row, every: int) -> None:
+def check_ways(row, every):
     """One in ``every`` of the ways of a row's rule, with and without a factor that is split as well."""
     program = row.program
     equation = the_equation(program, row.primitive)
@@ -145,18 +142,7 @@ def check_ways(row: Row, every: int) -> None:
                 check(program, equation, split, whole, {v: monoid for v in cut}, row.expected, row.tolerance)
 
 
-def check(
-    program: Any,
-    equation: Equation,
-    split: Any,
-    whole: Any,
-    cut: Any,
-    want: Any,
-    tolerance: float,
-    *,
-    divide: Any = divided,
-    to_the_bit: bool = False,
-) -> None:
+def check(program, equation, split, whole, cut, want, tolerance, *, divide=divided, to_the_bit=False):
     plan = plan_of(program, equation, split)
     placed = {}
     for i, v in enumerate(equation.inputs):
@@ -198,12 +184,12 @@ HUGE = np.float32(2.0**120)  # what is added up here stays below 2**128
 WORST = np.array([np.inf, -0.0, 2.0, 0.0, -3.0, np.nan, 1e-40, -np.inf, -0.0, 0.5, -1e-42], np.float32)
 
 
-def worst(x: np.ndarray) -> np.ndarray:
+def worst(x):
     """The worst numbers in place of these, if they are floats."""
     return np.resize(WORST, x.shape) if x.dtype == np.float32 else x
 
 
-def worst_parts(x: np.ndarray, monoid: str) -> list[np.ndarray]:
+def worst_parts(x, monoid):
     """Parts of ``worst`` numbers: those of a sum are huge and cancel, those of an extreme are infinite."""
     none = {"max": -np.inf, "min": np.inf, "pick": 0.0, "mul": 1.0}
     if monoid != "add":
@@ -225,7 +211,7 @@ EXTREME = [
 
 @pytest.mark.parametrize("row", others_slow(EXTREME, "extreme"))
 @pytest.mark.one_in(3)
-def test_the_worst_parts_pass(row: Row) -> None:
+def test_the_worst_parts_pass(row):
     program = row.program
     equation = the_equation(program, row.primitive)
     assert equation is not None
@@ -248,10 +234,10 @@ def test_the_worst_parts_pass(row: Row) -> None:
         )  # fmt: skip
 
 
-def test_products_by_what_is_not_known_do_not_pass() -> None:
+def test_products_by_what_is_not_known_do_not_pass():
     """Ten times 3e38 is infinite, zero times infinite no number; a half of the least normal number is zero."""
 
-    def ways(f: Any, *dtypes: Any) -> set[str]:
+    def ways(f, *dtypes):
         (equation,) = trace(f, *(jnp.ones((4, 4), dtype) for dtype in dtypes)).block.equations
         assert equation.rule is not None
         return {monoid for monoid, _ in equation.rule.linear}
@@ -271,9 +257,9 @@ def test_products_by_what_is_not_known_do_not_pass() -> None:
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.float8_e5m2, jnp.float8_e4m3fn])
-def test_in_half_precision_nothing_is_added_late(dtype: Any) -> None:
+def test_in_half_precision_nothing_is_added_late(dtype):
     x = jnp.ones((4, 4), dtype)
-    functions: list[Any] = [lambda x: lax.add(x, x), lambda x: lax.sub(x, x), lambda x: lax.mul(x, x.dtype.type(0.5)),
+    functions = [lambda x: lax.add(x, x), lambda x: lax.sub(x, x), lambda x: lax.mul(x, x.dtype.type(0.5)),
                  lambda x: lax.reduce_sum_p.bind(x, axes=(0,), out_sharding=None), lambda x: lax.cumsum(x),
                  lambda x: lax.convert_element_type(x, np.float32)]  # fmt: skip
     for f in functions:
@@ -285,7 +271,7 @@ def test_in_half_precision_nothing_is_added_late(dtype: Any) -> None:
     assert dict(moved.rule.linear).keys() == set(MONOIDS)
 
 
-def test_most_ways_are_tried() -> None:
+def test_most_ways_are_tried():
     """Rows whose operands cannot be cut are few: the law is not empty."""
     primitives = {r.primitive for r, _ in LINEAR}
     assert {"add", "mul", "sub", "div", "reduce_sum", "reduce_max", "reshape", "select_n", "pad"} <= primitives

@@ -5,12 +5,10 @@ many on residual layers, and a walk from each equation back to the start quadrat
 recurs over the length of a program, so that programs may be longer than Python's recursion limit.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,7 +20,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gshard
-from gshard.core.spmd import SpmdProgram
 from gshard.emit.partition import partition
 from gshard.planning.propagate import propagate
 from gshard.simulator.simulate import simulate
@@ -40,35 +37,35 @@ Layer = Callable[[Any, Any], Any]
 
 
 # The marks leave little to decide, so that programs of all sizes have the same plan.
-def residual(x: Any, w: Any) -> Any:
+def residual(x, w):
     return jnp.tanh(x @ w) / 4 + gshard.shard(x, P("data", None))
 
 
-def marked(x: Any, w: Any) -> Any:
+def marked(x, w):
     return gshard.shard(jnp.tanh(x @ w), P("data", "model")) @ w.T / 4 + x
 
 
-def attention(x: Any, w: Any) -> Any:
+def attention(x, w):
     q, k = (y.reshape(64, 4, 16) for y in (x @ w, x @ w.T))
     weights = jax.nn.softmax(jnp.einsum("ihd,jhd->hij", q, k))
     return jnp.einsum("hij,jhd->ihd", weights, gshard.split(k, 1, "model")).reshape(64, 64) @ w / 4 + x
 
 
-def inner_jit(x: Any, w: Any) -> Any:
+def inner_jit(x, w):
     return jax.jit(residual)(x, w) + jnp.sin(x)
 
 
-def moved(x: Any, w: Any) -> Any:
+def moved(x, w):
     return jnp.roll(x, 1, 0) / 2 + jnp.pad(x[1:], ((0, 1), (0, 0))) + jnp.where(jnp.arange(64) > 3, x, 0)
 
 
-def updated(x: Any, w: Any) -> Any:
+def updated(x, w):
     return x.at[2].add(w[0]) / 2 + jnp.cumsum(x, 1) / 32
 
 
-def unrolled(layer: Layer) -> Callable[[int], Layer]:
-    def of(layers: int) -> Layer:
-        def f(x: Any, w: Any) -> Any:
+def unrolled(layer):
+    def of(layers):
+        def f(x, w):
             x = gshard.split(x, 0, "data")
             for _ in range(layers):
                 x = layer(x, w)
@@ -79,55 +76,48 @@ def unrolled(layer: Layer) -> Callable[[int], Layer]:
     return of
 
 
-def in_a_scan(layers: int) -> Layer:
+def in_a_scan(layers):
     """A loop whose body is half of the layers, and the other half behind it."""
     half = unrolled(residual)(layers // 2)
 
-    def f(x: Any, w: Any) -> Any:
+    def f(x, w):
         x, sums = lax.scan(lambda x, w: (half(x, w), jnp.sum(x)), x, jnp.stack([w, -w]))
         return half(x, w) + sums[0]
 
     return f
 
 
-def gradient(of: Callable[[int], Layer]) -> Callable[[int], Layer]:
+def gradient(of):
     return lambda layers: jax.grad(lambda x, w: jnp.sum(of(layers)(x, w) ** 2), 1)
 
 
-def sum_of_slices(layers: int) -> Layer:
+def sum_of_slices(layers):
     """Its gradient adds an array with zeros for each slice."""
     return jax.grad(lambda x, w: sum(jnp.sum(jnp.sin(x[i % 8 : i % 8 + 1] @ w)) for i in range(layers)))
 
 
-PROGRAMS: dict[str, Callable[[int], Layer]] = {
-    "residual": unrolled(residual),
-    "attention": unrolled(attention),
-    "in a scan": in_a_scan,
-    "gradient": gradient(unrolled(marked)),
-    "marked": unrolled(marked),
-    "inner jit": unrolled(inner_jit),
-    "moved": unrolled(moved),
-    "updated": unrolled(updated),
-    "gradient of attention": gradient(unrolled(attention)),
-    "gradient of a scan": gradient(in_a_scan),
-    "sum of slices": sum_of_slices,
-}
+PROGRAMS = {
+    "residual": unrolled(residual), "attention": unrolled(attention), "in a scan": in_a_scan,
+    "gradient": gradient(unrolled(marked)), "marked": unrolled(marked), "inner jit": unrolled(inner_jit),
+    "moved": unrolled(moved), "updated": unrolled(updated), "gradient of attention": gradient(unrolled(attention)),
+    "gradient of a scan": gradient(in_a_scan), "sum of slices": sum_of_slices,
+}  # fmt: skip
 FAST = ("residual", "attention", "in a scan")
 # Each equation that moves split elements may begin a piecewise region, of at most 512 arrays. So the time of planning
 # many of them is linear only in programs with more arrays.
 SIZES = {"moved": (128, 256)}
 
 
-def jax_mesh() -> jax.sharding.Mesh:
+def jax_mesh():
     return jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
 
-def placed() -> tuple[Any, Any]:
+def placed():
     mesh = jax_mesh()
     return cut(X, mesh, 0), jax.device_put(W, NamedSharding(mesh, P()))
 
 
-def stages(f: Layer) -> Iterator[tuple[str, Callable[[], Any]]]:
+def stages(f):
     """What is done to a program, each stage by itself; what a stage needs is done before."""
     x, w = placed()
     yield "trace", lambda: trace(f, X, W)
@@ -144,11 +134,11 @@ def stages(f: Layer) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "price", lambda: found.cost("h100")
 
 
-def calls_of(run: Callable[[], Any]) -> int:
+def calls_of(run):
     """The number of calls of Python functions; the collector may call finalizers of others."""
     count = 0
 
-    def note(frame: Any, event: str, argument: Any) -> None:
+    def note(frame, event, argument):
         nonlocal count
         count += event == "call"
 
@@ -163,10 +153,10 @@ def calls_of(run: Callable[[], Any]) -> int:
 
 
 @pytest.mark.parametrize("name", [p if p in FAST else pytest.param(p, marks=pytest.mark.slow) for p in PROGRAMS])
-def test_calls_grow_with_the_number_of_layers(name: str) -> None:
+def test_calls_grow_with_the_number_of_layers(name):
     for _, run in stages(PROGRAMS[name](4)):  # fills caches that do not depend on the number of layers
         run()
-    counts: dict[str, list[int]] = {}
+    counts = {}
     for layers in SIZES.get(name, LAYERS):
         for stage, run in stages(PROGRAMS[name](layers)):
             counts.setdefault(stage, []).append(calls_of(run))
@@ -174,26 +164,26 @@ def test_calls_grow_with_the_number_of_layers(name: str) -> None:
     assert all(ratio <= 2.2 for ratios in more.values() for ratio in ratios), (counts, more)
 
 
-def sines(x: Any, w: Any) -> Any:
+def sines(x, w):
     for _ in range(LONG):
         x = jnp.sin(x)
     return x
 
 
-def from_marks(x: Any, w: Any) -> Any:
+def from_marks(x, w):
     x = gshard.split(x, 0, "data")
     for i in range(LONG // 3):
         x = jnp.maximum(x, -w[0]) * (0.5 if i % 2 else -2)
     return x
 
 
-def diamonds(x: Any, w: Any) -> Any:
+def diamonds(x, w):
     for _ in range(LONG // 3):
         x = x / 2 + jnp.sin(x)
     return x
 
 
-def sums(x: Any, w: Any) -> Any:
+def sums(x, w):
     y = jnp.pad(x[:32], ((0, 32), (0, 0)))
     for _ in range(LONG // 2):
         y = y / 2 + x
@@ -201,40 +191,40 @@ def sums(x: Any, w: Any) -> Any:
     return y
 
 
-def rolls(x: Any, w: Any) -> Any:
+def rolls(x, w):
     for _ in range(LONG // 4):
         x = jnp.roll(x, 1, 0)
     return x + w[0]
 
 
-def forms(x: Any, w: Any) -> Any:
+def forms(x, w):
     for i in range(LONG // 4):
         x = x.reshape(32, 128).T.reshape(64, 64).astype(jnp.bfloat16 if i % 2 else jnp.float32)
     return x.astype(jnp.float32)
 
 
-def products(x: Any, w: Any) -> Any:
+def products(x, w):
     for _ in range(LONG // 4):
         x = gshard.split(x, 0, "data") @ w
     return x
 
 
-def of_masks(x: Any, w: Any) -> Any:
+def of_masks(x, w):
     mask = jnp.arange(64) > 0
     for i in range(LONG // 2):
         mask = mask & (jnp.arange(64) != i + 3)
     return jnp.where(mask, x, 0)
 
 
-def of_indices(x: Any, w: Any) -> Any:
+def of_indices(x, w):
     at = jnp.arange(64)
     for _ in range(LONG // 2):
         at = (at + 1) % 64
     return jnp.take(x, at, axis=0)
 
 
-def scaled_in_a_loop(x: Any, w: Any) -> Any:
-    def body(total: Any, row: Any) -> Any:
+def scaled_in_a_loop(x, w):
+    def body(total, row):
         y = row[:, None] * w
         for _ in range(LONG // 2):
             y = y * 0.999
@@ -243,14 +233,14 @@ def scaled_in_a_loop(x: Any, w: Any) -> Any:
     return lax.scan(body, w, x)[0]
 
 
-def calls(x: Any, w: Any) -> Any:
+def calls(x, w):
     layer = jax.jit(lambda x, w: jnp.tanh(x) / 2 + jnp.sin(w[0]))
     for _ in range(LONG // 8):
         x = layer(x, w)
     return x
 
 
-def called_twice(x: Any, w: Any) -> Any:
+def called_twice(x, w):
     """Of 2^20 calls in the end; written as 20 functions."""
     function = jnp.sin
     for _ in range(20):
@@ -258,13 +248,13 @@ def called_twice(x: Any, w: Any) -> Any:
     return function(x)
 
 
-CHAINS: dict[str, Layer] = {f.__name__: f for f in (
+CHAINS = {f.__name__: f for f in (
     sines, from_marks, diamonds, sums, rolls, forms, products, of_masks, of_indices, scaled_in_a_loop, calls,
 )}  # fmt: skip
 FAST_CHAINS = ("sines",)
 
 
-def at_every_device(spmd: SpmdProgram, *arrays: np.ndarray) -> list[Any]:
+def at_every_device(spmd, *arrays):
     """The results on all devices, simulated."""
     (mapped,) = (e for e in spmd.jaxpr.jaxpr.eqns if e.primitive.name == "shard_map")
     inputs = spmd.jaxpr.jaxpr.invars
@@ -275,7 +265,7 @@ def at_every_device(spmd: SpmdProgram, *arrays: np.ndarray) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", [c if c in FAST_CHAINS else pytest.param(c, marks=pytest.mark.slow) for c in CHAINS])
-def test_programs_may_be_longer_than_the_recursion_limit(name: str) -> None:
+def test_programs_may_be_longer_than_the_recursion_limit(name):
     f = CHAINS[name]
     for _, run in stages(f):
         run()
@@ -283,7 +273,7 @@ def test_programs_may_be_longer_than_the_recursion_limit(name: str) -> None:
     jax.jit(jax.grad(lambda x, w: jnp.sum(gshard.jit(f, mesh=jax_mesh())(x, w)), 1)).lower(*placed())
 
 
-def test_a_long_chain_runs() -> None:
+def test_a_long_chain_runs():
     """Simulated, compiled, inside ``jax.jit`` and in front of a partitioned function there."""
     want = np.asarray(jax.jit(sines)(X, W))
     partitioned, total = gshard.jit(sines, mesh=jax_mesh()), gshard.jit(lambda x: x * 2, mesh=jax_mesh())
@@ -299,12 +289,12 @@ def test_a_long_chain_runs() -> None:
         np.testing.assert_allclose(got, part, rtol=1e-5)
 
 
-def test_what_jax_makes_of_a_long_chain_is_explained() -> None:
+def test_what_jax_makes_of_a_long_chain_is_explained():
     x, w = placed()
     assert "sines" in str(gshard.explain(jax.jit(sines), x, w))
 
 
-def test_functions_that_call_functions_are_read_once() -> None:
+def test_functions_that_call_functions_are_read_once():
     x, _ = placed()
     total = gshard.jit(lambda x: jnp.sum(x * x), mesh=jax_mesh())
     lowered = jax.jit(lambda x: total(called_twice(x, None))).lower(x)
@@ -312,10 +302,10 @@ def test_functions_that_call_functions_are_read_once() -> None:
 
 
 @pytest.mark.parametrize("layers", [24, pytest.param(LONG // 4, marks=pytest.mark.slow)])
-def test_long_chains_are_recomputed(layers: int) -> None:
+def test_long_chains_are_recomputed(layers):
     """With a limit that needs it: what a reader after the peak reads is found once."""
 
-    def f(x: Any, ws: Any) -> Any:
+    def f(x, ws):
         x = gshard.split(x, 0, 8)
         kept = jnp.tanh(x @ ws[0])
         y = jnp.sort(kept, 0).sum(1, keepdims=True) * x @ ws[1] @ ws[0]

@@ -4,13 +4,9 @@ Measured by the objects that Python's garbage collector knows, which are the sam
 bytes as well (tracing allocations takes three times as long).
 """
 
-from __future__ import annotations
-
 import gc
 import tracemalloc
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +16,7 @@ import pytest
 import gshard
 from gshard import split
 
-ON: dict[str, tuple[dict[str, int], str | None]] = {
+ON = {
     "two axes, a machine": ({"a": 4, "b": 2}, "h100:1x8"),
     "three axes": ({"a": 2, "b": 2, "c": 2}, None),
     "four axes": ({"a": 2, "b": 2, "c": 2, "d": 2}, None),
@@ -29,24 +25,24 @@ PLANNED = gshard.stages.Program, gshard.stages.Plan, gshard.stages.Lowered, gsha
 KIB = 2**10
 
 
-def block(x: Any, w1: Any, w2: Any) -> Any:
+def block(x, w1, w2):
     x = split(x, 0, "a")
     h = jnp.tanh(jnp.einsum("bsd,dhf->bshf", x, split(w1, 1, "b")))
     return jnp.einsum("bshf,hfd->bsd", h, w2)
 
 
-def shapes(length: int) -> list[jax.ShapeDtypeStruct]:
+def shapes(length):
     """Of one sequence length."""
     return [jax.ShapeDtypeStruct(s, "float32") for s in ((8, length, 64), (64, 8, 32), (8, 32, 64))]
 
 
-def held() -> Counter[str]:
+def held():
     """The objects that live, by type."""
     gc.collect()
     return Counter(type(x).__name__ for x in gc.get_objects())
 
 
-def left_by(work: Callable[[int], None], rounds: int = 3) -> Counter[str]:
+def left_by(work, rounds=3):
     """What so many rounds leave behind when caches are cleared, beyond what the first two left."""
     for i in range(2):
         work(i)
@@ -58,17 +54,17 @@ def left_by(work: Callable[[int], None], rounds: int = 3) -> Counter[str]:
     return held() - before
 
 
-def assert_nothing(left: Counter[str]) -> None:
+def assert_nothing(left):
     """Some objects come and go by themselves: weak references, what a cache of JAX's is made of."""
     assert not any(left[kind.__name__] for kind in PLANNED), left.most_common(9)
     assert sum(left.values()) < 300, left.most_common(9)
 
 
-def lowered_anew(on: str) -> Callable[[int], None]:
+def lowered_anew(on):
     """Plans a new function in each round."""
     axes, machine = ON[on]
 
-    def work(i: int) -> None:
+    def work(i):
         f = lambda *arguments: block(*arguments)  # noqa: E731
         assert gshard.jit(f, mesh=gshard.Mesh.abstract(**axes), machine=machine).lower(*shapes(16 + 8 * i)).spmd
 
@@ -76,23 +72,23 @@ def lowered_anew(on: str) -> Callable[[int], None]:
 
 
 @pytest.mark.parametrize("on", ON)
-def test_nothing_is_left_of_functions_that_are_gone(on: str) -> None:
+def test_nothing_is_left_of_functions_that_are_gone(on):
     assert_nothing(left_by(lowered_anew(on)))
 
 
 @pytest.mark.parametrize("on", ON)
-def test_clearing_empties_a_function_that_stays(on: str) -> None:
+def test_clearing_empties_a_function_that_stays(on):
     axes, machine = ON[on]
     jitted = gshard.jit(block, mesh=gshard.Mesh.abstract(**axes), machine=machine)
 
-    def work(i: int) -> None:
+    def work(i):
         assert jitted.lower(*shapes(16 + 8 * i)).spmd
 
     assert_nothing(left_by(work))
 
 
-def test_search_and_explain_leave_nothing() -> None:
-    def work(i: int) -> None:
+def test_search_and_explain_leave_nothing():
+    def work(i):
         mesh = gshard.Mesh.abstract(a=4, b=2)
         f = lambda x, w: jnp.tanh(x @ split(w, 1, "a")).sum(0)  # noqa: E731
         arguments = [jax.ShapeDtypeStruct(s, "float32") for s in ((16 + 8 * i, 64), (64, 32))]
@@ -102,8 +98,8 @@ def test_search_and_explain_leave_nothing() -> None:
     assert_nothing(left_by(work))
 
 
-def test_calls_leave_nothing_of_functions_that_are_gone() -> None:
-    def work(i: int) -> None:
+def test_calls_leave_nothing_of_functions_that_are_gone():
+    def work(i):
         jitted = gshard.jit(lambda x: jnp.cumsum(split(x, 0, 8), 0), mesh=8)
         x = np.arange(8 * (i + 3), dtype=np.int32).reshape(8, -1)
         for place in (x, jax.device_put(x, jax.devices()[3]), jnp.asarray(x)):
@@ -112,7 +108,7 @@ def test_calls_leave_nothing_of_functions_that_are_gone() -> None:
     assert_nothing(left_by(work))
 
 
-def bytes_in(work: Callable[[], None]) -> int:
+def bytes_in(work):
     """Bytes of Python's that are in use after some work, beyond those before."""
     tracemalloc.start()
     try:
@@ -125,36 +121,36 @@ def bytes_in(work: Callable[[], None]) -> int:
         tracemalloc.stop()
 
 
-def lengths(on: str, count: int) -> Callable[[], None]:
+def lengths(on, count):
     """Plans one function for so many sequence lengths."""
     axes, machine = ON[on]
     jitted = gshard.jit(block, mesh=gshard.Mesh.abstract(**axes), machine=machine)
     jitted.lower(*shapes(16)).spmd  # noqa: B018
 
-    def work() -> None:
+    def work():
         for k in range(count):
             jitted.lower(*shapes(24 + 8 * k)).spmd  # noqa: B018
 
     return work
 
 
-def test_each_length_of_a_function_takes_little() -> None:
+def test_each_length_of_a_function_takes_little():
     assert bytes_in(lengths("two axes, a machine", 3)) < 3 * 200 * KIB
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("on", ON)
-def test_two_hundred_lengths_of_a_function_take_little(on: str) -> None:
+def test_two_hundred_lengths_of_a_function_take_little(on):
     assert bytes_in(lengths(on, 200)) < 200 * 200 * KIB
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("on", ON)
-def test_bytes_are_given_back(on: str) -> None:
+def test_bytes_are_given_back(on):
     work = lowered_anew(on)
 
-    def and_cleared() -> None:
+    def and_cleared():
         for i in range(2, 12):
             work(i)
         jax.clear_caches()

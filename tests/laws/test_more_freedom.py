@@ -4,11 +4,7 @@ A search may choose more than a preset, a preset on its best mesh more than on a
 bytes alone. What is said of plans that were not compared is said only if a bound proves it.
 """
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +14,10 @@ import gshard
 import small_programs
 from families import CASES
 from gshard.core.mesh import Mesh
-from gshard.explanation.explain import Explanation
 from gshard.planning.propagate import choose
 from gshard.planning.settled import settled
 from gshard.search.find import axes_text
-from gshard.search.pipeline import PricedPlan, Pricing
+from gshard.search.pipeline import Pricing
 from gshard.search.presets import AS_IT_IS, marked_presets
 from sampled import sampled
 from steps import STEPS
@@ -32,21 +27,21 @@ MORE = 1.01  # ratio of operations, or of bytes at the peak: a plan that sends l
 shape = jax.ShapeDtypeStruct
 
 
-def machine_of(devices: int) -> str:
+def machine_of(devices):
     return f"h100:1x{devices}"
 
 
 # Search, presets, marks
 
 
-def layer(x: Any, w: Any) -> Any:
+def layer(x, w):
     q, k, v = jnp.einsum("btd,dchk->cbthk", x, w["qkv"])
     scores = jax.nn.softmax(jnp.einsum("bqhk,bshk->bhqs", q, k))
     x = x + jnp.einsum("bhqs,bshk,hkd->bqd", scores, v, w["out"])
     return x + jax.nn.gelu(x @ w["up"]) @ w["down"], None
 
 
-def trained(state: Any, x: Any) -> Any:
+def trained(state, x):
     """A training step of two equal layers in a loop."""
     weights, moments = state
     gradients = jax.grad(lambda w: jnp.mean(jax.lax.scan(layer, x, w)[0] ** 2))(weights)
@@ -54,12 +49,12 @@ def trained(state: Any, x: Any) -> Any:
     return jax.tree.map(lambda w, m: w - 0.1 * m, weights, moments), moments
 
 
-def perceptron(state: Any, x: Any) -> Any:
+def perceptron(state, x):
     gradients = jax.grad(lambda ws: jnp.mean((jax.nn.relu(x @ ws[0]) @ ws[1]) ** 2))(state)
     return jax.tree.map(lambda w, g: w - 0.1 * g, state, gradients)
 
 
-def weights(units: int) -> Any:
+def weights(units):
     sizes = {"qkv": (units, 3, 4, units // 4), "out": (4, units // 4, units), "up": (units, 4 * units)}
     return {name: shape((2, *size), "float32") for name, size in {**sizes, "down": (4 * units, units)}.items()}
 
@@ -72,7 +67,7 @@ UNMARKED = {
 
 
 @pytest.mark.parametrize("name", ["wide", pytest.param("decoder", marks=pytest.mark.slow), "long"])
-def test_no_preset_is_better_than_what_is_found(name: str) -> None:
+def test_no_preset_is_better_than_what_is_found(name):
     """Nor is a preset better on another mesh than on that of its row, by bytes or by time."""
     function, arguments = UNMARKED[name]
     found = gshard.search(function, *arguments, mesh=8, machine=machine_of(8), donate_argnums=0, progress=False)
@@ -92,9 +87,7 @@ def test_no_preset_is_better_than_what_is_found(name: str) -> None:
                 assert presets[planned.name].cost.seconds <= planned.cost.seconds * NEARLY, (planned.name, mesh)
 
 
-def priced_again(
-    found: gshard.stages.SearchResult, mesh: Mesh, function: Callable[..., Any], arguments: Any, names: set[str]
-) -> list[PricedPlan]:
+def priced_again(found, mesh, function, arguments, names):
     """The presets of a mesh as marks of the program, planned for the machine."""
     lowered = gshard.jit(function, mesh=mesh, donate_argnums=0).lower_for_search(arguments, {})
     pricing = Pricing(found.cost.machine, list(found.donated), found.best.limit)
@@ -104,7 +97,7 @@ def priced_again(
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_presets_over_all_devices_are_priced_on_the_mesh_of_fewest_axes(first: int) -> None:
+def test_presets_over_all_devices_are_priced_on_the_mesh_of_fewest_axes(first):
     """However many axes the mesh of the result has, and whichever mesh is given first."""
     function, arguments = UNMARKED["wide"]
     sizes = [{"data": 8}, {"data": 2, "model": 4}, {"data": 4, "model": 2}]
@@ -123,7 +116,7 @@ MARKED = sampled(CASES, lambda name: name.split("/")[0], lambda name: 16, "searc
 
 
 @pytest.mark.parametrize("name", [n if n in MARKED else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
-def test_a_search_is_no_worse_than_the_marks(name: str) -> None:
+def test_a_search_is_no_worse_than_the_marks(name):
     case = CASES[name]
     machine = machine_of(case.jax_mesh.size)
     by_marks = gshard.explain(case.function, *case.arguments, mesh=case.jax_mesh, machine=machine)
@@ -140,7 +133,7 @@ BY_BYTES = sampled(
 )
 
 
-def both(name: str) -> tuple[Explanation, Explanation, str]:
+def both(name):
     """A program planned by bytes, and for a machine."""
     if name in CASES:
         case = CASES[name]
@@ -157,7 +150,7 @@ def both(name: str) -> tuple[Explanation, Explanation, str]:
     return explained[0], explained[1], machine
 
 
-def check_bytes(by_bytes: Explanation, by_time: Explanation, machine: str) -> None:
+def check_bytes(by_bytes, by_time, machine):
     costs = [explained.cost(machine) for explained in (by_bytes, by_time)]
     pays = costs[1].flops > MORE * costs[0].flops or costs[1].peak > MORE * costs[0].peak
     assert by_bytes.total_bytes <= by_time.total_bytes or pays, (by_bytes.total_bytes, by_time.total_bytes)
@@ -166,16 +159,16 @@ def check_bytes(by_bytes: Explanation, by_time: Explanation, machine: str) -> No
 @pytest.mark.parametrize(
     "name", [n if n in BY_BYTES else pytest.param(n, marks=pytest.mark.slow) for n in (*CASES, *SMALL, *STEPS)]
 )
-def test_by_bytes_fewest_bytes_are_sent(name: str) -> None:
+def test_by_bytes_fewest_bytes_are_sent(name):
     check_bytes(*both(name))
 
 
-def test_parts_of_one_weight_are_gathered_together() -> None:
+def test_parts_of_one_weight_are_gathered_together():
     """To cut an array that is whole costs a copy, not as much as a product."""
     n = 32
 
-    def step(w: Any, x: Any) -> Any:
-        def loss(w: Any, x: Any) -> Any:
+    def step(w, x):
+        def loss(w, x):
             parts = x @ w[:n] + jnp.sin(x) @ w[n : 2 * n] + jnp.cos(x) @ w[2 * n :]
             return jnp.mean(parts**2)
 
@@ -190,15 +183,15 @@ def test_parts_of_one_weight_are_gathered_together() -> None:
 # What is said of other plans
 
 
-def joint(axes: tuple[str, ...]) -> Callable[..., Any]:
+def joint(axes):
     """A training step of attention with one weight for queries, keys and values, split over these axes."""
 
-    def loss(w: Any, x: Any) -> Any:
+    def loss(w, x):
         q, k, v = jnp.einsum("btd,dchk->cbthk", x, w)
         scores = jax.nn.softmax(jnp.einsum("bqhk,bshk->bhqs", q, k))
         return jnp.mean(jnp.einsum("bhqs,bshk->bqhk", scores, v) ** 2)
 
-    def step(w: Any, x: Any) -> Any:
+    def step(w, x):
         w, x = gshard.split(w, 0, axes), gshard.split(x, 0, axes)
         return w - 0.1 * jax.grad(loss)(w, x)
 
@@ -209,7 +202,7 @@ JOINT = shape((256, 3, 8, 32), "float32"), shape((64, 512, 256), "float32")
 CUTS = {"a": 8}, {"a": 4, "b": 2}, {"a": 2, "b": 2, "c": 2}
 
 
-def test_no_plan_is_said_to_be_cheaper_only_where_none_is() -> None:
+def test_no_plan_is_said_to_be_cheaper_only_where_none_is():
     """On a mesh whose axes are parts of another one's, every plan of that one is possible."""
     sent, claims = {}, {}
     for axes in CUTS:
@@ -224,10 +217,10 @@ def test_no_plan_is_said_to_be_cheaper_only_where_none_is() -> None:
 
 
 @pytest.mark.parametrize("mesh", [{"a": 2, "b": 2, "c": 2, "d": 2}, {"x": 2, "y": 2}, {"x": 4}], ids=str)
-def test_limited_choices_are_said_to_be(mesh: dict[str, int]) -> None:
+def test_limited_choices_are_said_to_be(mesh):
     on, names = gshard.Mesh.abstract(**mesh), tuple(mesh)
 
-    def f(x: Any, w: Any) -> Any:
+    def f(x, w):
         return gshard.split(x, 0, names[0]) @ (gshard.split(w, 1, names[-1]) if len(names) > 1 else w)
 
     found = gshard.explain(f, shape((64, 64), "float32"), shape((64, 64), "float32"), mesh=on)
@@ -238,7 +231,7 @@ def test_limited_choices_are_said_to_be(mesh: dict[str, int]) -> None:
     assert ("no plan that" in text) == (mesh == {"x": 2, "y": 2})
 
 
-def test_plans_in_which_loops_would_hold_too_much_are_not_compared() -> None:
+def test_plans_in_which_loops_would_hold_too_much_are_not_compared():
     step = STEPS["scanned"]
     found = gshard.jit(step.function(), mesh=step.mesh()).lower(*step.arguments())
     assert found.plan.is_limited
@@ -246,10 +239,10 @@ def test_plans_in_which_loops_would_hold_too_much_are_not_compared() -> None:
     assert not gshard.jit(written.function(), mesh=written.mesh()).lower(*written.arguments()).plan.is_limited
 
 
-def test_a_bound_of_some_choices_is_said_to_be_of_these() -> None:
+def test_a_bound_of_some_choices_is_said_to_be_of_these():
     """Many axes are joined: a search compares plans over whole joined axes only."""
     function, arguments = UNMARKED["wide"]
-    given: dict[str, Any] = {"donate_argnums": 0, "progress": False}
+    given = {"donate_argnums": 0, "progress": False}
     axes = dict.fromkeys("abcd", 2)
     many = gshard.search(function, *arguments, mesh=gshard.Mesh.abstract(**axes), machine="h100:2x8", **given)
     assert many.best.is_limited
@@ -261,7 +254,7 @@ def test_a_bound_of_some_choices_is_said_to_be_of_these() -> None:
     assert "at most 100 % slower than the best of the choices compared" in str(slower)
 
 
-def test_a_choice_is_limited_as_its_plan() -> None:
+def test_a_choice_is_limited_as_its_plan():
     program = gshard.stages.trace(lambda x, w: gshard.split(x, 0, "a") @ w, *(shape((64, 64), "float32"),) * 2)
     for axes in ({"a": 8}, dict.fromkeys("abcd", 2)):
         choice = choose(settled(program, gshard.Mesh.abstract(**axes)))

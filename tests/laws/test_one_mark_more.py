@@ -5,11 +5,7 @@ leave as that plan says. Then every inner value is marked in every way that its 
 program is planned and partitioned again: none of these sends 1 % less without computing more.
 """
 
-from __future__ import annotations
-
 import random
-from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +16,7 @@ import gshard
 from gshard.comm.reshard import MESSAGE
 from gshard.core.mark import mark_of_cut
 from gshard.core.mesh import Mesh
-from gshard.core.program import Program, Value
+from gshard.core.program import Value
 from gshard.device.cost import cost
 from gshard.device.machine import Machine
 from gshard.emit.partition import partition
@@ -33,7 +29,7 @@ LEAST = 0.99
 QUICK, ALL = (0, 2, 3, 4, 7), 100
 
 
-def product(x: Any, values: Sequence[Any], numbers: random.Random) -> Any:
+def product(x, values, numbers):
     """A product with an array that fits, as it is or transposed."""
     matrices = [y for y in values if y.ndim == x.ndim == 2]
     rows = [y for y in matrices if y.shape[0] == x.shape[1]]
@@ -42,15 +38,15 @@ def product(x: Any, values: Sequence[Any], numbers: random.Random) -> Any:
     return x @ numbers.choice(fitting) if fitting else jnp.tanh(x)
 
 
-def reduction(x: Any, numbers: random.Random) -> Any:
+def reduction(x, numbers):
     """The sum over a dimension, taken from the array, or for rows of its own."""
     d = numbers.randrange(2)
     total = x.sum(d, keepdims=True)
     return total * jnp.ones((256, 1), x.dtype) if d == 0 and numbers.random() < 0.5 else x - total
 
 
-def function(seed: int, steps: int, results: int) -> Any:
-    def f(*arguments: Any) -> Any:
+def function(seed, steps, results):
+    def f(*arguments):
         numbers, values = random.Random(seed), list(arguments)
         for _ in range(steps):
             x = numbers.choice(values) if numbers.random() < 0.4 else values[-1]
@@ -69,7 +65,7 @@ def function(seed: int, steps: int, results: int) -> Any:
     return f
 
 
-def planned(seed: int, between: tuple[int, int] = (3, 8), results: int = 2) -> tuple[Program, Mesh]:
+def planned(seed, between=(3, 8), results=2):
     """A program of so many steps and results, with marks on these and on arguments, and what it is for."""
     numbers = random.Random(seed)
     steps, dims = numbers.randint(*between), [numbers.choice(SIZES) for _ in range(3)]
@@ -86,14 +82,14 @@ def planned(seed: int, between: tuple[int, int] = (3, 8), results: int = 2) -> t
     return marked, mesh
 
 
-def spent(program: Program, mesh: Mesh) -> tuple[int, int]:
+def spent(program, mesh):
     """Bytes that a device sends, with those that messages count as, and operations."""
     spmd = partition(propagate(program, mesh))
     sent = sum(c.total_bytes + MESSAGE * c.times for c in spmd.collectives)
     return sent, cost(spmd, Machine.of("cpu", mesh.size)).flops
 
 
-def one_more(program: Program, mesh: Mesh) -> Iterator[tuple[str, Program]]:
+def one_more(program, mesh):
     """The program with one inner value marked, in each way."""
     axes = tuple(atoms for atoms in mesh.atoms_of.values() if atoms)
     for e in program.block.walk():
@@ -105,7 +101,7 @@ def one_more(program: Program, mesh: Mesh) -> Iterator[tuple[str, Program]]:
 
 
 @pytest.mark.parametrize("seed", [pytest.param(i, marks=[] if i in QUICK else [pytest.mark.slow]) for i in range(ALL)])
-def test_no_mark_sends_less(seed: int) -> None:
+def test_no_mark_sends_less(seed):
     program, mesh = planned(seed)
     sent, flops = spent(program, mesh)
     for where, marked in one_more(program, mesh):

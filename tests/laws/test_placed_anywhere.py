@@ -4,11 +4,6 @@ JAX's dispatch in C++ takes the buffers of a committed array as they are. So the
 sees, may be right, and later ones wrong: each kind is called three times, with those of all other kinds in between.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any
-
 import jax
 import numpy as np
 import pytest
@@ -30,7 +25,7 @@ FEW = (
 )  # fmt: skip
 SHAPES = {"square": (8, 8), "uneven": (13, 11), "tall": (16, 8)}
 ON = {"2x4": GRID, "8": {"a": 8}, "2x2x2": {"b": 2, "a": 2, "c": 2}}
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS = {
     "plain": {},
     "in_shardings": {"in_shardings": P(None, "a")},
     "in_shardings, one left open": {"in_shardings": (P("a"), None)},
@@ -44,25 +39,23 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def as_they_come(arguments: Sequence[Any], in_shardings: Any) -> list[Any]:
+def as_they_come(arguments, in_shardings):
     """The arguments in the memories in which the program gets them: ``in_shardings`` name that of the devices."""
     leaves, tree = jax.tree.flatten(list(arguments), is_leaf=lambda x: isinstance(x, gshard.stages.UnevenArray))
     given = jax.tree.leaves(in_shardings, is_leaf=lambda spec: spec is None or isinstance(spec, P))
     specs = given if len(given) == len(leaves) else given * len(leaves)
 
-    def on_device(x: Any, spec: Any) -> Any:
+    def on_device(x, spec):
         moves = spec is not None and isinstance(x, jax.Array) and x.sharding.memory_kind == "pinned_host"
         return jax.numpy.asarray(np.asarray(x)) if moves else x
 
-    return jax.tree.unflatten(tree, map(on_device, leaves, specs))  # type: ignore[no-any-return]
+    return jax.tree.unflatten(tree, map(on_device, leaves, specs))
 
 
-def check(
-    name: str, ways: Sequence[str], shape: tuple[int, ...] = (8, 8), axes: dict[str, int] = GRID, **options: Any
-) -> None:
+def check(name, ways, shape=(8, 8), axes=GRID, **options):
     """Calls one jitted function in each way, three times over."""
     register(0)
-    small, mesh = PROGRAMS[name], mesh_of(**axes)  # type: ignore[arg-type]
+    small, mesh = PROGRAMS[name], mesh_of(**axes)
     if small.in_dictionary and type(options.get("in_shardings")) is tuple:
         options["in_shardings"] = small.arguments(*options["in_shardings"])
     x, y = numbers(shape, 1), numbers(shape, 2)
@@ -79,25 +72,25 @@ def check(
 
 @pytest.mark.parametrize("name", FAST)
 @pytest.mark.one_in(2)
-def test_arguments_may_lie_anywhere(name: str) -> None:
+def test_arguments_may_lie_anywhere(name):
     check(name, tuple(PLACES))
 
 
 @pytest.mark.parametrize("option", [option for option in OPTIONS if option != "plain"])
 @pytest.mark.one_in(2)
-def test_whatever_the_options(option: str) -> None:
+def test_whatever_the_options(option):
     check("unmarked", FEW, **OPTIONS[option])
 
 
-def test_a_plan_that_was_found() -> None:
+def test_a_plan_that_was_found():
     small, shape = PROGRAMS["unmarked"], jax.ShapeDtypeStruct((8, 8), np.int32)
     found = gshard.search(small.function, shape, shape, mesh=mesh_of(a=2, b=4), machine="h100:1x8")
     check("unmarked", FEW, plan=found.plan)
 
 
-def test_each_argument_in_a_way_of_its_own() -> None:
+def test_each_argument_in_a_way_of_its_own():
     """Also with one that the program does not read, which is not moved."""
-    mesh, x, y = mesh_of(**GRID), numbers((8, 8), 1), numbers((8, 8), 2)  # type: ignore[arg-type]
+    mesh, x, y = mesh_of(**GRID), numbers((8, 8), 1), numbers((8, 8), 2)
     for name in ("ring product", "unread", "identity"):
         f = PROGRAMS[name].function
         want, jitted = unpartitioned(f, (x, y)), gshard.jit(f, mesh=mesh)
@@ -109,7 +102,7 @@ def test_each_argument_in_a_way_of_its_own() -> None:
 
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("reads", ["nothing", "no element"])
-def test_an_argument_without_readers_has_an_order_of_its_own(reads: str, keep: bool) -> None:
+def test_an_argument_without_readers_has_an_order_of_its_own(reads, keep):
     mesh, x, y = mesh_of(order=range(7, -1, -1), a=8), numbers((16, 8), 1), numbers((16, 8), 2)
     f = {"nothing": lambda x, y: y + 1, "no element": lambda x, y: y + 1 + x[:0].sum()}[reads]
     given = jax.NamedSharding(mesh, P("a")), None
@@ -123,7 +116,7 @@ def test_an_argument_without_readers_has_an_order_of_its_own(reads: str, keep: b
 
 @pytest.mark.parametrize("option", ["plain", "in_shardings", "kept"])
 @pytest.mark.one_in(2)
-def test_uneven_sizes(option: str) -> None:
+def test_uneven_sizes(option):
     """Also arrays in padded parts, as other functions return them: cut alike, otherwise, and on another mesh."""
     ways = (
         "kept rows",
@@ -140,7 +133,7 @@ def test_uneven_sizes(option: str) -> None:
 
 
 @pytest.mark.parametrize("option", ["plain", "kept"])
-def test_a_donated_array_is_overwritten_only_where_it_is(option: str) -> None:
+def test_a_donated_array_is_overwritten_only_where_it_is(option):
     """One that has to be moved is copied: it, and all that it shares memory with, stays."""
     mesh, x = mesh_of(d=8), numbers((16, 8), 1)
     jitted = gshard.jit(lambda x: gshard.split(x, 0, 8) + 1, mesh=mesh, donate_argnums=0, **OPTIONS[option])
@@ -160,7 +153,7 @@ def test_a_donated_array_is_overwritten_only_where_it_is(option: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_every_program_with_every_option(name: str, option: str) -> None:
+def test_every_program_with_every_option(name, option):
     """Sizes and meshes in turn."""
     turn = list(PROGRAMS).index(name) + list(OPTIONS).index(option)
     shape, axes = [*SHAPES.values()][turn % 3], [*ON.values()][turn // 3 % 3]

@@ -3,8 +3,6 @@
 Each order of planning is a process of its own, for nothing can be planned first twice in one.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -17,34 +15,31 @@ CHAINS = Path(__file__).resolve().parent.parent / "marked_chains.py"
 
 
 @pytest.fixture(scope="module")
-def forwards() -> dict[str, str]:
+def forwards():
     return planned("forwards", "0")
 
 
-def planned(order: str, hash_seed: str) -> dict[str, str]:
+def planned(order, hash_seed):
     """The text of each plan, made in a new process."""
     environment = os.environ | {"PYTHONHASHSEED": hash_seed}
     line = [sys.executable, str(CHAINS), order]
     done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, str] = json.loads(done.stdout)
+    found = json.loads(done.stdout)
     return found
 
 
-def assert_equal(ours: dict[str, str], theirs: dict[str, str]) -> None:
+def assert_equal(ours, theirs):
     assert sorted(ours) == sorted(theirs)
     assert len(ours) > 30
     different = [name for name in ours if ours[name] != theirs[name]]
     assert not different, f"{different}:\n{ours[different[0]]}\n\n{theirs[different[0]]}"
 
 
-@pytest.mark.parametrize(
-    "order, hash_seed",
-    [
-        ("backwards", "1"),
-        pytest.param("backwards", "0", marks=pytest.mark.slow),  # each by itself, to tell them apart
-        pytest.param("forwards", "1", marks=pytest.mark.slow),
-    ],
-)
-def test_a_plan_depends_on_nothing_else(order: str, hash_seed: str, forwards: dict[str, str]) -> None:
+@pytest.mark.parametrize("order, hash_seed", [
+    ("backwards", "1"),
+    pytest.param("backwards", "0", marks=pytest.mark.slow),  # each by itself, to tell them apart
+    pytest.param("forwards", "1", marks=pytest.mark.slow),
+])  # fmt: skip
+def test_a_plan_depends_on_nothing_else(order, hash_seed, forwards):
     assert_equal(forwards, planned(order, hash_seed))

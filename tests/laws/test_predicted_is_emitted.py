@@ -1,10 +1,5 @@
 """What is reported is what runs: the collectives of a plan, of the emitted program, and of the compiled one agree."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,57 +13,57 @@ from gshard.xla import hlo_collectives
 from placed import in_every_way
 
 
-def normal(*shape: int) -> np.ndarray:
+def normal(*shape):
     return np.random.default_rng([*shape]).standard_normal(shape).astype(np.float32)
 
 
-def contraction(x: Any, w: Any) -> Any:
+def contraction(x, w):
     return shard(shard(x, P(None, "model")) @ shard(w, P("model", None)), P("data", None))
 
 
-def to_experts(x: Any, w: Any) -> Any:
+def to_experts(x, w):
     tokens = split(x, 0, 8)
     return split(jnp.einsum("gsm,emh->gseh", tokens, split(w, 0, 8)), 2, 8)
 
 
-def recurrent(x: Any, w: Any) -> Any:
-    def step(carry: Any, a: Any) -> Any:
+def recurrent(x, w):
+    def step(carry, a):
         carry = jnp.tanh(shard(carry, P("data", "model")) @ a)
         return carry, carry.sum()
 
     return jax.lax.scan(step, x, w)
 
 
-def carried(x: Any, w: Any) -> Any:
+def carried(x, w):
     """What comes out of a round is moved to how the next one takes it."""
 
-    def step(carry: Any, a: Any) -> Any:
+    def step(carry, a):
         return shard(jnp.tanh(shard(carry, P("data", "model")) * a), P("model", "data")), None
 
     return jax.lax.scan(step, x, w)[0]
 
 
-def shifted(x: Any) -> Any:
+def shifted(x):
     x = split(x, 0, 8)
     return jnp.concatenate([x[3:], x[:3]]) * x
 
 
-def exchange(x: Any) -> Any:
+def exchange(x):
     return split(jnp.sin(split(x, 0, 8)), 1, 8)
 
 
-def moved(x: Any) -> Any:
+def moved(x):
     return shard(jnp.sin(shard(x, P("data", "model"))), P("model", "data"))
 
 
-def combined(x: Any, w: Any) -> Any:
+def combined(x, w):
     """Every way to combine parts: those that no collective knows are gathered and folded, and say so."""
     x, n = split(x, 0, 8), split((x * 9).astype(jnp.int32), 0, 8)
     folded = jnp.prod(x, 0), jnp.bitwise_xor.reduce(n, 0), jnp.bitwise_and.reduce(n, 0), jnp.bitwise_or.reduce(n, 0)
     return *folded, jnp.any(x > w, 0), jnp.all(x < 2, 0), x.max(0), n.min(0), (n > 3).max(0)
 
 
-PROGRAMS: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
+PROGRAMS = [
     ("contraction", contraction, (normal(8, 16), normal(16, 8))),
     ("contraction, gradient", jax.grad(lambda x, w: (contraction(x, w) ** 2).sum(), 1), (normal(8, 16), normal(16, 8))),
     ("experts", to_experts, (normal(8, 4, 6), normal(8, 6, 5))),
@@ -84,7 +79,7 @@ PROGRAMS: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
 
 @pytest.mark.parametrize(("name", "function", "arguments"), PROGRAMS, ids=[p[0] for p in PROGRAMS])
 @pytest.mark.one_in(3)
-def test_bytes_by_kind(name: str, function: Any, arguments: Any, mesh_2x4: jax.sharding.Mesh) -> None:
+def test_bytes_by_kind(name, function, arguments, mesh_2x4):
     jitted = gshard.jit(function, mesh=mesh_2x4)
     lowered = jitted.lower(*arguments)
     said = reported(lowered.spmd.collectives)

@@ -1,7 +1,5 @@
 """Propagation under random marks: it obeys every mark, uses an atom once, is settled, and never changes a value."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any
@@ -27,54 +25,54 @@ MESH = Mesh.abstract(data=2, model=3)
 Marker = Callable[[Any], Any]
 
 
-def normal(*shape: int) -> np.ndarray:
+def normal(*shape):
     return np.random.default_rng([*shape, 3]).standard_normal(shape).astype(np.float32)
 
 
-def layers(mark: Marker, x: Any, weights: Any) -> Any:
-    def layer(carry: Any, w: Any) -> Any:
+def layers(mark, x, weights):
+    def layer(carry, w):
         carry = jnp.tanh(mark(carry) @ mark(w))
         return carry, carry.max(0)
 
     return jax.lax.scan(layer, mark(x), weights)
 
 
-def attention(mark: Marker, q: Any, k: Any, v: Any) -> Any:
+def attention(mark, q, k, v):
     scores = mark(jnp.einsum("bhqd,bhkd->bhqk", mark(q), k))
     return mark(jnp.einsum("bhqk,bhkd->bhqd", jax.nn.softmax(scores), mark(v)))
 
 
-def classifier(mark: Marker, table: Any, ids: Any, w: Any) -> Any:
+def classifier(mark, table, ids, w):
     h = mark(jnp.take(mark(table), mark(ids), axis=0)).mean(1)
     logits = mark(h @ mark(w))
     return -jnp.take_along_axis(jax.nn.log_softmax(logits), ids[:, :1] % 4, axis=1).mean()
 
 
-def gating(mark: Marker, x: Any, w: Any) -> Any:
+def gating(mark, x, w):
     gates = jax.nn.softmax(mark(x) @ mark(w))
     best = jax.nn.one_hot(jnp.argmax(gates, -1), gates.shape[-1])
     place = jnp.cumsum(mark(best), axis=1) * best
     return mark(jnp.einsum("gse,gsm->egm", mark(best * (place < 3)), x)), place.sum((0, 1))
 
 
-def branches(mark: Marker, x: Any, i: Any) -> Any:
+def branches(mark, x, i):
     out = jax.lax.cond(i > 0, lambda y: mark(y) * 2, lambda y: mark(y[::-1]), mark(x))
     total, _ = jax.lax.while_loop(lambda c: c[1] < 3, lambda c: (mark(c[0]) + jnp.sin(c[0]), c[1] + 1), (out, 0))
     return total, mark(total.T).sum(0)
 
 
-def noisy(mark: Marker, x: Any, key: Any) -> Any:
+def noisy(mark, x, key):
     keep = jax.random.bernoulli(key, 0.7, x.shape)
     return mark(jnp.where(keep, mark(x), 0)).reshape(-1), jax.random.normal(key, (5, 4)) + x.sum()
 
 
-def pictures(mark: Marker, x: Any, k: Any) -> Any:
+def pictures(mark, x, k):
     y = jax.lax.conv_general_dilated(mark(x), k, (2, 1), "SAME")
     return mark(jnp.pad(mark(y), ((0, 0), (0, 0), (1, 2), (0, 1))))[:, :, 1:, ::2]
 
 
 IDS = np.random.default_rng(1).integers(0, 9, (5, 3)).astype(np.int32)
-PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+PROGRAMS = {
     "layers": (layers, (normal(5, 6), normal(3, 6, 6))),
     "attention": (attention, (normal(3, 4, 5, 2), normal(3, 4, 7, 2), normal(3, 4, 7, 2))),
     "classifier": (classifier, (normal(9, 6), IDS, normal(6, 4))),
@@ -93,12 +91,12 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
 }  # fmt: skip
 
 
-def random_marks(seed: int) -> Marker:
+def random_marks(seed):
     """Marks about half of what it is given, in random ways; never one mark on another."""
     drawn = random.Random(seed)
 
-    def mark(x: Any) -> Any:
-        entries: list[Any] = [None] * x.ndim
+    def mark(x):
+        entries = [None] * x.ndim
         for axis in drawn.sample(["data", "model"], drawn.randint(0, 2)):
             d = drawn.randrange(x.ndim)
             entries[d] = axis if entries[d] is None else (entries[d], axis)
@@ -113,11 +111,11 @@ def random_marks(seed: int) -> Marker:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.one_in(3)
-def test_random_marks(name: str, seed: int) -> None:
+def test_random_marks(name, seed):
     check(name, seed)
 
 
-def test_marks_may_leave_no_plan_in_which_a_loop_holds_less() -> None:
+def test_marks_may_leave_no_plan_in_which_a_loop_holds_less():
     """Then it holds more, and the program is planned all the same."""
     check("branches", 3)
 
@@ -125,11 +123,11 @@ def test_marks_may_leave_no_plan_in_which_a_loop_holds_less() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3, 23))
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_many_random_marks(name: str, seed: int) -> None:
+def test_many_random_marks(name, seed):
     check(name, seed)
 
 
-def check(name: str, seed: int) -> None:
+def check(name, seed):
     """Plans a program under random marks, checks the plan, and simulates it."""
     function, arguments = PROGRAMS[name]
     program = trace(lambda *a: function(random_marks(seed), *a), *arguments)
@@ -162,7 +160,7 @@ def check(name: str, seed: int) -> None:
             np.testing.assert_allclose(got[device], part, rtol=3e-5, atol=3e-5)
 
 
-def parts_of(x: Any, dims: Any) -> list[Any]:
+def parts_of(x, dims):
     """Each device's part of a whole array that divides evenly."""
     sizes, parts = MESH.atom_sizes, []
     for device in range(MESH.size):
@@ -178,7 +176,7 @@ def parts_of(x: Any, dims: Any) -> list[Any]:
     return parts
 
 
-def test_unmarked_programs_are_left_alone() -> None:
+def test_unmarked_programs_are_left_alone():
     """Without a mark nothing is split and nothing is sent."""
     for function, arguments in PROGRAMS.values():
         lowered = gshard.jit(lambda *a, f=function: f(lambda x: x, *a), mesh=MESH).lower(*arguments)
@@ -186,10 +184,10 @@ def test_unmarked_programs_are_left_alone() -> None:
         assert lowered.spmd.collectives == ()
 
 
-def test_shardings_that_a_plan_found_are_kept_when_they_come_back_as_marks() -> None:
+def test_shardings_that_a_plan_found_are_kept_when_they_come_back_as_marks():
     """Feeding the arguments in as the plan wants them gives the same plan: it was settled."""
 
-    def f(x: Any, w: Any) -> Any:
+    def f(x, w):
         return jnp.tanh(shard(x, P("data", None)) @ w) @ shard(w, P(None, "model")).T
 
     x, w = normal(4, 6), normal(6, 6)
@@ -201,10 +199,10 @@ def test_shardings_that_a_plan_found_are_kept_when_they_come_back_as_marks() -> 
     assert all(isinstance(v, Value) for v in first.program.block.inputs)
 
 
-def test_arrays_may_disagree_beside_a_scalar() -> None:
+def test_arrays_may_disagree_beside_a_scalar():
     """A scalar has no dimension to disagree about; the others' disagreement is settled all the same."""
 
-    def f(which: Any, x: Any, y: Any) -> Any:
+    def f(which, x, y):
         data_first, data_last = shard(x, P("data", P.UNCONSTRAINED)), shard(y, P(P.UNCONSTRAINED, "data"))
         return jax.lax.select_n(which, data_first, data_last)
 

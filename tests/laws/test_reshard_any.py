@@ -1,12 +1,9 @@
 """Any sharding to any other: the right values, and never more bytes than gathering everything and cutting again."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math
 import random
-from typing import Any
 
 import jax
 import numpy as np
@@ -25,7 +22,7 @@ SHAPES = ((8, 6, 4), (5, 7, 3), (1, 0, 6), (2, 9, 1))
 
 
 @functools.cache
-def shardings(mesh: Mesh, rank: int) -> tuple[Sharding, ...]:
+def shardings(mesh, rank):
     """Every way to put atoms on dimensions, in every order, and to leave some of the rest unreduced."""
     found = []
     for chosen in itertools.product(range(rank + 2), repeat=len(mesh.atoms)):
@@ -36,7 +33,7 @@ def shardings(mesh: Mesh, rank: int) -> tuple[Sharding, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def parts(x: np.ndarray, sharding: Sharding, mesh: Mesh, rng: np.random.Generator) -> np.ndarray:
+def parts(x, sharding, mesh, rng):
     """What each device holds: its part, poison in the padding, and random shares of what is unreduced."""
     local = sharding.local_shape(mesh, x.shape)
     share = {}
@@ -59,13 +56,13 @@ def parts(x: np.ndarray, sharding: Sharding, mesh: Mesh, rng: np.random.Generato
     return np.stack(devices)
 
 
-def places(mesh: Mesh) -> list[dict[str, int]]:
+def places(mesh):
     """The coordinates of every device, in order."""
     sizes = mesh.atom_sizes
     return [dict(zip(sizes, at, strict=True)) for at in itertools.product(*(range(n) for n in sizes.values()))]
 
 
-def ordinal(atoms: tuple[str, ...], at: dict[str, int], mesh: Mesh) -> int:
+def ordinal(atoms, at, mesh):
     """Which part a device holds."""
     number = 0
     for a in atoms:
@@ -73,17 +70,17 @@ def ordinal(atoms: tuple[str, ...], at: dict[str, int], mesh: Mesh) -> int:
     return number
 
 
-def move(x: np.ndarray, source: Sharding, target: Sharding, mesh: Mesh, rng: np.random.Generator) -> None:
+def move(x, source, target, mesh, rng):
     """Moves an array and checks what every device holds afterwards."""
 
-    def local(part: Any) -> Any:
+    def local(part):
         for step in plan_reshard(source, target, x.shape, x.itemsize, mesh):
             part = run(step, part, x.shape, mesh)
         return part
 
     (moved,) = simulate_function(local, mesh.atom_sizes, parts(x, source, mesh, rng))
     size = target.local_shape(mesh, x.shape)
-    total: dict[Any, Any] = {}
+    total = {}
     for device, at in enumerate(places(mesh)):
         begin = [ordinal(atoms, at, mesh) * n for atoms, n in zip(target.dims, size, strict=True)]
         want = x[tuple(slice(b, min(b + n, full)) for b, n, full in zip(begin, size, x.shape, strict=True))]
@@ -98,11 +95,11 @@ def move(x: np.ndarray, source: Sharding, target: Sharding, mesh: Mesh, rng: np.
         np.testing.assert_array_equal(got, want)
 
 
-def sample(mesh: Mesh, rank: int, count: int) -> list[tuple[Sharding, Sharding]]:
+def sample(mesh, rank, count):
     """Pairs from a sharding to one that it can become."""
     drawn = random.Random(7)
     every = shardings(mesh, rank)
-    found: list[tuple[Sharding, Sharding]] = []
+    found = []
     while len(found) < count:
         source, target = drawn.choice(every), drawn.choice(every)
         if set(target.unreduced) <= set(source.unreduced):
@@ -113,7 +110,7 @@ def sample(mesh: Mesh, rank: int, count: int) -> list[tuple[Sharding, Sharding]]
 @pytest.mark.parametrize("mesh", [CUBE, UNEVEN], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.one_in(3)
-def test_values_arrive(mesh: Mesh, shape: tuple[int, ...], rng: np.random.Generator) -> None:
+def test_values_arrive(mesh, shape, rng):
     x = rng.integers(-900, 900, shape).astype(np.int32)
     for source, target in sample(mesh, 3, 12):
         move(x, source, target, mesh, rng)
@@ -122,14 +119,14 @@ def test_values_arrive(mesh: Mesh, shape: tuple[int, ...], rng: np.random.Genera
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [CUBE, UNEVEN], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_many_values_arrive(mesh: Mesh, shape: tuple[int, ...], rng: np.random.Generator) -> None:
+def test_many_values_arrive(mesh, shape, rng):
     x = rng.integers(-900, 900, shape).astype(np.int32)
     for source, target in sample(mesh, 3, 300):
         move(x, source, target, mesh, rng)
 
 
 @pytest.mark.parametrize("mesh", [CUBE, UNEVEN], ids=str)
-def test_never_more_than_gathering_everything(mesh: Mesh) -> None:
+def test_never_more_than_gathering_everything(mesh):
     shape, size = (8, 24, 6), 4
     for source, target in sample(mesh, 3, 600):
         cut = mesh.count([a for dim in source.dims for a in dim])
@@ -139,7 +136,7 @@ def test_never_more_than_gathering_everything(mesh: Mesh) -> None:
         assert reshard_bytes(source, target, shape, size, mesh) <= gathered + finished
 
 
-def test_a_cut_that_moves_between_dimensions_needs_no_gather() -> None:
+def test_a_cut_that_moves_between_dimensions_needs_no_gather():
     """jax-ml/jax#21562, where XLA gathers the whole array."""
     mesh = Mesh.abstract(x=2, y=4)
     y = mesh.atoms_of["y"]
@@ -148,18 +145,18 @@ def test_a_cut_that_moves_between_dimensions_needs_no_gather() -> None:
     assert [s.kind for s in steps] == ["all_to_all"]
 
 
-def test_unreduced_into_a_split_is_one_reduce_scatter() -> None:
+def test_unreduced_into_a_split_is_one_reduce_scatter():
     source = Sharding(((), ())).with_unreduced({"a": "add", "b": "add", "c": "add"})
     target = Sharding(((), ("a", "b", "c")))
     assert [s.kind for s in plan_reshard(source, target, (4, 16), 4, CUBE)] == ["reduce_scatter"]
 
 
-def test_the_same_cut_on_other_devices_is_one_permute() -> None:
+def test_the_same_cut_on_other_devices_is_one_permute():
     source, target = Sharding((("a", "b"), ("c",))), Sharding((("b", "c"), ("a",)))
     assert [s.kind for s in plan_reshard(source, target, (8, 8), 4, CUBE)] == ["collective_permute"]
 
 
-def test_very_large_meshes_are_planned_at_once() -> None:
+def test_very_large_meshes_are_planned_at_once():
     mesh = Mesh.abstract(data=64, expert=32)
     d, e = mesh.atoms_of["data"], mesh.atoms_of["expert"]
     source, target = Sharding(((*d, *e), (), ())), Sharding(((), (*d, *e), ()))
@@ -167,7 +164,7 @@ def test_very_large_meshes_are_planned_at_once() -> None:
     assert step.kind == "all_to_all"
 
 
-def test_parts_that_are_too_small_to_be_cut_where_they_are(rng: np.random.Generator) -> None:
+def test_parts_that_are_too_small_to_be_cut_where_they_are(rng):
     """On more atoms than are moved in every way: two rows over eight devices of sixteen, then over all."""
     mesh = Mesh.abstract(a=2, b=2, c=2, d=2)
     x = rng.integers(-900, 900, (2, 3, 16)).astype(np.int32)
@@ -177,13 +174,13 @@ def test_parts_that_are_too_small_to_be_cut_where_they_are(rng: np.random.Genera
         move(x, target, source, mesh, rng)
 
 
-def test_what_runs_on_devices_is_what_is_simulated(rng: np.random.Generator) -> None:
+def test_what_runs_on_devices_is_what_is_simulated(rng):
     x = rng.integers(-9, 9, (6, 5)).astype(np.int32)
     mesh = Mesh.of(8)
     d0, d1, d2 = mesh.atoms
     source, target = Sharding(((), ())).with_unreduced({d0: "add", d1: "add", d2: "add"}), Sharding(((d1,), (d2, d0)))
 
-    def local(part: Any) -> Any:
+    def local(part):
         for step in plan_reshard(source, target, x.shape, 4, mesh):
             part = run(step, part[0] if part.ndim == 3 else part, x.shape, mesh)
         return part[None]

@@ -4,14 +4,10 @@ Plans are made by hand, as in the law of the rules: padding is poisoned, sums co
 are simulated, and what is sent is what is reported, part for part.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math
 import random
-from collections.abc import Iterator
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,35 +17,30 @@ import gshard
 from emitted import emitted, reported
 from gshard.comm.steps import aligned
 from gshard.core.mesh import Mesh
-from gshard.core.plan import Plan, Ring, entering, leaving
-from gshard.core.program import Equation, Value, itemsize
-from gshard.core.rule import Split, operand_sharding, result_sharding
+from gshard.core.plan import Ring, entering, leaving
+from gshard.core.program import Value, itemsize
+from gshard.core.rule import operand_sharding, result_sharding
 from gshard.testing import rule_checks
 from gshard.tracing.trace import trace
 from sampled import crossed
 
 MESHES = {
-    "2x3": Mesh.abstract(a=2, b=3),
-    "2x2": Mesh.abstract(a=2, b=2),
-    "4x3": Mesh.abstract(a=4, b=3),
+    "2x3": Mesh.abstract(a=2, b=3), "2x2": Mesh.abstract(a=2, b=2), "4x3": Mesh.abstract(a=4, b=3),
     "5": Mesh.abstract(a=5),
-}
+}  # fmt: skip
 # Sizes that divide, that do not, that are below the number of devices, and 1.
-PRODUCTS: dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]] = {
-    "even": ("ik,kj->ij", (12, 24), (24, 12)),
-    "uneven": ("ik,kj->ij", (7, 11), (11, 13)),
-    "short": ("ik,kj->ij", (3, 2), (2, 1)),
-    "batched": ("bik,bkj->bij", (5, 4, 6), (5, 6, 7)),
-    "two sums": ("aik,kjbi->baj", (3, 4, 6), (6, 5, 2, 4)),
-    "vector": ("k,jk->j", (9,), (8, 9)),
-}
+PRODUCTS = {
+    "even": ("ik,kj->ij", (12, 24), (24, 12)), "uneven": ("ik,kj->ij", (7, 11), (11, 13)),
+    "short": ("ik,kj->ij", (3, 2), (2, 1)), "batched": ("bik,bkj->bij", (5, 4, 6), (5, 6, 7)),
+    "two sums": ("aik,kjbi->baj", (3, 4, 6), (6, 5, 2, 4)), "vector": ("k,jk->j", (9,), (8, 9)),
+}  # fmt: skip
 
 
-def rings_of(e: Equation, split: Split, mesh: Mesh) -> Iterator[Ring]:
+def rings_of(e, split, mesh):
     """Every ring for an equation that is split like this."""
     rule = e.rule
     assert rule is not None
-    singles: list[Ring] = []
+    singles = []
     for f, factor in enumerate(rule.factors):
         for count in range(1, len(mesh.atoms) + 1):
             for atoms in itertools.permutations(mesh.atoms, count):
@@ -72,7 +63,7 @@ def rings_of(e: Equation, split: Split, mesh: Mesh) -> Iterator[Ring]:
                 yield Ring(one.factor, operands, one.result or other.result)
 
 
-def plan_of(alone: rule_checks.Alone, split: Split, ring: Ring, mesh: Mesh) -> Plan:
+def plan_of(alone, split, ring, mesh):
     """A plan in which operands are sharded as the ring takes them; the result goes to every device."""
     plan, e = rule_checks.plan_of(alone.program, alone.equation, split, mesh), alone.equation
     assert e.rule is not None
@@ -80,7 +71,7 @@ def plan_of(alone: rule_checks.Alone, split: Split, ring: Ring, mesh: Mesh) -> P
     return dataclasses.replace(plan, shardings={**plan.shardings, **placed}, rings={e: ring})
 
 
-def sent_in(ring: Ring, e: Equation, split: Split, mesh: Mesh) -> int:
+def sent_in(ring, e, split, mesh):
     """What each device is to send: every other part once, and the skews if two arrays rotate."""
     assert e.rule is not None
     placed = [(e.inputs[i], entering(e.rule, split, ring, i)) for i, _ in ring.operands]
@@ -91,7 +82,7 @@ def sent_in(ring: Ring, e: Equation, split: Split, mesh: Mesh) -> int:
 
 @pytest.mark.parametrize(("name", "on"), crossed(list(PRODUCTS), list(MESHES), one_in=3))
 @pytest.mark.one_in(3)
-def test_rings_of_every_kind_compute_the_whole(name: str, on: str) -> None:
+def test_rings_of_every_kind_compute_the_whole(name, on):
     check(name, on, 1, np.int32)
     if name == "uneven":
         check(name, on, 1, np.float32)
@@ -101,11 +92,11 @@ def test_rings_of_every_kind_compute_the_whole(name: str, on: str) -> None:
 @pytest.mark.parametrize("dtype", [np.int32, np.float32, jnp.bfloat16])
 @pytest.mark.parametrize("on", MESHES)
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_very_many_rings_compute_the_whole(name: str, on: str, dtype: Any) -> None:
+def test_very_many_rings_compute_the_whole(name, on, dtype):
     check(name, on, 6, dtype)
 
 
-def check(name: str, on: str, most: int, dtype: Any) -> None:
+def check(name, on, most, dtype):
     """Compares so many rings of each kind with the whole product; whole numbers must be the same bits."""
     text, lhs, rhs = PRODUCTS[name]
     rng, mesh = np.random.default_rng(len(name)), MESHES[on]
@@ -118,7 +109,7 @@ def check(name: str, on: str, most: int, dtype: Any) -> None:
     alone = rule_checks.Alone.of(program, e, arguments)
     assert e.rule is not None
     splits = [{}, *rule_checks.splits_of(e.rule, mesh, 40), *alone.passing(mesh)]
-    kinds: dict[Any, list[tuple[Split, Ring]]] = {}
+    kinds = {}
     for split in splits:
         for ring, both_ways in itertools.product(rings_of(e, split, mesh), (False, True)):
             kind = len(ring.operands), bool(ring.result), (ring.factor,) in e.rule.results[0]

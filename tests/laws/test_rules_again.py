@@ -1,10 +1,6 @@
 """The law: a rule that is registered anew counts from then on, for functions jitted before and after."""
 
-from __future__ import annotations
-
 import gc
-from collections.abc import Iterator
-from typing import Any
 
 import jax
 import numpy as np
@@ -22,17 +18,17 @@ WANT = X - X.sum(0, keepdims=True, dtype=np.int32)
 
 
 @pytest.fixture(autouse=True)
-def unregistered() -> Iterator[None]:
+def unregistered():
     yield
     unregister("centred_again")
 
 
-def centred(x: Any) -> Any:
+def centred(x):
     return centre_p.bind(gshard.split(x, 0, 8))
 
 
 @pytest.mark.parametrize("anew", [False, True], ids=["one function", "jitted anew"])
-def test_the_right_rule_takes_the_place_of_a_wrong_one(anew: bool) -> None:
+def test_the_right_rule_takes_the_place_of_a_wrong_one(anew):
     """Again and again: memory of an old rule is used for the next one, which must not be taken for it."""
     mesh = mesh_of(d=8)
     jitted = gshard.jit(centred, mesh=mesh)
@@ -46,7 +42,7 @@ def test_the_right_rule_takes_the_place_of_a_wrong_one(anew: bool) -> None:
                 assert same is right, f"{text}, {way}"
 
 
-def test_around_and_inside_others() -> None:
+def test_around_and_inside_others():
     gshard.rule("centred_again")(WRONG)
     jitted = gshard.jit(centred, mesh=8)
     around = gshard.jit(lambda x: jitted(x) * 2, mesh=8)

@@ -4,27 +4,24 @@ Tried by force: the factor is declared parallel, one atom is put on it, and the 
 the parts. Where every device then has the right part of the result, the rule forbids what is legal.
 """
 
-from __future__ import annotations
-
 import dataclasses
-from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
 from gshard.core.errors import GShardError
-from gshard.core.program import Block, Equation
-from gshard.core.rule import PARALLEL, REPLICATE, Rule
-from harness import Row, rows
+from gshard.core.program import Block
+from gshard.core.rule import PARALLEL, REPLICATE
+from harness import rows
 from laws.test_rules_sound import MESH, _array, plan_of, run_everywhere, the_equation
 from sampled import others_slow
 
 # What is legal and not offered: (row, text of the rule, letter of the factor).
-KNOWN_GAPS: set[tuple[str, str, str]] = set()
+KNOWN_GAPS = set()
 
 
-def factors_to_try(equation: Equation) -> list[tuple[int, str]]:
+def factors_to_try(equation):
     """Whole factors that are dimensions of their own, each with an atom that divides it."""
     rule = equation.rule
     assert rule is not None
@@ -38,12 +35,12 @@ def factors_to_try(equation: Equation) -> list[tuple[int, str]]:
     return found
 
 
-def declared_parallel(rule: Rule, f: int) -> Rule:
+def declared_parallel(rule, f):
     factors = tuple(dataclasses.replace(x, kind=PARALLEL) if i == f else x for i, x in enumerate(rule.factors))
     return dataclasses.replace(rule, factors=factors)
 
 
-def is_right(row: Row, f: int, atom: str) -> bool:
+def is_right(row, f, atom):
     """Whether the equation of a row gives the right result with this factor split."""
     program = row.program
     equation = the_equation(program, row.primitive)
@@ -57,7 +54,7 @@ def is_right(row: Row, f: int, atom: str) -> bool:
         results = run_everywhere(plan_of(program, other, {f: (atom,)}), given)
     except (AssertionError, GShardError, TypeError, ValueError):  # no rule is meant to be run like this
         return False
-    pairs: list[tuple[Any, Any]] = [(got, want) for result, want in zip(results, row.expected) for got in result]
+    pairs = [(got, want) for result, want in zip(results, row.expected) for got in result]
     # An empty result is right however it is made: it proves nothing.
     return any(want.size for want in row.expected) and all(
         np.allclose(got, want, 1e-4, 1e-4, equal_nan=True) for got, want in pairs
@@ -66,7 +63,7 @@ def is_right(row: Row, f: int, atom: str) -> bool:
 
 @pytest.mark.parametrize("row", others_slow(rows(), "rules_complete"))
 @pytest.mark.one_in(3)
-def test_whole_factors_are_whole_for_a_reason(row: Row) -> None:
+def test_whole_factors_are_whole_for_a_reason(row):
     equation = the_equation(row.program, row.primitive)
     if equation is None:
         pytest.skip(f"this JAX has no primitive {row.primitive} here")
@@ -79,5 +76,5 @@ def test_whole_factors_are_whole_for_a_reason(row: Row) -> None:
     assert gaps == {gap for gap in KNOWN_GAPS if gap[0] == row.name}
 
 
-def test_known_gaps_are_of_rows_that_exist() -> None:
+def test_known_gaps_are_of_rows_that_exist():
     assert {name for name, _, _ in KNOWN_GAPS} <= {r.name for r in rows()}

@@ -4,24 +4,15 @@
 partitioner as in a real program, and simulated for all devices, padding poisoned on the way in.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from emitted import emitted, reported
-from gshard.core.plan import Plan
-from gshard.core.program import Equation, Program
-from gshard.core.rule import Split
-from gshard.core.sharding import Sharding
 from gshard.language.registry import known_primitives
 from gshard.testing import rule_checks
-from harness import Row, elementwise, rows
+from harness import elementwise, rows
 from sampled import sampled_rows
 
 MESH = rule_checks.SMALL
@@ -31,29 +22,29 @@ ROWS = {r.name: r for r in rows()}
 ELEMENTWISE = {r.name for r in elementwise()}
 
 
-def the_equation(program: Program, primitive: str) -> Equation | None:
+def the_equation(program, primitive):
     return next((e for e in program.block.walk() if e.name == primitive), None)
 
 
-def splits_of(equation: Equation, most: int) -> list[Split]:
+def splits_of(equation, most):
     """Ways to split an equation: all of them, or a sample."""
     assert equation.rule is not None
     return rule_checks.splits_of(equation.rule, MESH, most)
 
 
-def plan_of(program: Program, equation: Equation, split: Split) -> Plan:
+def plan_of(program, equation, split):
     """One equation is split, everything else is whole on every device."""
     return rule_checks.plan_of(program, equation, split, MESH)
 
 
-def run_everywhere(plan: Plan, arguments: Sequence[Any]) -> list[list[np.ndarray]]:
+def run_everywhere(plan, arguments):
     """The results on every device."""
     spmd = rule_checks.emit(plan)
     assert emitted(spmd.jaxpr, MESH.atom_sizes) == reported(spmd.collectives)
     return rule_checks.run_on_all(spmd, arguments)
 
 
-def parts_of(x: Any, sharding: Sharding) -> list[Any]:
+def parts_of(x, sharding):
     """Each device's part of a whole array."""
     return rule_checks.parts_of(x, sharding, MESH)
 
@@ -61,17 +52,17 @@ def parts_of(x: Any, sharding: Sharding) -> list[Any]:
 @pytest.mark.quick
 @pytest.mark.parametrize("name", [r.name for r in sampled_rows(ROWS.values(), "rules_sound")])
 @pytest.mark.one_in(3)
-def test_every_split_computes_the_whole(name: str) -> None:
+def test_every_split_computes_the_whole(name):
     check(ROWS[name], SPLITS_ELEMENTWISE if name in ELEMENTWISE else SPLITS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ROWS)
-def test_very_many_splits_compute_the_whole(name: str) -> None:
+def test_very_many_splits_compute_the_whole(name):
     check(ROWS[name], 16)
 
 
-def check(row: Row, most: int) -> None:
+def check(row, most):
     """Compares every split of a row's equation with the whole."""
     program = row.program
     equation = the_equation(program, row.primitive)
@@ -85,11 +76,11 @@ def check(row: Row, most: int) -> None:
         alone.compare(results, split, MESH, row.tolerance)
 
 
-def _array(x: Any) -> Any:
+def _array(x):
     return x if isinstance(x, jax.Array) else np.asarray(jnp.asarray(x))
 
 
-def test_every_rule_has_a_row() -> None:
+def test_every_rule_has_a_row():
     """A primitive that the table does not reach is named here with the reason."""
     without = {
         "log2", "one_minus_square", "polynomial",  # only in newer JAX; elementwise

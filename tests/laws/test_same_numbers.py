@@ -5,11 +5,6 @@ Simulated devices cannot show it, since collectives have ways of their own: on C
 lose NaN.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,11 +23,11 @@ ZEROS = np.full(8, -0.0, np.float32)
 WITHOUT_NAN = np.array([-0.0, 0.0, 3.0, -np.inf, 7.0, 200.0, -1.0, -2.5], np.float32)
 
 
-def parts(x: Any) -> Any:
+def parts(x):
     return split(x, 0, 8)
 
 
-MOVES: dict[str, Callable[[Any, Any], Any]] = {
+MOVES = {
     "an element": lambda x, i: parts(x)[i],
     "a fixed element": lambda x, i: (parts(x)[0], parts(x)[3], parts(x)[6:7], parts(x)[5]),
     "looked up": lambda x, i: jnp.take(parts(x), jnp.array([0, 5, 6, 7, 1, 0])),
@@ -64,13 +59,13 @@ NUMBERS = {
 }
 
 
-def assert_same(f: Callable[..., Any], *arguments: Any) -> None:
+def assert_same(f, *arguments):
     wanted = jax.tree.leaves(jax.jit(f)(*arguments))
     for results in in_every_way(gshard.jit(f, mesh=8), arguments, mesh_of(devices=8)):
         assert_equal(jax.tree.leaves(results), wanted)
 
 
-def assert_equal(results: Sequence[Any], wanted: Sequence[Any]) -> None:
+def assert_equal(results, wanted):
     for got, want in zip(results, wanted, strict=True):
         assert got.dtype == want.dtype
         assert got.shape == want.shape
@@ -83,7 +78,7 @@ def assert_equal(results: Sequence[Any], wanted: Sequence[Any]) -> None:
 
 @pytest.mark.parametrize("numbers", NUMBERS)
 @pytest.mark.one_in(2)
-def test_moves_are_exact(numbers: str) -> None:
+def test_moves_are_exact(numbers):
     x = NUMBERS[numbers]
     for what, f in MOVES.items():
         if x.dtype != np.float32 and what in ("copies", "backwards", "in another shape", "joined", "some", "padded"):
@@ -91,7 +86,7 @@ def test_moves_are_exact(numbers: str) -> None:
         assert_same(f, x, np.int32(3))
 
 
-def test_a_zero_that_was_looked_up_divides_to_the_same_infinity() -> None:
+def test_a_zero_that_was_looked_up_divides_to_the_same_infinity():
     assert_same(lambda x, i: 1 / parts(x)[i], ZEROS, np.int32(3))
     assert_same(lambda x, i: 1 / (parts(x)[i] * 0.5), ZEROS, np.int32(3))
     assert_same(lambda x: 1 / -(parts(x).sum()), np.array([1.0, -1.0] * 4, np.float32))
@@ -101,7 +96,7 @@ def test_a_zero_that_was_looked_up_divides_to_the_same_infinity() -> None:
 
 @pytest.mark.parametrize("numbers", ["special", "negative zeros", "bfloat16", "float16", "float8"])
 @pytest.mark.one_in(2)
-def test_extremes_keep_nan_and_the_sign_of_a_zero(numbers: str) -> None:
+def test_extremes_keep_nan_and_the_sign_of_a_zero(numbers):
     """Also where most devices hold nothing but padding."""
     x = NUMBERS[numbers]
     x = np.where(
@@ -118,7 +113,7 @@ def test_extremes_keep_nan_and_the_sign_of_a_zero(numbers: str) -> None:
     assert_same(lambda x: largest(parts(x), jnp.array([0, 1, 0, 2, 2, 3, 3, 5]), 7, mode="drop"), x)
 
 
-def test_what_a_scatter_does_not_touch_stays() -> None:
+def test_what_a_scatter_does_not_touch_stays():
     at = jnp.array([2, 5])
     for x in (SPECIAL, ZEROS, np.array([complex(-0.0, -0.0)] * 8, np.complex64), NUMBERS["bfloat16"]):
         for f in ("add", "subtract", "multiply", *(("max", "min") if x.dtype.kind != "c" else ())):
@@ -130,7 +125,7 @@ def test_what_a_scatter_does_not_touch_stays() -> None:
         assert_same(lambda x, i, m=mode: split(x, 0, 8).at[i[:, 0], i[:, 1]].add(0.5, mode=m), square, clipped)
 
 
-def test_parts_of_a_sum_are_not_scaled_by_what_is_not_known() -> None:
+def test_parts_of_a_sum_are_not_scaled_by_what_is_not_known():
     """Issue: 3e38 and -3e38 are zero together, and times ten an infinity each; NaN where JAX has a number."""
     large, unit = np.array([3e38, -3e38] * 4, np.float32), np.eye(8, dtype=np.float32)[0]
     assert_same(lambda x, s: parts(x).sum() * s + parts(x).sum(), large, np.float32(10))
@@ -144,7 +139,7 @@ def test_parts_of_a_sum_are_not_scaled_by_what_is_not_known() -> None:
     assert_same(lambda x: lax.add(*(lax.reduce_sum_p.bind(parts(x), axes=(0,), out_sharding=None) for _ in "ab")), half)
 
 
-KEYS: dict[str, Callable[[Any], Any]] = {
+KEYS = {
     "an element": lambda k: (k[3], k[jnp.array([0, 4, 4])], jnp.take(k, jnp.int32(2))),
     "a window": lambda k: (k[1:4], lax.dynamic_slice(k, (jnp.int32(2),), (2,)), k[::-1]),
     "joined": lambda k: (jnp.concatenate([k, k[:2]]), jnp.stack([k, k]), jnp.roll(k, 2)),
@@ -164,16 +159,16 @@ KEYS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize(("what", "impl"), crossed(list(KEYS), ["threefry2x32", "rbg", "unsafe_rbg"], one_in=3))
 @pytest.mark.one_in(3)
-def test_keys_pass_every_operator(what: str, impl: str) -> None:
+def test_keys_pass_every_operator(what, impl):
     """Five keys over eight devices."""
     keys = jax.random.split(jax.random.key(7, impl=impl), 5)
 
-    def as_words(results: Any) -> list[np.ndarray]:
+    def as_words(results):
         leaves = jax.tree.leaves(results)
         is_key = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in leaves]
         return [np.asarray(jax.random.key_data(x) if k else x) for x, k in zip(leaves, is_key, strict=True)]
 
-    def f(k: Any) -> Any:
+    def f(k):
         return KEYS[what](split(k, 0, 8))
 
     wanted, jitted = as_words(jax.jit(f)(keys)), gshard.jit(f, mesh=8)
@@ -185,12 +180,12 @@ def test_keys_pass_every_operator(what: str, impl: str) -> None:
                 np.testing.assert_array_equal(got, want)
 
 
-def weak_and_strong() -> tuple[Any, Any]:
+def weak_and_strong():
     weak = jax.jit(lambda: jnp.broadcast_to(2.0, (8,)))()
     return weak, jnp.asarray(np.arange(8, dtype=np.float32))
 
 
-WEAK: dict[str, Callable[[Any], Any]] = {
+WEAK = {
     "itself": lambda x: x,
     "a mark": parts,
     "roll": lambda x: jnp.roll(parts(x), 1),
@@ -222,7 +217,7 @@ WEAK: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("what", WEAK)
 @pytest.mark.one_in(3)
-def test_weak_types_are_those_of_jax(what: str) -> None:
+def test_weak_types_are_those_of_jax(what):
     """So that a number added to a result in bfloat16 stays what it would have been."""
     for x in (*weak_and_strong(), 3.0, 2):
         if not jnp.ndim(x) and what not in ("itself", "numbers"):

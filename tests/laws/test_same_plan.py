@@ -1,10 +1,6 @@
 """Equal problems get equal plans: a plan does not cost more because the mesh is written otherwise."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,39 +12,31 @@ import gshard
 WEIGHTS, ROWS = (256, 3, 8, 32), (64, 512, 256)
 
 
-def attention(q: Any, k: Any, v: Any) -> Any:
+def attention(q, k, v):
     weights = jax.nn.softmax(jnp.einsum("bqhk,bshk->bhqs", q, k), -1)
     return jnp.mean(jnp.einsum("bhqs,bshk->bqhk", weights, v) ** 2)
 
 
-def loss(w: Any, x: Any) -> Any:
+def loss(w, x):
     """One attention layer with a joint projection of queries, keys and values."""
     return attention(*jnp.einsum("btd,dchk->cbthk", x, w))
 
 
-def f32(*sizes: int) -> jax.ShapeDtypeStruct:
+def f32(*sizes):
     return jax.ShapeDtypeStruct(sizes, jnp.float32)
 
 
 JOINT, X = f32(*WEIGHTS), f32(*ROWS)
 
 
-def explained(
-    axes: Mapping[str, int],
-    w_spec: Any,
-    x_spec: P,
-    loss: Callable[..., Any] = loss,
-    w: Any = JOINT,
-    x: Any = X,
-    **options: Any,
-) -> gshard.stages.Explanation:
+def explained(axes, w_spec, x_spec, loss=loss, w=JOINT, x=X, **options):
     """A training step whose weights, new weights and batch are marked so."""
 
-    def marked(weights: Any) -> Any:
+    def marked(weights):
         specs = w_spec if isinstance(w_spec, dict) else jax.tree.map(lambda _: w_spec, weights)
         return jax.tree.map(gshard.shard, weights, specs)
 
-    def step(w: Any, x: Any) -> Any:
+    def step(w, x):
         w, x = marked(w), gshard.shard(x, x_spec)
         return marked(jax.tree.map(lambda a, da: a - 0.1 * da, w, jax.grad(loss)(w, x)))
 
@@ -58,7 +46,7 @@ def explained(
 
 
 # For each row: the axes of weights and of the batch on a mesh, and the same on a mesh in which axes are divided.
-CUTS: list[tuple[dict[str, int], Any, Any, dict[str, int], Any, Any]] = [
+CUTS = [
     ({"a": 8}, "a", "a", {"a": 4, "b": 2}, ("a", "b"), ("a", "b")),
     ({"a": 8}, "a", "a", {"a": 2, "b": 2, "c": 2}, ("a", "b", "c"), ("a", "b", "c")),
     ({"a": 2, "b": 4}, "b", ("a", "b"), {"a": 2, "b": 2, "c": 2}, ("b", "c"), ("a", "b", "c")),
@@ -69,7 +57,7 @@ CUTS: list[tuple[dict[str, int], Any, Any, dict[str, int], Any, Any]] = [
 
 
 @pytest.mark.parametrize("whole, w, x, divided, w_cut, x_cut", CUTS)
-def test_a_divided_axis_costs_no_more(whole: Any, w: Any, x: Any, divided: Any, w_cut: Any, x_cut: Any) -> None:
+def test_a_divided_axis_costs_no_more(whole, w, x, divided, w_cut, x_cut):
     assert math.prod(whole.values()) == math.prod(divided.values())
     one, other = explained(whole, P(w), P(x)), explained(divided, P(w_cut), P(x_cut))
     assert other.total_bytes <= 1.01 * one.total_bytes
@@ -82,7 +70,7 @@ def test_a_divided_axis_costs_no_more(whole: Any, w: Any, x: Any, divided: Any, 
 
 
 # For each row: a mesh, the axes of weights and of the batch, and another order of all axes.
-ORDERS: list[tuple[dict[str, int], str, str, str]] = [
+ORDERS = [
     ({"a": 2, "b": 4}, "ab", "ab", "ba"),
     ({"a": 2, "b": 4}, "a", "ab", "ba"),
     ({"a": 2, "b": 2, "c": 2}, "bc", "abc", "cab"),
@@ -92,12 +80,12 @@ ORDERS: list[tuple[dict[str, int], str, str, str]] = [
 
 @pytest.mark.parametrize("timed", [False, True])
 @pytest.mark.parametrize("axes, w, x, order", ORDERS)
-def test_another_order_of_axes_costs_no_more(axes: Any, w: str, x: str, order: str, timed: bool) -> None:
+def test_another_order_of_axes_costs_no_more(axes, w, x, order, timed):
     """The order of a mesh's axes is one thing, the order in which marks name them another: neither costs anything."""
 
     machine = f"h100:1x{math.prod(axes.values())}" if timed else None
 
-    def cost(axes: dict[str, int], w: Any, x: Any) -> float:
+    def cost(axes, w, x):
         found = explained(axes, P(w), P(x), machine=machine)
         return found.cost(machine).seconds if machine else found.total_bytes
 
@@ -108,7 +96,7 @@ def test_another_order_of_axes_costs_no_more(axes: Any, w: str, x: str, order: s
 
 
 @pytest.mark.parametrize("ones", [1, 5, 11])
-def test_axes_of_one_device_change_nothing(ones: int) -> None:
+def test_axes_of_one_device_change_nothing(ones):
     axes = {"data": 4, "model": 2}
     more = {f"one{i}": 1 for i in range(ones // 2)} | axes | {f"one{i}": 1 for i in range(ones // 2, ones)}
     one, other = (explained(some, P("data", None, "model"), P("data")) for some in (axes, more))
@@ -116,16 +104,16 @@ def test_axes_of_one_device_change_nothing(ones: int) -> None:
     assert other.plan.gap == one.plan.gap
 
 
-def test_names_of_axes_change_nothing() -> None:
+def test_names_of_axes_change_nothing():
     one = explained({"a": 2, "b": 4}, P("b", None, "a"), P(("a", "b")))
     other = explained({"z": 2, "y": 4}, P("y", None, "z"), P(("z", "y")))
     assert other.bytes_by_kind == one.bytes_by_kind
 
 
-def test_many_small_dimensions_are_planned() -> None:
+def test_many_small_dimensions_are_planned():
     """An axis of two for each qubit of a state vector: choices grow with the dimensions, not with their products."""
 
-    def circuit(state: Any, gate: Any) -> Any:
+    def circuit(state, gate):
         state = gshard.shard(state, P("a", "b")).astype(jnp.float32)
         for q in range(3):
             state = jnp.moveaxis(jnp.tensordot(gate, state, ((1,), (q,))), 0, q)
@@ -136,26 +124,21 @@ def test_many_small_dimensions_are_planned() -> None:
     assert found.total_bytes <= 3 * 32 * 4
 
 
-def perceptron(w: Any, x: Any) -> Any:
+def perceptron(w, x):
     hidden = jax.nn.gelu(jnp.einsum("btd,df->btf", x, w["up"]))
     return jnp.mean(jnp.einsum("btf,fd->btd", hidden, w["down"]) ** 2)
 
 
 @pytest.mark.parametrize("timed", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "axes, up, down, x",
-    [
-        ({"d": 8}, P("d"), P("d"), P("d")),
-        ({"m": 8}, P(None, "m"), P("m"), P()),
-        ({"d": 4, "m": 2}, P("d", "m"), P("m", "d"), P("d")),
-        ({"d": 8}, P(), P(), P("d")),
-        ({"d": 8}, P(), P(), P(None, "d")),
-    ],
-)
-def test_a_size_that_does_not_divide_costs_what_padding_explains(axes: Any, up: P, down: P, x: P, timed: bool) -> None:
+@pytest.mark.parametrize("axes, up, down, x", [
+    ({"d": 8}, P("d"), P("d"), P("d")), ({"m": 8}, P(None, "m"), P("m"), P()),
+    ({"d": 4, "m": 2}, P("d", "m"), P("m", "d"), P("d")), ({"d": 8}, P(), P(), P("d")),
+    ({"d": 8}, P(), P(), P(None, "d")),
+])  # fmt: skip
+def test_a_size_that_does_not_divide_costs_what_padding_explains(axes, up, down, x, timed):
     options = {"machine": "h100:1x8"} if timed else {}
 
-    def sent(b: int = 64, t: int = 128, d: int = 256, f: int = 512) -> int:
+    def sent(b=64, t=128, d=256, f=512):
         weights = {"up": f32(d, f), "down": f32(f, d)}
         return explained(axes, {"up": up, "down": down}, x, perceptron, weights, f32(b, t, d), **options).total_bytes
 
@@ -164,27 +147,25 @@ def test_a_size_that_does_not_divide_costs_what_padding_explains(axes: Any, up: 
         assert sent(**changed) <= 1.3 * given, changed
 
 
-def rows(x: Any, w: Any) -> Any:
+def rows(x, w):
     return jnp.einsum("btd,dhk->bthk", x, w)
 
 
 D, C, H, K = WEIGHTS
 EACH = (f32(D, H, K),) * C
 # For each way to write the loss above: the function, its weights, and the dimension of the heads.
-FORMS: dict[str, tuple[Callable[..., Any], Any, int]] = {
+FORMS = {
     "separate": (lambda w, x: attention(*(rows(x, one) for one in w)), EACH, 1),
     "slices of one": (lambda w, x: attention(*(rows(x, w[:, c]) for c in range(C))), JOINT, 2),
     "concatenated": (lambda w, x: attention(*jnp.split(rows(x, jnp.concatenate(w, 1)), C, 2)), EACH, 1),
     "vmap over weights": (lambda w, x: attention(*jax.vmap(rows, (None, 1))(x, w)), JOINT, 2),
     "vmap over rows": (
-        lambda w, x: attention(*jax.vmap(lambda y: jnp.einsum("td,dchk->cthk", y, w), 0, 1)(x)),
-        JOINT,
-        2,
+        lambda w, x: attention(*jax.vmap(lambda y: jnp.einsum("td,dchk->cthk", y, w), 0, 1)(x)), JOINT, 2
     ),
     "jit inside": (lambda w, x: jax.jit(loss)(w, x), JOINT, 2),
     "heads in a row": (lambda w, x: attention(*jnp.split(rows(x, w), C, 2)), f32(D, C * H, K), 1),
-}
-KINDS: dict[str, tuple[dict[str, int], bool, bool]] = {  # axes; whether the batch, and the heads, are split
+}  # fmt: skip
+KINDS = {  # axes; whether the batch, and the heads, are split
     "fsdp": ({"d": 8}, True, False),
     "tensor": ({"m": 8}, False, True),
     "both": ({"d": 4, "m": 2}, True, True),
@@ -195,10 +176,10 @@ OTHER_HEADS = {("heads in a row", "tensor"), ("heads in a row", "both")}
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("form", FORMS)
-def test_another_way_to_write_it_costs_no_more(form: str, kind: str) -> None:
+def test_another_way_to_write_it_costs_no_more(form, kind):
     axes, has_batch, has_heads = KINDS[kind]
 
-    def spec(heads: int) -> P:
+    def spec(heads):
         dims = ["d" if has_batch else None, *(None,) * (heads - 1), "m" if has_heads else None]
         return P(*dims)
 

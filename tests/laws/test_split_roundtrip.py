@@ -1,23 +1,19 @@
 """Splits and shardings say the same thing in two ways: what is put on dimensions can be read back from them."""
 
-from __future__ import annotations
-
 import itertools
 import math
 
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from gshard.core.mesh import Atoms, Mesh
+from gshard.core.mesh import Mesh
 from gshard.core.rule import (
     COMMUNICATE,
     PARALLEL,
     REDUCE,
     REPLICATE,
-    Dims,
     Factor,
     Rule,
-    Split,
     fits,
     is_valid,
     local_size,
@@ -29,23 +25,23 @@ MESH = Mesh.abstract(a=2, b=3, c=4)
 
 
 @st.composite
-def arrays(draw: st.DrawFn) -> tuple[tuple[Factor, ...], Dims]:
+def arrays(draw):
     """Factors of all kinds and sizes, laid out on the dimensions of one array, each once."""
     kinds = st.sampled_from([PARALLEL, PARALLEL, PARALLEL, REDUCE, COMMUNICATE, REPLICATE])
     factors = tuple(
         Factor(size, kind, "add" if kind == REDUCE else None)
         for size, kind in draw(st.lists(st.tuples(st.sampled_from([1, 2, 3, 4, 5, 6, 12]), kinds), max_size=5))
     )
-    dims: list[list[int]] = [[] for _ in range(draw(st.integers(1, 4)))]
+    dims = [[] for _ in range(draw(st.integers(1, 4)))]
     for f in draw(st.permutations(range(len(factors)))):
         dims[draw(st.integers(0, len(dims) - 1))].append(f)
     return factors, tuple(map(tuple, dims))
 
 
 @st.composite
-def shardings(draw: st.DrawFn, rank: int) -> tuple[Atoms, ...]:
+def shardings(draw, rank):
     """Atoms on dimensions, each once, in any order."""
-    dims: list[list[str]] = [[] for _ in range(rank)]
+    dims = [[] for _ in range(rank)]
     for atom in draw(st.permutations(MESH.atoms)):
         at = draw(st.integers(-1, rank - 1))
         if at >= 0:
@@ -53,16 +49,16 @@ def shardings(draw: st.DrawFn, rank: int) -> tuple[Atoms, ...]:
     return tuple(map(tuple, dims))
 
 
-def rule_of(factors: tuple[Factor, ...], dims: Dims) -> Rule:
+def rule_of(factors, dims):
     return Rule(factors, (dims,), (), component=(0,) * len(factors))
 
 
 @st.composite
-def splits(draw: st.DrawFn) -> tuple[tuple[Factor, ...], Dims, Split]:
+def splits(draw):
     """A split that is valid for the array."""
     factors, dims = draw(arrays())
     assume(factors)
-    chosen: dict[int, list[str]] = {}
+    chosen = {}
     for atom in draw(st.permutations(MESH.atoms)):
         f = draw(st.integers(-1, len(factors) - 1))
         trial = {**chosen, f: [*chosen.get(f, []), atom]}
@@ -72,15 +68,13 @@ def splits(draw: st.DrawFn) -> tuple[tuple[Factor, ...], Dims, Split]:
 
 
 @given(splits())
-def test_a_valid_split_is_read_back_from_the_sharding_that_it_makes(
-    drawn: tuple[tuple[Factor, ...], Dims, Split],
-) -> None:
+def test_a_valid_split_is_read_back_from_the_sharding_that_it_makes(drawn):
     factors, dims, split = drawn
     assert project(dims, place(dims, split), factors, MESH) == split
 
 
 @given(st.data())
-def test_what_is_read_off_any_sharding_fits_the_array(data: st.DataObject) -> None:
+def test_what_is_read_off_any_sharding_fits_the_array(data):
     """Whatever the sharding, the split is valid, and puts back a beginning of what was there."""
     factors, dims = data.draw(arrays())
     sharding = data.draw(shardings(len(dims)))
@@ -93,7 +87,7 @@ def test_what_is_read_off_any_sharding_fits_the_array(data: st.DataObject) -> No
 
 
 @given(st.data())
-def test_as_much_is_read_as_fits(data: st.DataObject) -> None:
+def test_as_much_is_read_as_fits(data):
     """One more of the sharding's atoms on any dimension could not be put on its factors."""
     factors, dims = data.draw(arrays())
     sharding = data.draw(shardings(len(dims)))
@@ -107,9 +101,7 @@ def test_as_much_is_read_as_fits(data: st.DataObject) -> None:
 
 
 @given(splits())
-def test_minor_factors_are_cut_only_when_major_ones_are_cut_completely(
-    drawn: tuple[tuple[Factor, ...], Dims, Split],
-) -> None:
+def test_minor_factors_are_cut_only_when_major_ones_are_cut_completely(drawn):
     factors, dims, split = drawn
     for dim in dims:
         for major, minor in itertools.pairwise(dim):
@@ -118,9 +110,7 @@ def test_minor_factors_are_cut_only_when_major_ones_are_cut_completely(
 
 
 @given(splits())
-def test_the_parts_of_a_compound_dimension_are_equal_and_contiguous(
-    drawn: tuple[tuple[Factor, ...], Dims, Split],
-) -> None:
+def test_the_parts_of_a_compound_dimension_are_equal_and_contiguous(drawn):
     """Counted out element by element: part ``i`` of the dimension is elements ``i * size`` to ``(i + 1) * size``."""
     factors, dims, split = drawn
     for dim in dims:
@@ -137,9 +127,7 @@ def test_the_parts_of_a_compound_dimension_are_equal_and_contiguous(
 
 
 @given(splits(), st.sampled_from(MESH.atoms), st.data())
-def test_splits_that_break_a_law_are_not_valid(
-    drawn: tuple[tuple[Factor, ...], Dims, Split], atom: str, data: st.DataObject
-) -> None:
+def test_splits_that_break_a_law_are_not_valid(drawn, atom, data):
     factors, dims, split = drawn
     rule = rule_of(factors, dims)
     for f, factor in enumerate(factors):
@@ -149,7 +137,7 @@ def test_splits_that_break_a_law_are_not_valid(
             assert not is_valid(rule, {**split, f: (*split.get(f, ()), atom)}, MESH), "an atom twice"
 
 
-def test_factors_of_arrays_that_have_nothing_to_do_with_each_other_may_use_one_atom_each() -> None:
+def test_factors_of_arrays_that_have_nothing_to_do_with_each_other_may_use_one_atom_each():
     """The operands of a barrier are side by side."""
     factors = (Factor(4), Factor(6))
     apart = Rule(factors, (((0,),), ((1,),)), (((0,),), ((1,),)), component=(0, 1))
@@ -158,7 +146,7 @@ def test_factors_of_arrays_that_have_nothing_to_do_with_each_other_may_use_one_a
     assert not is_valid(together, {0: ("a",), 1: ("a",)}, MESH)
 
 
-def test_compound_dimensions_do_not_take_uneven_parts() -> None:
+def test_compound_dimensions_do_not_take_uneven_parts():
     factors = (Factor(4), Factor(6))
     assert not fits(((0, 1),), {0: ("b",)}, factors, MESH)
     assert fits(((0,), (1,)), {0: ("b",)}, factors, MESH)

@@ -1,11 +1,7 @@
 """The law: threads change nothing. Plans made at once are those made alone, and calls made at once compute the same."""
 
-from __future__ import annotations
-
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,19 +17,19 @@ MESH = gshard.Mesh.abstract(a=2, b=2, c=2)
 
 
 @pytest.fixture(autouse=True)
-def switching_often() -> Iterator[None]:
+def switching_often():
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
     sys.setswitchinterval(before)
 
 
-def at_once(tasks: Sequence[Callable[[], Any]]) -> list[Any]:
+def at_once(tasks):
     """The results of tasks that begin at one moment, each in a thread of its own."""
     barrier, results = threading.Barrier(len(tasks)), [None] * len(tasks)
-    errors: list[Exception] = []
+    errors = []
 
-    def run(i: int) -> None:
+    def run(i):
         barrier.wait(60)
         try:
             results[i] = tasks[i]()
@@ -51,8 +47,8 @@ def at_once(tasks: Sequence[Callable[[], Any]]) -> list[Any]:
     return results
 
 
-def program(m: int) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
-    def f(x: Any, w1: Any, w2: Any, v: Any) -> Any:
+def program(m):
+    def f(x, w1, w2, v):
         x = split(x, 0, "a")
         h = jnp.tanh(x @ split(w1, 1, "b"))
         y = h @ w2
@@ -62,19 +58,16 @@ def program(m: int) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
     return f, [jax.ShapeDtypeStruct(shape, "float32") for shape in ((m, 64), (64, 128), (128, m), (m, 32))]
 
 
-def traced_program(m: int) -> gshard.stages.Program:
+def traced_program(m):
     f, arguments = program(m)
     return gshard.stages.trace(f, *arguments)
 
 
-@pytest.mark.parametrize(
-    "axes",
-    [
-        pytest.param({"a": 2, "b": 2, "c": 2}, id="three"),
-        pytest.param({"a": 2, "b": 2, "c": 2, "d": 2}, id="four", marks=pytest.mark.slow),
-    ],
-)
-def test_plans_made_at_once_are_those_made_alone(axes: dict[str, int]) -> None:
+@pytest.mark.parametrize("axes", [
+    pytest.param({"a": 2, "b": 2, "c": 2}, id="three"),
+    pytest.param({"a": 2, "b": 2, "c": 2, "d": 2}, id="four", marks=pytest.mark.slow),
+])  # fmt: skip
+def test_plans_made_at_once_are_those_made_alone(axes):
     mesh = gshard.Mesh.abstract(**axes)
     for first in (16, 64, 112):
         traced = [traced_program(first + 8 * k) for k in range(THREADS)]
@@ -82,8 +75,8 @@ def test_plans_made_at_once_are_those_made_alone(axes: dict[str, int]) -> None:
         assert found == [str(gshard.stages.propagate(p, mesh)) for p in traced]
 
 
-def test_functions_are_traced_and_planned_at_once() -> None:
-    def plan(m: int) -> str:
+def test_functions_are_traced_and_planned_at_once():
+    def plan(m):
         f, arguments = program(m)
         return text_of(gshard.jit(f, mesh=MESH, machine="h100:1x8").lower(*arguments))
 
@@ -91,17 +84,17 @@ def test_functions_are_traced_and_planned_at_once() -> None:
     assert at_once([lambda m=m: plan(m) for m in sizes]) == [plan(m) for m in sizes]
 
 
-def test_one_traced_program_is_planned_at_once() -> None:
+def test_one_traced_program_is_planned_at_once():
     traced = traced_program(40)
     found = at_once([lambda: str(gshard.stages.propagate(traced, MESH)) for _ in range(THREADS)])
     assert found == [str(gshard.stages.propagate(traced, MESH))] * THREADS
 
 
-def test_one_function_is_called_at_once_with_arguments_of_many_shapes() -> None:
+def test_one_function_is_called_at_once_with_arguments_of_many_shapes():
     """The program sends nothing: JAX promises nothing of collectives that several threads begin."""
     jitted = gshard.jit(lambda x, y: (split(x, 0, 8) * 3 - y, y.reshape(x.shape)), mesh=8)
 
-    def calls(n: int) -> list[Any]:
+    def calls(n):
         x, y = np.arange(n * 8, dtype=np.int32).reshape(n, 8) - 5, np.full((n, 8), n, np.int32)
         places = x, jax.device_put(x, jax.devices()[n % 8]), jnp.asarray(x)
         return [[np.asarray(r) for r in jitted(place, y)] for place in places]
@@ -113,12 +106,12 @@ def test_one_function_is_called_at_once_with_arguments_of_many_shapes() -> None:
             np.testing.assert_array_equal(other, np.full((n, 8), n))
 
 
-def test_one_function_is_called_at_once_with_arguments_of_one_shape() -> None:
+def test_one_function_is_called_at_once_with_arguments_of_one_shape():
     """It is traced and compiled once, and every thread gets the results of its own numbers."""
-    traced: list[int] = []
+    traced = []
 
     @gshard.jit(mesh=8)
-    def f(x: Any) -> Any:
+    def f(x):
         traced.append(1)
         return split(x, 0, 8) * 2 + 1
 

@@ -1,7 +1,5 @@
 """The law: two processes run one program, whatever one of them planned before; if they do not, both are told."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess
@@ -12,7 +10,7 @@ PROCESS = Path(__file__).resolve().parent.parent / "two_processes.py"
 PATIENCE = 60  # seconds; processes that run different programs wait for each other for ever
 
 
-def together(what: str) -> list[str]:
+def together(what):
     """What two processes print, that do this together.
 
     Raises:
@@ -42,11 +40,11 @@ def together(what: str) -> list[str]:
     return [out.strip().splitlines()[-1] for out, _ in told]  # Gloo prints lines of its own
 
 
-def test_what_one_process_planned_before_changes_nothing() -> None:
+def test_what_one_process_planned_before_changes_nothing():
     assert together("explains-first") == ["right", "right"]
 
 
-def test_different_programs_are_refused_by_both() -> None:
+def test_different_programs_are_refused_by_both():
     """A collective that the other process does not take part in would wait for ever."""
     told = together("different")
     assert all(line.startswith("refused: ") for line in told), told

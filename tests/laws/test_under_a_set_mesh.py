@@ -4,11 +4,6 @@ The order of a program's devices may differ from that of the mesh that is set: b
 in an order of their own, by the mesh that ``gshard.jit`` is given.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,15 +19,15 @@ SET = {"Auto": {"a": 2, "b": 4}, "Explicit": {"a": 2, "b": 4, "explicit": True}}
 REVERSED = range(7, -1, -1)
 
 
-def plus(x: Any) -> Any:
+def plus(x):
     return gshard.split(x, 0, 8) + 1
 
 
-def on_a_ring(x: Any) -> Any:
+def on_a_ring(x):
     return gshard.shard(x, RING) + 1
 
 
-MADE: dict[str, Callable[[jax.sharding.Mesh], Any]] = {
+MADE = {
     "the mesh that is set": lambda mesh: gshard.jit(plus),
     "the same mesh": lambda mesh: gshard.jit(plus, mesh=mesh),
     "other axes": lambda mesh: gshard.jit(plus, mesh=8),
@@ -44,26 +39,19 @@ MADE: dict[str, Callable[[jax.sharding.Mesh], Any]] = {
 
 @pytest.mark.parametrize("which", SET)
 @pytest.mark.parametrize("made", MADE)
-def test_it_disturbs_no_function(made: str, which: str) -> None:
-    mesh = mesh_of(**SET[which])  # type: ignore[arg-type]
+def test_it_disturbs_no_function(made, which):
+    mesh = mesh_of(**SET[which])
     jitted = MADE[made](mesh)
     with jax.set_mesh(mesh):
         for got in in_every_way(jitted, (X,), mesh, ["numpy", "numpy", "uncommitted", "whole"]):
             np.testing.assert_array_equal(got, X + 1)
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        "reversed, rows",
-        "reversed, over the first axis",
-        "shuffled, both",
-        "turned, rows",
-        "half, rows",
-        "another device",
-    ],
-)
-def test_an_argument_elsewhere_is_moved_as_without(way: str) -> None:
+@pytest.mark.parametrize("way", [
+    "reversed, rows", "reversed, over the first axis", "shuffled, both", "turned, rows", "half, rows",
+    "another device",
+])  # fmt: skip
+def test_an_argument_elsewhere_is_moved_as_without(way):
     mesh = mesh_of(a=2, b=4)
     jitted = gshard.jit(plus, mesh=mesh)
     x = PLACES[way](X, mesh)
@@ -73,7 +61,7 @@ def test_an_argument_elsewhere_is_moved_as_without(way: str) -> None:
             called(jitted, (x,), X + 1, where="a mesh is set")
 
 
-def test_meshes_are_set_in_turn() -> None:
+def test_meshes_are_set_in_turn():
     jitted = gshard.jit(lambda x: (gshard.split(x, 0, 8) * 2, jnp.cumsum(x, 0)))
     meshes = [mesh_of(a=2, b=4), mesh_of(d=8), mesh_of(order=REVERSED, a=2, b=4), mesh_of(explicit=True, a=2, b=4)]
     for mesh in [*meshes, *meshes, *reversed(meshes)]:
@@ -84,10 +72,10 @@ def test_meshes_are_set_in_turn() -> None:
 
 
 @pytest.mark.parametrize("kinds", [("auto", "explicit"), ("explicit", "auto")])
-def test_the_types_of_its_axes_are_those_of_the_results(kinds: tuple[str, str]) -> None:
+def test_the_types_of_its_axes_are_those_of_the_results(kinds):
     """One function over meshes that differ in the types of their axes alone, without a mesh that is set."""
 
-    def squares(x: Any) -> Any:
+    def squares(x):
         return jnp.sin(gshard.split(x, 0, "a")) ** 2
 
     meshes = {"auto": mesh_of(a=8), "explicit": mesh_of(a=8, explicit=True)}

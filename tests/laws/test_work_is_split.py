@@ -5,8 +5,6 @@ unpartitioned program), unless a machine is named on which computing twice is fa
 """
 
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,22 +18,22 @@ from gshard.device.machine import Machine
 DEVICES = 8
 
 
-def shape(*sizes: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+def shape(*sizes, dtype=jnp.float32):
     return jax.ShapeDtypeStruct(sizes, dtype)
 
 
-def trained(loss: Callable[..., Any]) -> Callable[..., Any]:
+def trained(loss):
     """One step of gradient descent."""
 
-    def step(params: Any, *batch: Any) -> Any:
+    def step(params, *batch):
         value, gradients = jax.value_and_grad(loss)(params, *batch)
         return jax.tree.map(lambda w, g: w - 0.1 * g.astype(w.dtype), params, gradients), value
 
     return step
 
 
-def mlp(sizes: Sequence[int], batch: int) -> tuple[Callable[..., Any], Any]:
-    def loss(params: Any, x: Any, y: Any) -> Any:
+def mlp(sizes, batch):
+    def loss(params, x, y):
         x = gshard.split(x, 0, "data")
         for w in params[:-1]:
             x = jax.nn.relu(x @ w)
@@ -45,8 +43,8 @@ def mlp(sizes: Sequence[int], batch: int) -> tuple[Callable[..., Any], Any]:
     return trained(loss), (params, shape(batch, sizes[0]), shape(batch, sizes[-1]))
 
 
-def convolutions(batch: int) -> tuple[Callable[..., Any], Any]:
-    def loss(params: Any, x: Any) -> Any:
+def convolutions(batch):
+    def loss(params, x):
         x = gshard.split(x, 0, "data")
         for kernel in params["kernels"]:
             dims = ("NHWC", "HWIO", "NHWC")
@@ -57,16 +55,16 @@ def convolutions(batch: int) -> tuple[Callable[..., Any], Any]:
     return trained(loss), ({"kernels": kernels, "out": shape(64, 10)}, shape(batch, 32, 32, 3))
 
 
-def megatron(model: int, hidden: int, tokens: int) -> tuple[Callable[..., Any], Any]:
-    def loss(params: Any, x: Any) -> Any:
+def megatron(model, hidden, tokens):
+    def loss(params, x):
         up, down = gshard.split(params["up"], 1, "data"), gshard.split(params["down"], 0, "data")
         return jnp.sum((jax.nn.relu(x @ up) @ down) ** 2)
 
     return trained(loss), ({"up": shape(model, hidden), "down": shape(hidden, model)}, shape(4, tokens, model))
 
 
-def residual(layers: int, model: int, hidden: int, batch: int) -> tuple[Callable[..., Any], Any]:
-    def loss(params: Any, x: Any) -> Any:
+def residual(layers, model, hidden, batch):
+    def loss(params, x):
         x = gshard.split(x, 0, "data")
         for up, down in params:
             x = gshard.split(x + jax.nn.relu(x @ up) @ down, 0, "data")
@@ -77,8 +75,8 @@ def residual(layers: int, model: int, hidden: int, batch: int) -> tuple[Callable
     return trained(loss), (params, shape(batch, model, dtype=half))
 
 
-def transformer(model: int, vocabulary: int, batch: int, length: int, heads: int = 4) -> tuple[Callable[..., Any], Any]:
-    def loss(params: Any, tokens: Any) -> Any:
+def transformer(model, vocabulary, batch, length, heads=4):
+    def loss(params, tokens):
         x = params["table"][gshard.split(tokens, 0, "data")]
         for layer in params["layers"]:
             n = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
@@ -96,17 +94,17 @@ def transformer(model: int, vocabulary: int, batch: int, length: int, heads: int
     return trained(loss), (params, shape(batch, length, dtype=jnp.int32))
 
 
-def attention_of_rows(batch: int, length: int, heads: int, features: int) -> tuple[Callable[..., Any], Any]:
+def attention_of_rows(batch, length, heads, features):
     """Attention without marks inside, so that the rows and the parts of weights claim the same axes of its operands."""
     width = heads * features
 
-    def block(x: Any, w: Any) -> Any:
+    def block(x, w):
         q, k, v = ((x @ w[c]).reshape(batch, length, heads, features) for c in "qkv")
         scores = jax.nn.softmax(jnp.einsum("bihd,bjhd->bhij", q, k))
         mixed = jnp.einsum("bhij,bjhd->bihd", scores, v).reshape(batch, length, width)
         return gshard.split(gshard.split(x + mixed @ w["o"], 0, ("data", "fsdp")), 1, "context")
 
-    def loss(params: Any, x: Any) -> Any:
+    def loss(params, x):
         params = {c: gshard.split(w, 1, ("context", "fsdp")) for c, w in params.items()}
         x = gshard.split(gshard.split(x, 0, ("data", "fsdp")), 1, "context")
         return jnp.sum(jax.lax.scan(lambda x, w: (jax.checkpoint(block)(x, w), None), x, params)[0] ** 2)
@@ -128,10 +126,10 @@ PROGRAMS = {
 }
 
 
-def share_of_products(f: Callable[..., Any], arguments: Any, *axes: str, **options: Any) -> float:
+def share_of_products(f, arguments, *axes, **options):
     """On all devices along ``axes``, which have equal sizes; by default along ``data``."""
 
-    def products(mesh: gshard.Mesh, **options: Any) -> int:
+    def products(mesh, **options):
         lowered = gshard.jit(f, mesh=mesh, **options).lower(*arguments)
         kernels = cost(lowered.spmd, Machine.of("cpu", mesh.size)).kernels
         return sum(k.flops * k.times for k in kernels if k.kind == "product")
@@ -143,7 +141,7 @@ def share_of_products(f: Callable[..., Any], arguments: Any, *axes: str, **optio
 
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.one_in(2)
-def test_a_device_does_its_share_of_the_products(name: str) -> None:
+def test_a_device_does_its_share_of_the_products(name):
     f, arguments = PROGRAMS[name]
     # Parts of an uneven dimension are padded: 129 rows over 8 devices are 17 on each, 511 columns 64.
     most = 1.05 if "uneven" not in name else 17 * DEVICES / 129 * 1.05
@@ -151,18 +149,18 @@ def test_a_device_does_its_share_of_the_products(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["layers/attention_sequence'", "contractions/chain_to_narrow"])
-def test_a_sum_that_is_multiplied_goes_on_in_parts(name: str) -> None:
+def test_a_sum_that_is_multiplied_goes_on_in_parts(name):
     """What all devices were given, they would all multiply."""
     case = CASES[name]
     assert share_of_products(case.function, case.arguments, "x") <= 1.05
 
 
-def test_no_product_is_repeated_over_an_axis_about_which_arrays_disagree() -> None:
+def test_no_product_is_repeated_over_an_axis_about_which_arrays_disagree():
     """Three heads cannot be divided, so their rows are."""
     assert share_of_products(*attention_of_rows(4, 96, 3, 16), "data", "fsdp", "context") <= 1.05
 
 
-def test_a_named_machine_may_compute_twice_and_explain_tells_it() -> None:
+def test_a_named_machine_may_compute_twice_and_explain_tells_it():
     f, arguments = PROGRAMS["mlp-32"]
     assert share_of_products(f, arguments, machine="h100:1x8") > 2, "on it gathering a small batch is faster"
     mesh = gshard.Mesh.abstract(data=DEVICES)
@@ -182,7 +180,7 @@ def test_a_named_machine_may_compute_twice_and_explain_tells_it() -> None:
     assert not plain.replicated
 
 
-def test_results_of_sums_say_that_they_are_combined() -> None:
+def test_results_of_sums_say_that_they_are_combined():
     told = gshard.explain(lambda x: jnp.sum(gshard.split(x, 0, 8)) * 2, shape(64), mesh=gshard.Mesh.abstract(data=8))
     assert [row.reason for row in told.tensors if "reduce_sum" in row.name] == [
         f"the parts of a sum that {row.name.split(' ', 1)[1]} makes are combined for every device"

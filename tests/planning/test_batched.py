@@ -1,11 +1,5 @@
 """Batches of equal functions: the numbers of every call, what devices send and compute, and plans that are saved."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,16 +18,16 @@ MACHINE = "h100:1x8"
 RNG = np.random.default_rng(5)
 
 
-def mesh_of(**axes: int) -> jax.sharding.Mesh:
+def mesh_of(**axes):
     kinds = (jax.sharding.AxisType.Auto,) * len(axes)
     return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds)
 
 
-def normal(*shape: int) -> Any:
+def normal(*shape):
     return RNG.standard_normal(shape).astype(np.float32)
 
 
-def orthogonal(x: Any) -> Any:
+def orthogonal(x):
     """The iteration of Muon, unrolled."""
     x = x / (jnp.linalg.norm(x) + 1e-7)
     for _ in range(3):
@@ -42,17 +36,17 @@ def orthogonal(x: Any) -> Any:
     return x
 
 
-def inverse_root(x: Any) -> Any:
+def inverse_root(x):
     """The preconditioner of Shampoo: a decomposition."""
     values, vectors = jnp.linalg.eigh(x @ x.T + 0.1 * jnp.eye(x.shape[0]))
     return (vectors * values**-0.25) @ vectors.T @ x
 
 
-def square_root(x: Any) -> Any:
+def square_root(x):
     """A loop that ends sooner for some arrays than for others."""
     a = x @ x.T / jnp.trace(x @ x.T) + 0.05 * jnp.eye(x.shape[0])
 
-    def step(state: Any) -> Any:
+    def step(state):
         y, z, _ = state
         t = 1.5 * jnp.eye(a.shape[0]) - 0.5 * z @ y
         return y @ t, t @ z, jnp.abs(y @ y - a).max()
@@ -61,7 +55,7 @@ def square_root(x: Any) -> Any:
     return y
 
 
-FUNCTIONS: dict[str, Callable[[Any], Any]] = {
+FUNCTIONS = {
     "unrolled": orthogonal,
     "decomposition": inverse_root,
     "while": square_root,
@@ -71,8 +65,8 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def update_of(function: Callable[[Any], Any], dim: int = 0) -> Callable[..., Any]:
-    def update(weights: Any, momenta: Any, gradients: Any) -> Any:
+def update_of(function, dim=0):
+    def update(weights, momenta, gradients):
         weights, momenta = (jax.tree.map(lambda x: gshard.split(x, dim, "data"), t) for t in (weights, momenta))
         momenta = jax.tree.map(lambda m, g: 0.9 * m + g, momenta, gradients)
         return jax.tree.map(lambda w, m: w - 0.1 * function(m), weights, momenta), momenta
@@ -80,16 +74,16 @@ def update_of(function: Callable[[Any], Any], dim: int = 0) -> Callable[..., Any
     return update
 
 
-def batches_of(program: gshard.stages.Program) -> int:
+def batches_of(program):
     return [fired.rewrite for fired in program.fired].count(NAME)
 
 
-def assert_near(got: Any, wanted: Any) -> None:
+def assert_near(got, wanted):
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3)
 
 
-def placements(tree: Any, mesh: jax.sharding.Mesh) -> list[Any]:
+def placements(tree, mesh):
     """Host arrays, arrays on all devices, and arrays in parts where the sizes allow it, otherwise on one device."""
     first = mesh.axis_names[0]
     even = all(n % mesh.shape[first] == 0 for x in jax.tree.leaves(tree) for n in x.shape[-2:])
@@ -100,7 +94,7 @@ def placements(tree: Any, mesh: jax.sharding.Mesh) -> list[Any]:
 @pytest.mark.parametrize(("count", "axes"), [(2, {"data": 8}), (5, {"data": 8}), (9, {"data": 2, "model": 4})])
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.one_in(3)
-def test_numbers_of_the_batched_program_in_every_call(name: str, count: int, axes: dict[str, int]) -> None:
+def test_numbers_of_the_batched_program_in_every_call(name, count, axes):
     update = update_of(FUNCTIONS[name])
     n = 12 if count == 5 else 16  # 12 rows over 8 devices are uneven
     trees = [[normal(n, n) for _ in range(count)] for _ in range(3)]
@@ -117,8 +111,8 @@ def test_numbers_of_the_batched_program_in_every_call(name: str, count: int, axe
         assert_near(f(*arguments), wanted)
 
 
-def test_integers_and_what_is_not_finite() -> None:
-    def f(xs: Any) -> Any:
+def test_integers_and_what_is_not_finite():
+    def f(xs):
         return [(x @ x) @ x for x in (gshard.split(x, 0, "data") for x in xs)]
 
     mesh = mesh_of(data=8)
@@ -133,7 +127,7 @@ def test_integers_and_what_is_not_finite() -> None:
             np.testing.assert_allclose(a, b, rtol=0 if a.dtype == np.int32 else 1e-4)  # equal infinities and NaNs
 
 
-def stacked(weights: Any, momenta: Any, gradients: Any) -> Any:
+def stacked(weights, momenta, gradients):
     """The update as one writes it by hand for one array of all matrices."""
     weights, momenta, gradients = (gshard.split(x, 1, "data") for x in (weights, momenta, gradients))
     momenta = 0.9 * momenta + gradients
@@ -141,11 +135,11 @@ def stacked(weights: Any, momenta: Any, gradients: Any) -> Any:
 
 
 @pytest.mark.parametrize(("machine", "most"), [("h100:1x8", 1.2), ("v5e:2x4", 1.0)])
-def test_separate_matrices_cost_what_a_stack_costs(machine: str, most: float) -> None:
+def test_separate_matrices_cost_what_a_stack_costs(machine, most):
     """On H100 the launches of the kernels for each weight remain, which the stack does not have."""
     count, n = 16, 1024
     mesh, one = gshard.Mesh.abstract(data=8), jax.ShapeDtypeStruct((n, n), "float32")
-    options: dict[str, Any] = {"mesh": mesh, "machine": machine, "donate_argnums": (0, 1)}
+    options = {"mesh": mesh, "machine": machine, "donate_argnums": (0, 1)}
     separate = gshard.explain(update_of(orthogonal), *[[one] * count] * 3, **options)
     stack = gshard.explain(stacked, *[jax.ShapeDtypeStruct((count, n, n), "float32")] * 3, **options)
     assert batches_of(separate.plan.program) == 1
@@ -157,10 +151,10 @@ def test_separate_matrices_cost_what_a_stack_costs(machine: str, most: float) ->
 
 
 @pytest.mark.parametrize("case", ["no marks", "one device", "one matrix"])
-def test_there_are_no_batches_without_use(case: str) -> None:
+def test_there_are_no_batches_without_use(case):
     one = jax.ShapeDtypeStruct((512, 512), "float32")
 
-    def unmarked(weights: Any, momenta: Any, gradients: Any) -> Any:
+    def unmarked(weights, momenta, gradients):
         return [w - orthogonal(m + g) for w, m, g in zip(weights, momenta, gradients, strict=True)]
 
     f = unmarked if case == "no marks" else update_of(orthogonal)
@@ -170,15 +164,15 @@ def test_there_are_no_batches_without_use(case: str) -> None:
     assert batches_of(found.plan.program) == 0
 
 
-def test_a_training_step_with_muon() -> None:
+def test_a_training_step_with_muon():
     optimizer = optax.contrib.muon(1e-2)
 
-    def loss(params: Any, x: Any) -> Any:
+    def loss(params, x):
         for layer in params:
             x = jnp.tanh(x @ layer["w"] + layer["b"])
         return jnp.mean(x**2)
 
-    def step(params: Any, state: Any, x: Any) -> Any:
+    def step(params, state, x):
         params = jax.tree.map(lambda p: gshard.split(p, 0, "data"), params)
         value, gradients = jax.value_and_grad(loss)(params, gshard.split(x, 0, "data"))
         updates, state = optimizer.update(gradients, state, params)
@@ -196,11 +190,11 @@ def test_a_training_step_with_muon() -> None:
     assert_near(ours, theirs)
 
 
-def test_steps_in_a_loop() -> None:
-    def steps(weights: Any, gradients: Any) -> Any:
+def test_steps_in_a_loop():
+    def steps(weights, gradients):
         weights = [gshard.split(w, 0, "data") for w in weights]
 
-        def step(weights: Any, gradients: Any) -> Any:
+        def step(weights, gradients):
             return [w - 0.1 * orthogonal(w + g) for w, g in zip(weights, gradients, strict=True)], None
 
         return jax.lax.scan(step, weights, gradients)[0]
@@ -214,7 +208,7 @@ def test_steps_in_a_loop() -> None:
         assert_near(f(*arguments), jax.jit(steps)(weights, gradients))
 
 
-def test_a_plan_with_batches_is_saved_and_loaded(tmp_path: Path) -> None:
+def test_a_plan_with_batches_is_saved_and_loaded(tmp_path):
     update = update_of(orthogonal)
     trees = [[normal(256, 256) for _ in range(8)] for _ in range(3)]
     mesh = mesh_of(data=8)
@@ -230,8 +224,8 @@ def test_a_plan_with_batches_is_saved_and_loaded(tmp_path: Path) -> None:
         gshard.jit(update, mesh=mesh, plan=saved)(*other)
 
 
-def test_search_deals_matrices_out_without_marks() -> None:
-    def update(weights: Any, momenta: Any, gradients: Any) -> Any:
+def test_search_deals_matrices_out_without_marks():
+    def update(weights, momenta, gradients):
         momenta = [0.9 * m + g for m, g in zip(momenta, gradients, strict=True)]
         return [w - 0.1 * orthogonal(m) for w, m in zip(weights, momenta, strict=True)], momenta
 

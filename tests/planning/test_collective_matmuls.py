@@ -1,9 +1,6 @@
 """What a machine makes collective matmuls by itself: where its compiler hides the way, and that is worth it."""
 
-from __future__ import annotations
-
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +16,13 @@ from gshard.stages import CollectiveMatmul
 from sampled import crossed
 
 
-def mlp(x: Any, w: Any, v: Any) -> Any:
+def mlp(x, w, v):
     """Tokens are gathered before the first product, and sums scattered after the second (Megatron-LM)."""
     h = jax.nn.relu(split(x, 0, "d") @ split(w, 1, "d"))
     return split(split(h, 1, "d") @ split(v, 0, "d"), 0, "d")
 
 
-def shapes(*sizes: tuple[int, ...], dtype: Any = jnp.bfloat16) -> list[Any]:
+def shapes(*sizes, dtype=jnp.bfloat16):
     return [jax.ShapeDtypeStruct(s, dtype) for s in sizes]
 
 
@@ -34,7 +31,7 @@ MESH = gshard.Mesh.abstract(d=8)
 SIZES = [((64, 24), (24, 48), (48, 24)), ((61, 25), (25, 47), (47, 27))]
 
 
-def rings(machine: Any, arguments: Any = LARGE, mesh: Any = MESH, f: Any = mlp, **options: Any) -> Any:
+def rings(machine, arguments=LARGE, mesh=MESH, f=mlp, **options):
     lowered = gshard.jit(f, mesh=mesh, machine=machine, **options).lower(*arguments)
     return [("operand" if r.operands else "sums", r.both_ways, r.order) for r in lowered.plan.rings.values()]
 
@@ -44,17 +41,17 @@ def rings(machine: Any, arguments: Any = LARGE, mesh: Any = MESH, f: Any = mlp, 
 CYCLE = (1, 2, 3, 7, 6, 5, 4, 0)
 
 
-def test_a_machine_that_hides_permutations_turns_them_on() -> None:
+def test_a_machine_that_hides_permutations_turns_them_on():
     assert rings("v5e:2x4") == [("operand", True, CYCLE), ("sums", True, CYCLE)]
     assert rings(Machine.of("v5e:2x4")) == rings("v5e:2x4")
     assert rings("v5e:2x4", collective_matmul=False) == []
     assert len(rings("v5e:2x4", collective_matmul=True)) == 2
 
 
-def test_the_cycle_is_that_of_the_devices_whatever_the_order_of_the_axes() -> None:
+def test_the_cycle_is_that_of_the_devices_whatever_the_order_of_the_axes():
     """Two axes on the links the other way round: each part's neighbour around the ring is a neighbour of its device."""
 
-    def product(x: Any, w: Any) -> Any:
+    def product(x, w):
         both = ("b", "a")
         return split(split(x, 0, both) @ split(w, 1, both), 1, both)
 
@@ -69,25 +66,25 @@ def test_the_cycle_is_that_of_the_devices_whatever_the_order_of_the_axes() -> No
 
 
 @pytest.mark.parametrize("machine", ["v3:2x2", "h100:1x8", "cpu:8", None])
-def test_others_do_not(machine: Any) -> None:
+def test_others_do_not(machine):
     assert rings(machine) == []
 
 
-def test_a_compiler_that_hides_nothing_wins_nothing_when_asked() -> None:
+def test_a_compiler_that_hides_nothing_wins_nothing_when_asked():
     assert rings(None, collective_matmul=CollectiveMatmul(machine="v3:2x2")) == []
     v3 = Machine.of("v3:2x2")
     shown = dataclasses.replace(v3, compiler=dataclasses.replace(v3.compiler, hides=("collective_permute",)))
     assert len(rings(None, collective_matmul=CollectiveMatmul(machine=shown))) > 0
 
 
-def test_what_is_too_small_to_hide_its_way_stays() -> None:
+def test_what_is_too_small_to_hide_its_way_stays():
     assert rings("v5e:2x4", shapes((64, 64), (64, 128), (128, 64))) == []
 
 
-def test_what_is_hidden_anyway_stays() -> None:
+def test_what_is_hidden_anyway_stays():
     """On v5e the gather of weights passes beside the product before, on v5p beside nothing; the first is waited for."""
 
-    def layers(x: Any, ws: Any) -> Any:
+    def layers(x, ws):
         for w in ws:
             x = split(jnp.tanh(split(x, 0, "d") @ split(w, 0, "d")), 0, "d")
         return x
@@ -102,7 +99,7 @@ def test_what_is_hidden_anyway_stays() -> None:
     assert rings("v5e:2x4", arguments, f=layers) == []
 
 
-def test_the_plan_says_what_it_brings_and_costs_what_it_says() -> None:
+def test_the_plan_says_what_it_brings_and_costs_what_it_says():
     step = gshard.jit(mlp, mesh=MESH, machine="v5e:2x4")
     found = gshard.explain(step, *LARGE)
     assert found.plan.spared is not None
@@ -120,7 +117,7 @@ def test_the_plan_says_what_it_brings_and_costs_what_it_says() -> None:
 
 
 @pytest.mark.parametrize("sizes, names", crossed(SIZES, [("d",), ("d", "e")], one_in=2))
-def test_the_numbers_are_those_of_the_unpartitioned_program(sizes: Any, names: Any) -> None:
+def test_the_numbers_are_those_of_the_unpartitioned_program(sizes, names):
     """Forward and backward, with even and uneven sizes, on one axis and beside another, around an order of the links.
 
     Whole numbers: sums are exact in any order.
@@ -132,7 +129,7 @@ def test_the_numbers_are_those_of_the_unpartitioned_program(sizes: Any, names: A
     rng = np.random.default_rng(0)
     arguments = [rng.integers(-4, 5, s).astype(np.float32) for s in sizes]
 
-    def loss(*a: Any) -> Any:
+    def loss(*a):
         return jnp.sum(mlp(*a) ** 2) / 8
 
     for f in (mlp, jax.grad(loss, (0, 1, 2))):
@@ -145,16 +142,16 @@ def test_the_numbers_are_those_of_the_unpartitioned_program(sizes: Any, names: A
         assert "collective_permute" in reported(lowered.spmd.collectives)
 
 
-def tensor_parallel(x: Any, w: Any, v: Any) -> Any:
+def tensor_parallel(x, w, v):
     """Without a split sequence: what is made is all-reduced."""
     h = jax.nn.relu(gshard.replicate(x) @ split(w, 1, "d"))
     return gshard.replicate(split(h, 1, "d") @ split(v, 0, "d"))
 
 
-def gradients(x: Any, w: Any, v: Any) -> Any:
+def gradients(x, w, v):
     """Of weights that every device has: each is all-reduced, and half of that passes beside its own product."""
 
-    def loss(w: Any, v: Any) -> Any:
+    def loss(w, v):
         h = jax.nn.relu(split(x, 0, "d") @ gshard.replicate(w))
         return jnp.sum((h @ gshard.replicate(v)) ** 2) / 8
 
@@ -165,7 +162,7 @@ def gradients(x: Any, w: Any, v: Any) -> Any:
     "f, axes, sizes", crossed([tensor_parallel, gradients], [{"d": 8}, {"e": 2, "d": 4}], SIZES, one_in=2)
 )
 @pytest.mark.one_in(2)
-def test_the_first_half_of_an_all_reduce_passes_beside_its_product(f: Any, axes: Any, sizes: Any) -> None:
+def test_the_first_half_of_an_all_reduce_passes_beside_its_product(f, axes, sizes):
     machine = Machine.of("v5p:8x1x1" if axes == {"d": 8} else "v5p:2x4x1")
     slow = dataclasses.replace(machine, flops={"f32": 3e5}, network=tuple(map(_slow, machine.network)))
     rng = np.random.default_rng(1)
@@ -185,5 +182,5 @@ def test_the_first_half_of_an_all_reduce_passes_beside_its_product(f: Any, axes:
         np.testing.assert_array_equal(ours, theirs)
 
 
-def _slow(dimension: Any) -> Any:
+def _slow(dimension):
     return dataclasses.replace(dimension, latency=0.0, bandwidth=dimension.bandwidth / 1e6)

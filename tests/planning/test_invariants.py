@@ -1,9 +1,5 @@
 """What a loop needs in the same place in every round is brought there once, as far as memory allows."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,37 +14,37 @@ W = (RNG.standard_normal((32, 32)) / 8).astype(np.float32)
 PART = W.nbytes // 8
 
 
-def scanned(x: Any, w: Any) -> Any:
+def scanned(x, w):
     return jax.lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, None, length=10)[0]
 
 
-def counted(x: Any, w: Any) -> Any:
+def counted(x, w):
     return jax.lax.fori_loop(0, 10, lambda _, c: jnp.tanh(c @ w), x)
 
 
-def until(x: Any, w: Any) -> Any:
+def until(x, w):
     body = lambda s: (s[0] + 1, jnp.tanh(s[1] @ w))  # noqa: E731
     return jax.lax.while_loop(lambda s: (s[0] < 10) & (jnp.abs(s[1]).max() > 0), body, (0, x))[1]
 
 
-def nested(x: Any, w: Any) -> Any:
+def nested(x, w):
     return jax.lax.scan(lambda c, _: (scanned(c, w), None), x, None, length=2)[0]
 
 
-def plain(f: Any) -> np.ndarray:
+def plain(f):
     return np.asarray(jax.jit(f)(X, W))
 
 
 @pytest.mark.parametrize("f", [scanned, counted, until, nested])
-def test_a_weight_is_gathered_once_for_all_rounds(f: Any) -> None:
+def test_a_weight_is_gathered_once_for_all_rounds(f):
     jitted = gshard.jit(lambda x, w: f(split(x, 0, 8), split(w, 0, 8)), mesh=8)
     gathers = [c for c in jitted.lower(X, W).spmd.collectives if c.kind == "all_gather"]
     assert [(c.times, c.bytes) for c in gathers] == [(1, 7 * PART)]
     np.testing.assert_allclose(np.asarray(jitted(X, W)), plain(f), rtol=1e-5, atol=1e-6)
 
 
-def test_so_it_is_in_the_backward_loop_and_its_gradient_is_scattered_once() -> None:
-    def gradients(x: Any, w: Any) -> Any:
+def test_so_it_is_in_the_backward_loop_and_its_gradient_is_scattered_once():
+    def gradients(x, w):
         return jax.grad(lambda x, w: (scanned(split(x, 0, 8), split(w, 0, 8)) ** 2).sum(), (0, 1))(x, w)
 
     jitted = gshard.jit(gradients, mesh=8)
@@ -62,8 +58,8 @@ def test_so_it_is_in_the_backward_loop_and_its_gradient_is_scattered_once() -> N
         np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=1e-4, atol=1e-5)
 
 
-def test_branches_are_no_loops() -> None:
-    def f(x: Any, w: Any) -> Any:
+def test_branches_are_no_loops():
+    def f(x, w):
         x, w = split(x, 0, 8), split(w, 0, 8)
         return jax.lax.cond(x[0, 0] > 0, lambda x: x @ w, lambda x: x * 2, x)
 
@@ -76,15 +72,15 @@ def test_branches_are_no_loops() -> None:
 LAYERS = 12
 
 
-def test_a_step_that_gathers_layer_by_layer_does_not_come_to_hold_all_layers() -> None:
+def test_a_step_that_gathers_layer_by_layer_does_not_come_to_hold_all_layers():
     """Micro-batches through layers whose weights are split: what stays gathered is no more than one round's largest."""
     weights = [(RNG.standard_normal((128, 128)) / 12).astype(np.float32) for _ in range(LAYERS)]
     batches = RNG.standard_normal((6, 1024, 128)).astype(np.float32)
 
-    def f(batches: Any, weights: Any) -> Any:
+    def f(batches, weights):
         weights, batches = split(weights, 0, 8), split(batches, 1, 8)
 
-        def one(total: Any, x: Any) -> tuple[Any, None]:
+        def one(total, x):
             for w in weights:
                 x = jnp.tanh(x @ w)
             return total + x.sum(), None

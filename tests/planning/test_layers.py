@@ -1,10 +1,6 @@
 """Layers that are written out one after the other are planned alike, where that costs no more."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +11,7 @@ from jax import ShapeDtypeStruct
 import gshard
 from gshard.planning import propagate as of_propagate
 from gshard.planning.choices import graph_of
-from gshard.planning.graph import Graph
 from gshard.planning.objective import bytes_on
-from gshard.planning.propagate import classes_of_layers
-from gshard.planning.propagated import Propagated
 from gshard.planning.reshard_costs import axes_of
 from gshard.planning.settled import settled
 from gshard.solver.descent import Descent
@@ -29,21 +22,21 @@ MESH = gshard.Mesh.abstract(data=8)
 WIDTH, HEADS = 256, 4
 
 
-def f32(*shape: int) -> ShapeDtypeStruct:
+def f32(*shape):
     return ShapeDtypeStruct(shape, "float32")
 
 
-def feed_forward(p: Any, x: Any) -> Any:
+def feed_forward(p, x):
     h = jax.nn.gelu(x @ p["up"].astype(x.dtype) + p["b_up"].astype(x.dtype))
     return x + h @ p["down"].astype(x.dtype) + p["b_down"].astype(x.dtype)
 
 
-def normed(scale: Any, x: Any) -> Any:
+def normed(scale, x):
     y = x.astype(jnp.float32)
     return (y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-6) * scale).astype(x.dtype)
 
 
-def block(p: Any, x: Any) -> Any:
+def block(p, x):
     batch, length, width = x.shape
     parts = jnp.split(normed(p["before"], x) @ p["qkv"].astype(x.dtype), 3, -1)
     q, k, v = (part.reshape(batch, length, HEADS, width // HEADS) for part in parts)
@@ -52,26 +45,26 @@ def block(p: Any, x: Any) -> Any:
     return feed_forward(p, normed(p["after"], x + mixed @ p["out"].astype(x.dtype)))
 
 
-def weights(layer: Callable[[Any, Any], Any], count: int) -> list[dict[str, Any]]:
+def weights(layer, count):
     own = {"up": f32(WIDTH, 4 * WIDTH), "down": f32(4 * WIDTH, WIDTH), "b_up": f32(4 * WIDTH), "b_down": f32(WIDTH)}
     if layer is block:
         own |= {"qkv": f32(WIDTH, 3 * WIDTH), "out": f32(WIDTH, WIDTH), "before": f32(WIDTH), "after": f32(WIDTH)}
     return [dict(own) for _ in range(count)]
 
 
-def step_of(layer: Callable[[Any, Any], Any], dtype: str, accumulates: bool) -> Callable[..., Any]:
+def step_of(layer, dtype, accumulates):
     """Fully sharded data parallelism; two micro-batches if ``accumulates``."""
 
-    def loss(layers: Any, x: Any) -> Any:
+    def loss(layers, x):
         y = x.astype(dtype)
         for p in layers:
             y = layer(p, y)
         return jnp.mean(y.astype(jnp.float32) ** 2)
 
-    def step(layers: Any, x: Any) -> Any:
+    def step(layers, x):
         layers, x = gshard.split(layers, 0, "data"), gshard.split(x, 1 if accumulates else 0, "data")
 
-        def add(total: Any, part: Any) -> Any:
+        def add(total, part):
             return jax.tree.map(jnp.add, total, jax.grad(loss)(layers, part)), None
 
         if accumulates:
@@ -83,34 +76,27 @@ def step_of(layer: Callable[[Any, Any], Any], dtype: str, accumulates: bool) -> 
     return step
 
 
-def lowered(
-    layer: Callable[[Any, Any], Any], count: int, dtype: str, accumulates: bool, machine: str | None = None
-) -> Any:
+def lowered(layer, count, dtype, accumulates, machine=None):
     x = f32(2, 64, 128, WIDTH) if accumulates else f32(64, 128, WIDTH)
     step = gshard.jit(step_of(layer, dtype, accumulates), mesh=MESH, machine=machine)
     return step.lower(weights(layer, count), x)
 
 
-@pytest.mark.parametrize(
-    ("layer", "count", "dtype", "accumulates", "machine"),
-    [
-        (feed_forward, 2, "bfloat16", True, None),
-        (feed_forward, 4, "bfloat16", True, None),
-        (feed_forward, 8, "bfloat16", True, None),
-        (feed_forward, 4, "bfloat16", True, "h100:1x8"),
-        (feed_forward, 4, "float32", False, None),
-        (feed_forward, 4, "float32", True, None),
-        (block, 2, "bfloat16", True, None),
-        (block, 4, "bfloat16", True, None),
-        (block, 4, "float32", False, None),
-        pytest.param(block, 8, "bfloat16", True, None, marks=pytest.mark.slow),
-        pytest.param(block, 4, "bfloat16", True, "v5e:2x4", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("layer", "count", "dtype", "accumulates", "machine"), [
+    (feed_forward, 2, "bfloat16", True, None),
+    (feed_forward, 4, "bfloat16", True, None),
+    (feed_forward, 8, "bfloat16", True, None),
+    (feed_forward, 4, "bfloat16", True, "h100:1x8"),
+    (feed_forward, 4, "float32", False, None),
+    (feed_forward, 4, "float32", True, None),
+    (block, 2, "bfloat16", True, None),
+    (block, 4, "bfloat16", True, None),
+    (block, 4, "float32", False, None),
+    pytest.param(block, 8, "bfloat16", True, None, marks=pytest.mark.slow),
+    pytest.param(block, 4, "bfloat16", True, "v5e:2x4", marks=pytest.mark.slow),
+])  # fmt: skip
 @pytest.mark.one_in(3)
-def test_all_layers_have_the_same_shardings_and_collectives(
-    layer: Callable[[Any, Any], Any], count: int, dtype: str, accumulates: bool, machine: str | None
-) -> None:
+def test_all_layers_have_the_same_shardings_and_collectives(layer, count, dtype, accumulates, machine):
     found = lowered(layer, count, dtype, accumulates, machine)
     own = len(weights(layer, 1)[0])
     plan, program = found.plan, found.plan.program
@@ -122,7 +108,7 @@ def test_all_layers_have_the_same_shardings_and_collectives(
     assert {row: n % count for row, n in sent.items()} == dict.fromkeys(sent, 0)
 
 
-def test_of_plans_that_send_as_much_the_one_that_holds_less_is_taken() -> None:
+def test_of_plans_that_send_as_much_the_one_that_holds_less_is_taken():
     """A weight that is gathered in float32 before a loop is as many bytes as in bfloat16 in each of two rounds."""
     gathers = [c for c in lowered(feed_forward, 4, "bfloat16", True).spmd.collectives if c.kind == "all_gather"]
     weights = [c for c in gathers if "," in c.shape]
@@ -130,24 +116,24 @@ def test_of_plans_that_send_as_much_the_one_that_holds_less_is_taken() -> None:
     assert {(c.shape[:4], c.times) for c in weights} == {("bf16", 2)}
 
 
-def test_layers_that_are_alike_cost_nearly_what_the_best_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_that_are_alike_cost_nearly_what_the_best_cost(monkeypatch):
     """Weights that differ in turn have one sharding each: nothing else is asked of them."""
 
-    def in_turn(ws: Sequence[Any], x: Any) -> Any:
+    def in_turn(ws, x):
         x = gshard.split(x, 0, "data")
         for i, w in enumerate(ws):
             x = jax.nn.relu(x @ (gshard.split(w, i % 2, "data")))
         return jnp.mean(x**2)
 
-    def unmarked(ws: Sequence[Any], x: Any) -> Any:
+    def unmarked(ws, x):
         for w in ws:
             x = jax.nn.relu(x @ w)
         return jnp.mean(gshard.split(x, 0, "data") ** 2)
 
-    solved: list[tuple[float, float]] = []
+    solved = []
     chosen = of_propagate._chosen
 
-    def both(graph: Graph, propagated: Propagated) -> Any:
+    def both(graph, propagated):
         with monkeypatch.context() as patch:
             patch.setattr(of_propagate, "classes_of_layers", lambda graph: None)
             alone, states, _ = chosen(graph, propagated)
@@ -166,20 +152,32 @@ def test_layers_that_are_alike_cost_nearly_what_the_best_cost(monkeypatch: pytes
         assert alike <= best * of_propagate._SAME
 
 
+def test_a_tied_problem_costs_what_its_states_cost_in_the_whole_one():
+    random = np.random.default_rng(0)
+    for _ in range(50):
+        nodes = int(random.integers(2, 9))
+        classes = np.unique(random.integers(0, 4, nodes), return_inverse=True)[1]
+        sizes = random.integers(1, 4, classes.max() + 1)
+        costs = [random.integers(0, 9, sizes[k]).astype(float) for k in classes]
+        edges = [(u, v, random.integers(0, 9, (costs[u].size, costs[v].size)).astype(float))
+                 for u in range(nodes) for v in range(nodes) if u != v and random.random() < 0.5]  # fmt: skip
+        problem = Problem.of(costs, edges)
+        states = np.array([random.integers(0, n) for n in sizes])
+        assert tied(problem, classes).value(states) == problem.value(states[classes])
+
+
 @pytest.mark.parametrize(
     ("layer", "accumulates", "is_early"), [(feed_forward, False, True), (block, False, True), (block, True, False)]
 )
-def test_a_bound_that_is_known_early_changes_no_plan(
-    layer: Callable[[Any, Any], Any], accumulates: bool, is_early: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bound_that_is_known_early_changes_no_plan(layer, accumulates, is_early, monkeypatch):
     """Every problem counts as large here, and none is solved exactly."""
     x = f32(2, 64, 128, WIDTH) if accumulates else f32(64, 128, WIDTH)
     program = gshard.stages.trace(step_of(layer, "float32", accumulates), weights(layer, 4), x)
     propagated = settled(program, MESH)
     graph = graph_of(propagated.program, bytes_on(MESH, axes_of(MESH)), propagated=propagated)
-    known_early: list[bool] = []
+    known_early = []
 
-    def bound_ahead(search: Descent, enough: float, rounds: int) -> float:
+    def bound_ahead(search, enough, rounds):
         bound = looked_ahead(search, enough, rounds)
         known_early.append(bound >= enough)
         return bound
@@ -197,39 +195,3 @@ def test_a_bound_that_is_known_early_changes_no_plan(
     assert early.problem.value(states) == late.problem.value(others)
     assert 0 <= gap <= 1 - 1 / of_propagate._SAME + 1e-9
     assert 0 <= other_gap <= 1 - 1 / of_propagate._SAME + 1e-9
-
-
-def test_classes_are_of_nodes_with_the_same_states() -> None:
-    program = gshard.stages.trace(
-        step_of(feed_forward, "bfloat16", True), weights(feed_forward, 3), f32(2, 64, 128, WIDTH)
-    )
-    propagated = settled(program, MESH)
-    graph = of_propagate.graph_of(
-        propagated.program, of_propagate.bytes_on(MESH, tuple((a,) for a in MESH.atoms)), propagated=propagated
-    )
-    classes = classes_of_layers(graph)
-    assert classes is not None
-    assert classes.max() + 1 < len(classes) / 1.5
-    sizes: dict[int, int] = {}
-    for k, cost in zip(classes.tolist(), graph.problem.costs, strict=True):
-        assert sizes.setdefault(k, cost.size) == cost.size
-    nothing = gshard.stages.trace(lambda x, w: jnp.tanh(gshard.split(x, 0, "data") @ w), f32(64, 32), f32(32, 16))
-    propagated = settled(nothing, MESH)
-    graph = of_propagate.graph_of(
-        propagated.program, of_propagate.bytes_on(MESH, tuple((a,) for a in MESH.atoms)), propagated=propagated
-    )
-    assert classes_of_layers(graph) is None
-
-
-def test_a_tied_problem_costs_what_its_states_cost_in_the_whole_one() -> None:
-    random = np.random.default_rng(0)
-    for _ in range(50):
-        nodes = int(random.integers(2, 9))
-        classes = np.unique(random.integers(0, 4, nodes), return_inverse=True)[1]
-        sizes = random.integers(1, 4, classes.max() + 1)
-        costs = [random.integers(0, 9, sizes[k]).astype(float) for k in classes]
-        edges = [(u, v, random.integers(0, 9, (costs[u].size, costs[v].size)).astype(float))
-                 for u in range(nodes) for v in range(nodes) if u != v and random.random() < 0.5]  # fmt: skip
-        problem = Problem.of(costs, edges)
-        states = np.array([random.integers(0, n) for n in sizes])
-        assert tied(problem, classes).value(states) == problem.value(states[classes])

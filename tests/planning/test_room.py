@@ -1,8 +1,5 @@
 """Loops hold no more than the marks say: what is stacked is gathered and summed up one layer at a time."""
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +17,7 @@ LAYERS, MODEL, HIDDEN = 6, 256, 512
 MESH = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
 
 # What stands between the weights and the loop, and how the weights lie.
-BETWEEN: dict[str, tuple[Callable[[Any], Any], tuple[int, ...], P]] = {
+BETWEEN = {
     "nothing": (lambda w: w, (LAYERS, MODEL, HIDDEN), P(None, "fsdp")),
     "cast": (lambda w: w.astype(jnp.bfloat16), (LAYERS, MODEL, HIDDEN), P(None, "fsdp")),
     "moved axis": (lambda w: jnp.moveaxis(w, 1, 0), (MODEL, LAYERS, HIDDEN), P("fsdp")),
@@ -46,13 +43,13 @@ BETWEEN: dict[str, tuple[Callable[[Any], Any], tuple[int, ...], P]] = {
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("name", BETWEEN)
 @pytest.mark.one_in(3)
-def test_weights_are_gathered_one_layer_at_a_time(name: str, remat: bool) -> None:
+def test_weights_are_gathered_one_layer_at_a_time(name, remat):
     """Nothing that is gathered or summed up is larger than one layer."""
     between, shape, spec = BETWEEN[name]
 
-    def step(w: Any, x: Any) -> Any:
-        def loss(w: Any) -> Any:
-            def layer(x: Any, w: Any) -> tuple[Any, None]:
+    def step(w, x):
+        def loss(w):
+            def layer(x, w):
                 return x + jnp.tanh(x @ w).astype(x.dtype) @ w.T, None
 
             return jnp.mean(lax.scan(jax.checkpoint(layer) if remat else layer, x, between(w))[0] ** 2)
@@ -68,14 +65,14 @@ def test_weights_are_gathered_one_layer_at_a_time(name: str, remat: bool) -> Non
         assert r.bytes / r.times <= 4 * MODEL * HIDDEN * 7 / 8, r
 
 
-def test_accumulated_gradients_are_as_the_weights_are() -> None:
+def test_accumulated_gradients_are_as_the_weights_are():
     """Split weights: scattered in each round of both loops. Replicated ones: added up where they are, reduced once."""
 
-    def loss(ws: Any, x: Any) -> Any:
+    def loss(ws, x):
         return jnp.mean(lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0] ** 2)
 
-    def step(ws: Any, batch: Any) -> Any:
-        def one(total: Any, x: Any) -> tuple[Any, None]:
+    def step(ws, batch):
+        def one(total, x):
             return total + jax.grad(loss)(ws, x), None
 
         return ws - lax.scan(one, jnp.zeros_like(ws), batch)[0] / 4
@@ -87,11 +84,11 @@ def test_accumulated_gradients_are_as_the_weights_are() -> None:
         assert [r.times for r in summed] == [times]
 
 
-def test_the_gradient_of_a_weight_that_is_brought_is_scattered_once() -> None:
+def test_the_gradient_of_a_weight_that_is_brought_is_scattered_once():
     """A recurrent layer's weight is gathered once for all rounds, and its gradient, as large, is carried to the end."""
 
-    def step(w: Any, x: Any) -> Any:
-        def loss(w: Any) -> Any:
+    def step(w, x):
+        def loss(w):
             return jnp.mean(lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, None, length=10)[0] ** 2)
 
         return w - jax.grad(loss)(w)
@@ -103,11 +100,10 @@ def test_the_gradient_of_a_weight_that_is_brought_is_scattered_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name == "accumulated" else pytest.mark.slow) for name in STEPS],
+    "name", [pytest.param(name, marks=() if name == "accumulated" else pytest.mark.slow) for name in STEPS]
 )
 @pytest.mark.slow
-def test_steps_of_todays_training_code(name: str) -> None:
+def test_steps_of_todays_training_code(name):
     """Three steps give what ``jax.jit`` gives, and the compiled program needs no more temporaries, bytes and FLOPs."""
     step = STEPS[name]
     function, results = step.function(), step.results()
@@ -127,7 +123,7 @@ def test_steps_of_todays_training_code(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["embedding_one_hot", "embedding_one_hot'", "loss_one_hot'"])
-def test_arrays_take_no_more_than_the_marks_say_to_send_a_little_less(name: str) -> None:
+def test_arrays_take_no_more_than_the_marks_say_to_send_a_little_less(name):
     """A device has one-hot rows of its tokens and its part of the vocabulary, not all of them to send a little less."""
     case = CASES[f"vocabulary/{name}"]
     lowered = gshard.jit(case.function, mesh=gshard.Mesh.abstract(x=2, y=4)).lower(*case.arguments)
@@ -135,10 +131,10 @@ def test_arrays_take_no_more_than_the_marks_say_to_send_a_little_less(name: str)
     assert max(local_bytes(v, lowered.plan.shardings[v], lowered.mesh) for v in values) <= 16 * 32 * 1024 * 4 / 8
 
 
-def test_arrays_take_more_than_the_marks_say_where_that_sends_much_less() -> None:
+def test_arrays_take_more_than_the_marks_say_where_that_sends_much_less():
     """Of an outer sum the small operand is gathered, not the large result."""
 
-    def f(x: Any, w: Any) -> Any:
+    def f(x, w):
         return gshard.replicate(jnp.exp(gshard.split(x, 0, 8)[:, None] + w))
 
     vector = jax.ShapeDtypeStruct((512,), jnp.float32)

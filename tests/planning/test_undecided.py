@@ -1,9 +1,5 @@
 """What follows from the marks, and what they leave undecided: arguments are chosen for only where arrays disagree."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,20 +16,20 @@ from gshard.tracing.trace import trace
 GRID = Mesh.abstract(x=4, y=2)
 
 
-def step(c: Any, a: Any, b: Any) -> Any:
+def step(c, a, b):
     """One of ``a`` and ``b`` has to be moved, and nothing says to which of both ``c`` belongs."""
 
-    def loss(c: Any) -> Any:
+    def loss(c):
         return jnp.sum(jnp.sin(c) * (gshard.split(a, 0, "x") + gshard.split(b, 1, "x")))
 
     return c - jax.grad(loss)(c)
 
 
-def shapes(*own: tuple[int, ...]) -> list[jax.ShapeDtypeStruct]:
+def shapes(*own):
     return [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in own]
 
 
-def test_equations_whose_arrays_disagree_leave_their_arguments_undecided() -> None:
+def test_equations_whose_arrays_disagree_leave_their_arguments_undecided():
     propagated = settled(trace(step, *shapes((16, 8), (16, 8), (16, 8))), GRID)
     c, a, b = propagated.program.block.inputs
     x = frozenset(GRID.atoms_of["x"])
@@ -43,10 +39,10 @@ def test_equations_whose_arrays_disagree_leave_their_arguments_undecided() -> No
     assert not propagated.could(b)
 
 
-def test_what_no_array_disagrees_about_is_as_propagation_says() -> None:
+def test_what_no_array_disagrees_about_is_as_propagation_says():
     """Weights of a data-parallel step stay whole, and an axis that nobody names is given to no argument."""
 
-    def loss(w: Any, v: Any, x: Any) -> Any:
+    def loss(w, v, x):
         return jnp.sum(jnp.tanh(gshard.split(x, 0, "x") @ w) @ v)
 
     propagated = settled(trace(jax.grad(loss, (0, 1)), *shapes((64, 32), (32, 16), (8, 64))), GRID)
@@ -56,7 +52,7 @@ def test_what_no_array_disagrees_about_is_as_propagation_says() -> None:
 @pytest.mark.parametrize("donated", [(), (0,)])
 @pytest.mark.parametrize("shape", [(16, 8), (24, 40), (12, 9)])
 @pytest.mark.one_in(3)
-def test_a_state_that_is_undecided_stays_in_parts(shape: tuple[int, int], donated: tuple[int, ...]) -> None:
+def test_a_state_that_is_undecided_stays_in_parts(shape, donated):
     mesh = jax.make_mesh((4, 2), ("x", "y"))
     rng = np.random.default_rng(7)
     arrays = [rng.standard_normal(shape).astype(np.float32) for _ in range(3)]
@@ -76,8 +72,8 @@ def test_a_state_that_is_undecided_stays_in_parts(shape: tuple[int, int], donate
     np.testing.assert_allclose(partitioned(state, *arrays[1:]), jax.jit(step)(expected, *arrays[1:]), atol=1e-6)
 
 
-def test_a_mark_on_an_undecided_argument_decides_it() -> None:
-    def marked(c: Any, a: Any, b: Any) -> Any:
+def test_a_mark_on_an_undecided_argument_decides_it():
+    def marked(c, a, b):
         return step(gshard.shard(c, P(None, "y")), a, b)
 
     propagated = settled(trace(marked, *shapes((16, 8), (16, 8), (16, 8))), GRID)
@@ -89,7 +85,7 @@ def test_a_mark_on_an_undecided_argument_decides_it() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.one_in(6)
-def test_arguments_come_as_propagation_says(name: str) -> None:
+def test_arguments_come_as_propagation_says(name):
     """Beyond that they are split only where arrays disagree, and over what these disagree about."""
     case = CASES[name]
     lowered = gshard.jit(case.function, mesh=case.jax_mesh).lower(*case.arguments)

@@ -1,10 +1,6 @@
 """Unreduced values pass on: parts are combined where that sends the fewest bytes, and no sooner."""
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,47 +12,46 @@ import gshard
 from gshard import replicate, split
 from gshard.core.mesh import Mesh
 from gshard.core.rule import is_valid, operand_sharding, result_sharding
-from gshard.core.sharding import Sharding
 from gshard.tracing.permitted import permitted
 from gshard.tracing.trace import trace
 
 
-def normal(*shape: int) -> np.ndarray:
+def normal(*shape):
     return np.random.default_rng([*shape, 9]).standard_normal(shape).astype(np.float32)
 
 
-def sum_of_products(x: Any, v: Any, w: Any) -> Any:
+def sum_of_products(x, v, w):
     return replicate(x @ split(v, 0, 8) + x @ split(w, 0, 8))
 
 
-def difference_of_choices(x: Any, v: Any, w: Any) -> Any:
+def difference_of_choices(x, v, w):
     a, b = (x @ split(m, 0, 8) for m in (v, w))
     return replicate(a.T.reshape(4, -1) - jnp.where(v[:1, :1] > 0, b, a).T.reshape(4, -1))
 
 
-def with_bias(x: Any, v: Any, bias: Any) -> Any:
+def with_bias(x, v, bias):
     return replicate(x @ split(v, 0, 8) + bias)
 
 
-def chain(u: Any, v: Any, w: Any) -> Any:
+def chain(u, v, w):
     return replicate((split(u, 1, 8) @ v) @ w[:, :3])
 
 
-def total(x: Any, v: Any, w: Any) -> Any:
+def total(x, v, w):
     return jnp.sum(x @ split(v, 0, 8)) * 0.3 + jnp.max(w)
 
 
-def into_a_split(x: Any, v: Any, w: Any) -> Any:
+def into_a_split(x, v, w):
     return split(x @ split(v, 0, 8) + x @ split(w, 0, 8), 0, 8)
 
 
-def accumulated(w: Any, xs: Any, targets: Any) -> Any:
+def accumulated(w, xs, targets):
     """Gradients of micro-batches, added up in a loop; the batch is split."""
 
-    def loss(w: Any, x: Any, y: Any) -> Any:
+    def loss(w, x, y):
         return jnp.sum((jnp.tanh(split(x, 0, 8) @ w["in"]) @ w["out"] - y) ** 2)
 
-    def step(so_far: Any, batch: Any) -> tuple[Any, Any]:
+    def step(so_far, batch):
         value, gradient = jax.value_and_grad(loss)(w, *batch)
         return (so_far[0] + value, jax.tree.map(jnp.add, so_far[1], gradient)), None
 
@@ -64,44 +59,44 @@ def accumulated(w: Any, xs: Any, targets: Any) -> Any:
     return value, jax.tree.map(lambda p, g: p - 0.01 * g, w, gradient)
 
 
-def stacked(w: Any, xs: Any) -> Any:
+def stacked(w, xs):
     """The same with layers in a loop of their own, whose gradients come in a stack."""
 
-    def loss(w: Any, x: Any) -> Any:
+    def loss(w, x):
         return jnp.sum(lax.scan(lambda c, w: (jnp.tanh(c @ w), None), split(x, 0, 8), w)[0] ** 2)
 
-    def step(so_far: Any, x: Any) -> tuple[Any, None]:
+    def step(so_far, x):
         return so_far + jnp.where(x[0, 0] > 0, jax.grad(loss)(w, x), 0.0), None
 
     return lax.scan(step, jnp.zeros_like(w), xs)[0]
 
 
-def averaged(w: Any, xs: Any, targets: Any) -> Any:
+def averaged(w, xs, targets):
     """Means of micro-batches, each divided by how many there are before it is added up."""
 
-    def loss(w: Any, x: Any, y: Any) -> Any:
+    def loss(w, x, y):
         return jnp.mean((jnp.tanh(split(x, 0, 8) @ w["in"]) @ w["out"] - y) ** 2)
 
-    def step(i: Any, so_far: Any) -> Any:
+    def step(i, so_far):
         value, gradient = jax.value_and_grad(loss)(w, xs[i], targets[i])
         return so_far[0] + value / 5, jax.tree.map(lambda a, g: a + 0.2 * g, so_far[1], gradient)
 
     return lax.fori_loop(0, 5, step, (0.0, jax.tree.map(jnp.zeros_like, w)))
 
 
-def largest(xs: Any, v: Any, w: Any) -> Any:
-    def step(so_far: Any, x: Any) -> tuple[Any, Any]:
+def largest(xs, v, w):
+    def step(so_far, x):
         return jnp.maximum(so_far, jnp.max(split(x, 0, 8), 0)), None
 
     return lax.scan(step, jnp.full(v.shape[:1], -jnp.inf), xs)[0] + w[0, 0]
 
 
-def labels_of(x: Any, v: Any, labels: Any) -> Any:
+def labels_of(x, v, labels):
     """Of each row one number, and NaN where there is none: what is filled in counts once."""
     return replicate(jnp.take_along_axis(x @ split(v, 0, 8), labels[:, None], 1))
 
 
-def squares_of_a_row(x: Any, v: Any, w: Any) -> Any:
+def squares_of_a_row(x, v, w):
     """A row is on one device; the zeros of the others are zeros still when they are cut off below and squared."""
     return jnp.sum(jnp.maximum(split(x, 0, 8)[-1], -0.5) ** 2) + v[0, 0] + w[0, 0]
 
@@ -111,7 +106,7 @@ WEIGHTS = {"in": normal(8, 16), "out": normal(16, 4)}
 BATCHES = (normal(5, 512, 8), normal(5, 512, 4))
 
 # What may be sent: kind, how often, bytes.
-CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], list[tuple[str, int, int]]]] = {
+CASES = {
     "one reduction for two products": (sum_of_products, (X, V, W), [("all_reduce", 1, 2 * 16 * 24 * 4 * 7 // 8)]),
     "through transposes, reshapes, choices": (
         difference_of_choices, (X, V, W),
@@ -162,7 +157,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], list[tuple[str, int,
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.one_in(2)
-def test_parts_are_combined_where_it_costs_least(name: str) -> None:
+def test_parts_are_combined_where_it_costs_least(name):
     function, arguments, expected = CASES[name]
     partitioned = gshard.jit(function, mesh=8)
     got, want = partitioned(*arguments), jax.jit(function)(*arguments)
@@ -174,25 +169,22 @@ def test_parts_are_combined_where_it_costs_least(name: str) -> None:
 TINY = np.float32(2e-38)  # normal, and half of it is not
 
 
-@pytest.mark.parametrize(
-    "f",
-    [
-        lambda x, y: split(x, 0, 8).mean() + split(y, 0, 8).mean(),
-        lambda x, y: 0.25 * split(x, 0, 8).sum() + split(y, 0, 8).sum() / 8,
-        lambda x, y: jax.vmap(lambda a, b: split(a, 0, 8).mean() - split(-b, 0, 8).mean())(
-            jnp.stack([x, y, x]), jnp.stack([y, x, x])
-        ),
-        lambda x, y: lax.cond(
-            x[0] > 0, lambda: split(x, 0, 8).mean() + split(y, 0, 8).mean(), lambda: split(x, 0, 8).mean()
-        ),
-        lambda x, y: lax.scan(lambda s, v: (s, split(v, 0, 8).mean() + split(x, 0, 8).mean()), 0, jnp.stack([x, y]))[1],
-        lambda x, y: jax.jit(lambda a: jax.checkpoint(lambda b: split(b, 0, 8).mean() * 0.5 + y[0])(a))(x),
-        lambda x, y: (split(x, 0, 8).reshape(8, 1) * jnp.ones((1, 3))).mean(0).mean(),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("f", [
+    lambda x, y: split(x, 0, 8).mean() + split(y, 0, 8).mean(),
+    lambda x, y: 0.25 * split(x, 0, 8).sum() + split(y, 0, 8).sum() / 8,
+    lambda x, y: jax.vmap(lambda a, b: split(a, 0, 8).mean() - split(-b, 0, 8).mean())(
+        jnp.stack([x, y, x]), jnp.stack([y, x, x])
+    ),
+    lambda x, y: lax.cond(
+        x[0] > 0, lambda: split(x, 0, 8).mean() + split(y, 0, 8).mean(), lambda: split(x, 0, 8).mean()
+    ),
+    lambda x, y: lax.scan(lambda s, v: (s, split(v, 0, 8).mean() + split(x, 0, 8).mean()), 0, jnp.stack([x, y]))[1],
+    lambda x, y: jax.jit(lambda a: jax.checkpoint(lambda b: split(b, 0, 8).mean() * 0.5 + y[0])(a))(x),
+    lambda x, y: (split(x, 0, 8).reshape(8, 1) * jnp.ones((1, 3))).mean(0).mean(),
+])  # fmt: skip
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 @pytest.mark.one_in(3)
-def test_a_mean_of_small_numbers_is_not_zero(f: Any, dtype: Any) -> None:
+def test_a_mean_of_small_numbers_is_not_zero(f, dtype):
     """Each device's part of it would be."""
     x, y = np.full(8, TINY).astype(dtype), np.full(8, 3 * TINY).astype(dtype)
     want, step = np.asarray(jax.jit(f)(x, y), np.float32), gshard.jit(f, mesh=8)
@@ -201,11 +193,11 @@ def test_a_mean_of_small_numbers_is_not_zero(f: Any, dtype: Any) -> None:
         np.testing.assert_allclose(np.asarray(step(given, y), np.float32), want, rtol=1e-2)
 
 
-def test_a_sum_that_is_infinite_stays_so_in_a_wider_type() -> None:
+def test_a_sum_that_is_infinite_stays_so_in_a_wider_type():
     with jax.enable_x64(True):
         x = np.full(8, 1e38, np.float32)
 
-        def f(x: Any, y: Any) -> Any:
+        def f(x, y):
             return replicate(split(x, 0, 8).sum().astype(np.float64) + split(y, 0, 8).astype(np.float64).sum())
 
         step = gshard.jit(f, mesh=8)
@@ -215,7 +207,7 @@ def test_a_sum_that_is_infinite_stays_so_in_a_wider_type() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "finite"), [(np.float32, False), (np.float32, True), (np.int32, False)])
-def test_the_signatures_of_a_matrix_product(dtype: Any, finite: bool) -> None:
+def test_the_signatures_of_a_matrix_product(dtype, finite):
     """OneFlow's table for one axis: S(0) B, B S(1), S(1) S(0) -> P, B B; P B -> P and B P -> P for integers, and floats
     that the user says are finite."""
     program = trace(lambda x, w: x @ w, X.astype(dtype), V.astype(dtype))
@@ -223,7 +215,7 @@ def test_the_signatures_of_a_matrix_product(dtype: Any, finite: bool) -> None:
     assert rule is not None
     mesh = Mesh.abstract(a=2)
 
-    def sbp(sharding: Sharding) -> str:
+    def sbp(sharding):
         cut = next((f"S({d})" for d, atoms in enumerate(sharding.dims) if atoms), "B")
         return "P" if sharding.unreduced else cut
 
@@ -239,11 +231,11 @@ def test_the_signatures_of_a_matrix_product(dtype: Any, finite: bool) -> None:
     assert found == others | unfinished
 
 
-def test_what_is_added_may_be_multiplied_by_itself_many_times() -> None:
+def test_what_is_added_may_be_multiplied_by_itself_many_times():
     """Each product has two ways back to the same factor; all ways would be too many to follow."""
 
-    def f(xs: Any) -> Any:
-        def step(so_far: Any, x: Any) -> tuple[Any, None]:
+    def f(xs):
+        def step(so_far, x):
             for _ in range(40):
                 x = x * x
             return so_far + jnp.sum(split(x, 0, 8), 0), None
@@ -255,13 +247,11 @@ def test_what_is_added_may_be_multiplied_by_itself_many_times() -> None:
 
 
 @pytest.mark.parametrize(("width", "rows", "rounds"), [(8, 1 << 14, 1), (256, 1024, 3)])
-def test_gradients_of_wide_layers_are_scattered_in_the_rounds_that_make_them(
-    width: int, rows: int, rounds: int
-) -> None:
+def test_gradients_of_wide_layers_are_scattered_in_the_rounds_that_make_them(width, rows, rounds):
     """A stack of whole gradients is held if it is small beside the arrays of a round: they share one message."""
 
-    def f(w: Any, x: Any) -> Any:
-        def loss(w: Any) -> Any:
+    def f(w, x):
+        def loss(w):
             return jnp.mean(lax.scan(lambda c, w: (jnp.tanh(c @ w), None), split(x, 0, 8), w)[0] ** 2)
 
         return split(jax.grad(loss)(w), 1, 8)
@@ -273,7 +263,7 @@ def test_gradients_of_wide_layers_are_scattered_in_the_rounds_that_make_them(
     assert [(r.times, r.bytes) for r in scattered] == [(rounds, 3 * width * width * 4 * 7 // 8)]
 
 
-def _through(w: Any, x: Any) -> Any:
+def _through(w, x):
     for layer in w:
         x = jnp.tanh(x @ layer)
     return x

@@ -5,12 +5,10 @@ shardings that its weights, state and batch have; what differs is the mesh, what
 stacked, dtypes, recomputation, and how gradients are accumulated.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -21,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from steps.model import Layout, Model, is_dims, loss
 
 # What dimensions are split over: the weights of fully sharded data parallelism, and what the others add to it.
-FSDP: Mapping[str, Any] = {"batch": "fsdp", "embed": "fsdp", "values": "fsdp"}
+FSDP = {"batch": "fsdp", "embed": "fsdp", "values": "fsdp"}
 TENSOR = {**FSDP, "heads": "tensor", "groups": "tensor", "mlp": "tensor", "vocab": "tensor"}
 CONTEXT = {**FSDP, "length": "context"}
 EXPERT = {**FSDP, "batch": ("expert", "fsdp"), "expert": "expert"}
@@ -52,22 +50,22 @@ class Step:
     parts: int = 1
     split_state: Mapping[str, Any] | None = None
 
-    def mesh(self, devices: Any = None) -> jax.sharding.Mesh:
+    def mesh(self, devices=None):
         """The mesh over these devices, or the first that there are."""
         count = math.prod(self.axes.values())
         devices = np.asarray(jax.devices()[:count] if devices is None else devices).reshape(tuple(self.axes.values()))
         return jax.sharding.Mesh(devices, tuple(self.axes), axis_types=(jax.sharding.AxisType.Auto,) * len(self.axes))
 
-    def layout(self, devices: Any = None) -> Layout:
+    def layout(self, devices=None):
         """Its rules, on a mesh."""
         return Layout(self.mesh(devices), self.rules)
 
-    def arguments(self, devices: Any = None) -> tuple[Any, Any]:
+    def arguments(self, devices=None):
         """Shapes of the state and of a batch, with their shardings."""
         layout = self.layout(devices)
         state = dataclasses.replace(layout, rules=self.split_state or self.rules)
 
-        def shapes(own: Layout, dtype: str) -> Any:
+        def shapes(own, dtype):
             return jax.tree.map(
                 lambda dims: jax.ShapeDtypeStruct(tuple(dims.values()), dtype, sharding=own.sharding(list(dims))),
                 self.model.dims,
@@ -87,11 +85,11 @@ class Step:
         moments = [shapes(state, "float32") for _ in DECAYS]
         return (shapes(layout, self.model.weights), *moments, count), {"inputs": inputs, "labels": labelled}
 
-    def numbers(self, devices: Any = None) -> tuple[Any, Any]:
+    def numbers(self, devices=None):
         """Arguments with numbers, the same at every call, where they belong."""
         rng = np.random.default_rng(zlib.crc32(self.name.encode()))
 
-        def made(x: Any, scale: float) -> Any:
+        def made(x, scale):
             if x.dtype == np.int32:
                 found = rng.integers(0, self.model.words, x.shape) if x.shape else np.zeros(())
             else:
@@ -103,25 +101,25 @@ class Step:
         zeros = jax.tree.map(lambda x: made(x, 0.0), moments)
         return (scaled, *zeros, made(count, 0)), jax.tree.map(lambda x: made(x, 1.0), batch)
 
-    def function(self, devices: Any = None) -> Callable[[Any, Any], Any]:
+    def function(self, devices=None):
         """The step, a function of the state and a batch; it gives the next state and the loss."""
         layout, pipeline = self.layout(devices), bool(self.model.stages)
 
-        def value_and_gradients(weights: Any, batch: Any) -> tuple[Any, Any]:
+        def value_and_gradients(weights, batch):
             parts = self.parts if pipeline else 1
             return jax.value_and_grad(lambda w: loss(self.model, layout, w, batch, parts))(weights)
 
-        def accumulated(weights: Any, batch: Any) -> tuple[Any, Any]:
+        def accumulated(weights, batch):
             split = jax.tree.map(lambda x: x.reshape(-1, self.parts, *x.shape[1:]).swapaxes(0, 1), batch)
 
-            def one(total: Any, part: Any) -> tuple[Any, None]:
+            def one(total, part):
                 return jax.tree.map(lambda t, x: t + x, total, value_and_gradients(weights, part)), None
 
             zeros = jnp.zeros(()), jax.tree.map(lambda w: jnp.zeros(w.shape, w.dtype), weights)
             total, _ = jax.lax.scan(one, zeros, split)
-            return jax.tree.map(lambda x: x / self.parts, total)  # type: ignore[no-any-return]
+            return jax.tree.map(lambda x: x / self.parts, total)
 
-        def step(state: Any, batch: Any) -> Any:
+        def step(state, batch):
             weights, first, second, count = state
             of = accumulated if self.parts > 1 and not pipeline else value_and_gradients
             value, gradients = of(weights, batch)
@@ -133,20 +131,20 @@ class Step:
             second = jax.tree.map(lambda m, g: DECAYS[1] * m + (1 - DECAYS[1]) * g * g, second, gradients)
             a, b = (1 - d ** count.astype(jnp.float32) for d in DECAYS)
 
-            def moved(w: Any, m: Any, v: Any) -> Any:
+            def moved(w, m, v):
                 return (w.astype(jnp.float32) - RATE * (m / a) / (jnp.sqrt(v / b) + 1e-8)).astype(w.dtype)
 
             return (jax.tree.map(moved, weights, first, second), first, second, count), value
 
         return step
 
-    def results(self, devices: Any = None) -> Any:
+    def results(self, devices=None):
         """The shardings of the results: the next state lies as the state does."""
         state, _ = self.arguments(devices)
         return jax.tree.map(lambda x: x.sharding, state), None
 
 
-def _small() -> dict[str, Step]:
+def _small():
     one, grid = {"fsdp": 8}, {"fsdp": 4, "tensor": 2}
     two = Model(weights="bfloat16", numbers="bfloat16")
     # As in MaxText: twelve axes, nearly all of size 1.
@@ -181,7 +179,7 @@ def _small() -> dict[str, Step]:
     return {step.name: step for step in found}
 
 
-def _true() -> dict[str, Step]:
+def _true():
     one, grid = {"fsdp": 64}, {"fsdp": 8, "tensor": 8}
     llama = Model(32, 4096, 32, 8, 14336, 128256, numbers="bfloat16")
     large = dataclasses.replace(llama, layers=80, model=8192, heads=64, hidden=28672)

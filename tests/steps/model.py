@@ -5,10 +5,8 @@ say which mesh axes these are split over, as in MaxText, Flax and Levanter. Laye
 dimension 1 (MaxText's default), or not at all.
 """
 
-from __future__ import annotations
-
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -17,7 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-REMAT: Mapping[str, Any] = {
+REMAT = {
     "full": None,
     "products": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "names": jax.checkpoint_policies.save_only_these_names("query", "mixed"),
@@ -62,7 +60,7 @@ class Model:
     stages: int = 0
 
     @property
-    def dims(self) -> dict[str, Any]:
+    def dims(self):
         """Names and sizes of the dimensions of every weight, those of a layer without the stack."""
         m, h, g, k, f, v = self.model, self.heads, self.groups, self.model // self.heads, self.hidden, self.words
         layer = {
@@ -76,7 +74,7 @@ class Model:
             layer |= {"down": {"expert": self.experts, "mlp": f, "embed": m}}
         else:
             layer |= {"gate": {"embed": m, "mlp": f}, "up": {"embed": m, "mlp": f}, "down": {"mlp": f, "embed": m}}
-        found: dict[str, Any] = {"norm": {"norm": m}}
+        found = {"norm": {"norm": m}}
         if self.stacked is None:
             found["layers"] = [layer] * self.layers
         else:
@@ -86,7 +84,7 @@ class Model:
         found["embed"] = {"vocab": v, "embed": m}
         return found if self.tied else {**found, "head": {"embed": m, "vocab": v}}
 
-    def _stacked(self, dims: dict[str, int]) -> dict[str, int]:
+    def _stacked(self, dims):
         if self.stages:
             return {"stage": self.stages, "layer": self.layers // self.stages, **dims}
         items = list(dims.items())
@@ -101,9 +99,9 @@ class Layout:
     mesh: jax.sharding.Mesh
     rules: Mapping[str, Any]
 
-    def spec(self, names: Sequence[str]) -> P:
+    def spec(self, names):
         """The ``PartitionSpec`` of an array with these dimensions; an axis that is used already is left out."""
-        used: set[str] = set()
+        used = set()
         entries = []
         for name in names:
             wanted = self.rules.get(name) or ()
@@ -112,28 +110,28 @@ class Layout:
             entries.append(axes or None)
         return P(*entries)
 
-    def sharding(self, names: Sequence[str]) -> NamedSharding:
+    def sharding(self, names):
         """The same as a ``NamedSharding``."""
         return NamedSharding(self.mesh, self.spec(names))
 
-    def hold(self, x: Any, names: str) -> Any:
+    def hold(self, x, names):
         """A sharding constraint on an activation whose dimensions have these names."""
         return jax.lax.with_sharding_constraint(x, self.sharding(names.split()))
 
 
-def is_dims(node: Any) -> bool:
+def is_dims(node):
     """Whether a node is the names and sizes of one weight's dimensions."""
     return isinstance(node, dict) and bool(node) and all(isinstance(n, int) for n in node.values())
 
 
-def norm(x: Any, scale: Any) -> Any:
+def norm(x, scale):
     """RMS normalization in float32."""
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)
     return (wide * (1 + scale.astype(jnp.float32))).astype(x.dtype)
 
 
-def rotated(x: Any) -> Any:
+def rotated(x):
     """Rotary positions of [batch, length, heads, head]."""
     half = x.shape[-1] // 2
     angles = jnp.arange(x.shape[1])[:, None] / 10000.0 ** (jnp.arange(half) / half)
@@ -142,12 +140,12 @@ def rotated(x: Any) -> Any:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
-def capped(x: Any, bound: float) -> Any:
+def capped(x, bound):
     """Scores within plus and minus ``bound``, smoothly."""
     return bound * jnp.tanh(x / bound) if bound else x
 
 
-def attention(c: Model, hold: Callable[[Any, str], Any], w: Any, x: Any, local: Any) -> Any:
+def attention(c, hold, w, x, local):
     """Causal attention (of patches: to all) with groups of query heads, on [batch, length, embed]."""
     named = checkpoint_name
     q = named(hold(jnp.einsum("blm,mhk->blhk", x, w["query"]), "batch length heads head"), "query")
@@ -164,13 +162,13 @@ def attention(c: Model, hold: Callable[[Any, str], Any], w: Any, x: Any, local: 
     return jnp.einsum("blhk,hkm->blm", named(mixed, "mixed"), w["out"])
 
 
-def feed_forward(hold: Callable[[Any, str], Any], w: Any, x: Any) -> Any:
+def feed_forward(hold, w, x):
     """A gated feed-forward layer on [batch, length, embed]."""
     h = jax.nn.silu(x @ w["gate"]) * (x @ w["up"])
     return hold(h, "batch length mlp") @ w["down"]
 
 
-def mixture(c: Model, hold: Callable[[Any, str], Any], w: Any, x: Any) -> Any:
+def mixture(c, hold, w, x):
     """Two experts for each token, as einsums over places of a limited number, per sentence."""
     length = x.shape[1]
     places = 2 * 2 * length // c.experts
@@ -187,7 +185,7 @@ def mixture(c: Model, hold: Callable[[Any, str], Any], w: Any, x: Any) -> Any:
     return jnp.einsum("blep,ebpm->blm", combine, made)
 
 
-def layer(c: Model, hold: Callable[[Any, str], Any], w: Any, x: Any, local: Any) -> Any:
+def layer(c, hold, w, x, local):
     """One layer on [batch, length, embed]."""
     x = hold(x, "batch length embedded")
     x = x + attention(c, hold, w, norm(x, w["norm1"]), local)
@@ -196,10 +194,10 @@ def layer(c: Model, hold: Callable[[Any, str], Any], w: Any, x: Any, local: Any)
     return x + (mixture(c, hold, w, y) if c.experts else feed_forward(hold, w, y))
 
 
-def through_layers(c: Model, hold: Callable[[Any, str], Any], weights: Any, x: Any) -> Any:
+def through_layers(c, hold, weights, x):
     """All layers: in a loop over a stack, or one after the other."""
 
-    def one(x: Any, each: tuple[Any, Any]) -> tuple[Any, None]:
+    def one(x, each):
         return layer(c, hold, *each[:1], x, each[1]), None
 
     run = jax.checkpoint(one, policy=REMAT[c.remat]) if c.remat else one
@@ -213,10 +211,10 @@ def through_layers(c: Model, hold: Callable[[Any, str], Any], weights: Any, x: A
     return jax.lax.scan(run, x, (weights, local))[0]
 
 
-def through_stages(c: Model, layout: Layout, weights: Any, x: Any, parts: int) -> Any:
+def through_stages(c, layout, weights, x, parts):
     """All layers, as a pipeline: ``parts`` parts of the batch move from stage to stage, one in each round."""
 
-    def stage(w: Any, x: Any) -> Any:
+    def stage(w, x):
         own = dataclasses.replace(c, layers=c.layers // c.stages, stages=0)
         return through_layers(own, lambda x, names: x, w, x)
 
@@ -225,7 +223,7 @@ def through_stages(c: Model, layout: Layout, weights: Any, x: Any, parts: int) -
     waiting = layout.hold(jnp.pad(waiting, ((0, c.stages - 1), *((0, 0),) * 3)), "part batch length embedded")
     at = jnp.zeros((c.stages, batch, *x.shape[1:]), x.dtype)
 
-    def round_(at: Any, new: Any) -> tuple[Any, Any]:
+    def round_(at, new):
         at = layout.hold(jnp.roll(at, 1, axis=0).at[0].set(new), "stage batch length embedded")
         at = layout.hold(jax.vmap(stage)(weights, at), "stage batch length embedded")
         return at, at[-1]
@@ -234,7 +232,7 @@ def through_stages(c: Model, layout: Layout, weights: Any, x: Any, parts: int) -
     return layout.hold(done[c.stages - 1 :], "part batch length embedded").swapaxes(0, 1).reshape(x.shape)
 
 
-def loss(c: Model, layout: Layout, weights: Any, batch: Mapping[str, Any], parts: int = 1) -> Any:
+def loss(c, layout, weights, batch, parts=1):
     """The mean cross entropy of ``batch["labels"]``; scores are float32."""
     weights = jax.tree.map(lambda w: w.astype(c.numbers), weights)
     if c.patch:

@@ -5,10 +5,6 @@ differently where loops have other lengths, so a function of each element may di
 another order may differ by some roundings of its terms, which are as large as the largest element, not as the sum.
 """
 
-from __future__ import annotations
-
-from collections.abc import Set
-
 import jax.numpy as jnp
 import numpy as np
 
@@ -29,7 +25,7 @@ _ELEMENTWISE = names_where(lambda traits: traits.elementwise and not traits.exac
 _ROUNDINGS = {False: (8, 64), True: (2, 8)}
 
 
-def difference(got: np.ndarray, want: np.ndarray, primitives: Set[str]) -> str:
+def difference(got, want, primitives):
     """How a part differs from what a program of these primitives should give; nothing if it does not."""
     got, want = np.asarray(got), np.asarray(want)
     if (got.shape, got.dtype) != (want.shape, want.dtype):

@@ -3,13 +3,11 @@
 They come with JAX's wheel and are the widest table of operators there is: every primitive, every dtype, every mode.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -43,7 +41,7 @@ class Harness:
     make: Callable[[np.random.RandomState], Any]
 
     @functools.cached_property
-    def arguments(self) -> tuple[Any, ...]:
+    def arguments(self):
         """The same arrays at every call."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -51,13 +49,13 @@ class Harness:
         return tuple(x if isinstance(x, np.ndarray) else np.asarray(x) for x in given)
 
     @functools.cached_property
-    def jaxpr(self) -> Any:
+    def jaxpr(self):
         """The closed jaxpr."""
         return jax.make_jaxpr(self.function)(*self.arguments)
 
 
 @functools.cache
-def harnesses() -> tuple[Harness, ...]:
+def harnesses():
     """All harnesses that JAX can run on CPU, whether or not they have something to split."""
     return tuple(
         Harness(h.group_name, h.fullname, np.dtype(h.dtype), h.dyn_fun, h.dyn_args_maker)
@@ -67,12 +65,12 @@ def harnesses() -> tuple[Harness, ...]:
 
 
 @functools.cache
-def groups() -> tuple[str, ...]:
+def groups():
     """Names of all groups."""
     return tuple(sorted({h.group for h in harnesses()}))
 
 
-def excluded(harness: Harness) -> str:
+def excluded(harness):
     """Why a harness is left out, or nothing."""
     if not any(n > 1 for x in harness.arguments for n in x.shape):
         return NO_OPERAND
@@ -81,7 +79,7 @@ def excluded(harness: Harness) -> str:
     return ""
 
 
-def _equations_on_arguments(harness: Harness) -> Iterator[tuple[Any, list[Any]]]:
+def _equations_on_arguments(harness):
     """The outermost equations, with the values of operands that are arguments or constants (others are None)."""
     closed = harness.jaxpr
     known = dict(zip(closed.jaxpr.invars, harness.arguments, strict=True))
@@ -90,7 +88,7 @@ def _equations_on_arguments(harness: Harness) -> Iterator[tuple[Any, list[Any]]]
         yield eqn, [v.val if hasattr(v, "val") else known.get(v) for v in eqn.invars]
 
 
-def _breaks_promise(eqn: Any, values: list[Any]) -> bool:
+def _breaks_promise(eqn, values):
     """Whether an index that is promised to be in bounds is not."""
     mode = eqn.params.get("mode")
     if mode != jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS or values[1] is None:

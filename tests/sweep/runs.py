@@ -4,14 +4,11 @@ The whole pipeline is used as a user's program would use it: trace, propagate, p
 simulated for all devices of a mesh that need not exist, and every part on every device is compared.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -22,14 +19,12 @@ import gshard
 from gshard.core.mark import Mark
 from gshard.core.mesh import Mesh
 from gshard.core.sharding import Sharding
-from gshard.core.spmd import SpmdProgram
 from gshard.core.xla_workarounds import AS_WRITTEN
 from gshard.emit.partition import partition
 from gshard.planning.propagate import propagate
 from gshard.simulator.simulate import simulate
 from gshard.tracing.trace import trace
 from sweep.comparison import difference
-from sweep.harnesses import Harness
 
 Place = tuple[int, int]
 """An argument and one of its dimensions."""
@@ -53,7 +48,7 @@ class Variant:
     fits: Callable[[int], bool] = lambda n: True
     enters_split: bool = False
 
-    def places(self, arguments: Sequence[np.ndarray]) -> Iterator[tuple[Place, ...]]:
+    def places(self, arguments):
         """What is split, run by run: every dimension once, or each together with the next."""
         ones = [(i, d) for i, x in enumerate(arguments) for d, n in enumerate(x.shape) if n > 1 and self.fits(n)]
         if len(self.axes) == 1:
@@ -104,20 +99,20 @@ class Outcome:
     seconds: float = 0.0
     without_rule: tuple[str, ...] = ()
 
-    def __str__(self) -> str:
+    def __str__(self):
         where = " and ".join(f"dimension {d} of argument {i}" for i, d in self.places)
         return f"{self.harness}, {self.variant}, {where}: {self.status} {self.detail}"
 
 
-def whole(harness: Harness) -> list[np.ndarray]:
+def whole(harness):
     """The results of a harness as it is."""
     found = jax.jit(harness.function, compiler_options=AS_WRITTEN)(*harness.arguments)
     return [np.asarray(x) for x in jax.tree.leaves(found)]
 
 
-def outcomes(harness: Harness, variants: Sequence[Variant] = VARIANTS) -> Iterator[Outcome]:
+def outcomes(harness, variants=VARIANTS):
     """All runs of one harness."""
-    expected: list[np.ndarray] = []
+    expected = []
     for variant in variants:
         for places in variant.places(harness.arguments):
             if not expected:
@@ -130,10 +125,10 @@ def outcomes(harness: Harness, variants: Sequence[Variant] = VARIANTS) -> Iterat
             yield _outcome(harness, variant, places, expected)
 
 
-def _outcome(harness: Harness, variant: Variant, places: tuple[Place, ...], expected: list[np.ndarray]) -> Outcome:
+def _outcome(harness, variant, places, expected):
     start = time.perf_counter()
     status, detail, gathers, sent = "right", "", False, 0
-    unknown: tuple[str, ...] = ()
+    unknown = ()
     try:
         spmd = partitioned(harness, variant, places)
         gathers = gathers_whole(spmd, min(harness.arguments[i].nbytes for i, _ in places))
@@ -157,19 +152,19 @@ def _outcome(harness: Harness, variant: Variant, places: tuple[Place, ...], expe
     )
 
 
-def partitioned(harness: Harness, variant: Variant, places: tuple[Place, ...]) -> SpmdProgram:
+def partitioned(harness, variant, places):
     """The per-device program of a harness in which some dimensions are marked split."""
-    specs: dict[int, list[Any]] = {}
+    specs = {}
     for (i, d), axes in zip(places, variant.axes, strict=True):
         specs.setdefault(i, [None] * harness.arguments[i].ndim)[d] = axes
-    marks: list[Mark | None] = [None] * len(harness.arguments)
+    marks = [None] * len(harness.arguments)
     function = harness.function
     if variant.enters_split:
         for i, spec in specs.items():
             marks[i] = Mark("spec", spec=tuple(spec))
     else:
 
-        def function(*arguments: Any) -> Any:
+        def function(*arguments):
             return harness.function(
                 *(gshard.shard(x, PartitionSpec(*specs[i])) if i in specs else x for i, x in enumerate(arguments))
             )
@@ -177,7 +172,7 @@ def partitioned(harness: Harness, variant: Variant, places: tuple[Place, ...]) -
     return partition(propagate(trace(function, *harness.arguments, argument_marks=marks), variant.mesh))
 
 
-def on_every_device(spmd: SpmdProgram, arguments: Sequence[np.ndarray]) -> list[Any]:
+def on_every_device(spmd, arguments):
     """The results, each stacked over the devices."""
     (equation,) = (e for e in spmd.jaxpr.jaxpr.eqns if e.primitive.name == "shard_map")
     known = {v: [c] * spmd.mesh.size for v, c in zip(spmd.jaxpr.jaxpr.constvars, spmd.jaxpr.consts, strict=True)}
@@ -188,9 +183,9 @@ def on_every_device(spmd: SpmdProgram, arguments: Sequence[np.ndarray]) -> list[
     return simulate(equation.params["jaxpr"], (), spmd.mesh.atom_sizes, operands)
 
 
-def parts_of(x: np.ndarray, sharding: Sharding, mesh: Mesh) -> list[np.ndarray]:
+def parts_of(x, sharding, mesh):
     """Each device's part of a whole array that divides evenly; devices that hold the same part hold the same object."""
-    parts: dict[tuple[slice, ...], np.ndarray] = {}
+    parts = {}
     found = []
     for at in itertools.product(*(range(n) for n in mesh.atom_sizes.values())):
         position = dict(zip(mesh.atoms, at, strict=True))
@@ -208,7 +203,7 @@ def parts_of(x: np.ndarray, sharding: Sharding, mesh: Mesh) -> list[np.ndarray]:
     return found
 
 
-def pointed_at(places: Sequence[np.ndarray], spmd: SpmdProgram, harness: Harness) -> list[np.ndarray]:
+def pointed_at(places, spmd, harness):
     """The elements at the places that each device found: which of equals ``approx_top_k`` gives is not specified.
 
     Raises:
@@ -227,12 +222,12 @@ def pointed_at(places: Sequence[np.ndarray], spmd: SpmdProgram, harness: Harness
     return found
 
 
-def gathers_whole(spmd: SpmdProgram, size: int) -> bool:
+def gathers_whole(spmd, size):
     """Whether some all_gather of the program makes an array of ``size`` bytes or more on every device."""
     return any(made >= size for made in _gathered(spmd.jaxpr))
 
 
-def _gathered(jaxpr: Any) -> Iterator[int]:
+def _gathered(jaxpr):
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         if eqn.primitive.name == "all_gather":
             yield from (math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in eqn.outvars)

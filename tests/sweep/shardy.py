@@ -1,17 +1,13 @@
 """What XLA's own propagation (Shardy) makes of a program, without compiling it: the sharding of each result."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 
 _PIPELINE = "builtin.module(sdy-propagation-pipeline)"
 
 
-def available() -> bool:
+def available():
     """Whether this jaxlib lets its passes be run from Python; they are not part of its interface."""
     try:
         return results(lambda x: x + 1, [jax.ShapeDtypeStruct((4,), "float32")]) == [((),)]
@@ -19,7 +15,7 @@ def available() -> bool:
         return False
 
 
-def results(function: Callable[..., Any], arguments: Sequence[Any]) -> list[tuple[tuple[str, ...], ...]]:
+def results(function, arguments):
     """The axes of each dimension of each result; arguments are ``ShapeDtypeStruct`` with shardings."""
     from jaxlib.mlir.passmanager import PassManager
 
@@ -29,7 +25,7 @@ def results(function: Callable[..., Any], arguments: Sequence[Any]) -> list[tupl
     return read(str(module), [x.ndim for x in jax.tree.leaves(jax.eval_shape(function, *arguments))])
 
 
-def read(text: str, ranks: Sequence[int]) -> list[tuple[tuple[str, ...], ...]]:
+def read(text, ranks):
     """The shardings that the text of a module gives its results."""
     (line,) = re.findall(r"func\.func public @main\(.*", text)
     pieces = line.rsplit(" -> ", 1)[1].split("tensor<")[1:]

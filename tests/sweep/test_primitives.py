@@ -5,18 +5,15 @@ is used most, and a sample of the others. Everything there is, and how many oper
 ``python benchmarks/primitives.py``.
 """
 
-from __future__ import annotations
-
 import zlib
-from collections.abc import Iterable, Iterator
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from sweep.comparison import difference
-from sweep.harnesses import UNDEFINED, Harness, excluded, groups, harnesses
-from sweep.runs import VARIANTS, Outcome, outcomes
+from sweep.harnesses import UNDEFINED, excluded, groups, harnesses
+from sweep.runs import VARIANTS, outcomes
 
 pytestmark = pytest.mark.optimised  # unoptimised code loses small numbers of bfloat16 that are only moved
 
@@ -27,20 +24,20 @@ CHUNK = 30  # harnesses in one slow test
 ONE_IN = 8  # of the dtypes that are used less
 
 
-def some(group: str) -> list[Harness]:
+def some(group):
     """A few harnesses of a group, always the same ones."""
     members = sorted((h for h in harnesses() if h.group == group), key=lambda h: zlib.crc32(h.name.encode()))
     return [h for h in members[: 4 * FEW] if not excluded(h)][: FEW if len(members) >= LARGE else 1]
 
 
-def wrong(found: Iterable[Outcome]) -> list[str]:
+def wrong(found):
     return [str(outcome) for outcome in found if outcome.status != "right"]
 
 
 @pytest.mark.parametrize("group", [group for group in groups() if group not in COMPILE_SLOWLY])
 @pytest.mark.one_in(10)
-def test_some_harnesses_of_every_group(group: str) -> None:
-    failures: list[str] = []
+def test_some_harnesses_of_every_group(group):
+    failures = []
     for harness in some(group):
         # One way of splitting each, another for each harness; the next one where a harness has none of that kind.
         turn = zlib.crc32(harness.name.encode())
@@ -49,7 +46,7 @@ def test_some_harnesses_of_every_group(group: str) -> None:
     assert not failures
 
 
-def chunks() -> Iterator[tuple[str, tuple[Harness, ...]]]:
+def chunks():
     """The harnesses of the slow tests, a group in as many pieces as it needs."""
     for group in groups():
         members = [h for h in harnesses() if h.group == group]
@@ -60,8 +57,8 @@ def chunks() -> Iterator[tuple[str, tuple[Harness, ...]]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("members", [pytest.param(members, id=name) for name, members in chunks()])
-def test_every_harness(members: tuple[Harness, ...]) -> None:
-    failures: list[str] = []
+def test_every_harness(members):
+    failures = []
     always, others = VARIANTS[:2], VARIANTS[2:]
     for i, harness in enumerate(members):
         if not excluded(harness):
@@ -69,14 +66,14 @@ def test_every_harness(members: tuple[Harness, ...]) -> None:
     assert not failures
 
 
-def test_broken_promises_are_seen() -> None:
+def test_broken_promises_are_seen():
     """Harnesses whose result is undefined are the only ones left out that have something to split."""
     left_out = [h for h in harnesses() if h.group in ("gather", "scatter") and excluded(h) == UNDEFINED]
     assert left_out
     assert all("promise_in_bounds" in str(h.jaxpr).lower() for h in left_out)
 
 
-def test_moved_elements_must_be_the_same_bits() -> None:
+def test_moved_elements_must_be_the_same_bits():
     x = np.linspace(-1, 1, 8, dtype=np.float32)
     off = np.nextafter(x, np.float32(9))
     assert difference(off, x, {"gather"})

@@ -1,10 +1,6 @@
 """XLA's own propagation as an oracle: what it leaves split along an axis, ours does not make whole."""
 
-from __future__ import annotations
-
 import zlib
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +13,11 @@ import gshard
 from families import CASES
 from gshard.core.mark import Mark
 from gshard.core.mesh import Mesh
-from gshard.core.plan import Plan
 from gshard.planning.propagate import propagate
 from gshard.tracing.trace import trace
 from gshard.xla.peer import xla_function
 from sweep import shardy
-from sweep.harnesses import Harness, excluded, harnesses
+from sweep.harnesses import excluded, harnesses
 from sweep.runs import EVEN
 
 ONE_IN = 40  # harnesses in the fast test
@@ -33,20 +28,20 @@ WHOLE_ON_PURPOSE = {"select_and_gather_add"}
 pytestmark = pytest.mark.skipif(not shardy.available(), reason="this jaxlib's passes cannot be run from Python")
 
 
-def of_floats() -> list[Harness]:
+def of_floats():
     """In an order that is the same at every run; with those that are excluded, since finding them takes tracing."""
     found = [h for h in harnesses() if h.dtype == np.float32 and h.group not in WHOLE_ON_PURPOSE]
     return sorted(found, key=lambda h: zlib.crc32(h.name.encode()))
 
 
-def whole_only_with_us(plan: Plan, function: Callable[..., Any], arguments: Sequence[Any]) -> list[str]:
+def whole_only_with_us(plan, function, arguments):
     """The results that are split by XLA's propagation and whole on every device by ours."""
     outputs = plan.program.block.outputs
     both = zip(outputs, shardy.results(function, arguments), strict=True)
     return [f"{v}: {split}" for v, split in both if any(split) and not any(plan.sharding(v).dims)]
 
 
-def made_whole(members: Iterable[Harness]) -> list[str]:
+def made_whole(members):
     """The runs of harnesses, each dimension split once, in which there is such a result."""
     mesh = Mesh.of(jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,)))
     found = []
@@ -68,12 +63,12 @@ def made_whole(members: Iterable[Harness]) -> list[str]:
     return found
 
 
-def test_the_oracle_speaks() -> None:
+def test_the_oracle_speaks():
     """It tells how results are sharded, one by one; and a plan that forgets a split is found out."""
     mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     x = jax.ShapeDtypeStruct((4, 8), "float32", sharding=NamedSharding(mesh, P("x", "y")))
 
-    def function(x: Any) -> Any:
+    def function(x):
         return x.T, x.sum(), jnp.broadcast_to(x.sum(1), (3, 4))
 
     assert shardy.results(function, [x]) == [(("y",), ("x",)), (), ((), ("x",))]
@@ -81,13 +76,13 @@ def test_the_oracle_speaks() -> None:
     assert len(whole_only_with_us(forgetful, function, [x])) == 2
 
 
-def test_some_harnesses() -> None:
+def test_some_harnesses():
     assert not made_whole(of_floats()[::ONE_IN])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("at", range(0, len(of_floats()), CHUNK))
-def test_all_harnesses(at: int) -> None:
+def test_all_harnesses(at):
     assert not made_whole(of_floats()[at : at + CHUNK])
 
 
@@ -95,7 +90,7 @@ def test_all_harnesses(at: int) -> None:
     "name", [name if i % 12 == 0 else pytest.param(name, marks=pytest.mark.slow) for i, name in enumerate(CASES)]
 )
 @pytest.mark.one_in(3)
-def test_marked_programs(name: str) -> None:
+def test_marked_programs(name):
     case = CASES[name]
     lowered = gshard.jit(case.function, mesh=case.jax_mesh).lower(*case.arguments)
     flat = [*lowered.program.captured, *jax.tree.leaves(case.arguments)]
