@@ -90,12 +90,6 @@ def test_whatever_is_looked_up(dtype: Any) -> None:
         np.testing.assert_array_equal(np.asarray(found), np.asarray(expected[name]), name)
 
 
-def test_random_keys_are_looked_up_as_they_are() -> None:
-    keys = jax.random.split(jax.random.key(0), N)
-    found = gshard.jit(lambda k: gshard.split(k, 0, 8)[TURNED], mesh=8)(keys)
-    np.testing.assert_array_equal(jax.random.key_data(found), jax.random.key_data(keys[TURNED]))
-
-
 def all_of(functions: dict[str, Callable[..., Any]], dim: int | None) -> Callable[..., dict[str, Any]]:
     """One program of many."""
     return lambda x: {name: f(x if dim is None else gshard.split(x, dim, 8)) for name, f in functions.items()}
@@ -134,11 +128,6 @@ def test_nothing_is_gathered(name: str, most: int) -> None:
         sent = [c.bytes * c.times for c in lowered.spmd.collectives]
         assert sum(sent) <= 3 * most
         assert "all_gather" not in {c.kind for c in lowered.spmd.collectives}
-
-
-def test_indices_that_the_program_does_not_tell_stay_look_ups() -> None:
-    program = gshard.stages.trace(lambda x, i: x[i], X, LABELS)
-    assert "gather" in {e.name for e in program.block.walk()}
 
 
 @pytest.mark.parametrize("mapped", [False, True])

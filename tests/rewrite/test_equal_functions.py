@@ -51,66 +51,67 @@ def test_a_function_begins_where_arrays_meet_and_ends_where_they_do() -> None:
     assert "sub" not in [e.name for e in first.equations[-1:]], "the weights are another array"
 
 
-@pytest.mark.parametrize("kind", ["elementwise", "one product", "reduction"])
-def test_what_moves_nothing_within_is_no_function(kind: str) -> None:
-    def f(xs: Any, w: Any) -> Any:
-        if kind == "one product":
-            return [jnp.tanh(x) @ w for x in xs]
-        return [jnp.tanh(x) if kind == "elementwise" else jax.nn.softmax(x) for x in xs]
-
-    assert groups(f, SQUARES, f32(16, 16)) == []
+def of_another(a: Any, b: Any, c: Any) -> Any:
+    a = orthogonal(a)
+    return a, orthogonal(a * b), orthogonal(b), orthogonal(c)
 
 
-def test_decompositions_are_functions() -> None:
-    (group,) = groups(lambda xs: [jnp.linalg.cholesky(x) for x in xs], SQUARES)
-    assert len(group) == 3
+def in_a_circle(a: Any, b: Any, c: Any) -> Any:
+    first, other = orthogonal(a), jnp.linalg.cholesky(b)
+    return jnp.linalg.cholesky(first * c), orthogonal(other * c)
 
 
-def test_arrays_of_other_shapes_and_other_functions_are_apart() -> None:
-    xs = [f32(16, 16), f32(8, 16), f32(16, 16), f32(8, 16), f32(4, 4)]
-    found = groups(lambda xs: [orthogonal(x) for x in xs], xs)
-    assert [(len(g), g[0].root.shape) for g in found] == [(2, (16, 16)), (2, (8, 16))]
-    assert groups(lambda a, b: (orthogonal(a), 2 * orthogonal(b, 3)), *SQUARES[:2]) == []
-    assert groups(lambda a, b: (orthogonal(a), orthogonal(b.astype(jnp.bfloat16))), *SQUARES[:2]) == []
+def loss(ws: Any, x: Any) -> Any:
+    for w in ws:
+        x = x + jax.nn.relu(x @ w)
+    return (x**2).sum()
 
 
-def test_a_function_of_another_one_is_in_another_batch() -> None:
-    def f(a: Any, b: Any, c: Any) -> Any:
-        a = orthogonal(a)
-        return a, orthogonal(a * b), orthogonal(b), orthogonal(c)
-
-    (group,) = groups(f, *SQUARES)
-    program = gshard.stages.trace(f, *SQUARES)
-    assert len(group) == 3
-    assert len(equal_functions(program.block)[0]) == 3
+def behind_an_effect(a: Any) -> Any:
+    """A batch of both would have to run before the first effect and after the second one."""
+    first = orthogonal(a)
+    jax.debug.print("{}", first, ordered=True)
+    return first, orthogonal(io_callback(np.tanh, f32(16, 16), a, ordered=True))
 
 
-def test_what_lies_between_two_parts_of_a_function_belongs_to_it() -> None:
-    def f(xs: Any) -> Any:
-        return [(y @ y.T + 2 * y, jnp.sin(y)) for y in map(jnp.exp, xs)]
+def looped(x: Any, factor: float = 1.5) -> Any:
+    return jax.lax.fori_loop(0, 3, lambda _, x: factor * x - 0.5 * (x @ x.T) @ x, x)
 
-    (group,) = groups(f, SQUARES)
+
+# Programs, their arguments, and how many functions of which shape each group has.
+GROUPS: dict[str, tuple[Any, tuple[Any, ...], list[tuple[int, tuple[int, ...]]]]] = {
+    "elementwise": (lambda xs: [jnp.tanh(x) for x in xs], (SQUARES,), []),
+    "one product": (lambda xs, w: [jnp.tanh(x) @ w for x in xs], (SQUARES, f32(16, 16)), []),
+    "reductions": (lambda xs: [jax.nn.softmax(x) for x in xs], (SQUARES,), []),
+    "decompositions": (lambda xs: [jnp.linalg.cholesky(x) for x in xs], (SQUARES,), [(3, (16, 16))]),
+    "other shapes": (
+        lambda xs: [orthogonal(x) for x in xs], ([f32(n, 16 if n > 4 else 4) for n in (16, 8, 16, 8, 4)],),
+        [(2, (16, 16)), (2, (8, 16))],
+    ),
+    "other functions": (lambda a, b: (orthogonal(a), 2 * orthogonal(b, 3)), (*SQUARES[:2],), []),
+    "other types": (lambda a, b: (orthogonal(a), orthogonal(b.astype(jnp.bfloat16))), (*SQUARES[:2],), []),
+    "a function of another one": (of_another, (*SQUARES,), [(3, (16, 16))]),
+    "in a circle": (in_a_circle, (*SQUARES,), []),
+    # A weight's product with few rows is not a function of the weight, and its gradient is one of no activation.
+    "small operands": (jax.grad(loss), ([f32(64, 64)] * 3, f32(2, 64)), []),
+    "behind an effect": (behind_an_effect, (f32(16, 16),), []),
+    "loops": (lambda xs: [looped(x) for x in xs], (SQUARES,), [(3, (16, 16))]),
+    "loops that differ": (lambda a, b: (looped(a), looped(b, 1.25)), (*SQUARES[:2],), []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_which_functions_are_one_batch(name: str) -> None:
+    f, arguments, expected = GROUPS[name]
+    assert [(len(g), g[0].root.shape) for g in groups(f, *arguments)] == expected
+
+
+def test_what_lies_between_two_parts_belongs_to_a_function_and_a_mark_ends_it() -> None:
+    (group,) = groups(lambda xs: [(y @ y.T + 2 * y, jnp.sin(y)) for y in map(jnp.exp, xs)], SQUARES)
     assert [e.name for e in group[0].equations] == ["exp", "transpose", "dot_general", "mul", "add"]
     assert len(group[0].outputs) == 2, "sin reads y outside of the batch"
-
-
-def test_groups_do_not_depend_on_each_other_in_a_circle() -> None:
-    def f(a: Any, b: Any, c: Any) -> Any:
-        first, other = orthogonal(a), jnp.linalg.cholesky(b)
-        return jnp.linalg.cholesky(first * c), orthogonal(other * c)
-
-    assert groups(f, *SQUARES) == []
-
-
-def test_small_operands_do_not_make_a_function() -> None:
-    """A weight's product with few rows is not a function of the weight, and its gradient is one of no activation."""
-
-    def loss(ws: Any, x: Any) -> Any:
-        for w in ws:
-            x = x + jax.nn.relu(x @ w)
-        return (x**2).sum()
-
-    assert groups(jax.grad(loss), [f32(64, 64)] * 3, f32(2, 64)) == []
+    (group,) = groups(lambda xs: [gshard.split(x @ x.T, 0, 4) @ x for x in xs], SQUARES)
+    assert [e.name for e in group[0].equations] == ["transpose", "dot_general"]
 
 
 def test_a_number_that_all_arrays_decide_begins_new_functions() -> None:
@@ -134,14 +135,6 @@ def test_values_from_outside() -> None:
     assert len({function.outside[1] for function in group}) == 1
 
 
-def test_a_mark_ends_a_function() -> None:
-    def f(xs: Any) -> Any:
-        return [gshard.split(x @ x.T, 0, 4) @ x for x in xs]
-
-    (group,) = groups(f, SQUARES)
-    assert [e.name for e in group[0].equations] == ["transpose", "dot_general"]
-
-
 def test_effects_are_not_batched() -> None:
     def f(xs: Any) -> Any:
         for x in xs:
@@ -157,23 +150,3 @@ def test_effects_are_not_batched() -> None:
 
     (group,) = groups(g, SQUARES)
     assert [e.name for e in group[0].equations] == ["dot_general"]
-
-
-def test_a_function_behind_an_effect_is_in_another_batch() -> None:
-    """A batch of both would have to run before the first effect and after the second one."""
-
-    def f(a: Any) -> Any:
-        first = orthogonal(a)
-        jax.debug.print("{}", first, ordered=True)
-        b = io_callback(np.tanh, jax.ShapeDtypeStruct((16, 16), "float32"), a, ordered=True)
-        return first, orthogonal(b)
-
-    assert groups(f, f32(16, 16)) == []
-
-
-def test_loops_are_equal_if_their_bodies_are() -> None:
-    def looped(x: Any, factor: float) -> Any:
-        return jax.lax.fori_loop(0, 3, lambda _, x: factor * x - 0.5 * (x @ x.T) @ x, x)
-
-    assert [len(g) for g in groups(lambda xs: [looped(x, 1.5) for x in xs], SQUARES)] == [3]
-    assert groups(lambda a, b: (looped(a, 1.5), looped(b, 1.25)), *SQUARES[:2]) == []

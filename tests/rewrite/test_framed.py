@@ -108,12 +108,6 @@ def test_whatever_is_computed(dtype: Any) -> None:
     np.testing.assert_array_equal(gshard.jit(lambda x: f(gshard.split(x, 0, 8)), mesh=8)(x), jax.jit(f)(x))
 
 
-def test_a_small_window_stays_one() -> None:
-    program = gshard.stages.trace(lambda x: jnp.pad(jnp.sin(x[:2]), ((0, 30), (0, 0))), data(32))
-    (sines,) = (e for e in program.block.equations if e.name == "sin")
-    assert sines.outputs[0].shape == (2, M)
-
-
 def test_what_is_marked_is_made() -> None:
     def f(x: Any) -> Any:
         return jnp.pad(gshard.replicate(jnp.sin(x[1:-1])) * 2, ((1, 1), (0, 0)))
@@ -142,15 +136,6 @@ def test_what_is_computed_in_many_steps_is_followed_no_further_than_is_worth_it(
         return jnp.pad(y, ((1, 1), (0, 0)))
 
     assert gshard.stages.trace(f, data(32)).block.equations[0].name == "slice"
-
-
-def test_keys_of_random_numbers_are_compared_in_windows() -> None:
-    keys = jax.random.split(jax.random.key(0), 16)
-
-    def f(keys: Any) -> Any:
-        return jnp.pad(keys[1:-1] == keys[jnp.arange(14)], (1, 1))
-
-    np.testing.assert_array_equal(gshard.jit(lambda k: f(gshard.split(k, 0, 8)), mesh=8)(keys), jax.jit(f)(keys))
 
 
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint8])

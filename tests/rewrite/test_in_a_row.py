@@ -203,35 +203,6 @@ def test_what_others_read_is_not_taken_apart_again() -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected)
 
 
-def test_what_is_there_anyway_is_not_made_twice() -> None:
-    def f(x: Any) -> Any:
-        rows = jnp.pad(x, ((1, 1), (0, 0)), mode="wrap")
-        border = jnp.pad(rows, ((0, 0), (1, 1)), mode="wrap")
-        return jnp.sin(rows), border[:, 2:]
-
-    assert moves_of(f, X) == ["concatenate_slices", "concatenate_slices"]
-
-
-def test_in_the_body_of_a_loop() -> None:
-    def f(x: Any) -> Any:
-        return lax.fori_loop(0, 3, lambda _, x: wrapped(x), x)
-
-    x = RNG.integers(-9, 9, (N, M)).astype(np.int32)
-    np.testing.assert_array_equal(gshard.jit(lambda x: f(gshard.split(x, 0, 8)), mesh=8)(x), jax.jit(f)(x))
-    (loop,) = [e for e in gshard.stages.trace(f, x).block.equations if e.blocks]
-    assert "concatenate" not in {e.name for body in loop.blocks for e in body.equations}
-
-
-def test_random_keys_move_as_they_are() -> None:
-    keys = jax.random.split(jax.random.key(0), 16)
-
-    def f(k: Any) -> Any:
-        return jnp.concatenate([k[-1:], k, k[:1]])[2:]
-
-    found = gshard.jit(lambda k: f(gshard.split(k, 0, 8)), mesh=8)(keys)
-    np.testing.assert_array_equal(jax.random.key_data(found), jax.random.key_data(f(keys)))
-
-
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.one_in(2)
 def test_any_row(seed: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -13,8 +13,7 @@ from jax import lax
 
 from gshard.core.program import Equation, Program, Value
 from gshard.rewrite.piecewise_equation import Touch, in_pieces, may_be_in_pieces, touched
-from gshard.rewrite.piecewise_layout import Layout, Piece, sources_of, spans_along, starts_of, whole
-from gshard.tracing.trace import trace
+from gshard.rewrite.piecewise_layout import Layout, Piece, starts_of, whole
 from harness import Row, rows
 from sampled import sampled_rows
 
@@ -143,32 +142,3 @@ def test_these_are_computed_in_pieces() -> None:
             if e.name in NAMES and e.rule is not None:
                 seen |= {e.name for t in touches(e) if may_be_in_pieces(t, whole(e.rule.factors[t.factor].size))}
     assert seen == NAMES
-
-
-MOVERS: dict[str, Callable[[Any, Any], Any]] = {
-    "concatenate": lambda x, y: jnp.concatenate([x, y, x + y]),
-    "slice": lambda x, y: x[1:-1],
-    "little": lambda x, y: x[2:4],
-    "pad": lambda x, y: jnp.pad(x, ((1, 2), (0, 0)), constant_values=3.0),
-    "padded and cut": lambda x, y: lax.pad(x, jnp.float32(-0.0), ((-1, 2, 0), (0, 0, 0))),
-    "split": lambda x, y: tuple(jnp.split(x, [1, 4])),
-}
-
-
-@pytest.mark.parametrize("name", MOVERS)
-def test_segments_are_what_is_moved(name: str) -> None:
-    x, y = (np.random.default_rng(i).standard_normal((7, 2)).astype(np.float32) for i in range(2))
-    program = trace(MOVERS[name], x, y)
-    e = next(q for q in program.block.equations if spans_along(q, 0) is not None)
-    known = {v: np.asarray(a) for v, a in zip(program.block.inputs, (x, y), strict=True)}
-    arrays = [x if name != "concatenate" else known.get(v, x + y) for v in e.inputs[:1]] + [
-        known.get(v, x + y) if isinstance(v, Value) else np.asarray(v.value) for v in e.inputs[1:]
-    ]
-    expected = run(e, [jnp.asarray(a) for a in arrays])
-    for spans, want in zip(spans_along(e, 0) or (), expected, strict=True):
-        own = [a[s.start : s.start + s.count] if a.ndim else np.full((s.count, 2), a, np.float32) for a, s in
-               ((arrays[s.operand], s) for s in spans)]  # fmt: skip
-        np.testing.assert_array_equal(np.concatenate(own), want)
-        sources = sources_of(spans, [whole(a.shape[0]) if a.ndim else None for a in arrays])
-        assert sources is not None
-        assert sum(s.piece.length for s in sources) == want.shape[0]

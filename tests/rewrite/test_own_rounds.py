@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -151,21 +150,3 @@ def test_it_prints_from_each_round_once(capfd: pytest.CaptureFixture[str]) -> No
     np.testing.assert_array_equal(gshard.jit(f, mesh=8)(xs), 2 * xs)
     jax.effects_barrier()
     assert sorted(capfd.readouterr().out.split("\n")) == sorted(["", *(f"round {24.0 * i}" for i in range(8))])
-
-
-def test_gradients_around_it() -> None:
-    run = gshard.jit(over(mapped), mesh=8)
-    xs = slices(16)
-    expected = jax.grad(lambda w: jnp.sum(mapped(w, xs) ** 2))(W)
-    np.testing.assert_array_equal(jax.grad(lambda w: jnp.sum(run(w, xs) ** 2))(W), expected)
-
-
-def test_search_and_saved_plans_know_it(tmp_path: Path) -> None:
-    step = gshard.jit(over(first(mapped, 0)), mesh=8, machine="h100:1x8")
-    xs = slices(16)
-    found = gshard.search(step, W, xs)
-    found.save(tmp_path / "plan.json")
-    run = gshard.jit(over(first(mapped, 0)), mesh=8, plan=gshard.SavedPlan.load(tmp_path / "plan.json"))
-    np.testing.assert_array_equal(run(W, xs), first(mapped, 0)(W, xs))
-    text = str(gshard.explain(step, W, xs))
-    assert "all_reduce" in text

@@ -148,18 +148,6 @@ def test_gradients_are_the_same_and_send_sums_only(name: str) -> None:
     assert kinds <= {"all_reduce", "reduce_scatter"}
 
 
-def test_the_gradient_of_a_loss_of_labels() -> None:
-    def cross_entropy(x: Any, w: Any, labels: Any) -> Any:
-        logits = jax.nn.log_softmax(x.reshape(-1, D) @ w)
-        return -jnp.take_along_axis(logits, labels.reshape(-1, 1), 1).mean()
-
-    gradient = jax.value_and_grad(cross_entropy, (0, 1))
-    assert merged(gradient, X, W, LABELS) == []
-    found = jax.tree.leaves(gshard.jit(split(gradient, 1), mesh=8)(X, W, LABELS))
-    for one, other in zip(found, jax.tree.leaves(jax.jit(gradient)(X, W, LABELS)), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize(
     "f",
     [
@@ -199,16 +187,6 @@ def test_two_ways_to_be_merged() -> None:
 
     marked = gshard.jit(lambda x, y: f(gshard.split(x, 1, 8), y), mesh=8)
     np.testing.assert_array_equal(marked(X, y), f(X, y))
-
-
-def test_keys_of_random_numbers() -> None:
-    keys = jax.random.split(jax.random.key(0), (4, 2))
-
-    def f(keys: Any) -> Any:
-        return jax.random.key_data(jnp.where(jnp.arange(8) % 2 == 0, keys.reshape(-1), keys[0, 0])).reshape(4, 2, -1)
-
-    marked = gshard.jit(lambda keys: f(gshard.split(keys, 1, 2)), mesh=2)
-    np.testing.assert_array_equal(marked(keys), f(keys))
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.float16, jnp.bfloat16, bool, np.complex64])
@@ -278,13 +256,3 @@ def test_short_rows_stay_merged() -> None:
 
     assert merged(flat, jnp.ones((64, 4, 128))) == [(256, 128)]
     assert merged(flat, jnp.ones((4, 64, 128))) == []
-
-
-def test_rotary_halves_stay_as_they_are() -> None:
-    def rotated(x: Any) -> Any:
-        a, b = jnp.split(x, 2, -1)
-        return jnp.concatenate([-b, a], -1)
-
-    names = [e.name for e in gshard.stages.trace(rotated, X).block.equations]
-    assert "reshape" not in names
-    assert "squeeze" not in names

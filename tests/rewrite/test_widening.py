@@ -84,15 +84,6 @@ def test_a_widened_stack_is_widened_in_the_loop(
     assert not any(v.shape == narrow.shape and v.dtype == np.float32 for v in loop.inputs)
 
 
-def test_two_loops_and_two_stacks(narrow: np.ndarray, scale: np.ndarray) -> None:
-    def f(q: Any, s: Any) -> Any:
-        wide, half = widened(q, s), s.astype(jnp.bfloat16).astype(jnp.float32)
-        return summed(wide), lax.scan(lambda c, xs: (c + xs[0].sum() * xs[1].sum(), c), 0.0, (wide, half))
-
-    program = check(f, narrow, scale)
-    assert [sorted(stacks(e)) for e in loops(program)] == [["f32", "s8"], ["bf16", "f32", "s8"]]
-
-
 @pytest.mark.parametrize(
     "f",
     [
@@ -109,12 +100,6 @@ def test_two_loops_and_two_stacks(narrow: np.ndarray, scale: np.ndarray) -> None
 @pytest.mark.one_in(3)
 def test_what_is_not_moved(f: Callable[..., Any], narrow: np.ndarray, scale: np.ndarray) -> None:
     assert "widen_slices" not in fired(check(f, narrow, scale))
-
-
-def test_a_loop_of_the_same_length_as_another_dimension(rng: np.random.Generator) -> None:
-    q = rng.integers(-9, 9, (3, 3)).astype(np.int8)
-    program = check(lambda q: summed(lax.broadcast_in_dim(q[:, 0].astype(jnp.float32), (3, 3), (1,))), q)
-    assert "widen_slices" not in fired(program)
 
 
 def test_residuals_are_stacked_narrow(narrow: np.ndarray, scale: np.ndarray) -> None:
