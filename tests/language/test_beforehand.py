@@ -96,28 +96,6 @@ def test_masks_are_made_before_the_loop() -> None:
     assert not [e for e in made if sum(n > 1 for n in e.outvars[0].aval.shape) == 1], body
 
 
-def test_only_what_is_the_same_in_every_round_leaves() -> None:
-    def step(carry: Any) -> Any:
-        i, x = carry
-        mask = jnp.arange(8) * 2 < 9  # known
-        own = jnp.arange(8) < i  # of the carry
-        table = jnp.arange(8)[:, None] < jnp.arange(3)  # along two dimensions
-        return i + 1, jnp.where((mask & own)[:, None] | table, x, lax.optimization_barrier(x * 2))
-
-    def run(f: Callable[..., Any], x: Any) -> Any:
-        start = jnp.int32(0), x
-        return lax.fori_loop(0, 3, lambda _, c: f(c), start) if f is step else lax.fori_loop(
-            0, 3, lambda _, c: beforehand(step, start)(c), start
-        )  # fmt: skip
-
-    x = jnp.arange(24.0).reshape(8, 3)
-    for a, b in zip(run(step, x), run(lambda c: beforehand(step, c)(c), x), strict=True):
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
-    rest = beforehand(step, (jnp.int32(0), x))
-    names = [e.primitive.name for e in jax.make_jaxpr(rest)((jnp.int32(0), x)).eqns]
-    assert names.count("lt") == 2  # of the carry, and the table
-
-
 def test_effects_stay_in_every_round() -> None:
     seen: list[int] = []
 

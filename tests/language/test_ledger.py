@@ -233,11 +233,3 @@ def test_a_sum_that_is_asked_for_in_parts_is_kept() -> None:
         x, w = jax.device_put(X, P(None, "d")), jax.device_put(X.T, P("d"))
         np.testing.assert_array_equal(gshard.jit(f)(x, w), X @ X.T)
         assert gshard.explain(gshard.jit(f), x, w).dropped == ()
-
-
-def test_where_a_callback_is_to_run_is_kept() -> None:
-    def f(x: Any) -> Any:
-        return jax.pure_callback(np.sin, x, x, sharding=SingleDeviceSharding(jax.devices()[3]))
-
-    assert gshard.explain(f, X, mesh=_mesh()).dropped == ()
-    np.testing.assert_allclose(gshard.jit(f, mesh=_mesh())(X), np.sin(X))

@@ -11,7 +11,7 @@ import pytest
 from gshard.core.errors import RuleError
 from gshard.core.program import Equation
 from gshard.core.rule import COMMUNICATE, PARALLEL, REDUCE, REPLICATE, Rule
-from gshard.language.registry import Call, known_primitives, rule, rule_of
+from gshard.language.registry import Call, known_primitives, rule
 from harness import Row, rows
 from invented import invented
 
@@ -102,8 +102,3 @@ def test_a_primitive_has_one_rule() -> None:
     with pytest.raises(RuleError, match="'transpose' has a rule already"):
         rule("transpose")(again)
     assert known_primitives() == before
-
-
-def test_keys_are_told_from_numbers() -> None:
-    assert not Call("slice", {}, ((3,),), ((2,),), (jnp.dtype(jnp.float32),)).on_keys
-    assert not rule_of(Call("nobody_knows", {}, ((3,),), ((2,),), ("f4",))).known

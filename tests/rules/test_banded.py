@@ -112,13 +112,6 @@ def test_any_band(n: int, m: int, dtype: str, rng: np.random.Generator) -> None:
     check(lambda x: x @ jnp.asarray(weights.T), x.T.copy(), dim=1)
 
 
-def test_products_of_short_integers_are_as_wide_as_asked(rng: np.random.Generator) -> None:
-    weights, x = table(rng, 64, 64, np.int8), rng.integers(-128, 128, (64, 3)).astype(np.int8)
-    wide = lambda x: jnp.matmul(weights, x, preferred_element_type=jnp.int32)  # noqa: E731
-    check(wide, x)
-    assert "banded" in names(lowered(wide, x))
-
-
 @pytest.mark.parametrize(("n", "m"), [(512, 1024), (512, 256), (512, 640), (500, 1000), (510, 255)])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.one_in(3)
@@ -139,24 +132,6 @@ def test_integers_are_not_counted(rng: np.random.Generator) -> None:
     assert {c.kind for c in found.spmd.collectives} == {"collective_permute"}
 
 
-def test_in_a_loop_and_mapped(rng: np.random.Generator) -> None:
-    x = rng.standard_normal((4, 64, 6)).astype(np.float32)
-    blur = jnp.asarray(np.eye(64) / 2 + np.eye(64, k=1) / 4 + np.eye(64, k=-1) / 4, jnp.float32)
-
-    def rounds(x: Any) -> Any:
-        made_outside = blur * 2
-
-        def step(x: Any, _: Any) -> Any:
-            return jnp.tanh(resized(64, "linear")(resized(128, "linear")(made_outside @ x))), None
-
-        return jax.lax.scan(step, x, None, length=3)[0]
-
-    check(jax.vmap(rounds), x, dim=1)
-    found = lowered(jax.vmap(rounds), x, dim=1)
-    assert names(found).count("banded") == 3
-    assert "dot_general" not in names(found)
-
-
 def test_rows_and_columns(rng: np.random.Generator) -> None:
     x = rng.standard_normal((2, 32, 64, 3)).astype(np.float32)
     x[1, 30, 5, 0] = np.inf
@@ -165,28 +140,6 @@ def test_rows_and_columns(rng: np.random.Generator) -> None:
     spec = P(None, "x", "y")
     found = gshard.jit(double, mesh=mesh, in_shardings=(spec,), out_shardings=spec)(x)
     np.testing.assert_allclose(found, jax.jit(double)(x), rtol=1e-5, atol=1e-6, equal_nan=True)
-
-
-def test_some_of_an_image(rng: np.random.Generator) -> None:
-    def window(x: Any) -> Any:
-        shape = x.shape[0] * 3 // 2 - 6, x.shape[1]
-        return jax.image.scale_and_translate(x, shape, (0,), jnp.array([1.5]), jnp.array([-2.5]), "linear")
-
-    # Weights are fractions of places up to 100, which compilers round as they fuse them.
-    check(window, columns(rng, 96), rounding=100)
-    assert "banded" in names(lowered(window, jax.ShapeDtypeStruct((960, 10), np.float32)))
-
-
-def test_inside_of_transformations_of_jax(rng: np.random.Generator) -> None:
-    x = rng.standard_normal((64, 3)).astype(np.float32)
-    whole = resized(128, "linear")
-    parts = gshard.jit(split(whole), mesh=8)
-    for transformed in (
-        jax.jit,
-        lambda f: jax.grad(lambda x: jnp.sum(f(x) ** 2)),
-        lambda f: lambda x: jax.vmap(f)(x[None]),
-    ):
-        np.testing.assert_allclose(transformed(parts)(x), transformed(whole)(x), rtol=1e-5, atol=1e-5)
 
 
 OTHERS: dict[str, tuple[Function, tuple[int, ...]]] = {
@@ -203,12 +156,6 @@ OTHERS: dict[str, tuple[Function, tuple[int, ...]]] = {
 def test_others_stay(name: str) -> None:
     f, shape = OTHERS[name]
     assert "banded" not in names(lowered(f, jax.ShapeDtypeStruct(shape, np.float32)))
-
-
-def test_what_is_not_split_stays() -> None:
-    found = lowered(lambda x: jax.image.resize(x, (128, 128), "linear"), jax.ShapeDtypeStruct((64, 64), np.float32))
-    assert names(found).count("banded") == 1
-    assert names(found).count("dot_general") == 1
 
 
 @pytest.mark.parametrize(("n", "m"), [(64, 96), (61, 87), (7, 3), (5, 5), (1, 4), (4, 1)])

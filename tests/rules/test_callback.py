@@ -104,18 +104,6 @@ def test_prints_come_once(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr().out.count("sum of 28 numbers") == 1
 
 
-def test_debug_callbacks_are_called_once_with_whole_arrays() -> None:
-    host = Host()
-
-    def f(x: Any) -> Any:
-        jax.debug.callback(host.tell, gshard.split(x, 0, 8))
-        return x
-
-    run(f, X)
-    assert len(host.calls) == 1
-    np.testing.assert_array_equal(host.calls[0], X)
-
-
 def test_partitioned_ones_see_every_part() -> None:
     host = Host()
 
@@ -181,17 +169,6 @@ def test_the_device_that_calls_can_be_named(callback: Callable[..., Any]) -> Non
     with pytest.raises(gshard.GShardError, match="does not name one device of the mesh") as told:
         gshard.jit(lambda x: callback(host, like(x), x, sharding=named), mesh=2)(X)
     assert "test_callback.py" in str(told.value)
-
-
-def test_which_device_calls() -> None:
-    """Devices differ by what they hold: only the named one gets to the host."""
-
-    def f(x: Any, device: Any) -> str:
-        named = jax.sharding.SingleDeviceSharding(device)
-        return gshard.jit(lambda x: io_callback(lambda x: x, like(x), x, sharding=named), mesh=8).lower(x).as_text()
-
-    texts = {f(X, jax.devices()[i]) for i in (0, 3, 7)}
-    assert len(texts) == 3
 
 
 def test_rounds_with_a_callback_of_one_device_are_not_spread() -> None:

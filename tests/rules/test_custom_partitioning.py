@@ -15,7 +15,6 @@ from jax import lax
 from jax.experimental.custom_partitioning import (
     BATCHING,
     ArrayMapping,
-    CompoundFactor,
     SdyShardingRule,
     custom_partitioning,
 )
@@ -24,10 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 import gshard
 from gshard.core.errors import PlanError, RuleError
-from gshard.language.sharding_rule import factors_of
 from gshard.testing import check_rule
-
-KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 
 
 def mesh_of(shape: tuple[int, ...], kind: AxisType = AxisType.Auto) -> Mesh:
@@ -364,19 +360,6 @@ def test_inside_of_loops_and_derivatives(name: str) -> None:
     assert not gshard.explain(partitioned, split).gathered
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", [(8,), (2, 4), pytest.param((2, 2, 2), marks=pytest.mark.slow)])
-def test_axes_of_every_mesh(shape: tuple[int, ...], kind: str) -> None:
-    mesh = mesh_of(shape, KINDS[kind])
-    x, op = normal(16, 8), as_it_comes(jnp.sin, sharding_rule="i j -> i j")
-    given = put(x, mesh, *mesh.axis_names[:2])
-    with jax.set_mesh(mesh):
-        partitioned = gshard.jit(lambda x: op(x) * 2, mesh=mesh, strict=True)
-        same(partitioned(given), np.sin(x) * 2)
-        assert partitioned(given).sharding.spec == given.sharding.spec
-        assert not partitioned.lower(given).spmd.collectives
-
-
 def test_part_of_an_axis_and_donated_arguments() -> None:
     x, op = normal(16, 8), as_it_comes(jnp.sin, sharding_rule="i j -> i j")
     partitioned = gshard.jit(lambda x: op(gshard.split(gshard.split(x, 0, 2), 1, 4)), mesh=8)
@@ -479,26 +462,6 @@ def test_in_a_shard_map_it_is_its_function() -> None:
     assert not partitioned.lower(x).spmd.collectives
 
 
-def test_equal_layers_call_partition_for_one_of_them() -> None:
-    called: list[Any] = []
-
-    def partition(mesh: Any, operands: Any, result: Any) -> Any:
-        called.append(operands[0].sharding.spec)
-        return mesh, jnp.sin, operands[0].sharding, (operands[0].sharding,)
-
-    op = custom_partitioning(jnp.sin)
-    op.def_partition(partition=partition, sharding_rule="i j -> i j")
-
-    def layers(count: int) -> int:
-        called.clear()
-        mesh = mesh_of((8,))
-        partitioned = gshard.jit(lambda x: [x := op(x) + x for _ in range(count)][-1], mesh=mesh)
-        partitioned.lower(put(normal(16, 8), mesh, "a")).plan  # noqa: B018
-        return len(called)
-
-    assert layers(2) == layers(12)
-
-
 def test_planned_without_devices() -> None:
     program = gshard.jit(lambda x: softmax(gshard.shard(x, P("a"))), mesh=gshard.Mesh.abstract(a=64))
     assert not program.lower(jax.ShapeDtypeStruct((128, 8), jnp.float32)).spmd.collectives
@@ -532,22 +495,3 @@ def test_attention_of_cudnn(monkeypatch: Any, bias: Any, heads: int, backward: b
     function = jax.grad(whole, tuple(range(len(arrays)))) if backward else f
     found = gshard.explain(gshard.jit(function, mesh=mesh, strict=True), *arrays)
     assert set(found.bytes_by_kind) <= ({"all_reduce"} if bias and backward else set())
-
-
-def test_factors_of_a_rule() -> None:
-    rule = SdyShardingRule(
-        (ArrayMapping(f"{BATCHING}0", CompoundFactor("i", "k")), ArrayMapping(f"{BATCHING}1", "i")),
-        (ArrayMapping(f"{BATCHING}0", "k", "i"),),
-        need_replication_factors=("k",),
-    )
-    found = factors_of(rule, ((5, 6), (1, 2, 3)), ((5, 2, 3),))
-    assert found.dims == (((0,), (1, 2)), ((3,), (4,), (1,)), ((0,), (2,), (1,)))
-    assert found.sizes == (5, 3, 2, 1, 2)
-    assert found.whole == {2}
-    one, dots = ArrayMapping("i"), ArrayMapping(BATCHING)
-    broadcast = factors_of(SdyShardingRule((one, one), (one,)), ((4,), (1,)), ((4,),))
-    assert broadcast.dims == (((0,),), ((1,),), ((0,),))
-    with pytest.raises(RuleError, match=r"'...' stand for 1 dimensions and for 2"):
-        factors_of(SdyShardingRule((dots, dots), (ArrayMapping(),)), ((4,), (1, 2)), ((),))
-    with pytest.raises(RuleError, match="names a factor twice in operand 0"):
-        factors_of(SdyShardingRule((ArrayMapping("i", "i"),), (ArrayMapping("i"),)), ((4, 4),), ((4,),))

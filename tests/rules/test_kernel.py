@@ -44,19 +44,6 @@ def test_a_mapped_kernel_sends_nothing(n: int, rng: np.random.Generator) -> None
     assert not partitioned.lower(x, scale).spmd.collectives
 
 
-def test_in_manual_regions(rng: np.random.Generator) -> None:
-    x = rng.standard_normal((16, 6), np.float32)
-    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    mapped = jax.shard_map(one, mesh=mesh, in_specs=P("b", "a"), out_specs=P("b", "a"), check_vma=False)
-
-    def f(x: Any) -> Any:
-        return mapped(x * 2) + 1
-
-    partitioned = gshard.jit(f, mesh=mesh)
-    same(partitioned(x), jax.jit(f)(x))
-    assert not partitioned.lower(x).spmd.collectives
-
-
 def test_alone_it_gets_all_and_strict_says_so(rng: np.random.Generator) -> None:
     x = rng.standard_normal((16, 6), np.float32)
 
@@ -125,15 +112,6 @@ def test_mapped_they_send_nothing(name: str, rng: np.random.Generator) -> None:
     partitioned = gshard.jit(mapped, mesh=8, strict=True)
     same(partitioned(first, x), jax.jit(mapped)(first, x))
     assert not partitioned.lower(first, x).spmd.collectives
-
-
-def test_scalars_of_each_example(rng: np.random.Generator) -> None:
-    """JAX makes a loop of it, over examples that are split: right, and told."""
-    orders = np.stack([np.roll(np.arange(8, dtype=np.int32), i) for i in range(8)])
-    x = rng.standard_normal((8, 16, 6), np.float32)
-    both = gshard.jit(lambda o, x: jax.vmap(prefetched)(o, gshard.split(x, 0, 8)), mesh=8)
-    same(both(orders, x), jax.jit(jax.vmap(prefetched))(orders, x))
-    assert gshard.explain(both, orders, x).gathered
 
 
 def in_branch(x: Any) -> Any:

@@ -22,7 +22,6 @@ from gshard.core.split import Split, place
 from gshard.simulator.simulate import simulate_function
 from gshard.tracing.trace import trace
 from laws.test_rules_sound import the_equation
-from sampled import crossed
 
 
 def equation_of(name: str, function: Callable[..., Any], *arguments: Any) -> Equation:
@@ -198,49 +197,6 @@ def test_a_program_counts_initial_values_once(n: int, rng: np.random.Generator) 
     same_bits(most, np.maximum(x.max(0), -2))
 
 
-def test_what_reductions_send_is_what_they_say(rng: np.random.Generator) -> None:
-    x, init = rng.standard_normal((10, 3, 7)).astype(np.float32), np.float32(2)
-    norm = lambda x, init: lax.reduce(x, init, lambda a, b: jnp.sqrt(a * a + b * b), (1, 2))  # noqa: E731
-    mesh = Mesh.abstract(a=2, b=2)
-    (got,) = on_shards(equation_of("reduce", norm, x, init), {0: ("b",), 1: ("a",)}, mesh, x, init)
-    np.testing.assert_allclose(got, norm(x, init), 1e-5)
-
-
-MAX_POOLS = [((3, 3), (1, 1), "SAME"), ((2, 4), (1, 1), "VALID"), ((3, 2), (2, 3), "SAME"), ((1, 2), (3, 5), "VALID")]
-
-
-@pytest.mark.parametrize(
-    ("pooling", "cut"), crossed(MAX_POOLS, [{0: ("a",)}, {1: ("a",)}, {0: ("b",), 1: ("a",)}], one_in=3)
-)
-@pytest.mark.one_in(2)
-def test_gradients_of_pooling_have_the_bits_of_the_whole(pooling: Any, cut: Split, rng: np.random.Generator) -> None:
-    """Windows longer than strides and shorter, ties everywhere, parts that windows reach across; sums are exact."""
-    window, strides, padding = pooling
-    mesh = Mesh.abstract(a=5, b=2)
-    x = np.round(rng.standard_normal((13, 11))).astype(np.float32)
-
-    def pool(x: Any) -> Any:
-        return lax.reduce_window(x, -np.inf, lax.max, window, strides, padding)
-
-    def backwards(x: Any, g: Any) -> Any:
-        return jax.vjp(pool, x)[1](g)[0]
-
-    g = np.round(8 * rng.standard_normal(jax.eval_shape(pool, x).shape)).astype(np.float32)
-    (got,) = on_shards(equation_of("select_and_scatter_add", backwards, x, g), cut, mesh, g, x)
-    same_bits(got, jax.jit(backwards)(x, g))
-
-
-def test_windows_of_several_dimensions_send_what_they_say(rng: np.random.Generator) -> None:
-    x = rng.standard_normal((12, 11)).astype(np.float32)
-    mesh = Mesh.abstract(a=2, b=3)
-
-    def product(x: Any) -> Any:
-        return lax.reduce_window(x, np.float32(1), lax.mul, (3, 4), (1, 2), ((1, 1), (5, 0)), (1, 2), (2, 1))
-
-    (got,) = on_shards(equation_of("reduce_window", product, x), {0: ("b",), 1: ("a",)}, mesh, x, np.float32(1))
-    np.testing.assert_allclose(got, product(x), 1e-5)
-
-
 @pytest.mark.parametrize("strides", [(1, 1), (2, 2)])
 def test_a_program_differentiates_pooling(strides: tuple[int, int], rng: np.random.Generator) -> None:
     """XLA's own partitioner shifts the first part's gradient where windows overlap; only halos are sent here.
@@ -262,20 +218,6 @@ def test_a_program_differentiates_pooling(strides: tuple[int, int], rng: np.rand
     halo = 3 - strides[0]  # rows of other devices that the windows of one reach
     assert sum(c.bytes for c in lowered.spmd.collectives) == 2 * halo * 9 * 4
     same_bits(gshard.jit(program, mesh=mesh)(image), jax.jit(jax.grad(loss))(image))
-
-
-@pytest.mark.parametrize("n", [48, 50, 7])
-def test_places_of_the_approximately_greatest_are_valid(n: int, rng: np.random.Generator) -> None:
-    """Ties and infinities, so that padding is no worse than many elements."""
-    x = np.where(rng.random((3, n)) < 0.2, np.round(rng.standard_normal((3, n))), -np.inf).astype(np.float32)
-    mesh, k = Mesh.abstract(a=2, b=4), 6
-    best = equation_of("approx_top_k", lambda x: lax.approx_max_k(x, k), x)
-    values, places = on_shards(best, {1: mesh.atoms}, mesh, x)
-    same_bits(np.abs(values), np.abs(lax.top_k(x, k)[0]))
-    assert places.min() >= 0
-    assert places.max() < n
-    assert all(len(set(row)) == k for row in places.tolist())
-    same_bits(values, np.take_along_axis(x, places, 1))
 
 
 @pytest.mark.parametrize("n", [1000, 1003])

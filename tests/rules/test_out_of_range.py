@@ -119,17 +119,6 @@ def test_updates(name: str, mode: str, dim: int, x: np.ndarray) -> None:
     same_in_three_calls(marked(dim, f), want, x)
 
 
-def test_the_program_of_the_report(x: np.ndarray) -> None:
-    def loss(x: Any, mark: bool = True) -> Any:
-        x = gshard.split(x, 1, 8) if mark else x
-        y = jnp.broadcast_to(x[:, :, None], (4, 11, 3)).at[np.array([0, 1, 3]), np.array([2, 5, 11])].get()
-        return jnp.sum(y * 2)
-
-    want = jax.jit(jax.grad(lambda x: loss(x, False)))(x)
-    assert want[3, 10] == 0
-    same_in_three_calls(jax.grad(loss), want, x)
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_of_joined_arrays(mode: str, x: np.ndarray) -> None:
     """Arrays that are joined along the split dimension are looked up in, and written to, in pieces."""

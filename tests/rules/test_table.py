@@ -126,15 +126,6 @@ def test_it_is_the_same_and_nothing_is_sent(f: Any, split: str) -> None:
     np.testing.assert_allclose(got, want, rtol=2e-6, atol=2e-6)
 
 
-def test_integers_are_equal() -> None:
-    def f(x: Any) -> Any:
-        return gshard.split(x, 0, 8) + jnp.concatenate([jnp.arange(5), jnp.arange(14)[::-1] * 3])
-
-    step = gshard.jit(f, mesh=jax.make_mesh((8,), ("x",)))
-    x = np.arange(19, dtype=np.int32)
-    assert np.array_equal(step(x), f(x))
-
-
 def test_what_is_not_split_stays_as_it_was_written() -> None:
     """A table of which every device has all is put together, not chosen element by element."""
     step = gshard.jit(lambda x: sines(x, 0), mesh=jax.make_mesh((8,), ("x",)), in_shardings=P("x", None))
@@ -155,19 +146,6 @@ def test_no_more_is_computed_than_the_whole() -> None:
     assert "concatenate" in text
     assert text.count("= sin ") == 12
     assert "f32[2]" in text
-
-
-def test_few_arrays_side_by_side_are_not_looked_up() -> None:
-    """A look-up of each element takes longer than one more of few."""
-    mesh = jax.make_mesh((8,), ("x",))
-
-    def f(x: Any) -> Any:
-        return x * jnp.concatenate([jnp.linspace(0, 1, 7), jnp.ones(17)])[:, None]
-
-    spec = P("x", None)
-    step = gshard.jit(f, mesh=mesh, in_shardings=spec, out_shardings=spec)
-    assert "gather" not in str(step.lower(X).spmd.jaxpr)
-    np.testing.assert_allclose(step(X), f(X), rtol=1e-6)
 
 
 def test_what_follows_data_is_no_table() -> None:
