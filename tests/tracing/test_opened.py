@@ -142,28 +142,6 @@ def test_its_equations_have_the_line_of_the_one_they_stand_for() -> None:
     assert len({e.line for e in program.block.equations}) == 1
 
 
-def test_equal_equations_are_looked_into_once() -> None:
-    traced: list[int] = []
-
-    def function(x: Any) -> Any:
-        traced.append(1)
-        return jnp.tanh(x)
-
-    layer_p = made_of("other_layer", function)
-
-    def f(x: Any) -> Any:
-        for _ in range(5):
-            x = layer_p.bind(x)
-        return x
-
-    jaxpr = jax.make_jaxpr(f)(X)
-    traced.clear()
-    program = trace(jax.extend.core.jaxpr_as_fun(jaxpr), X)
-    shapes = len(traced) - 1  # asked for the shapes once more by ``trace``, if JAX has not kept them
-    assert [e.name for e in program.block.equations] == ["tanh"] * 5
-    assert shapes <= 5
-
-
 def names(f: Callable[..., Any], *args: Any) -> list[str]:
     return [e.name for e in trace(f, *args).block.walk()]
 
@@ -197,32 +175,3 @@ def test_one_that_is_only_evaluated_is_opened() -> None:
     bare_p.def_impl(lambda x: jnp.cos(x))
     bare_p.def_abstract_eval(lambda x: x)
     np.testing.assert_allclose(gshard.jit(bare_p.bind, mesh=8, strict=True)(X), np.cos(X), rtol=1e-5)
-
-
-def strict_kernel(batched: bool) -> Primitive:
-    """A kernel that compares types with those it was made for."""
-
-    def leading(args: Any, dims: Any, *, like: Any) -> Any:
-        (x,), (d,) = args, dims
-        x = jnp.moveaxis(x, d, 0)
-        return made.bind(x, like=jax.ShapeDtypeStruct(x.shape, x.dtype)), 0
-
-    made = primitive_of("other_strict_kernel", lambda x, like: x * 2, leading if batched else None)
-
-    @made.def_abstract_eval
-    def _(x: Any, *, like: Any) -> Any:
-        if jax.eval_shape(lambda v: v, x) != like:
-            raise ValueError("not the structure it was made for")
-        return jax.core.ShapedArray(x.shape, x.dtype)
-
-    return made
-
-
-@pytest.mark.parametrize("batched", [False, True])
-def test_types_are_compared_as_they_are_outside_of_the_mesh(batched: bool) -> None:
-    kernel_p = strict_kernel(batched)
-    f = lambda x: kernel_p.bind(x + 1, like=jax.eval_shape(lambda v: v, x))  # noqa: E731
-    jitted = gshard.jit(f, mesh=8, in_shardings=(P("devices"),))
-    assert len(jitted.lower(X).plan.gathered) == 1
-    np.testing.assert_array_equal(jitted(X), (X + 1) * 2)
-    assert names(f, X) == ["add", "other_strict_kernel"]

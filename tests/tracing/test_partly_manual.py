@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -253,24 +252,6 @@ def test_marks_inside_say_how_automatic_axes_split() -> None:
         assert flops(got, args) <= 1.1 * 2 * 64**3 / 4
 
 
-def test_arguments_that_come_otherwise_each_time() -> None:
-    def part(w: Any, x: Any) -> Any:
-        return lax.ppermute(jnp.tanh(gshard.split(x, 1, 4) @ w[0]), "a", [(0, 1), (1, 0)])
-
-    f = manual(part, WIDE, (P("a"), P("a")), P("a"), "a")
-    w, x = put(WIDE, normal(2, 16, 16), "a", "c"), put(WIDE, normal(8, 16), "a", "c")
-    want, g = jax.jit(f)(w, x), gshard.jit(f, mesh=WIDE)
-    others = put(WIDE, w, None, "a", "c"), put(WIDE, x, "c", "a")
-    for args in ((w, x), (np.asarray(w), np.asarray(x)), others, (w, x)):
-        agree(g(*args), want)
-    step = gshard.jit(lambda w, x: (w * 0.5, f(w, x)), mesh=WIDE, donate_argnums=(0, 1))
-    state, expected = (jnp.array(w), jnp.array(x)), (np.asarray(w), np.asarray(x))
-    for _ in range(3):
-        expected = expected[0] * 0.5, np.asarray(jax.jit(f)(*expected))
-        state = step(*state)
-        agree(state, expected)
-
-
 def test_another_mesh_over_the_same_devices_and_a_mesh_that_is_set() -> None:
     _, f, args = CASES["constraint"]
     want = jax.jit(f)(*args)
@@ -382,21 +363,6 @@ def test_what_cuts_nothing_may_stand_in_a_region_without_automatic_axes() -> Non
     agree(gshard.jit(f, mesh=WIDE)(x), x[:4] + x[4:])
 
 
-def test_a_primitive_without_a_rule_is_listed_and_refused() -> None:
-    def kernel(x: Any, y: Any) -> None:
-        y[...] = x[...] * 2
-
-    def part(x: Any) -> Any:
-        return lax.psum(pl.pallas_call(kernel, jax.typeof(x), interpret=True)(x), "a")
-
-    f, x = manual(part, WIDE, P("a"), P(), "a", False), put(WIDE, normal(8, 8), "a", "c")
-    agree(gshard.jit(f, mesh=WIDE)(x), jax.jit(f)(x))
-    (row,) = gshard.explain(f, x, mesh=WIDE).gathered
-    assert "pallas_call at test_partly_manual.py" in row
-    with pytest.raises(PlanError, match=r"(?s)has no rule.*test_partly_manual\.py:\d+"):
-        gshard.jit(f, mesh=WIDE, strict=True)(x)
-
-
 def ragged(names: str) -> tuple[Function, Any]:
     """Each of two devices sends two rows to the first and one to the second."""
 
@@ -424,19 +390,6 @@ def test_a_ragged_all_to_all_passes_and_is_counted(names: str) -> None:
     )
     assert "@ragged_all_to_all" in made.mlir_module()
     assert "dense<[[0, 4], [1, 5], [2, 6], [3, 7]]>" in made.mlir_module()
-
-
-def test_a_ragged_all_to_all_along_one_device() -> None:
-    mesh = mesh_of(a=1, c=8)
-    start, size, to = (jnp.array([n], jnp.int32) for n in (2, 3, 1))
-    f = manual(
-        lambda x, y: lax.ragged_all_to_all(x, y, start, size, to, size, axis_name="a"),
-        mesh, (P("a"), P("a")), P("a"), "ac", False,
-    )  # fmt: skip
-    x, y = normal(8, 2), normal(6, 2)
-    want = y.copy()
-    want[1:4] = x[2:5]
-    np.testing.assert_array_equal(gshard.jit(f, mesh=mesh)(x, y), want)
 
 
 def test_all_of_jaxs_collectives_are_known_or_refused() -> None:

@@ -124,19 +124,6 @@ def test_a_mark_permits_what_the_option_permits() -> None:
     close(gshard.jit(marked_chain, mesh=8)(*arguments), jax.jit(marked_chain)(*arguments))
 
 
-def test_a_search_and_a_machine_take_it_too() -> None:
-    u, v, w = normal(512, 4096), normal(4096, 1024), normal(1024, 8)
-
-    def into_all(u: Any, v: Any, w: Any) -> Any:
-        return replicate((split(u, 1, 8) @ split(v, 0, 8)) @ replicate(w))
-
-    on: dict[str, Any] = {"mesh": gshard.Mesh.abstract(devices=8), "machine": "h100:1x8"}
-    default, finite = (gshard.search(into_all, u, v, w, finite=finite, **on).cost.seconds for finite in (False, True))
-    assert finite < default
-    default, finite = (sum(row[2] for row in sent(chain, u, v, w, finite=finite, **on)) for finite in (False, True))
-    assert finite < default
-
-
 def test_large_products_are_not_repeated_to_send_less() -> None:
     """A sum that is small is finished before what it is multiplied by makes a large product of it."""
 
@@ -307,17 +294,6 @@ def test_axes_of_another_mesh_are_found_by_their_devices() -> None:
     )
     with pytest.raises(ShardingError, match="no axes of the mesh are the 4 devices along axis 't'"):
         gshard.jit(lambda x, v: f(x, v, elsewhere), mesh=mesh)(X, V)
-
-
-@pytest.mark.skipif(not hasattr(jax.sharding, "UnreducedKind"), reason="only newer JAX has kinds")
-def test_a_largest_in_parts() -> None:
-    spec = P(None, unreduced={"a"}, unreduced_kind=jax.sharding.UnreducedKind.max)
-
-    def f(x: Any) -> Any:
-        return replicate(jnp.maximum(shard(jnp.max(split(x, 1, "a"), 1), spec), 0.5))
-
-    np.testing.assert_array_equal(gshard.jit(f, mesh={"a": 8})(X), np.maximum(X.max(1), 0.5))
-    assert sent(f, X, mesh={"a": 8}) == [("all_reduce", 1, 2 * 16 * 4 * 7 // 8)]
 
 
 def test_the_cotangent_of_a_reduced_value_is_in_parts() -> None:

@@ -285,30 +285,6 @@ def test_a_reference_that_is_closed_over_is_written(where: jax.sharding.Mesh) ->
     assert r.sharding.is_equivalent_to(NamedSharding(where, P("d")), 2)
 
 
-@pytest.mark.slow
-def test_a_training_state_of_references() -> None:
-    def state() -> Any:
-        return {"w": jax.new_ref(put(X, GRID, "d", "e")), "n": jax.new_ref(jnp.int32(0)), "k": jax.new_ref(KEY)}
-
-    def train(s: Any, lr: Any) -> Any:
-        s["k"][...], used = jax.random.split(s["k"][...])
-        s["n"][...] += 1
-        s["w"][...] -= lr * (s["w"][...] + jax.random.normal(used, X.shape))
-        return (s["w"][...] ** 2).sum()
-
-    ours, theirs = state(), {k: jax.new_ref(v) for k, v in {"w": X, "n": jnp.int32(0), "k": KEY}.items()}
-    f, g = gshard.jit(train, mesh=GRID), jax.jit(train)
-    for _ in range(3):
-        np.testing.assert_allclose(f(ours, 0.1), g(theirs, 0.1), rtol=1e-5)
-    np.testing.assert_array_equal(jax.random.key_data(ours["k"][...]), jax.random.key_data(theirs["k"][...]))
-    np.testing.assert_allclose(ours["w"][...], theirs["w"][...], rtol=1e-5)
-    assert ours["w"].sharding.spec == P("d", "e")
-    assert int(ours["n"][...]) == 3
-
-
-KEY = jax.random.key(7)
-
-
 def test_calls_inside_of_other_programs() -> None:
     f = gshard.jit(step, mesh=LINE)
     for outer in (jax.jit, lambda g: gshard.jit(g, mesh=LINE)):

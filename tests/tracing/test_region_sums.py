@@ -239,24 +239,3 @@ def test_gradients_of_whole_weights_are_scattered(name: str, checked: bool, rng:
     found = gshard.explain(f, jax.device_put(w, rows), jax.device_put(x, NamedSharding(mesh, P(None, "a"))), mesh=mesh)
     assert found.bytes_by_kind["reduce_scatter"] == times * SQUARE
     assert "all_reduce" not in found.bytes_by_kind
-
-
-def test_the_gradient_has_the_name_of_its_weight() -> None:
-    w, x = jax.ShapeDtypeStruct((32, 32), jnp.float32), jax.ShapeDtypeStruct((16, 32), jnp.float32)
-    rows = NamedSharding(mesh_of(**LINE), P("a"))
-    found = gshard.explain(
-        lambda w, x: lax.with_sharding_constraint(w - gradient(mapped_layer(True))(w, x), rows),
-        w,
-        x,
-        mesh=mesh_of(**LINE),
-    )
-    (row,) = (line for line in str(found).splitlines() if line.strip().startswith("reduce_scatter"))
-    assert "gradient of w" in row
-
-
-def test_the_region_of_a_mesh_that_is_set(rng: np.random.Generator) -> None:
-    x, w = rng.standard_normal((32, 16), np.float32), rng.standard_normal((32, 24), np.float32)
-    mesh = mesh_of(**LINE)
-    with jax.set_mesh(mesh):
-        f = jax.shard_map(psum, in_specs=(P("a"), P("a")), out_specs=P())
-        same(gshard.jit(f)(x, w), jax.jit(f)(x, w), exact=True)

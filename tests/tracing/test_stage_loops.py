@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +15,6 @@ from flax import nnx
 
 import gshard
 from gshard.core.mesh import Mesh
-from gshard.tracing.equal_bodies import first_difference
 from placed import mesh_of, three_calls
 
 RNG = np.random.default_rng(5)
@@ -248,33 +246,6 @@ def test_a_training_step_of_separate_layers() -> None:
         check_equal((got, other), (want, value))
 
 
-class EqxLayer(eqx.Module):
-    up: eqx.nn.Linear
-    down: eqx.nn.Linear
-
-    def __init__(self, key: Any):
-        one, two = jax.random.split(key)
-        self.up, self.down = eqx.nn.Linear(UNITS, 10, key=one), eqx.nn.Linear(10, UNITS, key=two)
-
-    def __call__(self, x: Any) -> Any:
-        return x + jax.vmap(self.down)(jnp.tanh(jax.vmap(self.up)(x)))
-
-
-def test_layers_of_equinox() -> None:
-    layers = [EqxLayer(key) for key in jax.random.split(jax.random.key(0), LAYERS)]
-
-    def loss(model: Any, stage: Stage = lambda f: f) -> Any:
-        layers, first = model
-        x = X @ first
-        for own in layers:
-            x = stage(own)(x)
-        return (x**2).mean()
-
-    model = layers, PARAMS["first"]
-    want = jax.jit(jax.value_and_grad(loss))(model)
-    check_calls(jax.value_and_grad(functools.partial(loss, stage=in_stages())), want, model, mesh=mesh_of(stage=4, b=2))
-
-
 class NnxLayer(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
         self.up, self.down = nnx.Linear(UNITS, 10, rngs=rngs), nnx.Linear(10, UNITS, rngs=rngs)
@@ -305,93 +276,82 @@ def refused(program: Callable[[Stage, Any], Any], *, grad: bool = True, **argume
     return str(error.value)
 
 
-def test_layers_that_differ_are_refused_with_what_differs() -> None:
-    def numbered(stage: Stage, params: Any) -> Any:
-        x = X @ params["first"]
+def chain(step: Callable[..., Any], first: bool = True) -> Callable[[Stage, Any], Any]:
+    """The program in which each layer is ``step(stage, x, w, i)``."""
+
+    def program(stage: Stage, params: Any) -> Any:
+        x = X @ params["first"] if first else X
         for i, w in enumerate(params["layers"]):
-            x = stage(lambda x, w: layer(x, w) * (1 + i))(x, w)  # noqa: B023
+            x = step(stage, x, w, i)
         return x
 
-    text = refused(numbered)
-    assert "no equal stage directly before or after" in text
-    assert "mul at test_stage_loops.py" in text
-    assert "reads 1.0 in one, and 2.0 in the other" in text
+    return program
 
 
-def test_operations_between_stages_are_refused() -> None:
-    def between(stage: Stage, params: Any) -> Any:
-        x = X @ params["first"]
-        for w in params["layers"]:
-            x = jnp.tanh(stage(layer)(x, w))
-        return x
-
-    assert "Put what is computed in between into the stages" in refused(between)
-
-    def beside(stage: Stage, params: Any) -> Any:
-        x = X @ params["first"]
-        offset = jnp.zeros(UNITS)
-        for w in params["layers"]:
-            x, mean = stage(lambda x, w, offset: (layer(x, w) + offset, x.sum(0)))(x, w, offset)
-            offset = jnp.tanh(mean)
-        return x
-
-    text = refused(beside, grad=False)
-    assert "computed from an earlier stage outside of the stages" in text
-    assert "tanh at test_stage_loops.py" in text
+def beside(stage: Stage, params: Any) -> Any:
+    x, offset = X @ params["first"], jnp.zeros(UNITS)
+    for w in params["layers"]:
+        x, mean = stage(lambda x, w, offset: (layer(x, w) + offset, x.sum(0)))(x, w, offset)
+        offset = jnp.tanh(mean)
+    return x
 
 
-def test_results_of_earlier_stages_are_refused() -> None:
-    def skipping(stage: Stage, params: Any) -> Any:
-        states = [X, X @ params["first"]]
-        for w in params["layers"]:
-            states.append(stage(lambda x, w, before: layer(x, w) + before)(states[-1], w, states[-2]))
-        return states[-1]
-
-    assert "not directly before it" in refused(skipping, grad=False)
+def skipping(stage: Stage, params: Any) -> Any:
+    states = [X, X @ params["first"]]
+    for w in params["layers"]:
+        states.append(stage(lambda x, w, before: layer(x, w) + before)(states[-1], w, states[-2]))
+    return states[-1]
 
 
-def test_equal_operands_are_refused() -> None:
-    def shared(stage: Stage, params: Any) -> Any:
-        x = X @ params["first"]
-        for _ in range(4):
-            x = stage(layer)(x, params["layers"][0])
-        return x
+# Programs, whether the gradient is taken, and what is said of them.
+REFUSED: dict[str, tuple[Callable[[Stage, Any], Any], bool, tuple[str, ...]]] = {
+    "layers that differ": (
+        chain(lambda stage, x, w, i: stage(lambda x, w: layer(x, w) * (1 + i))(x, w)), True,
+        ("no equal stage directly before or after", "mul at test_stage_loops.py", "reads 1.0 in one, and 2.0 in the"),
+    ),
+    "operations between stages": (
+        chain(lambda stage, x, w, i: jnp.tanh(stage(layer)(x, w))), True,
+        ("Put what is computed in between into the stages",),
+    ),
+    "operations beside stages": (
+        beside, False, ("from an earlier stage outside of the stages", "tanh at test_stage_loops.py"),
+    ),
+    "results of earlier stages": (skipping, False, ("not directly before it",)),
+    "equal operands": (
+        lambda stage, params: chain(lambda s, x, w, i: stage(layer)(x, w))(
+            stage, {**params, "layers": params["layers"][:1] * 4}
+        ),
+        False, ("all stages have the same operands",),
+    ),
+    "no derivative by the first": (
+        chain(lambda stage, x, w, i: stage(functools.partial(layer, w=w))(x), first=False), True,
+        ("Give weights as arguments if the first stage",),
+    ),
+    # JAX leaves out of the last call what only its results need, so this call is no equal stage.
+    "recomputed together": (
+        lambda stage, params: jax.checkpoint(functools.partial(of_plain, stage))(params), True,
+        ("Give jax.checkpoint(layer) to gshard.stage",),
+    ),
+    "nested": (
+        chain(lambda stage, x, w, i: stage(lambda x, w: stage(layer)(x, w))(x, w)), False,
+        ("nor inside of another stage",),
+    ),
+}  # fmt: skip
 
-    assert "all stages have the same operands" in refused(shared, grad=False)
 
-
-def test_a_first_stage_without_a_derivative_needs_its_weights_as_arguments() -> None:
-    def of_data(stage: Stage, params: Any) -> Any:
-        x = X
-        for w in params["layers"]:
-            x = stage(functools.partial(layer, w=w))(x)
-        return x
-
-    assert "Give weights as arguments if the first stage" in refused(of_data)
-
-
-def test_recomputing_all_stages_together_is_refused() -> None:
-    """JAX leaves out of the last call what only its results need, so this call is no equal stage."""
-    text = refused(lambda stage, params: jax.checkpoint(functools.partial(of_plain, stage))(params))
-    assert "Give jax.checkpoint(layer) to gshard.stage" in text
-
-
-def test_nested_stages_are_refused() -> None:
-    def nested(stage: Stage, params: Any) -> Any:
-        x = X @ params["first"]
-        for w in params["layers"]:
-            x = stage(lambda x, w: stage(layer)(x, w))(x, w)
-        return x
-
-    assert "nor inside of another stage" in refused(nested, grad=False)
-    with jax.disable_jit():
-        assert "no effect under jax.disable_jit()" in refused(of_plain, grad=False)
+@pytest.mark.parametrize("name", REFUSED)
+def test_chains_that_are_no_pipeline_are_refused_with_what_is_wrong(name: str) -> None:
+    program, grad, words = REFUSED[name]
+    text = refused(program, grad=grad)
+    assert all(word in text for word in words), text
 
 
 def test_layers_and_stages_that_do_not_fit() -> None:
     text = refused(of_plain, rounds=3)
     assert "a loop over 8 layers cannot be cut into 12 equal parts" in text
     assert "test_stage_loops.py" in text
+    with jax.disable_jit():
+        assert "no effect under jax.disable_jit()" in refused(of_plain, grad=False)
 
 
 @pytest.mark.parametrize(
@@ -417,25 +377,3 @@ def test_without_a_trace_the_function_is_called() -> None:
     seen = []
     gshard.stage(seen.append, "stage", micro_batches=2)(X)
     assert seen[0] is X
-
-
-def test_bodies_are_compared_by_what_they_compute() -> None:
-    def body(f: Callable[..., Any], *arguments: Any) -> Any:
-        return jax.make_jaxpr(f)(*arguments)
-
-    silu = lambda x: jax.nn.silu(x) * 2  # noqa: E731
-    assert not first_difference(body(jax.checkpoint(silu), X), body(jax.checkpoint(silu), X))
-    assert (
-        first_difference(body(jnp.sin, X), body(jnp.sin, X[0, :1].repeat(8)))
-        == "one has the operands f32[24,6], the other f32[8]"
-    )
-    assert first_difference(body(jnp.sin, X), body(jnp.cos, X)).startswith("one has sin")
-    assert "branches" not in first_difference(body(lambda x: -0.0 * x, X), body(lambda x: -0.0 * x, X))
-    assert "reads -0.0 in one, and 0.0 in the other" in first_difference(
-        body(lambda x: x * -0.0, X), body(lambda x: x * 0.0, X)
-    )
-    in_order = lambda x, y: x - y, lambda x, y: y - x
-    assert "another value" in first_difference(*(body(f, X, X) for f in in_order))
-    loops = [body(lambda x, n=n: jax.lax.fori_loop(0, 3, lambda i, x: x * n, x), X) for n in (2.0, 3.0)]
-    assert "reads 2.0 in one, and 3.0 in the other" in first_difference(*loops)
-    assert not first_difference(loops[0], loops[0])

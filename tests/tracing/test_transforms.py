@@ -97,16 +97,6 @@ def test_two_dimensions_over_two_axes() -> None:
     assert {c.kind for c in f.lower(x).spmd.collectives} == {"all_to_all"}
 
 
-def test_in_a_loop() -> None:
-    def steps(x: Any) -> Any:
-        return jax.lax.scan(lambda x, _: (jnp.fft.ifft2(jnp.fft.fft2(x) * 1j), x.sum()), x, None, length=3)
-
-    x = complex_(16, 16)
-    f = gshard.jit(lambda x: steps(gshard.split(x, 0, 8)), mesh=8)
-    check(f(x), jax.jit(steps)(x))
-    assert "all_gather" not in {c.kind for c in f.lower(x).spmd.collectives}
-
-
 @pytest.mark.parametrize("worst", [np.inf, np.nan])
 def test_what_is_no_number_spreads(worst: float) -> None:
     x = complex_(16, 16)
