@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -61,30 +60,6 @@ def test_axes_across_a_network_keep_their_places() -> None:
     assert all(len(alike) == 1 for alike in interchangeable(MESH, Machine.of("v5p", 8)))
 
 
-def test_of_parallel_factors_only_the_sizes_of_parts_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of many ways to split a roll few are traced, and each takes what it takes if it is traced itself."""
-    machine = Machine.of("h100", MESH.size)
-    mesh, traced = on_machine(MESH, machine), list[Any]()
-
-    def counted(*args: Any) -> Any:
-        traced.append(args)
-        return emitted_alone(*args)
-
-    monkeypatch.setattr(emitted, "emitted_alone", counted)
-    ways = OwnWays(mesh, machine)
-    rolled = trace(lambda x: jnp.roll(x, -2, 1), jax.ShapeDtypeStruct((4, 16, 8, 16), jnp.float32))
-    with tables():
-        (e,) = (e for e in rolled.block.walk() if e.rule is not None)
-        own = [s for s in splits(e.rule, components(e.rule)[0], mesh, axes_of(mesh)) if has_own_way(e.rule, s)]
-        found = [ways.of(e, split) for split in own]
-        assert 0 < 4 * len(traced) <= len(own)
-        for split, got in list(zip(own, found, strict=True))[::9]:
-            want = emitted_alone(e, split, mesh, machine)
-            assert got is not None
-            assert got.seconds == pytest.approx(want.seconds, rel=1e-12)
-            assert [w[:2] for w in got.windows] == [w[:2] for w in want.windows]
-
-
 def convolved(x: Any, w: Any) -> Any:
     return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
@@ -97,30 +72,6 @@ def convolution() -> Program:
 
     image, kernel = jax.ShapeDtypeStruct((2, 16, 16, 8), jnp.float32), jax.ShapeDtypeStruct((3, 3, 8, 8), jnp.float32)
     return trace(step, image, kernel, image)
-
-
-def test_windows_are_priced_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each way is traced once; windows of equal parts of arrays once for all equations that fetch them."""
-    machine = Machine.of("h100", MESH.size)
-    mesh, made = on_machine(MESH, machine), list[str]()
-
-    def counted(original: Any, *args: Any) -> Any:
-        made.append(original.__name__)
-        return original(*args)
-
-    for original in (emitted.partition, emitted._fetching_jaxpr):
-        monkeypatch.setattr(emitted, original.__name__, functools.partial(counted, original))
-    ways, found = OwnWays(mesh, machine), list[emitted.Emitted]()
-    with tables():
-        for e in convolution().block.walk():
-            assert e.rule is not None
-            for split in splits(e.rule, components(e.rule)[0], mesh, axes_of(mesh))[::5]:
-                if (own := ways.of(e, split)) is not None:
-                    found.append(own)
-    fetching = [window for own in found for window in own.windows]
-    assert fetching
-    assert made.count("partition") <= len(found)
-    assert 0 < 2 * made.count("_fetching_jaxpr") <= len(fetching)
 
 
 @pytest.mark.parametrize("name", ["h100", "v5e"])

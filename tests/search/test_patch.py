@@ -17,7 +17,6 @@ from gshard.core.errors import ArgumentError
 from gshard.core.number_text import significant
 from gshard.core.program import Value
 from gshard.core.sharding import Sharding
-from gshard.device.cost import cost
 from gshard.device.machine import Machine
 from gshard.search.as_marks import FoundMark
 from gshard.search.patch import patch_of
@@ -89,27 +88,6 @@ def test_marks_go_after_assignments_and_around_results(tmp_path: Path, monkeypat
         if e.mark
     ]
     assert marks == ["shard(x, P(None, 'x'))", "replicate(x)"]
-
-
-def test_the_patched_program_takes_what_the_marks_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "model.py").write_text(SOURCE)
-    arguments, machine = (shape(4096, 4096), shape(4096, 8192), shape(8192, 4096)), Machine.of("h100:1x8")
-    whole = (jax.P(), jax.P(), jax.P())
-    step = gshard.jit(loaded(tmp_path / "model.py", "model_bare").net, mesh=MESH, in_shardings=whole)
-    found = gshard.search(step, *arguments, machine=machine)
-    (tmp_path / "marks.diff").write_text(found.patch())
-    assert "not written" not in found.patch()
-    assert found.marks.marks
-    assert found.patch().splitlines()[0] == f"# modelled on h100:1x8: {found.marks.nearness}"
-    assert "as the plan" in found.marks.nearness
-    assert "plan=found.plan" not in found.patch()
-    subprocess.run(["git", "apply", "marks.diff"], cwd=tmp_path, check=True)
-    after = gshard.jit(loaded(tmp_path / "model.py", "model_marked").net, mesh=MESH, in_shardings=whole).lower(
-        *arguments
-    )
-    assert cost(after.spmd, machine).seconds == pytest.approx(found.marks.seconds)
-    assert jnp.dtype("float32") == after.program.block.outputs[0].dtype
 
 
 def test_a_patch_keeps_to_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

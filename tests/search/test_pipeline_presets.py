@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,8 @@ import pytest
 
 import gshard
 from gshard.core.errors import ArgumentError, ShardingError
-from gshard.core.pipeline_schedule import Schedule
 from gshard.device.machine import Machine
-from gshard.planning.layer_stacks import LayerStacks, layer_stacks, schedules_of, with_schedules
-from gshard.planning.settled import settled
+from gshard.planning.layer_stacks import schedules_of
 from search.test_patch import loaded
 
 SOURCE = """
@@ -144,16 +141,6 @@ def test_a_plan_with_a_pipeline_is_for_its_program_only(found: gshard.stages.Sea
         run(*ARGUMENTS)
 
 
-def test_a_saved_plan_without_schedules_is_read(found: gshard.stages.SearchResult) -> None:
-    """Files of versions before pipelines."""
-    saved = gshard.SavedPlan.of(found.plan)
-    data = json.loads(saved.as_json())
-    assert [tuple(schedule) for schedule in data["schedules"]]
-    del data["schedules"]
-    assert gshard.SavedPlan.of_json(json.dumps(data)) == dataclasses.replace(saved, schedules=())
-    assert gshard.SavedPlan.of_json(saved.as_json()) == saved
-
-
 def test_the_patch_has_the_pipeline(
     found: gshard.stages.SearchResult, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -219,57 +206,8 @@ def test_an_empty_batch_has_no_pipeline() -> None:
     assert not any("pipeline" in name for name in names_of(found))
 
 
-def stacks_of(f: Any, *args: Any) -> LayerStacks | None:
-    return layer_stacks(settled(gshard.stages.trace(f, *args), gshard.Mesh.abstract(stage=4)).program)
-
-
 def plain(x: Any, w: Any) -> Any:
     return jnp.tanh(x @ w), None
-
-
-def test_stacks_are_found_behind_casts_and_in_loops() -> None:
-    w, x = normal(6, 8, 8), normal(4, 10, 8)
-
-    def narrow(w: Any, x: Any) -> Any:
-        return jax.lax.scan(plain, x[0].astype(jnp.bfloat16), w.astype(jnp.bfloat16))[0]
-
-    def accumulated(w: Any, x: Any) -> Any:
-        one = lambda total, x: (total + jax.grad(lambda w: jax.lax.scan(plain, x, w)[0].sum())(w), None)  # noqa: E731
-        return jax.lax.scan(one, jnp.zeros_like(w), x)[0]
-
-    def last_dimension(w: Any, x: Any) -> Any:
-        return jax.lax.scan(plain, x[0], jnp.moveaxis(w, -1, 0))[0]
-
-    assert stacks_of(narrow, w, x) == LayerStacks(6, (0,), 10)
-    assert stacks_of(accumulated, w, x) == LayerStacks(6, (0,), 10)
-    assert stacks_of(last_dimension, np.moveaxis(w, 0, -1), x) is None  # the argument's first dimension is another one
-
-
-def test_without_a_loop_over_layers_there_are_no_stacks() -> None:
-    x = normal(4, 8)
-    assert stacks_of(lambda x: jax.lax.fori_loop(0, 5, lambda _, x: jnp.tanh(x), x), x) is None
-    assert stacks_of(lambda x: jax.lax.scan(lambda total, x: (total + x, None), jnp.zeros(8), x)[0], x) is None
-    assert stacks_of(lambda x: jnp.tanh(x), x) is None
-
-
-def test_the_larger_of_two_stacks_is_found() -> None:
-    def two(encoder: Any, decoder: Any, x: Any) -> Any:
-        return jax.lax.scan(plain, jax.lax.scan(plain, x, encoder)[0], decoder)[0]
-
-    assert stacks_of(two, normal(4, 8, 8), normal(6, 8, 8), normal(10, 8)) == LayerStacks(6, (1,), 10)
-    assert stacks_of(two, normal(6, 8, 8), normal(6, 8, 8), normal(10, 8)) == LayerStacks(6, (0, 1), 10)
-
-
-def test_stages_are_not_added_to_a_marked_argument() -> None:
-    program = gshard.stages.trace(lambda w, x: jax.lax.scan(plain, x, w)[0], normal(4, 8, 8), normal(4, 8))
-    schedule = Schedule("stage", 2)
-    marked = with_schedules(program, {0: schedule})
-    assert marked is not None
-    assert schedules_of(marked) == {0: schedule}
-    again = with_schedules(marked, {0: schedule})
-    assert again is not None
-    assert again.argument_marks == marked.argument_marks
-    assert with_schedules(marked, {0: Schedule("stage", 4)}) is None
 
 
 def test_paths_choose_the_stacks() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import signal
 import subprocess
 import sys
@@ -15,10 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from jax import P
 
 import gshard
-from gshard.__main__ import main
 from gshard.core.deadline import OutOfTime, until
 from gshard.search.find import MeshSearch
 from gshard.search.in_model import in_model
@@ -128,17 +125,6 @@ def test_meshes_share_a_budget() -> None:
     assert sum("as it is marked, on mesh" in line for line in lines) == 1
 
 
-def test_by_default_the_clock_decides_nothing_but_the_end() -> None:
-    budget = TimeBudget.of(None)
-    assert budget.seconds == 300
-    assert not budget.uses_all
-    assert TimeBudget.of(7.0).uses_all
-    assert TimeBudget.of(float("inf")).left == float("inf")
-    half = budget.part(0.5)
-    assert 140 < half.left < 151
-    assert half.left_out is budget.left_out
-
-
 def test_a_step_that_is_out_of_time_is_cut_and_named() -> None:
     problem = layered(0)
     budget = TimeBudget.of(1e-9, False)
@@ -151,16 +137,6 @@ def test_a_step_that_is_out_of_time_is_cut_and_named() -> None:
     assert budget.left_out == ["solving"]
     with until(0.0), pytest.raises(OutOfTime):
         solve(problem)
-
-
-def test_steps_that_follow_from_the_size_have_an_end_too() -> None:
-    problem = layered(0, layers=12, width=5)
-    good = solve(problem, effort=0.1)
-    assert not good.cut
-    cut = solve(problem, start=[good.states], most_seconds=0.0)
-    assert cut.cut
-    assert cut.value == good.value
-    assert cut.bound <= good.value
 
 
 def test_a_returned_plan_is_priced_in_the_model_that_has_the_bound() -> None:
@@ -252,18 +228,6 @@ def test_progress_tells_what_is_left() -> None:
     assert len({best.mesh for best in found.tried}) == len(found.tried)
 
 
-def test_what_is_found_later_prints_where_the_search_did() -> None:
-    lines: list[str] = []
-    found = gshard.search(small, shape(64, 64), shape(64, 64), mesh=EIGHT, machine=H100, progress=lines.append)
-    for later in (lambda: found.marks, lambda: found.with_mark("w", P("data"))):
-        lines.clear()
-        later()
-        assert lines
-    lines.clear()
-    found.with_mark("w", P("data"), progress=False)
-    assert lines == []
-
-
 def test_progress_is_printed_where_a_search_takes_long(capsys: pytest.CaptureFixture[str]) -> None:
     now, late = time.monotonic(), time.monotonic() - 3
     by_default, from_the_first = Progress.of(None), Progress.of(True)
@@ -281,16 +245,6 @@ def test_progress_is_printed_where_a_search_takes_long(capsys: pytest.CaptureFix
     )
     by_default.beat()
     assert capsys.readouterr().err == "", "one line in ten seconds is enough"
-
-
-def test_each_step_of_a_search_is_a_line() -> None:
-    lines: list[str] = []
-    gshard.search(small, shape(64, 64), shape(64, 64), mesh=EIGHT, machine=H100, progress=lines.append)
-    said = "\n".join(lines)
-    told = ("as it is marked, on mesh (data=8)", "the problem of mesh", "choices", "best so far: data parallel")
-    for text in (*told, "the preset 'data parallel'"):
-        assert text in said, said
-    assert all(line.startswith("gshard.search ") for line in lines)
 
 
 SIGNALS = """
@@ -382,25 +336,3 @@ def test_static_and_donated_arguments_are_those_of_jit() -> None:
             function(small, w, x, mesh=EIGHT, machine=H100, nobody=1)  # type: ignore[operator]
         shown = [Path(entry.path) for entry in raised.traceback]
         assert shown == [Path(__file__)], "no frames of gshard"
-
-
-def test_the_command_line_has_static_and_donated_arguments_too(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
-    (tmp_path / "scaled_step.py").write_text(
-        "import jax.numpy as jnp\n"
-        "from jax import ShapeDtypeStruct as Shape\n"
-        "def step(kind, w, x):\n"
-        "    return w - (x.sum(0) if kind == 'sum' else jnp.tanh(x @ w).sum(0))\n"
-        "def example():\n"
-        "    return step, 'product', Shape((64, 64), 'float32'), Shape((4096, 64), 'float32')\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    target = ["scaled_step.py:example", "--mesh", "data=8", "--machine", H100]
-    assert main(["search", *target, "--static-argnums", "0", "--donate-argnums", "1"]) == 0
-    assert "ms a call on h100:1x8" in capsys.readouterr().out
-    peaks = []
-    for donated in ([], ["--donate-argnums", "1"]):
-        assert main(["explain", *target, "--static-argnums", "0", *donated, "--json", str(tmp_path / "told.json")]) == 0
-        peaks.append(json.loads((tmp_path / "told.json").read_text())["totals"]["peak"])
-    assert peaks[1] < peaks[0]
-    assert main(["explain", *target, "--static-argnums", "3"]) == 1
-    assert "--static-argnums 3: step has 3 arguments, kind, w and x." in capsys.readouterr().err

@@ -354,22 +354,6 @@ def test_several_meshes_to_choose_from() -> None:
         gshard.search(small, shape(8, 8), shape(8, 8), mesh=[*given, gshard.Mesh.abstract(a=4)], machine="h100:1x8")
 
 
-@pytest.mark.slow
-def test_marks_keep_to_the_memory() -> None:
-    """Without a mark everything is everywhere, which does not fit."""
-    mesh, machine = gshard.Mesh.abstract(x=8), Machine.of("h100:1x8")
-    weights = [(shape(1024, 4096), shape(4096, 1024)) for _ in range(3)]
-    free = gshard.search(trained(False), weights, shape(4096, 1024), mesh=mesh, machine=machine, donate_argnums=0)
-    limit = free.cost.peak * 11 // 10
-    found = gshard.search(
-        trained(False), weights, shape(4096, 1024), mesh=mesh, machine=machine, donate_argnums=0, memory_limit=limit
-    )
-    assert found.cost.peak <= limit
-    assert found.marks.priced.cost.peak <= limit
-    assert found.marks.bare.cost.peak > limit
-    assert "does not fit" in str(found.marks)
-
-
 def test_marked_plans_are_priced_as_they_run() -> None:
     """A state that came sharded leaves as it came, which takes a move where the step would make it otherwise."""
     mesh, machine = gshard.Mesh.abstract(data=2, model=4), Machine.of("h100:1x8")

@@ -123,12 +123,3 @@ def test_effects_keep_their_order() -> None:
     jax.effects_barrier()
     assert told == pytest.approx([1.9 * 16])
     assert new.sharding.memory_kind == "pinned_host"
-
-
-def test_static_arguments_pass() -> None:
-    def step(m: Any, scale: Any, name: str) -> Any:
-        return m * scale + len(name)
-
-    m = on_host(jnp.ones((4, 4)))
-    moved = jax.jit(with_state_on_host(step, {0}, static=(2,)), static_argnums=2)
-    np.testing.assert_allclose(np.asarray(moved(m, 3.0, "ab")), 5.0)

@@ -167,24 +167,3 @@ def test_three_axes_are_found_where_they_are_faster() -> None:
     assert insisted.mesh == found.mesh
     assert insisted.cost.seconds > found.cost.seconds
     assert insisted.gap is None
-
-
-@pytest.mark.slow
-def test_configure_tries_three_axes_for_the_best_configuration() -> None:
-    shape = jax.ShapeDtypeStruct
-    make = lambda *s: shape(s, "float32")  # noqa: E731
-
-    def build(layers: int) -> Any:
-        state = {"table": make(50304, 1024), "layers": weights_of(1024, 4096, make)[:layers]}
-        return language_step, state, shape((32, 1024), "int32"), shape((32, 1024), "int32")
-
-    given = {"machine": "h100:8x8", "choices": {"layers": [2]}, "donate_argnums": 0, "offload": False}
-    found = gshard.configure(build, devices=64, progress=False, **given)
-    assert [name for name, _ in found.best.mesh.axes] == ["data", "model", "inner"]
-    assert found.gap is None
-    assert found.bound > 0
-    assert "on meshes with up to two axes" in str(found)
-    near = found.best.search_result.best.near
-    two_axes = gshard.configure(build, mesh=[near], progress=False, **given)
-    assert found.best.seconds < 0.99 * two_axes.best.seconds
-    assert "up to two axes" not in str(two_axes)
