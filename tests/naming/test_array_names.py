@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import gshard
 from device.models import f32
-from gshard.naming.short_names import equal_layers, short_names, tokens_of
+from gshard.naming.short_names import short_names, tokens_of
 
 nn = pytest.importorskip("flax.linen")
 nnx = pytest.importorskip("flax.nnx")
@@ -127,23 +127,6 @@ def test_modules_of_linen_without_transformations() -> None:
     assert not any(word in text for word in ("rematted", "jvp", "transpose("))
 
 
-def test_haiku_has_paths_in_keys() -> None:
-    hk = pytest.importorskip("haiku")
-
-    def net(x: Any) -> Any:
-        return hk.nets.MLP([64, 64, 64], name="decoder")(x)
-
-    f = hk.without_apply_rng(hk.transform(net))
-    params = jax.eval_shape(f.init, jax.random.key(0), f32(8, 64))
-    step = jax.grad(lambda params, x: jnp.sum(f.apply(split(params), gshard.split(x, 0, 8)) ** 2))
-    found = gshard.explain(step, params, f32(4096, 64), mesh=MESH)
-    gathered = {(row.array, row.module) for row in found.all_rows if row.kind == "all_gather" and ".w" in row.array}
-    assert gathered == {(f"linear_{i}.w", f"decoder/linear_{i}") for i in range(3)}
-    rows = {(row.kind, row.array): (row.module, row.arrays) for row in found.collectives}
-    assert rows["all_gather", "linear_*.w"] == rows["reduce_scatter", "gradient of linear_*.w"]
-    assert rows["all_gather", "linear_*.w"] == ("decoder/linear_*", 3)
-
-
 def test_a_value_is_named_after_the_argument_it_is_added_to() -> None:
     """Weights and moments of one shape, which leave in another order than they come in."""
 
@@ -168,37 +151,6 @@ def test_gradients_that_are_results_are_named_by_their_path() -> None:
 
     found = gshard.explain(gradients, params, f32(512, 64), mesh=MESH)
     assert {row.array for row in found.all_rows if "reduce" in row.kind} == {"gradient of a.w", "gradient of b.w"}
-
-
-def test_what_is_written_into_a_cache_is_no_gradient() -> None:
-    def decode(cache: Any, new: Any, i: Any) -> Any:
-        return gshard.replicate(jax.lax.dynamic_update_slice_in_dim(gshard.split(cache, 1, 8), new, i, 0))
-
-    found = gshard.explain(decode, f32(128, 64), f32(1, 64), jnp.int32(3), mesh=MESH)
-    assert not any("gradient" in row.array for row in found.all_rows)
-
-
-def test_one_line_for_all_products_is_told_apart() -> None:
-    """As in a framework of the user's own: the line is the same for all of them."""
-
-    def product(x: Any, w: Any) -> Any:
-        return x @ w
-
-    def net(params: Any, x: Any) -> Any:
-        x = gshard.split(x, 0, 8)
-        for i, layer in enumerate(params):
-            with jax.named_scope(f"layer_{i}/mlp"):
-                x = product(jnp.tanh(product(x, split(layer["in"]))), split(layer["out"]))
-        return x
-
-    params = [{"in": f32(64, 128), "out": f32(128, 64)} for _ in range(2)]
-    found = gshard.explain(net, params, f32(4096, 64), mesh=MESH)
-    gathers = [(row.array, row.module, row.arrays) for row in found.collectives if row.kind == "all_gather"]
-    assert len({row.line for row in found.collectives}) == 1
-    assert sorted(gathers) == [
-        ("params[*].in", "layer_*/mlp", 2),
-        ("params[*].out", "layer_*/mlp", 2),
-    ]
 
 
 KEYS = st.one_of(
@@ -256,17 +208,6 @@ def test_weights_that_are_stacked_inside_keep_their_names(partitioner: str) -> N
     assert not any("m." in name or "stack" in name for name in names)
 
 
-def test_the_number_of_a_layer_may_stand_before_another() -> None:
-    words = [f"processor_edges_{i}_grid2mesh_mlp" for i in range(3)]
-    assert set(equal_layers({(word, "linear_0", "w"): 1 for word in words}).values()) == {
-        ("processor_edges_*_grid2mesh_mlp", "linear_0", "w")
-    }
-    blocks = [f"conv_{i}_block_{j}" for i in range(2) for j in range(3)]
-    assert set(equal_layers({(word, "w"): 1 for word in blocks}).values()) == {
-        (f"conv_{i}_block_*", "w") for i in range(2)
-    }
-
-
 def test_what_moves_inside_an_operator_is_named() -> None:
     q, kv = f32(2, 512, 8, 64), f32(2, 512, 2, 64)
 
@@ -280,19 +221,6 @@ def test_what_moves_inside_an_operator_is_named() -> None:
         lambda a, b: jnp.concatenate([gshard.split(a, 0, 8), b[1:]]), f32(64, 4), f32(65, 4), mesh=MESH
     )
     assert all(row.array for row in stacked.collectives)
-
-
-def test_siblings_that_differ_inside_are_no_equal_layers() -> None:
-    dense, mixed = {("w",): 1}, {("w",): 1, ("router",): 2}
-    paths = {("layers", f"[{i}]", *p): k for i in range(4) for p, k in (mixed if i % 2 else dense).items()}
-    folded = equal_layers(paths)
-    assert set(folded.values()) == {("layers", "[*]", "w"), ("layers", "[*]", "router")}
-    assert equal_layers({("layers", "[0]", "w"): 1, ("layers", "[1]", "w"): 2}) == {}
-    staged = {("stages", f"[{i}]", f"layers_{j}", *w): 1 for i in range(2) for j in range(3) for w in [("mlp", "w_0")]}
-    assert set(equal_layers(staged).values()) == {("stages", "[*]", "layers_*", "mlp", "w_0")}
-    pairs = {("layers", f"[{i}]", f"wi_{j}", "kernel"): 1 for i in range(2) for j in range(2)}
-    assert len(set(equal_layers(pairs).values())) == 2, "the gate is another weight than what it gates"
-    assert equal_layers({("w_0",): 1, ("w_1",): 1}) == {}, "two weights, not two layers"
 
 
 @pytest.mark.parametrize("scanned", [True, False])

@@ -155,12 +155,6 @@ def test_names_inside_under_vmap_are_placed() -> None:
     assert found["columns"].arguments == (("x", 2),)
 
 
-def test_letters_are_none_of_the_names() -> None:
-    found = dimensions(lambda x, y: x @ y, shape(3, 4), shape(4, 5), names={"x": "_ a"})
-    assert sorted(c.label for c in found.classes) == ["a", "b", "c"]
-    assert found["a"].arguments == (("x", 1), ("y", 0))
-
-
 def test_what_cannot_be_asked(rng: np.random.Generator) -> None:
     x = rng.standard_normal((3, 4)).astype(np.float32)
     with pytest.raises(ArgumentError, match="takes names for a plain function only"):

@@ -131,23 +131,6 @@ def test_groups_follow_the_order_of_the_axes() -> None:
     assert device_groups(sizes, ("b",), ((2, 0), (1,))) == ((2, 0), (1,), (5, 3), (4,))
 
 
-@pytest.mark.parametrize("sizes", [{"a": 2, "b": 3}, {"b": 3}, {"a": 1, "b": 2}], ids=str)
-def test_other_meshes(sizes: dict[str, int], rng: np.random.Generator) -> None:
-    axes = tuple(reversed(sizes))
-
-    def everything(x):
-        return [
-            lax.psum(x, axes),
-            lax.all_gather(x, axes, tiled=True),
-            lax.all_to_all(x, "b", 0, 1, tiled=True),
-            lax.psum_scatter(x, axes, tiled=True),
-            lax.ppermute(x, "b", [(1, 0)]),
-            lax.axis_index(axes) + x,
-        ]
-
-    check(everything, sizes, random_locals(rng, (6, 2), "int32", math.prod(sizes.values())))
-
-
 def test_hundreds_of_devices(rng: np.random.Generator) -> None:
     """No such machine is needed: the parts of a sum meet again whatever the mesh."""
     sizes = {"pod": 3, "data": 16, "model": 7}
@@ -269,15 +252,6 @@ def test_inner_jaxpr_of_a_shard_map(rng: np.random.Generator) -> None:
     pairs = x.reshape(2, 2, 2, 2, 3).sum(1, keepdims=True).repeat(2, 1).reshape(x.shape)
     np.testing.assert_allclose(product, pairs * np.arange(3), rtol=1e-5)
     np.testing.assert_array_equal(product, as_lists)
-
-
-def test_consts_of_an_open_jaxpr(rng: np.random.Generator) -> None:
-    x, table = random_locals(rng, (3,)), rng.normal(size=3).astype(np.float32)
-    jaxpr = jax.make_jaxpr(lambda x: x * jnp.asarray(table))(x[0])
-    opened = getattr(jaxpr, "jaxpr", jaxpr)
-    for program, consts in ((jaxpr, ()), (opened, () if hasattr(opened, "consts") else jaxpr.consts)):
-        (product,) = simulate(program, consts, CUBE, [x])
-        np.testing.assert_array_equal(product, x * table)
 
 
 def test_equations_mean_what_they_say_whatever_the_compiler_makes_of_them() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from gshard.solver import few
 from gshard.solver.descent import Descent
-from gshard.solver.few import best_of_few, entries
+from gshard.solver.few import best_of_few
 from gshard.solver.problem import Problem
 
 
@@ -53,7 +53,3 @@ def test_the_best_so_far_is_never_lost(seed: int, monkeypatch: pytest.MonkeyPatc
     assert better == (descent.value < before)
     assert descent.value <= before
     assert descent.states is None or problem.value(descent.states) == pytest.approx(descent.value)
-
-
-def test_entries_are_those_of_all_tables() -> None:
-    assert entries(large(0, nodes=20, states=5)) == 2 * 20 * 25

@@ -26,27 +26,3 @@ def test_what_is_inside_is_the_best_given_the_rest(seed):
     best = exhaustive(rest_fixed(problem, states, forest.inside))
     assert problem.value(found) == best or not np.isfinite(best)
     assert best <= problem.value(states)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_it_is_a_maximal_induced_forest(seed):
-    rng = np.random.default_rng(seed)
-    n = 40
-    pairs = {tuple(sorted(p)) for p in rng.integers(0, n, (70, 2)).tolist() if p[0] != p[1]}
-    problem = Problem.of([[0, 1]] * n, [(u, v, rng.random((2, 2))) for u, v in sorted(pairs)])
-    inside = Forest(Flat(problem), rng).inside
-
-    def acyclic(nodes):
-        left = [p for p in pairs if nodes[p[0]] and nodes[p[1]]]
-        degree = {}
-        while left:
-            degree = {i: sum(i in p for p in left) for p in left for i in p}
-            fewer = [p for p in left if degree[p[0]] > 1 and degree[p[1]] > 1]
-            if len(fewer) == len(left):
-                return False
-            left = fewer
-        return True
-
-    assert acyclic(inside)
-    for i in np.flatnonzero(~inside):
-        assert not acyclic(inside | (np.arange(n) == i))

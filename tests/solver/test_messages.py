@@ -57,19 +57,6 @@ def test_on_a_tree_bound_and_choice_are_exact(seed):
     assert problem.value(states) == best
 
 
-def test_uneven_sizes_are_padded_into_few_batches():
-    rng = np.random.default_rng(0)
-    sizes = rng.integers(1, 30, 60)
-    edges = [(u, v, rng.random((sizes[u], sizes[v]))) for u, v in rng.integers(0, 60, (200, 2)) if u != v]
-    flat = Flat(Problem.of([rng.random(s) for s in sizes], edges))
-    messages = Messages(flat, rng.permutation(60))
-    assert sum(map(len, messages.batches)) < 60
-    assert messages.levels < 30
-    for number in range(20):
-        bound, states = messages.sweep(flat.cost, forward=number % 2 == 0, choose=True)
-    assert bound <= flat.value(states)
-
-
 def test_beliefs_bound_what_each_state_costs():
     loose = 0
     for seed in range(60):

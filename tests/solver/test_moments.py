@@ -16,9 +16,3 @@ def test_the_peak_of_what_is_left_is_the_peak(seed):
         usage = problem.usage(rng.integers(0, problem.states))
         if usage.size:
             assert usage[left].max() == usage.max()
-
-
-def test_a_moment_at_which_all_take_less_goes():
-    full, less = np.array([8.0, 4.0]), np.array([3.0, 4.0])
-    spans = [(0, (0, 2), full), (1, (1, 3), less), (0, (2, 3), less), (1, (3, 4), full)]
-    assert fullest_moments(spans, 4).tolist() == [1, 3]

@@ -17,17 +17,3 @@ def test_alternatives_of_the_smaller_problem_are_lifted_to_lower_bounds(seed):
     for found, true in zip(lifted, exhaustive_alternatives(problem), strict=True):
         assert (found <= true).all()
         assert found.min() == true.min()  # that of the best state is exact
-
-
-def test_without_memory_they_are_exact_where_one_neighbour_decides():
-    exact = total = 0
-    for seed in range(100):
-        problem = random_problem(np.random.default_rng(seed), memory=False, density=0.3)
-        try:
-            small = reduce(problem)
-        except ProblemError:
-            continue
-        lifted = small.lift_alternatives(exhaustive_alternatives(small.problem), exhaustive(small.problem))
-        for found, true in zip(lifted, exhaustive_alternatives(problem), strict=True):
-            exact, total = exact + (found == true).sum(), total + found.size
-    assert exact > 0.8 * total

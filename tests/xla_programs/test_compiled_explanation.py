@@ -182,16 +182,6 @@ def test_equal_layers_are_one_row(mesh: Mesh) -> None:
     assert "dot_general  x3" in str(found)
 
 
-def test_a_scan_counts_its_iterations(mesh: Mesh) -> None:
-    def f(ws: jax.Array, x: jax.Array) -> jax.Array:
-        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0]
-
-    found = gshard.explain(jax.jit(f), given(mesh, (5, 64, 64), None, "data"), given(mesh, (32, 64), None, None))
-    rows = [row for row in found.collectives if row.times >= 5]
-    assert rows
-    assert all(row.exact and row.times % 5 == 0 for row in rows)
-
-
 def test_a_collective_that_may_run_has_its_time(mesh: Mesh) -> None:
     """In a branch, and in a loop whose length depends on data: rows are marked as uncertain, and have seconds."""
 

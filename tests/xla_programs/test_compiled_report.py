@@ -1,7 +1,6 @@
 """The page and the data of a compiled program: the format of gshard's own explanations, for CPU, GPU and TPU."""
 
 import json
-import math
 from pathlib import Path
 
 import jax
@@ -174,13 +173,6 @@ def test_what_equal_layers_hold_is_one_row(mesh):
     assert max(row[4] for row in alive if row[2].endswith("in layers_*")) > 1
 
 
-def test_what_depends_on_no_machine_is_read_once(found):
-    one = found["gpu"]
-    assert one.parts
-    assert one.on("a100").parts is one.parts
-    assert one.on("a100").collectives[0].seconds != one.collectives[0].seconds
-
-
 def test_a_program_of_xla_is_compared_with_gshards_by_line(mesh):
     """The gradients are sums over the batch, which both split: the same lines compute and send."""
 
@@ -312,9 +304,3 @@ def test_a_notebook_shows_the_page_in_a_frame(browser, one, tmp_path):
     browser.wait("document.querySelector('iframe').contentDocument.body.dataset.ready === '1'")
     title = browser.run("document.querySelector('iframe').contentDocument.getElementById('title').textContent")
     assert title == f"{one.name} on 8 devices"
-
-
-def test_seconds_are_finite_and_shares_are_parts(one):
-    data = one.data()
-    assert math.isclose(sum(data["verdict"]["shares"].values()), 1.0)
-    assert all(0 <= c["hidden"] <= 1 for c in data["collectives"])

@@ -157,16 +157,6 @@ def test_what_jax_cannot_split_is_told() -> None:
     assert "split less than by the plan: " in str(plan)
 
 
-def test_a_part_of_an_axis_is_told() -> None:
-    def halved(w: jax.Array) -> jax.Array:
-        return gshard.split(w, 0, 2) * 2
-
-    w = jax.ShapeDtypeStruct((64, 64), "float32")
-    plan = gshard.export_plan(gshard.search(halved, w, mesh={"data": 8}, machine="h100:1x8", progress=False))
-    assert [line.partition(":")[0] for line in plan.less_split] == ["w", "result"]
-    assert all("a part of an axis has no name" in line for line in plan.less_split)
-
-
 def test_arrays_in_the_memory_of_the_host_stay_there() -> None:
     devices = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     on_host = jax.NamedSharding(devices, P("data"), memory_kind="pinned_host")

@@ -87,17 +87,6 @@ def test_a_program_from_elsewhere_cannot_be_compiled_again(mesh: Mesh) -> None:
         gshard.explain(compiled).try_shardings()
 
 
-def test_an_explanation_keeps_no_array_alive(mesh: Mesh) -> None:
-    table, x = (
-        jax.device_put(jnp.ones(s.shape), s.sharding) for s in (given(mesh, (64, 256)), given(mesh, (64, 256), "data"))
-    )
-    found = gshard.explain(jax.jit(step), table, x)
-    assert found.again is not None
-    assert len(found.again.leaves) == 2
-    assert not any(isinstance(leaf, jax.Array) for leaf in found.again.leaves)
-    assert found.try_shardings(seconds=0.001).tried == 1
-
-
 def test_changes_that_jax_refuses_are_counted(mesh: Mesh) -> None:
     """A function whose jax.jit has shardings of its own takes no others."""
     table, x = given(mesh, (64, 256)), given(mesh, (64, 256), "data")
