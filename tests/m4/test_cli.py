@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
-import json
 import logging
 import os
 import shutil
@@ -395,13 +394,6 @@ def test_the_step_of_the_newest_run_can_be_explained(trained: Path, monkeypatch:
     assert metrics["loss"].shape == ()
 
 
-def test_training_resumes_from_the_command_line(trained: Path, tmp_path: Path) -> None:
-    shutil.copytree(trained, tmp_path / "r")
-    assert main(["train", "--run", "r", "--devices", "1", *SMALL, "--steps", "4", "--resume"]) == 0
-    records = [json.loads(line) for line in Run(tmp_path / "r").metrics.read_text().splitlines()]
-    assert [record["step"] for record in records] == [0, 1, 2, 3]
-
-
 def test_another_temperature_is_told_with_what_goes_on_as_before(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -594,19 +586,3 @@ def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
         main([*filter(None, [command]), "--help"])
     assert stopped.value.code == 0
     assert len(capsys.readouterr().out) > 200
-
-
-def test_a_model_is_not_used_with_other_vocabularies(trained: Path) -> None:
-    class Other(Toy):
-        fingerprint = "other"
-
-    with pytest.raises(Exception, match="toy of the model, other of the corpus"):
-        load(Run(trained), Other(), DecodeConfig())
-
-
-def test_translator_reads_text_in_any_order(trained: Path) -> None:
-    translator: Translator = load(Run(trained), Toy(), DecodeConfig(max_length=6))
-    sentences = ["evas eht elif", "won", "", "nepo a wen wodniw"]
-    once = [t.text for t in translator.translate(sentences)]
-    assert [t.text for t in translator.translate(sentences[::-1])] == once[::-1]
-    assert jax.tree.leaves(translator.params)[0].sharding.device_set == {jax.devices()[0]}

@@ -164,12 +164,6 @@ def test_a_limit_of_memory_is_kept_to(rng: np.random.Generator) -> None:
     assert peak_of(lowered.executable.compiled) <= needed * 9 // 10
 
 
-def test_a_plan_may_be_searched() -> None:
-    step = make_step(dataclasses.replace(SPARSE, partitions=8), TrainConfig(search=True))
-    assert compile_step(step, 8, search=True).options.search is True
-    assert compile_step(step, 8).options.search is False
-
-
 @pytest.mark.slow
 def test_a_searched_plan_is_told(rng: np.random.Generator) -> None:
     model, given = dataclasses.replace(SPARSE, partitions=8, dropout=0.0), batch(rng, 16, 8)

@@ -77,16 +77,6 @@ def test_it_learns(tmp_path: Path) -> None:
     assert records[-1]["held_out"] == result.held_out[200]
 
 
-@pytest.mark.slow  # eight devices compute what one does in test_partitioned_step.py
-def test_two_devices_compute_what_one_does(tmp_path: Path) -> None:
-    """The same groups, so the same routing; sums are added in another order."""
-    groups = dataclasses.replace(MODEL, group_size=B * L // 2)
-    run_of(tmp_path / "one", OPTIONS, groups)
-    run_of(tmp_path / "two", OPTIONS, dataclasses.replace(groups, partitions=2))
-    one, two = ([float.fromhex(x) for x in losses(tmp_path / name)] for name in ("one", "two"))
-    np.testing.assert_allclose(two, one, rtol=2e-4)
-
-
 @pytest.fixture(scope="module", autouse=True)
 def quick_compilation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Most of the time here would go into compiling programs again."""

@@ -137,16 +137,6 @@ def test_refused(change, message):
     assert error.value.got
 
 
-def test_capacity_below_one_gets_a_hint():
-    with pytest.raises(ModelError, match="Use groups of at least 4 tokens"):
-        dataclasses.replace(MOE, group_size=3)
-
-
 def test_a_dense_model_may_have_an_odd_number_of_layers():
     config = TransformerConfig(9, 9, encoder_layers=3, decoder_layers=1)
     assert param_specs(config)["encoder"]["blocks"]["dense"]["feed_forward"]["wi"].shape == (3, 512, 2048)
-
-
-def test_a_configuration_is_a_static_argument():
-    assert hash(MOE) == hash(dataclasses.replace(MOE))
-    assert TransformerConfig(9, 9, dtype=jax.numpy.bfloat16).dtype == "bfloat16"

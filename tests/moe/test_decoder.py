@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import gshard
 from gshard.moe import (
     ModelError,
     TransformerConfig,
@@ -18,7 +17,6 @@ from gshard.moe import (
     loss,
     param_specs,
 )
-from gshard.moe.rotary import rotation, turned
 from moe import naive
 
 FAST = {"xla_backend_optimization_level": 0}
@@ -86,25 +84,6 @@ def test_texts_of_a_row_do_not_see_each_other():
     np.testing.assert_allclose(values[0], values[1], rtol=1e-5)
 
 
-def test_rotary_scores_depend_on_the_distance_alone():
-    config = dataclasses.replace(PLAIN, head_dim=8)
-    query, key = naive.normal(0, 2, 1, 1, 1, 8)
-
-    def score(at, other):
-        at, other = (rotation(config, jnp.full((1, 1), position)) for position in (at, other))
-        return float(jnp.sum(turned(query, at) * turned(key, other)))
-
-    assert score(7, 3) == pytest.approx(score(104, 100), abs=1e-4)
-    assert abs(score(7, 3) - score(7, 4)) > 1e-3
-    assert score(0, 0) == pytest.approx(float(jnp.sum(query * key)), abs=1e-6)
-    np.testing.assert_allclose(
-        turned(query, rotation(config, jnp.full((1, 1), 3)))[0],
-        naive.turned(np.repeat(np.asarray(query[0], np.float64), 4, axis=0), 1e4)[3:4],
-        rtol=1e-5,
-        atol=1e-6,
-    )
-
-
 def test_a_rotary_encoder():
     """An encoder-decoder may have all of it too: positions turn self-attention and not that over the memory."""
     config = TransformerConfig(20, 20, model_dim=12, hidden_dim=14, heads=4, kv_heads=2, head_dim=6, encoder_layers=2,
@@ -121,20 +100,6 @@ def test_a_memory_comes_with_an_encoder():
     params, ids_BL = case(PLAIN)
     with pytest.raises(ModelError, match="a memory if the model has an encoder"):
         decode_step(PLAIN, params, init_cache(PLAIN, 3, 4), ids_BL[:, 0], 0, jnp.ones((3, 2, 12)), ids_BL[:, :2] != 0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dispatch", ["gather", "ragged"])
-def test_eight_devices_train_as_one(dispatch):
-    """Loss and gradients of a model of all kinds of layers, tokens and experts split."""
-    config = dataclasses.replace(DEEPSEEK, experts=8, kv_heads=2, dispatch=dispatch, partitions=8, decoder_layers=2)
-    params, _ = case(config)
-    batch = {"target": jnp.asarray(naive.ids(1, 20, 8, 8)).at[2, 4:].set(0)}
-    f = jax.value_and_grad(lambda p, b: loss(config, p, b), has_aux=True)
-    expected = jax.jit(f, compiler_options=FAST)(params, batch)
-    got = gshard.jit(f, mesh=8)(params, batch)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), got, expected)
-    assert all(bool(jnp.any(g != 0)) for g in jax.tree.leaves(got[1]) if g.shape != (1, 8))
 
 
 def test_there_is_no_trace_of_an_encoder():

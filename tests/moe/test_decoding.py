@@ -70,16 +70,6 @@ def test_equals_forward(config):
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_memory_may_be_projected_beforehand_or_not():
-    params, source_BL, target_in_BL = case(MOE)
-    np.testing.assert_allclose(
-        decode(MOE, params, source_BL, target_in_BL, project=True),
-        decode(MOE, params, source_BL, target_in_BL, project=False),
-        rtol=1e-5,
-        atol=1e-5,
-    )
-
-
 @MODELS
 def test_batch_mates_do_not_matter(config):
     """Neither who they are nor how many."""

@@ -55,36 +55,6 @@ def test_equals_algorithm_1(routing, second_expert, size):
         np.testing.assert_allclose([gating.metrics[name] for name in names], shares, atol=1e-6)
 
 
-def test_the_two_routings_differ_where_the_coin_rejects():
-    """With the literal rule a rejected second choice is in the way of a later one."""
-    logits = np.zeros((1, 2, 3), np.float32)
-    logits[0, :, 0], logits[0, :, 1] = [9.0, 1.0], [1.0, 0.9]
-    # 2*g2 is 0.0007 for the first token and 0.95 for the second.
-    keys = (jax.random.key(seed) for seed in range(99))
-    key = next(
-        k for k in keys if jax.random.uniform(k, (1, 2))[0, 0] > 0.1 and jax.random.uniform(k, (1, 2))[0, 1] < 0.9
-    )
-    paper = gate(jnp.asarray(logits), 1, routing="paper", key=key)
-    lingvo = gate(jnp.asarray(logits), 1, routing="lingvo", key=key)
-    assert paper.second.kept_GS.tolist() == [[False, False]]
-    assert lingvo.second.kept_GS.tolist() == [[False, True]]
-
-
-@pytest.mark.parametrize("routing", ["paper", "lingvo"])
-def test_no_two_choices_share_a_slot(routing):
-    for seed in range(10):
-        logits, valid = random_case(seed, (3, 32, 4, 6), skew=2.0)
-        gating = gate(logits, 6, routing=routing, key=jax.random.key(seed), valid_GS=valid)
-        first, second = jax.tree.map(np.asarray, gating.choices)
-        taken = [
-            (g, choice.expert_GS[g, s], choice.position_GS[g, s])
-            for choice in (first, second)
-            for g, s in zip(*np.nonzero(choice.kept_GS), strict=True)
-        ]
-        assert len(set(taken)) == len(taken)
-        assert all(position < 6 for _, _, position in taken)
-
-
 def test_ties_go_to_the_first_expert():
     gating = gate(jnp.zeros((1, 4, 5)), 4)
     assert gating.first.expert_GS.tolist() == [[0] * 4]
@@ -121,25 +91,6 @@ def test_gradient_of_the_aux_loss_balances():
     before, gradient = value_and_gradient(wg)
     assert float(jnp.abs(gradient).max()) > 1e-3
     assert float(value_and_gradient(wg - 0.5 * gradient)[0]) < float(before)
-
-
-def test_padding_takes_no_slot():
-    """Tokens in front that are padding leave all slots to the others, and change none of their weights."""
-    logits = jax.random.normal(jax.random.key(0), (1, 6, 3))
-    alone = gate(logits[:, 4:], 1)
-    padded = gate(logits, 1, valid_GS=jnp.arange(6)[None] >= 4)
-    for choice, expected in zip(padded.choices, alone.choices, strict=True):
-        assert not choice.kept_GS[:, :4].any()
-        assert (choice.weight_GS[:, :4] == 0).all()
-        np.testing.assert_array_equal(choice.kept_GS[:, 4:], expected.kept_GS)
-        np.testing.assert_array_equal(choice.weight_GS[:, 4:], expected.weight_GS)
-    np.testing.assert_allclose(padded.aux_loss, alone.aux_loss, rtol=1e-6)
-
-
-def test_a_batch_of_padding_is_finite():
-    gating = gate(jnp.ones((1, 4, 3)), 2, valid_GS=jnp.zeros((1, 4), bool))
-    assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(gating))
-    assert float(gating.aux_loss) == 0.0
 
 
 def test_without_a_key_every_second_choice_that_fits_is_kept():

@@ -1,15 +1,12 @@
 """Any number of experts: gates of both kinds, capacities, biases, and the default bit for bit as it was."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gshard.moe import top2_gating, top_k_gating
+from gshard.moe import top_k_gating
 from moe import naive
-from moe.before import top2_gating_before
 from sampled import crossed
 
 # Small programs: compiling them costs more than running them.
@@ -64,25 +61,6 @@ def test_equals_a_loop_over_tokens(sizes, gates, weights):
         np.testing.assert_allclose(gating.aux_loss, aux, rtol=1e-5)
         np.testing.assert_array_equal(gating.load_E, load_E)
         np.testing.assert_allclose(gating.metrics["kept_share"], kept_number / (k * valid.sum()), rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "routing, second_expert, size",
-    crossed(
-        ["paper", "lingvo"], ["random", "all"], [(1, 1, 2, 1), (3, 8, 4, 3), (2, 33, 8, 5), (4, 16, 16, 2)], one_in=4
-    ),
-)
-def test_the_papers_gating_is_bit_for_bit_what_it_was(routing, second_expert, size):
-    choices = {"routing": routing, "second_expert": second_expert}
-    old = jax.jit(functools.partial(top2_gating_before, **choices), static_argnums=1, compiler_options=FAST)
-    new = jax.jit(functools.partial(top2_gating, **choices), static_argnums=1, compiler_options=FAST)
-    G, S, E, capacity = size
-    for seed in range(3):
-        logits, valid = case(seed, G, S, E)
-        expected = old(logits, capacity, key=jax.random.key(seed), valid_GS=valid)
-        gating = new(logits, capacity, key=jax.random.key(seed), valid_GS=valid)
-        got = (*map(tuple, gating.choices), gating.slots_GE, gating.aux_loss)
-        jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
 @pytest.mark.parametrize("gates", ["softmax", "sigmoid"])

@@ -15,7 +15,6 @@ import pytest
 import gshard
 from gshard.moe import ModelError, TransformerConfig, expert_layer, expert_specs, param_specs, shapes
 from gshard.moe import loss as loss_of_model
-from gshard.moe.two_hops import Hops
 from moe import naive
 from moe.test_data_axis import assert_trees_close, value_and_gradients
 from placed import in_every_way, mesh_of
@@ -138,22 +137,6 @@ def test_drops_are_those_without_room(
         assert_trees_close(got, ((_, (outputs, metrics)), gradients))
 
 
-def test_hosts_drop_tokens_that_devices_had_room_for() -> None:
-    """All tokens of a lane want one host, whose devices are full when those of both lanes come."""
-    config = on_hosts(BASE, 2, 2, experts=4, top_k=2, capacity_factor=2.0)
-    params, x_BLM, _ = case(config, 4)
-    x_BLM = np.abs(x_BLM)
-    x_BLM[[0, 2]] *= -1  # lane 0: experts 0 and 1, of host 0; lane 1: 2 and 3
-    params["wg"] = np.tile(np.float32([-2, -1, 1, 2]), (6, 1))
-    (_, (outputs, metrics)), _ = of_one_device(config, (params, x_BLM, np.ones((4, 4), bool)))
-    assert float(metrics["kept_share"]) == 0.5  # a device sends 8 of 16 rows on
-    reached_BL = np.abs(np.asarray(outputs)).max(2) > 0
-    assert reached_BL[[0, 1]].all()
-    assert not reached_BL[[2, 3]].any()
-    one_hop = dataclasses.replace(config, dispatch="ragged_all_to_all")
-    assert float(of_one_device(one_hop, (params, x_BLM, np.ones((4, 4), bool)))[0][1][1]["kept_share"]) == 1
-
-
 @pytest.mark.parametrize("hosts, devices, top_k", [(2, 4, 4), (4, 2, 4), (4, 2, 2)])
 def test_a_token_crosses_to_a_host_once(hosts: int, devices: int, top_k: int) -> None:
     """Forward, between hosts: min(k, hosts) rows of each token there and back, their numbers, places and weights."""
@@ -175,20 +158,6 @@ def test_a_token_crosses_to_a_host_once(hosts: int, devices: int, top_k: int) ->
     assert "sends elements to other devices inside gshard_put_rows" in str(found.purposes)
     rest = sum(c.total_bytes for c in found.spmd.collectives if c not in exchanges)
     assert rest < 4096
-
-
-@pytest.mark.slow
-def test_bfloat16() -> None:
-    """Sums of a host are rounded before they return."""
-    config = on_hosts(BASE, 2, 4, dtype="bfloat16")
-    params, x_BLM, valid_BL = case(config)
-    arguments = params, x_BLM.astype("bfloat16"), valid_BL
-    expected = of_one_device(dataclasses.replace(config, dispatch="ragged_all_to_all"), arguments)
-    mesh = mesh_of(host=2, gpu=4)
-    for got in in_every_way(gshard.jit(value_and_gradients(config), mesh=mesh), arguments, mesh):
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=0.05, atol=0.05), got, expected
-        )
 
 
 @pytest.mark.slow
@@ -215,19 +184,6 @@ def test_by_names_without_marks() -> None:
     f = gshard.jit(lambda *args: expert_layer(config, *args)[0], mesh=4, layout=layout)
     expected = of_one_device(dataclasses.replace(config, dispatch="gather"), (params, x_BLM, valid_BL))
     np.testing.assert_allclose(f(params, x_BLM, valid_BL), expected[0][1][0], rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("hosts, devices, tokens", [(2, 4, 32), (4, 2, 27), (3, 2, 5), (1, 1, 3), (2, 3, 1)])
-def test_lanes(hosts: int, devices: int, tokens: int) -> None:
-    """A lane has the tokens of one device of each host, and all tokens return."""
-    hops = Hops(hosts, devices, room=4, sent=4, tokens=tokens)
-    lanes = np.asarray(hops.in_lanes(jnp.arange(tokens), -1))
-    share = hops.lane // hosts
-    assert lanes.shape == (devices, share * hosts)
-    for d in range(devices):
-        for t in lanes[d]:
-            assert t == -1 or t // share % devices == d
-    np.testing.assert_array_equal(hops.of_tokens(jnp.asarray(lanes)), np.arange(tokens))
 
 
 @pytest.mark.parametrize(
