@@ -1,9 +1,5 @@
 """Attention block by block computes what it computes with all scores at once, forward and backward."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +14,7 @@ FAST = ("causal", "window", "positions")
 SLOW = ("all", "before", "after", "segments", "mask")
 
 
-def masks(rng: np.random.Generator) -> dict[str, Mask]:
+def masks(rng):
     segments = [jnp.asarray(rng.integers(0, 3, (1, n)), jnp.int32) for n in (QUERIES, KEYS)]
     positions = [jnp.asarray(rng.integers(0, 900, (1, n)), jnp.int32) for n in (QUERIES, KEYS)]
     return {
@@ -37,7 +33,7 @@ def masks(rng: np.random.Generator) -> dict[str, Mask]:
     "name",
     [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in masks(np.random.default_rng(0))],
 )
-def test_blocks_compute_the_whole(name: str, rng: np.random.Generator) -> None:
+def test_blocks_compute_the_whole(name, rng):
     assert QUERIES * KEYS > WHOLE
     mask = masks(rng)[name]
     shapes = {"q": (1, QUERIES, 1, 2, 3), "k": (1, KEYS, 1, 3), "v": (1, KEYS, 1, 4), "dout": (1, QUERIES, 1, 2, 4)}
@@ -50,19 +46,19 @@ def test_blocks_compute_the_whole(name: str, rng: np.random.Generator) -> None:
         np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-5)
 
 
-def test_queries_that_see_no_key() -> None:
+def test_queries_that_see_no_key():
     q, k = jnp.ones((1, 2, 1, 1, 3)), jnp.ones((1, 2, 1, 3))
     mask = Mask(mask=jnp.asarray([[True, False], [False, False]])[None, None, None])
     out, lse = Blocks(1.0, mask).forward(q, k, k)
     assert out[0, 1].max() == 0
     assert np.isneginf(lse[0, 1])
-    none: Any = jnp.zeros_like(out), jnp.full_like(lse, -jnp.inf)
+    none = jnp.zeros_like(out), jnp.full_like(lse, -jnp.inf)
     for pair in ((out, lse), none), (none, (out, lse)):
         for x, y in zip(merged(*pair), (out, lse), strict=True):
             np.testing.assert_allclose(x, y, rtol=1e-6)
 
 
-def test_what_is_not_finite_reaches_the_queries_that_see_it() -> None:
+def test_what_is_not_finite_reaches_the_queries_that_see_it():
     q, k = jnp.ones((1, 4, 1, 1, 3)), jnp.ones((1, 4, 1, 3))
     for bad in (jnp.inf, jnp.nan):
         out, _ = Blocks(1.0, Mask()).forward(q, k.at[0, 1].set(bad), k)

@@ -1,18 +1,11 @@
 """Batch dimensions of primitives without a rule: what their vmap rule proves, and what it does not."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.core import Primitive
 
 import gshard
-from gshard.core.rule import Rule
 from gshard.testing import check_rule
 from gshard.tracing.trace import trace
 from invented import invented_p, primitive_of
@@ -22,10 +15,10 @@ X = RNG.standard_normal((7, 5, 4)).astype(np.float32)
 SQUARES = RNG.standard_normal((4, 4, 4)).astype(np.float32)
 
 
-def leading(primitive: Callable[[], Primitive]) -> Callable[..., Any]:
+def leading(primitive):
     """The usual vmap rule: the primitive takes any number of batch dimensions in front."""
 
-    def batched(args: Any, dims: Any, **params: Any) -> Any:
+    def batched(args, dims, **params):
         size = next(x.shape[d] for x, d in zip(args, dims) if d is not None)
         moved = [
             jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, dims)
@@ -41,7 +34,7 @@ applied_p = primitive_of(
 )
 
 
-def along(args: Any, dims: Any, *, axis: int) -> Any:
+def along(args, dims, *, axis):
     (x,), (d,) = args, dims
     return summed_p.bind(x, axis=axis + (axis >= d)), d
 
@@ -49,7 +42,7 @@ def along(args: Any, dims: Any, *, axis: int) -> Any:
 summed_p = primitive_of("summed", lambda x, axis: jnp.cumsum(x, axis), along)
 
 
-def rule_of(f: Callable[..., Any], *args: Any) -> Rule:
+def rule_of(f, *args):
     (equation,) = trace(f, *args).block.equations
     assert equation.rule is not None
     assert not equation.rule.known
@@ -70,7 +63,7 @@ def rule_of(f: Callable[..., Any], *args: Any) -> Rule:
         (invented_p.bind, (X,), "a b c -> d e f; replicate a b c d e f"),  # no vmap rule
     ],
 )
-def test_what_is_proven(f: Callable[..., Any], args: tuple[Any, ...], rule: str) -> None:
+def test_what_is_proven(f, args, rule):
     assert str(rule_of(f, *args)) == rule
 
 
@@ -84,12 +77,12 @@ def test_what_is_proven(f: Callable[..., Any], args: tuple[Any, ...], rule: str)
     ],
 )
 @pytest.mark.one_in(2)
-def test_what_is_proven_is_true(f: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def test_what_is_proven_is_true(f, args):
     assert check_rule(f, *args)
 
 
-def test_a_batch_stays_where_it_lies_and_nothing_is_reported() -> None:
-    def f(x: Any) -> Any:
+def test_a_batch_stays_where_it_lies_and_nothing_is_reported():
+    def f(x):
         return centred_p.bind(gshard.split(x, 0, 7)) * 2
 
     found = gshard.explain(f, X, mesh=7)
@@ -100,8 +93,8 @@ def test_a_batch_stays_where_it_lies_and_nothing_is_reported() -> None:
     np.testing.assert_allclose(jitted(X), 2 * centred_p.bind(X), rtol=1e-5, atol=1e-5)
 
 
-def test_another_dimension_is_gathered_and_reported() -> None:
-    def f(x: Any) -> Any:
+def test_another_dimension_is_gathered_and_reported():
+    def f(x):
         return centred_p.bind(gshard.shard(x, jax.P("a", "b")))
 
     mesh = gshard.Mesh.abstract(a=7, b=5)
@@ -113,7 +106,7 @@ def test_another_dimension_is_gathered_and_reported() -> None:
         gshard.jit(f, mesh=mesh, strict=True).lower(X).plan  # noqa: B018
 
 
-def test_a_split_that_can_move_to_the_batch_moves_there() -> None:
+def test_a_split_that_can_move_to_the_batch_moves_there():
     x = RNG.standard_normal((8, 8, 64)).astype(np.float32)
     f = lambda x: gshard.split(centred_p.bind(gshard.split(x, 1, 8)), 0, 8)  # noqa: E731
     found = gshard.explain(f, x, mesh=8)
@@ -123,19 +116,16 @@ def test_a_split_that_can_move_to_the_batch_moves_there() -> None:
 
 @pytest.mark.parametrize(
     "f, args",
-    [
-        (jax.lax.linalg.ormqr, (X, X[:, :4, 0], X)),
-        (jax.random.clone, (jax.random.split(jax.random.key(0), 7),)),
-    ],
+    [(jax.lax.linalg.ormqr, (X, X[:, :4, 0], X)), (jax.random.clone, (jax.random.split(jax.random.key(0), 7),))],
 )
-def test_primitives_of_jaxs_own(f: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def test_primitives_of_jaxs_own(f, args):
     (equation,) = trace(f, *args).block.equations
     assert equation.rule is not None
     assert "parallel" in {factor.kind for factor in equation.rule.factors}
     assert check_rule(f, *args)
 
 
-def test_arrays_that_the_primitive_was_not_made_for_prove_nothing() -> None:
+def test_arrays_that_the_primitive_was_not_made_for_prove_nothing():
     """Its shape rule takes anything; what it would compute for a vector cannot be lowered."""
     meaning = lambda x: x - x.mean((-2, -1), keepdims=True)  # noqa: E731
     careless_p = primitive_of("careless", meaning, leading(lambda: careless_p))
@@ -144,22 +134,22 @@ def test_arrays_that_the_primitive_was_not_made_for_prove_nothing() -> None:
     assert str(rule_of(careless_p.bind, X)) == "a b c -> a d e; replicate b c d e"
 
 
-def test_a_vmap_rule_that_says_more_than_the_primitive_proves_nothing() -> None:
+def test_a_vmap_rule_that_says_more_than_the_primitive_proves_nothing():
     meaning = lambda x: jnp.cumsum(x, 0)  # noqa: E731
 
-    def transposed(args: Any, dims: Any) -> Any:
+    def transposed(args, dims):
         return jnp.moveaxis(turned_p.bind(jnp.moveaxis(args[0], dims[0], -1)), -1, 0), 0
 
     turned_p = primitive_of("turned", meaning, transposed)
     assert str(rule_of(turned_p.bind, X[0])) == "a b -> c d; replicate a b c d"
 
-    def negated(args: Any, dims: Any) -> Any:
+    def negated(args, dims):
         return -negated_p.bind(-jnp.moveaxis(args[0], dims[0], 0)), 0
 
     negated_p = primitive_of("negated", jnp.sin, negated)
     assert str(rule_of(negated_p.bind, X[0])) == "a b -> c d; replicate a b c d"
 
-    def counted(args: Any, dims: Any, *, batches: int) -> Any:
+    def counted(args, dims, *, batches):
         return counted_p.bind(jnp.moveaxis(args[0], dims[0], 0), batches=batches + 1), 0
 
     counted_p = primitive_of("counted", lambda x, batches: x.sum(tuple(range(batches, x.ndim))), counted)

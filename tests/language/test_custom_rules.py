@@ -1,10 +1,6 @@
 """Rules that users register: their own primitives, FFI calls by target, callbacks by function, and our own replaced."""
 
-from __future__ import annotations
-
 import gc
-from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +9,6 @@ import pytest
 
 import gshard
 from gshard.core.errors import RuleError
-from gshard.core.rule import Rule
 from gshard.language.registry import unregister
 from invented import primitive_of
 
@@ -23,20 +18,20 @@ Y = np.random.default_rng(3).standard_normal((5, 6)).astype(np.float32)
 
 
 @pytest.fixture(autouse=True)
-def _forgotten() -> Iterator[None]:
+def _forgotten():
     yield
     for name in ("custom_outer", "ffi_call", "pure_callback", "tanh", "center_of_tests"):
         unregister(name)
 
 
-def outer(x: Any, y: Any) -> Any:
+def outer(x, y):
     return outer_p.bind(x, y)
 
 
-def test_text_is_all_that_a_primitive_needs() -> None:
+def test_text_is_all_that_a_primitive_needs():
     gshard.rule("custom_outer")("a b, b c -> a c; add over b")
 
-    def f(x: Any, y: Any) -> Any:
+    def f(x, y):
         return outer(gshard.split(x, 1, 8), y)
 
     found = gshard.explain(f, X, Y, mesh=8)
@@ -45,21 +40,21 @@ def test_text_is_all_that_a_primitive_needs() -> None:
     np.testing.assert_allclose(gshard.jit(f, mesh=8, strict=True)(X, Y), X @ np.tanh(Y), rtol=1e-5, atol=1e-5)
 
 
-def test_the_primitive_itself_may_be_named() -> None:
+def test_the_primitive_itself_may_be_named():
     gshard.rule(outer_p)("a b, b c -> a c; replicate b")
     assert "replicate" in str(gshard.jit(outer, mesh=8).lower(X, Y).program)
 
 
-def test_a_function_of_the_equation_with_its_own_local() -> None:
+def test_a_function_of_the_equation_with_its_own_local():
     seen = []
 
     @gshard.rule("custom_outer")
-    def rule(call: gshard.rules.Call) -> Rule:
+    def rule(call):
         make = gshard.rules.RuleMaker()
         (n, k), (_, m) = call.in_shapes
         a, b, c = make.factor(n), make.factor(k, "reduce", "add"), make.factor(m)
 
-        def local(shards: gshard.rules.Shards, x: Any, y: Any) -> list[Any]:
+        def local(shards, x, y):
             seen.append((x.shape, y.shape, shards.out_shape()))
             return [x @ jnp.tanh(y)]
 
@@ -70,12 +65,12 @@ def test_a_function_of_the_equation_with_its_own_local() -> None:
     assert ((1, 5), (5, 6), (1, 6)) in seen
 
 
-def test_text_with_a_local() -> None:
+def test_text_with_a_local():
     gshard.rule("custom_outer")("a b, b c -> a c; add over b", local=lambda shards, x, y: [x @ jnp.tanh(y)])
     assert gshard.testing.check_rule(outer, X, Y, primitive=outer_p)
 
 
-def test_a_rule_of_ones_own_is_replaced_and_one_of_ours_only_if_asked() -> None:
+def test_a_rule_of_ones_own_is_replaced_and_one_of_ours_only_if_asked():
     gshard.rule("custom_outer")("a b, b c -> a c; replicate a b c")
     gshard.rule("custom_outer")("a b, b c -> a c; add over b")
     assert "add over b" in str(gshard.jit(outer, mesh=8).lower(X, Y).program)
@@ -98,7 +93,7 @@ def test_a_rule_of_ones_own_is_replaced_and_one_of_ours_only_if_asked() -> None:
         (lambda call: gshard.rules.RuleMaker().rule([], []), "it is for 0 operands, and there are 2"),
     ],
 )
-def test_a_rule_that_does_not_fit_blames_the_users_line(rule: Any, message: str) -> None:
+def test_a_rule_that_does_not_fit_blames_the_users_line(rule, message):
     gshard.rule("custom_outer")(rule)
     with pytest.raises(RuleError) as error:
         gshard.jit(outer, mesh=8)(X, Y)
@@ -107,9 +102,9 @@ def test_a_rule_that_does_not_fit_blames_the_users_line(rule: Any, message: str)
     assert "f32[7,5], f32[5,6] -> [7,6]" in str(error.value)
 
 
-def test_wrong_sizes_in_a_function_name_dimension_and_factors() -> None:
+def test_wrong_sizes_in_a_function_name_dimension_and_factors():
     @gshard.rule("custom_outer")
-    def rule(call: gshard.rules.Call) -> Rule:
+    def rule(call):
         make = gshard.rules.RuleMaker()
         a, b, c, d = (make.factor(n) for n in (7, 5, 3, 2))
         return make.rule([[a, b], [b, c + d + d]], [[a, c + d]])
@@ -118,7 +113,7 @@ def test_wrong_sizes_in_a_function_name_dimension_and_factors() -> None:
         gshard.jit(outer, mesh=8)(X, Y)
 
     @gshard.rule("custom_outer")
-    def other(call: gshard.rules.Call) -> Rule:
+    def other(call):
         make = gshard.rules.RuleMaker()
         a, b, c, d = (make.factor(n) for n in (7, 5, 4, 2))
         return make.rule([[a, b], [b, c + d]], [[a, c + d]])
@@ -127,9 +122,9 @@ def test_wrong_sizes_in_a_function_name_dimension_and_factors() -> None:
         gshard.jit(outer, mesh=8)(X, Y)
 
 
-def test_what_is_no_rule_is_refused_at_once() -> None:
+def test_what_is_no_rule_is_refused_at_once():
     with pytest.raises(RuleError, match="is neither text nor a function"):
-        gshard.rule("custom_outer")(3)  # type: ignore[arg-type]
+        gshard.rule("custom_outer")(3)
     with pytest.raises(RuleError, match="is no primitive"):
         gshard.rule(3)
     for name in ("scan", "cond", "jit", "custom_jvp_call", "remat2"):
@@ -141,19 +136,19 @@ def test_what_is_no_rule_is_refused_at_once() -> None:
         gshard.rule("custom_outer")("a b, b c -> a c; communicate b")
 
 
-def test_ffi_calls_have_rules_by_target() -> None:
+def test_ffi_calls_have_rules_by_target():
     """LAPACK's QR decomposition, which JAX's CPU libraries register: batches are parallel."""
     jnp.linalg.qr(jnp.ones((2, 2)))  # the first use registers it
     matrices = np.random.default_rng(1).standard_normal((6, 4, 3)).astype(np.float32)
 
-    def factorize(x: Any) -> Any:
+    def factorize(x):
         column_major = (0, 2, 1)
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((x.shape[0], 3), x.dtype)]
         return jax.ffi.ffi_call(
             "lapack_sgeqrf_ffi", shapes, input_layouts=[column_major], output_layouts=[column_major, (0, 1)]
         )(x)
 
-    def f(x: Any) -> Any:
+    def f(x):
         return factorize(gshard.split(x, 0, 2))
 
     wanted = jax.jit(factorize)(matrices)
@@ -168,14 +163,14 @@ def test_ffi_calls_have_rules_by_target() -> None:
     assert gshard.testing.check_rule(factorize, matrices, primitive="ffi_call") == ("a@a", "a@b", "a@a,b", "a@b,a")
 
 
-def test_callbacks_have_rules_by_function() -> None:
+def test_callbacks_have_rules_by_function():
     sizes = []
 
-    def rows_on_host(x: Any) -> Any:
+    def rows_on_host(x):
         sizes.append(x.shape)
         return np.sort(x, axis=1)
 
-    def f(x: Any) -> Any:
+    def f(x):
         return jax.pure_callback(rows_on_host, jax.ShapeDtypeStruct(x.shape, x.dtype), gshard.split(x, 0, 7))
 
     gshard.rule("pure_callback", target=rows_on_host)("a b -> a b; replicate b")
@@ -183,13 +178,13 @@ def test_callbacks_have_rules_by_function() -> None:
     assert set(sizes) == {(1, 5)}
 
 
-def test_a_rule_that_stands_for_another_is_taken_by_every_later_call() -> None:
+def test_a_rule_that_stands_for_another_is_taken_by_every_later_call():
     """Also by functions that were called before, by ``jax.jit`` around them, and after garbage collection."""
     x = np.arange(16.0, dtype=np.float32).reshape(16, 1) - 3
     center = primitive_of("center_of_tests", lambda x: x - jnp.mean(x, 0, keepdims=True))
     want = x - x.mean(0)
 
-    def f(x: Any) -> Any:
+    def f(x):
         return center.bind(gshard.split(x, 0, 8))
 
     ours = gshard.jit(f, mesh=8)

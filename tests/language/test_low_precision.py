@@ -1,9 +1,5 @@
 """What marks with ``send`` round arrays to: the numbers, their errors, and what is no number."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,24 +12,21 @@ SHAPES = ((5, 7), (3, 1), (13,), (2, 3, 130), (), (0, 4), (4, 0))
 TINY = float(np.finfo(np.float32).tiny)
 
 
-def marked(x: Any, send: str) -> Any:
+def marked(x, send):
     return rounded(jnp.asarray(x), Mark("replicate", send=send, wide=str(jnp.asarray(x).dtype)))
 
 
-def largest_of_row(x: np.ndarray) -> np.ndarray:
+def largest_of_row(x):
     return np.abs(x).max(axis=tuple(range(x.ndim))[-1:], keepdims=True, initial=0)
 
 
 @pytest.mark.parametrize(
-    ("send", "dtype"),
-    [("bfloat16", np.float32), ("int8", np.float32), ("int8", np.float16), ("int8", jnp.bfloat16)],
+    ("send", "dtype"), [("bfloat16", np.float32), ("int8", np.float32), ("int8", np.float16), ("int8", jnp.bfloat16)]
 )
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("size", [1e-4, 1.0, 1e4])
 @pytest.mark.one_in(4)
-def test_the_error_is_within_its_bound(
-    rng: np.random.Generator, send: str, shape: tuple[int, ...], dtype: Any, size: float
-) -> None:
+def test_the_error_is_within_its_bound(rng, send, shape, dtype, size):
     x = np.asarray(size * rng.standard_normal(shape), dtype)
     got = marked(x, send)
     assert got.dtype == dtype
@@ -46,26 +39,26 @@ def test_the_error_is_within_its_bound(
 
 
 @pytest.mark.parametrize("send", SENT)
-def test_the_bound_is_reached(rng: np.random.Generator, send: str) -> None:
+def test_the_bound_is_reached(rng, send):
     x = np.abs(rng.standard_normal((4, 1 << 16))).astype(np.float32) + np.float32(1e-3)
     reference = x if send == "bfloat16" else largest_of_row(x)
     relative = np.abs(np.asarray(marked(x, send)) - x.astype(np.float64)) / reference
     assert 0.98 * error_bound(np.float32, send) < relative.max()
 
 
-def test_bfloat16_is_that_of_jax(rng: np.random.Generator) -> None:
+def test_bfloat16_is_that_of_jax(rng):
     x = (rng.standard_normal((9, 11)) * 2.0 ** rng.integers(-120, 120, (9, 11))).astype(np.float32)
     np.testing.assert_array_equal(marked(x, "bfloat16"), np.asarray(x, jnp.bfloat16).astype(np.float32))
 
 
 @pytest.mark.parametrize("send", SENT)
-def test_zeros_stay_zeros(send: str) -> None:
+def test_zeros_stay_zeros(send):
     x = np.array([[0, 0, 0], [0, 1, -2]], np.float32)
     np.testing.assert_array_equal(marked(x, send)[0], [0, 0, 0])
     assert np.isfinite(marked(x, send)).all()
 
 
-def test_what_is_no_number_is_none_afterwards() -> None:
+def test_what_is_no_number_is_none_afterwards():
     x = np.array([[1, np.nan, 3], [1, 2, 3], [np.inf, 1, 0], [0, -np.inf, np.inf]], np.float32)
     narrow = np.asarray(marked(x, "bfloat16"))
     np.testing.assert_array_equal(narrow, x)
@@ -75,7 +68,7 @@ def test_what_is_no_number_is_none_afterwards() -> None:
         assert np.isfinite(steps[1]).all()
 
 
-def test_the_largest_and_smallest_numbers_stay_finite() -> None:
+def test_the_largest_and_smallest_numbers_stay_finite():
     limits = np.finfo(np.float32)
     x = np.array([[limits.max, -limits.max, 1], [limits.tiny, -limits.tiny, 0], [1e-40, 0, -1e-40]], np.float32)
     got = np.asarray(marked(x, "int8"))
@@ -87,7 +80,7 @@ def test_the_largest_and_smallest_numbers_stay_finite() -> None:
 
 @pytest.mark.optimised
 @pytest.mark.parametrize("send", SENT)
-def test_the_numbers_are_the_same_compiled_mapped_and_in_loops(rng: np.random.Generator, send: str) -> None:
+def test_the_numbers_are_the_same_compiled_mapped_and_in_loops(rng, send):
     x = rng.standard_normal((4, 6, 10)).astype(np.float32)
     want = np.asarray(marked(x, send))
     for f in (
@@ -101,7 +94,7 @@ def test_the_numbers_are_the_same_compiled_mapped_and_in_loops(rng: np.random.Ge
 
 
 @pytest.mark.parametrize("send", SENT)
-def test_the_derivative_is_that_of_the_mark(rng: np.random.Generator, send: str) -> None:
+def test_the_derivative_is_that_of_the_mark(rng, send):
     x, v = rng.standard_normal((2, 3, 5)).astype(np.float32)
     value, tangent = jax.jvp(lambda x: marked(x, send), (x,), (v,))
     np.testing.assert_array_equal(value, marked(x, send))

@@ -1,7 +1,5 @@
 """Rules as text: what they read as, what they print as again, and what is refused, in whose words."""
 
-from __future__ import annotations
-
 import pytest
 
 from gshard.core.errors import RuleError
@@ -10,7 +8,7 @@ from gshard.language.registry import Call, contradiction
 from harness import rows
 
 
-def call(operands: list[tuple[int, ...]], *results: tuple[int, ...]) -> Call:
+def call(operands, *results):
     return Call("my_op", {}, tuple(operands), results, ("f4",) * len(operands))
 
 
@@ -35,7 +33,7 @@ def call(operands: list[tuple[int, ...]], *results: tuple[int, ...]) -> Call:
         ("a b c -> c; add over a b", [(2, 3, 4)], (4,), "a b c -> c; add over a=2; add over b=3"),
     ],
 )
-def test_text_is_read(text: str, operands: list[tuple[int, ...]], result: tuple[int, ...], printed: str | None) -> None:
+def test_text_is_read(text, operands, result, printed):
     if printed is None:
         with pytest.raises(RuleError):
             parse(text)
@@ -47,7 +45,7 @@ def test_text_is_read(text: str, operands: list[tuple[int, ...]], result: tuple[
         assert contradiction(rule, one) is None
 
 
-def test_what_a_rule_prints_is_read_as_the_same_rule() -> None:
+def test_what_a_rule_prints_is_read_as_the_same_rule():
     for row in rows():
         for e in row.program.block.walk():
             if e.rule is None or not all((*(x.shape for x in e.inputs), *(x.shape for x in e.outputs))):
@@ -63,7 +61,7 @@ def test_what_a_rule_prints_is_read_as_the_same_rule() -> None:
             assert found == str(e.rule) or "in no result" in found, row.name
 
 
-def read_again(text: str, one: Call) -> str:
+def read_again(text, one):
     try:
         return str(parse(text).rule(one))
     except RuleError as error:
@@ -88,7 +86,7 @@ def read_again(text: str, one: Call) -> str:
         ("(... a) -> a", "'...' is a dimension by itself"),
     ],
 )
-def test_text_that_is_no_rule(text: str, message: str) -> None:
+def test_text_that_is_no_rule(text, message):
     with pytest.raises(RuleError) as error:
         parse(text)
     assert message in str(error.value)
@@ -102,7 +100,7 @@ def test_text_that_is_no_rule(text: str, message: str) -> None:
         ("a -> a; communicate a", "'a' is communicated, and nothing says how"),
     ],
 )
-def test_text_that_needs_a_local(text: str, message: str) -> None:
+def test_text_that_needs_a_local(text, message):
     with pytest.raises(RuleError, match=message):
         check_without_local(parse(text))
 
@@ -121,9 +119,7 @@ def test_text_that_needs_a_local(text: str, message: str) -> None:
         ("a b -> a b; b=4", [(2, 3)], (2, 3), "has 'b' be 4 in the text and 3 in dimension 1 of operand 0"),
     ],
 )
-def test_text_that_does_not_fit(
-    text: str, operands: list[tuple[int, ...]], result: tuple[int, ...], message: str | None
-) -> None:
+def test_text_that_does_not_fit(text, operands, result, message):
     if message is None:
         with pytest.raises(RuleError, match="'b' stands in no result"):
             parse(text)

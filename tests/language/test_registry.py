@@ -1,32 +1,28 @@
 """The table of rules, and what every rule owes whoever reads it: factors that add up to the shapes they stand for."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable, Iterable, Iterator
 
 import jax.numpy as jnp
 import pytest
 
 from gshard.core.errors import RuleError
-from gshard.core.program import Equation
-from gshard.core.rule import COMMUNICATE, PARALLEL, REDUCE, REPLICATE, Rule
-from gshard.language.registry import Call, known_primitives, rule
+from gshard.core.rule import COMMUNICATE, PARALLEL, REDUCE, REPLICATE
+from gshard.language.registry import known_primitives, rule
 from harness import Row, rows
 from invented import invented
 
 
-def equations(row: Row) -> list[Equation]:
+def equations(row):
     return [e for e in row.program.block.walk() if e.rule is not None]
 
 
 @pytest.fixture(scope="module")
-def traced() -> dict[str, list[Equation]]:
+def traced():
     """The equations of every row of the table that have a rule."""
     return {row.name: equations(row) for row in rows()}
 
 
-def check(traced: dict[str, list[Equation]], wrong_with: Callable[[Equation, Rule], Iterable[str]]) -> None:
+def check(traced, wrong_with):
     """Fails with all that is wrong with the rule of any equation."""
     assert len(traced) > 400
     wrong = [
@@ -39,8 +35,8 @@ def check(traced: dict[str, list[Equation]], wrong_with: Callable[[Equation, Rul
     assert not wrong, "\n".join(wrong)
 
 
-def test_factors_add_up(traced: dict[str, list[Equation]]) -> None:
-    def wrong(e: Equation, rule: Rule) -> Iterator[str]:
+def test_factors_add_up(traced):
+    def wrong(e, rule):
         arrays = list(zip((*e.inputs, *e.outputs), (*rule.operands, *rule.results), strict=True))
         for value, dims in arrays:
             if len(value.shape) != len(dims):
@@ -64,8 +60,8 @@ def test_factors_add_up(traced: dict[str, list[Equation]]) -> None:
     check(traced, wrong)
 
 
-def test_kinds_and_monoids(traced: dict[str, list[Equation]]) -> None:
-    def wrong(e: Equation, rule: Rule) -> Iterator[str]:
+def test_kinds_and_monoids(traced):
+    def wrong(e, rule):
         for f, factor in enumerate(rule.factors):
             if factor.kind not in (PARALLEL, REDUCE, COMMUNICATE, REPLICATE):
                 yield f"a kind {factor.kind}"
@@ -85,7 +81,7 @@ def test_kinds_and_monoids(traced: dict[str, list[Equation]]) -> None:
     check(traced, wrong)
 
 
-def test_a_primitive_without_a_rule_is_whole_in_every_factor() -> None:
+def test_a_primitive_without_a_rule_is_whole_in_every_factor():
     (e,) = equations(Row("invented", "invented", invented, (jnp.ones((4, 3)),)))
     assert e.rule is not None
     assert not e.rule.known
@@ -93,10 +89,10 @@ def test_a_primitive_without_a_rule_is_whole_in_every_factor() -> None:
     assert str(e.rule) == "a b -> c d; replicate a b c d"
 
 
-def test_a_primitive_has_one_rule() -> None:
+def test_a_primitive_has_one_rule():
     before = known_primitives()
 
-    def again(call: Call) -> Rule:
+    def again(call):
         raise AssertionError("never asked")
 
     with pytest.raises(RuleError, match="'transpose' has a rule already"):

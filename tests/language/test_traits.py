@@ -1,9 +1,5 @@
 """Traits are true: what they compute of an operator is what the operator computes."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,7 +7,7 @@ import pytest
 from gshard.core.jax_adapter import bind
 from gshard.core.program import Constant, Value
 from gshard.language.registry import known_primitives
-from gshard.language.traits import Places, names_where, traits_of
+from gshard.language.traits import names_where, traits_of
 from gshard.rules.movement import at_places
 from harness import rows
 
@@ -23,14 +19,14 @@ ROWS = [row for row in rows() if row.primitive in {*FOLLOWED, *PLACED}]
 DIVIDING = {"div", "rem"}
 
 
-def some(x: Value, seed: int) -> np.ndarray:
+def some(x, seed):
     """An array of whole numbers that vary in sign, of a value's shape and dtype."""
     low, high = (0, 2) if x.dtype == bool else (-5, 5)
     return np.asarray(np.random.default_rng(seed).integers(low, high, x.shape), x.dtype)
 
 
 @pytest.mark.parametrize("primitive", FOLLOWED)
-def test_values_are_what_the_operator_gives(primitive: str) -> None:
+def test_values_are_what_the_operator_gives(primitive):
     count = 0
     for row in (row for row in ROWS if row.primitive == primitive):
         for e in row.program.block.walk():
@@ -53,16 +49,16 @@ def test_values_are_what_the_operator_gives(primitive: str) -> None:
 class Arrays:
     """Arrays that are there as a whole."""
 
-    def __init__(self, arrays: dict[Any, np.ndarray]):
+    def __init__(self, arrays):
         self.arrays = arrays
 
-    def of(self, x: Value | Constant, at: Places) -> Any:
+    def of(self, x, at):
         return at_places(jnp.asarray(x.value if isinstance(x, Constant) else self.arrays[x]), at)
 
 
 @pytest.mark.parametrize("primitive", PLACED)
 @pytest.mark.one_in(3)
-def test_elements_at_some_places_are_those_of_the_whole(primitive: str) -> None:
+def test_elements_at_some_places_are_those_of_the_whole(primitive):
     count = 0
     for row in (row for row in ROWS if row.primitive == primitive):
         for e in row.program.block.walk():
@@ -83,6 +79,6 @@ def test_elements_at_some_places_are_those_of_the_whole(primitive: str) -> None:
     assert count
 
 
-def test_names_without_traits_have_the_defaults() -> None:
+def test_names_without_traits_have_the_defaults():
     assert not traits_of("no such primitive").elementwise
     assert traits_of("no such primitive").pure

@@ -1,18 +1,14 @@
 """Evaluations: what is compared is of the same sentences, and tables and figures say what was measured."""
 
-from __future__ import annotations
-
 import csv
 import json
-from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
 import sacrebleu
 
 from gshard_m4 import significance
-from gshard_m4.by_class import Row, Scored, summary
+from gshard_m4.by_class import Scored, summary
 from gshard_m4.corpus.pair import Pair
 from gshard_m4.evaluation_files import EvaluateError, Line, joined, lines_of, read_lines, save
 from gshard_m4.score import counted, is_near_copy, points, told_apart
@@ -28,24 +24,22 @@ WORDS = [f"{a}{b}" for a in "bdfgklmnprst" for b in ("ale", "orn", "int", "ush",
 PAIRS = {"yo": 10, "de": 5000, "gd": 10, "fr": 900}
 
 
-def written(spoilt: int) -> list[str]:
+def written(spoilt):
     """Translations of which the first ``spoilt`` of each language are wrong."""
     return [e.english if n % 3 >= spoilt else e.english.replace("file number", "door") for n, e in enumerate(EXAMPLES)]
 
 
-def scored(
-    examples: list[Pair], lines: list[str], pairs: dict[str, int] = PAIRS, theirs: Sequence[str | None] = ()
-) -> Scored:
+def scored(examples, lines, pairs=PAIRS, theirs=()):
     return Scored(examples, counted(lines, [e.english for e in examples]), pairs, theirs)
 
 
-def saved(folder: Path, of: Scored, lines: list[str]) -> list[Row]:
+def saved(folder, of, lines):
     languages = of.by_language()
     save(folder, {"name": "model"}, of, lines, languages, of.by_class())
     return languages
 
 
-def test_languages_are_ordered_by_their_training_pairs() -> None:
+def test_languages_are_ordered_by_their_training_pairs():
     found = scored(EXAMPLES, written(1))
     assert list(found.classes.items()) == [("de", "high"), ("fr", "medium"), ("gd", "medium"), ("yo", "low")]
     rows = {row.resource: row for row in found.by_language()}
@@ -56,7 +50,7 @@ def test_languages_are_ordered_by_their_training_pairs() -> None:
     assert rows["fr"].most == PAIRS["fr"]
 
 
-def test_differences_are_of_the_same_sentences_only(tmp_path: Path) -> None:
+def test_differences_are_of_the_same_sentences_only(tmp_path):
     worse = scored(EXAMPLES, written(2))
     saved(tmp_path, worse, written(2))
     read = read_lines(tmp_path)
@@ -80,14 +74,14 @@ def test_differences_are_of_the_same_sentences_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, "two\tfields\n", "more\tthan\tfour\tfields\tare\n", "nonsense"])
-def test_what_is_no_file_of_translations_is_refused(content: str | None, tmp_path: Path) -> None:
+def test_what_is_no_file_of_translations_is_refused(content, tmp_path):
     if content is not None:
         (tmp_path / "translations.tsv").write_text(content)
     with pytest.raises(EvaluateError, match="no translations"):
         read_lines(tmp_path)
 
 
-def test_blanks_and_line_ends_do_not_part_a_baseline_from_its_sentences(tmp_path: Path) -> None:
+def test_blanks_and_line_ends_do_not_part_a_baseline_from_its_sentences(tmp_path):
     examples = [Pair("de", "a\tb\u2028c", "open  the\x85file")]
     saved(tmp_path, scored(examples, ["open\nthe file"]), ["open\nthe file"])
     assert joined(examples, {"one": read_lines(tmp_path)}) == ["open the file"]
@@ -95,7 +89,7 @@ def test_blanks_and_line_ends_do_not_part_a_baseline_from_its_sentences(tmp_path
         assert (counted([one], ["open the file now"]) == counted([other], ["open the file now"])).all()
 
 
-def test_table_and_summary(tmp_path: Path) -> None:
+def test_table_and_summary(tmp_path):
     theirs = [line if e.language in ("de", "gd") else None for e, line in zip(EXAMPLES, written(2))]
     of = scored(EXAMPLES, written(1), theirs=theirs)
     languages = saved(tmp_path, of, written(1))
@@ -112,7 +106,7 @@ def test_table_and_summary(tmp_path: Path) -> None:
     assert results["overall"] == points(of.counts_NK.sum(0)).tolist()
 
 
-def test_what_is_more_than_chance(tmp_path: Path) -> None:
+def test_what_is_more_than_chance(tmp_path):
     examples = [
         Pair(code, "x", f"open the file number {WORDS[n]} of the window") for code in ("de", "yo") for n in range(40)
     ]
@@ -134,11 +128,11 @@ def test_what_is_more_than_chance(tmp_path: Path) -> None:
     assert scored(examples, ours).by_language()[1].p_bleu is None
 
 
-def compared(english: list[str], ours: list[str], theirs: list[str]) -> significance.Sureness:
+def compared(english, ours, theirs):
     return compare(english, counted(ours, english), counted(theirs, english))
 
 
-def test_one_english_sentence_in_many_languages_is_one_cluster() -> None:
+def test_one_english_sentence_in_many_languages_is_one_cluster():
     """A difference in a few sentences, which many languages have, is less sure than in as many different sentences."""
     english = [f"open the file {word} of the window" for word in WORDS[:40]]
     worse = [line.replace("file", "door") if n < 6 else line for n, line in enumerate(english)]
@@ -156,7 +150,7 @@ def test_one_english_sentence_in_many_languages_is_one_cluster() -> None:
 
 
 @pytest.mark.parametrize("times", [2, pytest.param(60, marks=pytest.mark.slow)])
-def test_a_p_is_two_sided_and_right_under_chance(times: int, rng: np.random.Generator) -> None:
+def test_a_p_is_two_sided_and_right_under_chance(times, rng):
     """Of systems that err alike, one in twenty has a p below 0.05; and it is the same whichever is called ours."""
     english = [f"open the file {word} of the {other} now" for word in WORDS for other in ("window", "house")]
     below = 0
@@ -169,7 +163,7 @@ def test_a_p_is_two_sided_and_right_under_chance(times: int, rng: np.random.Gene
     assert below <= 8
 
 
-def test_there_is_no_p_for_a_handful_of_sentences() -> None:
+def test_there_is_no_p_for_a_handful_of_sentences():
     english = [f"open the file {word}" for word in WORDS[:9]]
     few = compared(english, english, ["x"] * 9)
     assert few.p == (None, None)
@@ -178,7 +172,7 @@ def test_there_is_no_p_for_a_handful_of_sentences() -> None:
     assert compared(more, more, ["x"] * 10).p[0] == 1 / (1 + SAMPLES)
 
 
-def test_samples_are_scored_as_sacrebleu_scores_texts() -> None:
+def test_samples_are_scored_as_sacrebleu_scores_texts():
     """The sum of the counts of clusters is the count of the text."""
     references = [f"open the file {word} of the window" for word in WORDS[:20]] * 2
     written = [line.replace("file", "door") if n % 3 else line for n, line in enumerate(references)]
@@ -200,11 +194,11 @@ def test_samples_are_scored_as_sacrebleu_scores_texts() -> None:
         ([0.9] * 3, [1] * 3),
     ],
 )
-def test_holm(chances: list[float | None], corrected: list[float | None]) -> None:
+def test_holm(chances, corrected):
     assert holm(chances) == pytest.approx(corrected)
 
 
-def test_classes_are_scored_as_one_text(tmp_path: Path) -> None:
+def test_classes_are_scored_as_one_text(tmp_path):
     examples = [
         Pair(f"l{n % 8}", "x", f"open the file number {WORDS[n]} of the window {n * n}") for n in range(80)
     ]  # l0 to l1 are high, l6 to l7 low
@@ -253,11 +247,11 @@ def test_classes_are_scored_as_one_text(tmp_path: Path) -> None:
         ("Datei", "…", False),
     ],
 )
-def test_near_copies(source: str, english: str, near: bool) -> None:
+def test_near_copies(source, english, near):
     assert is_near_copy(source, english) == near
 
 
-def test_why_copying_scores_what_it_scores() -> None:
+def test_why_copying_scores_what_it_scores():
     sources, references = ["Python 3", "aaa", "Django 5"], ["Python 3", "one two", "Django 5"]
     copies = counted(sources, references)
     near = [is_near_copy(*pair) for pair in zip(sources, references)]
@@ -271,7 +265,7 @@ def test_why_copying_scores_what_it_scores() -> None:
     assert told_apart("are alike", [False], one, one) == "0 of 1 sentences are alike."
 
 
-def test_figure(tmp_path: Path) -> None:
+def test_figure(tmp_path):
     figure = pytest.importorskip("gshard_m4.figure", reason="matplotlib (the extra plot) is not installed")
     many = [Pair(f"l{n:02}", "x", f"open the new file {n}") for n in range(40)]
     right = [e.english for e in many]

@@ -1,14 +1,12 @@
 """What is told at the end of a translation."""
 
-from __future__ import annotations
-
 import io
 
 from gshard_m4.lines import Speed
 from gshard_m4.translate import Hypothesis, Translated
 
 
-def test_lost_placeholders_are_told_with_the_first_line_that_lost_one() -> None:
+def test_lost_placeholders_are_told_with_the_first_line_that_lost_one():
     stream = io.StringIO()
     speed = Speed(stream, live=False)
     well = Translated((Hypothesis("a", 0.0),), tokens=3)

@@ -1,7 +1,5 @@
 """Merging, the split by quota, and what is left of a stop at any point."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import gzip
@@ -11,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +16,7 @@ import pytest
 from gshard_m4 import prepare as preparing
 from gshard_m4.corpus import hold_out
 from gshard_m4.corpus.extract import SAME_AGAIN
-from gshard_m4.corpus.merge import COPY, FEW, MORE, Merged, merge
+from gshard_m4.corpus.merge import COPY, FEW, MORE, merge
 from gshard_m4.corpus.part import GIVEN, PARTS, Split, write_parts
 from gshard_m4.prepare import PrepareConfig, prepare
 from gshard_m4.text import PreparedText
@@ -28,11 +25,11 @@ NOUNS = "house river stone bridge window garden letter doctor market winter summ
 VERBS = "opens closes finds loses paints burns carries follows hides breaks mends washes sells counts".split()
 
 
-def quiet(text: str) -> None:
+def quiet(text):
     pass
 
 
-def merged(folder: Path, sources: dict[str, str], **options: object) -> Merged:
+def merged(folder, sources, **options):
     files = {}
     for name, text in sources.items():
         files[name] = folder / f"{name}.pairs"
@@ -40,10 +37,10 @@ def merged(folder: Path, sources: dict[str, str], **options: object) -> Merged:
     work = folder / "work"
     work.mkdir()
     settings = {"least": 1, "most": None, "always": [], **options}
-    return merge(files, work, folder / "aside.gz", **settings)  # type: ignore[arg-type]
+    return merge(files, work, folder / "aside.gz", **settings)
 
 
-def test_each_pair_once_and_what_is_left_out_is_written_aside(tmp_path: Path) -> None:
+def test_each_pair_once_and_what_is_left_out_is_written_aside(tmp_path):
     first = (
         "de\tGut so\tGood then\nde\tgut so.\tgood then\nde\tGut\tgood then\nde\tToll\tGood then\nde\tPrima\tGood Then\n"
     )
@@ -63,7 +60,7 @@ def test_each_pair_once_and_what_is_left_out_is_written_aside(tmp_path: Path) ->
     assert f"{COPY}\tgn\testo es una frase\tthis is a sentence" in aside
 
 
-def test_the_largest_languages_and_the_users_own_are_kept(tmp_path: Path) -> None:
+def test_the_largest_languages_and_the_users_own_are_kept(tmp_path):
     sizes = {"de": 9, "fr": 7, "it": 5, "cy": 1}
     text = "".join(f"{code}\twort {i} {code}\tword number {i}\n" for code, n in sizes.items() for i in range(n))
     found = merged(tmp_path, {"a": text}, least=2, most=2, always=["cy", "xh"])
@@ -73,7 +70,7 @@ def test_the_largest_languages_and_the_users_own_are_kept(tmp_path: Path) -> Non
     assert {line.split("\t")[1] for line in aside} == {"it"}
 
 
-def sentences(count: int) -> list[str]:
+def sentences(count):
     rng = np.random.default_rng(0)
     words = [f"{a}{b}" for a in NOUNS for b in VERBS]
     made = [" ".join(words[i] for i in rng.integers(0, len(words), 8)) for _ in range(count)]
@@ -81,7 +78,7 @@ def sentences(count: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_quotas_of_full_sentences_without_near_twins() -> None:
+def test_quotas_of_full_sentences_without_near_twins():
     english = sentences(3000)
     keys = {text: hold_out.key(text) for text in english}
     twin = f"{english[0][:-1]} twice."
@@ -105,7 +102,7 @@ def test_quotas_of_full_sentences_without_near_twins() -> None:
     assert set(generous) - set(with_twin) == {keys[english[0]]}
 
 
-def test_what_the_test_of_ones_own_has_is_not_trained_on(tmp_path: Path) -> None:
+def test_what_the_test_of_ones_own_has_is_not_trained_on(tmp_path):
     english = sentences(400)
     (tmp_path / "de.tsv").write_text(
         "".join(f"Satz {i} {t[:40]}\t{t}\n" for i, t in enumerate(english)), encoding="utf-8"
@@ -127,7 +124,7 @@ def test_what_the_test_of_ones_own_has_is_not_trained_on(tmp_path: Path) -> None
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> PrepareConfig:
+def config(tmp_path):
     english = sentences(2000)
     text = "".join(f"{code}\t{t[::-1]} {code}\t{t}\n" for code in ("de", "fr", "cy") for t in english)
     (tmp_path / "mine.tsv").write_text(text + "bad\n", encoding="utf-8")
@@ -137,34 +134,32 @@ def config(tmp_path: Path) -> PrepareConfig:
     )  # fmt: skip
 
 
-def digest(folder: Path) -> dict[str, str]:
-    def contents(path: Path) -> bytes:
+def digest(folder):
+    def contents(path):
         return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
 
     files = {path for path in folder.rglob("*") if path.is_file() and path.suffix != ".svg"}  # it has a date in it
     return {str(path.relative_to(folder)): hashlib.sha256(contents(path)).hexdigest() for path in sorted(files)}
 
 
-def test_a_stop_at_any_stage_costs_that_stage_only(config: PrepareConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_at_any_stage_costs_that_stage_only(config, monkeypatch):
     prepare(config, quiet)
     whole = digest(config.folder)
     assert {"manifest.json", "train/source.npy", "distribution.csv", "left-out/files.tsv.gz"} < set(whole)
     assert not [name for name in whole if "done" in name or "begun" in name]
     other = dataclasses.replace(config, output=config.folder.with_name("other"))
     steps = ["merge", "write_parts", "learn_source", "learn_target", "encode"]
-    ran: list[str] = []
+    ran = []
     for stopped in steps:
         with monkeypatch.context() as patch:
             for name in steps:
                 real = getattr(preparing, name)
 
-                def run(
-                    *args: object, real: object = real, name: str = name, stopped: str = stopped, **more: object
-                ) -> object:
+                def run(*args, real=real, name=name, stopped=stopped, **more):
                     if name == stopped:
                         raise KeyboardInterrupt
                     ran.append(name)
-                    return real(*args, **more)  # type: ignore[operator]
+                    return real(*args, **more)
 
                 patch.setattr(preparing, name, run)
             with pytest.raises(KeyboardInterrupt):
@@ -176,7 +171,7 @@ def test_a_stop_at_any_stage_costs_that_stage_only(config: PrepareConfig, monkey
 
 
 @pytest.mark.slow
-def test_killed_at_random_moments_and_the_same_in_the_end(config: PrepareConfig) -> None:
+def test_killed_at_random_moments_and_the_same_in_the_end(config):
     prepare(config, quiet)
     whole = digest(config.folder)
     other = config.folder.with_name("other")
@@ -203,7 +198,7 @@ def test_killed_at_random_moments_and_the_same_in_the_end(config: PrepareConfig)
     assert killed > 5
 
 
-def test_the_table_and_the_plot_show_languages_by_size(config: PrepareConfig) -> None:
+def test_the_table_and_the_plot_show_languages_by_size(config):
     done = prepare(config, quiet)
     rows = list(csv.DictReader((config.folder / "distribution.csv").read_text(encoding="utf-8").splitlines()))
     assert [row["rank"] for row in rows] == ["1", "2", "3"]

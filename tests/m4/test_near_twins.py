@@ -1,11 +1,7 @@
 """Near twins: found whatever their length, out of the test, and told where nothing else is left."""
 
-from __future__ import annotations
-
 import itertools
-from pathlib import Path
 
-import numpy as np
 import pytest
 from rapidfuzz import fuzz
 
@@ -16,7 +12,7 @@ from gshard_m4.prepare_config import PrepareConfig
 from gshard_m4.text import PreparedText
 
 
-def test_all_near_twins_are_found_and_no_others(rng: np.random.Generator) -> None:
+def test_all_near_twins_are_found_and_no_others(rng):
     """The window of lengths leaves none out."""
     keys = ["".join(rng.choice(list("ab "), size)).strip() for size in rng.integers(1, 25, 300)]
     english = NearTwins(keys[:200])
@@ -30,18 +26,18 @@ def test_all_near_twins_are_found_and_no_others(rng: np.random.Generator) -> Non
     ("key", "twin"),
     [("group on", "group off"), ("motion sense", "motion sensor"), ("probability tonight", "probability night")],
 )
-def test_short_ones_have_near_twins_too(key: str, twin: str) -> None:
+def test_short_ones_have_near_twins_too(key, twin):
     """These were held out although training had the other one."""
     assert NearTwins([key, twin]).has(key, besides_itself=True)
     assert not NearTwins([key, "something else"]).has(key, besides_itself=True)
     assert NearTwins([key]).has(key), "an equal sentence in another text is a twin"
 
 
-def words(rng: np.random.Generator, count: int, letters: int = 9) -> list[str]:
+def words(rng, count, letters=9):
     return ["".join(rng.choice(list("abcdefghijklmnopqrstuvwxyz"), letters)) for _ in range(count)]
 
 
-def test_what_is_held_out_has_no_near_twin(rng: np.random.Generator) -> None:
+def test_what_is_held_out_has_no_near_twin(rng):
     lone = [" ".join(words(rng, 3)) for _ in range(300)]
     twins = [f"{line} {ending}" for line in lone[:150] for ending in ("a", "b")]
     keys = [hold_out.key(line) for line in [*lone[150:], *twins]]
@@ -58,13 +54,13 @@ PATTERN = "The {} sees the {}, and the {} is {}."
 NOUNS = "dog cat bird horse mouse tree house river stone child woman man fish".split()
 
 
-def sentences(count: int) -> list[str]:
+def sentences(count):
     """Sentences of one pattern: each has many near twins."""
     every = itertools.product(NOUNS, NOUNS, NOUNS, ("big", "small"))
     return [PATTERN.format(*chosen) for chosen in itertools.islice(every, count)]
 
 
-def test_text_of_one_pattern_is_prepared_and_its_near_twins_are_told(tmp_path: Path) -> None:
+def test_text_of_one_pattern_is_prepared_and_its_near_twins_are_told(tmp_path):
     english = sentences(3298)
     (tmp_path / "own.en").write_text("\n".join(english) + "\n", "utf-8")
     (tmp_path / "own.de").write_text("\n".join(line[::-1] for line in english) + "\n", "utf-8")

@@ -1,7 +1,5 @@
 """Adafactor against a numpy transcription that loops over layers and experts, and against optax where both agree."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,9 +22,9 @@ SPECS = {
 }
 
 
-def leaves(tree: dict, prefix: str = "") -> dict[str, object]:
+def leaves(tree, prefix=""):
     """Flat view of a nested dictionary, down to what is no dictionary."""
-    flat: dict[str, object] = {}
+    flat = {}
     for name, node in tree.items():
         if isinstance(node, dict) and not {"row", "full"} & node.keys():
             flat |= leaves(node, f"{prefix}{name}/")
@@ -35,7 +33,7 @@ def leaves(tree: dict, prefix: str = "") -> dict[str, object]:
     return flat
 
 
-def random_tree(rng: np.random.Generator, scale: float = 1.0) -> dict:
+def random_tree(rng, scale=1.0):
     return jax.tree.map(
         lambda spec: scale * rng.standard_normal(spec.shape).astype(np.float32),
         SPECS,
@@ -43,13 +41,13 @@ def random_tree(rng: np.random.Generator, scale: float = 1.0) -> dict:
     )
 
 
-def reference(spec, grads: list[np.ndarray], param: np.ndarray, config: Adafactor) -> np.ndarray:
+def reference(spec, grads, param, config):
     """The whole history of one parameter in float64: one variable per layer, one matrix at a time."""
     if spec.dims[0] == "layers":
         inner = Param(spec.shape[1:], spec.dims[1:])
         return np.stack([reference(inner, [g[i] for g in grads], param[i], config) for i in range(spec.shape[0])])
     param = param.astype(np.float64)
-    moments: dict[tuple[int, ...], object] = {}
+    moments = {}
     # Split the variable into the units that share second moments: matrices, or single vectors.
     plain = [i for i, d in enumerate(spec.dims) if d != "experts"]
     kept = sorted(sorted(plain, key=lambda i: spec.shape[i])[-2:])
@@ -85,7 +83,7 @@ def reference(spec, grads: list[np.ndarray], param: np.ndarray, config: Adafacto
 @pytest.mark.parametrize(
     "config", [Adafactor(peak_step=4), Adafactor(peak_step=2, warmup_steps=3, scale=0.5, clip=0.3)]
 )
-def test_update_equals_the_sequential_transcription(config: Adafactor) -> None:
+def test_update_equals_the_sequential_transcription(config):
     rng = np.random.default_rng(0)
     params = random_tree(rng)
     params["experts"]["wi"][1] *= 30.0  # layers of unequal size: their steps must not mix
@@ -102,7 +100,7 @@ def test_update_equals_the_sequential_transcription(config: Adafactor) -> None:
         np.testing.assert_allclose(leaves(now)[name], want, rtol=2e-5, atol=2e-6, err_msg=name)
 
 
-def test_state_never_averages_over_layers_or_experts() -> None:
+def test_state_never_averages_over_layers_or_experts():
     shapes = {name: {k: v.shape for k, v in m.items()} for name, m in leaves(optimizer.init(SPECS)).items()}
     assert shapes["experts/wi"] == {"row": (3, 8, 4), "column": (3, 8, 5)}
     assert shapes["experts/bias"] == {"full": (3, 8, 5)}
@@ -113,7 +111,7 @@ def test_state_never_averages_over_layers_or_experts() -> None:
     assert shapes["final"] == {"full": (4,)}
 
 
-def test_agrees_with_optax_on_a_plain_matrix() -> None:
+def test_agrees_with_optax_on_a_plain_matrix():
     optax = pytest.importorskip("optax")
     rng = np.random.default_rng(1)
     specs = {"w": Param((128, 160), ("model", "hidden"))}
@@ -136,7 +134,7 @@ def test_agrees_with_optax_on_a_plain_matrix() -> None:
         np.testing.assert_allclose(ours["w"], other["w"], rtol=1e-5, atol=1e-6)
 
 
-def test_learning_rate_is_flat_then_falls_with_the_square_root() -> None:
+def test_learning_rate_is_flat_then_falls_with_the_square_root():
     paper = [float(optimizer.learning_rate(t)) for t in (0, 10_000, 40_000)]
     np.testing.assert_allclose(paper, [0.01, 0.01, 0.005], rtol=1e-6)
     warm = Adafactor(peak_step=100, warmup_steps=10)
@@ -150,7 +148,7 @@ def test_learning_rate_is_flat_then_falls_with_the_square_root() -> None:
     )  # fmt: skip
 
 
-def test_low_precision_parameters_keep_their_type() -> None:
+def test_low_precision_parameters_keep_their_type():
     specs = {"w": Param((4, 4), ("model", "hidden"))}
     params = {"w": jnp.asarray(np.random.default_rng(2).standard_normal((4, 4)), jnp.bfloat16)}
     new, state = optimizer.update(params, optimizer.init(specs), params, 0, specs)

@@ -1,9 +1,5 @@
 """The MoE training step on 8 devices, with the paper's marks only, trains as it does unpartitioned on one device."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +16,7 @@ STEPS = 20
 TOLERANCE = 2e-4
 
 
-def training(dispatch: str, partitions: int) -> tuple[Any, Any, Any]:
+def training(dispatch, partitions):
     """A step function, its first state and its batches: loss, gradients and Adafactor, with dropout and coins."""
     config = moe.TransformerConfig(
         source_vocabulary=61, target_vocabulary=53, model_dim=16, hidden_dim=24, heads=2, head_dim=8,
@@ -28,11 +24,11 @@ def training(dispatch: str, partitions: int) -> tuple[Any, Any, Any]:
     )  # fmt: skip
     specs = moe.param_specs(config)
 
-    def step(state: Any, batch: Any, number: Any) -> Any:
+    def step(state, batch, number):
         params, moments = state
         key = jax.random.fold_in(jax.random.key(11), number)
 
-        def loss(params: Any) -> Any:
+        def loss(params):
             return moe.loss(config, params, batch, key=key)
 
         (_, metrics), grads = jax.value_and_grad(loss, has_aux=True)(params)
@@ -52,7 +48,7 @@ def training(dispatch: str, partitions: int) -> tuple[Any, Any, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dispatch", ["einsum", "gather"])
-def test_twenty_steps_give_the_same_losses(dispatch: str) -> None:
+def test_twenty_steps_give_the_same_losses(dispatch):
     step, state, batches = training(dispatch, partitions=8)
     partitioned = gshard.jit(step, mesh=8, donate_argnums=0)
     plain_step, _, _ = training(dispatch, partitions=1)

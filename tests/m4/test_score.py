@@ -1,7 +1,5 @@
 """Scores equal sacrebleu's, language by language."""
 
-from __future__ import annotations
-
 import pytest
 import sacrebleu
 
@@ -13,7 +11,7 @@ WRITTEN = ["Save the file as", "Close this window", "Save a file", "Open a new w
 LANGUAGES = ["de", "de", "fr", "fr"]
 
 
-def test_scores_are_those_of_sacrebleu() -> None:
+def test_scores_are_those_of_sacrebleu():
     counts_NK = score.counted(WRITTEN, REFERENCES)
     for rows in (slice(0, 2), slice(2, 4), slice(0, 4)):
         written, wanted = WRITTEN[rows], [REFERENCES[rows]]
@@ -29,7 +27,7 @@ def test_scores_are_those_of_sacrebleu() -> None:
     assert "tok:13a" in score.SIGNATURE
 
 
-def test_systems_are_side_by_side() -> None:
+def test_systems_are_side_by_side():
     systems = {"model": score.counted(WRITTEN, REFERENCES), "copy": score.counted(SOURCES, REFERENCES)}
     lines = score.table(systems, LANGUAGES).splitlines()
     assert [line.split()[:2] for line in lines[1:]] == [["de", "2"], ["fr", "2"], ["all", "4"]]
@@ -38,6 +36,6 @@ def test_systems_are_side_by_side() -> None:
 
 
 @pytest.mark.parametrize("cut", [slice(0, 3), slice(0, 0)])
-def test_unequal_lengths_are_refused(cut: slice) -> None:
+def test_unequal_lengths_are_refused(cut):
     with pytest.raises(ValueError, match="one reference for each translation"):
         score.counted(WRITTEN[cut], REFERENCES)

@@ -1,12 +1,8 @@
 """The step: micro-batches add up to the batch, half precision stays out of the router, plans need no devices."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import struct
-from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,14 +29,14 @@ ALONE = dataclasses.replace(DENSE, source_vocabulary=0, encoder_layers=0)  # a d
 SPARSE = dataclasses.replace(DENSE, experts=8, group_size=None, dropout=0.1)
 
 
-def batch(rng: np.random.Generator, rows: int = 16, length: int = 8) -> dict[str, np.ndarray]:
+def batch(rng, rows=16, length=8):
     ids = np.where(np.arange(length) < rng.integers(1, length, (rows, 1)), rng.integers(3, V, (rows, length)), 0)
     ids[np.arange(rows), (ids != 0).sum(1)] = 1
     return {"source": ids.astype(np.int32), "target": ids[:, ::-1].astype(np.int32)}
 
 
 @functools.cache
-def step_and_state(model: moe.TransformerConfig) -> tuple[Any, Any]:
+def step_and_state(model):
     """Compiled once; the first state is not, as its parameters come from numpy."""
     like = jax.eval_shape(lambda: initial_state(model, 0))
     state = jax.tree.map(lambda x: jnp.asarray(np.zeros(x.shape, x.dtype)), like)
@@ -51,7 +47,7 @@ def step_and_state(model: moe.TransformerConfig) -> tuple[Any, Any]:
 @pytest.mark.parametrize(
     "model", [ALONE, pytest.param(DENSE, marks=pytest.mark.slow)], ids=["decoder", "encoder and decoder"]
 )
-def test_micro_batches_add_up_to_the_batch(model: moe.TransformerConfig, rng: np.random.Generator) -> None:
+def test_micro_batches_add_up_to_the_batch(model, rng):
     """Sentences are of all lengths, so the mean of the micro-batches' means would be another number."""
     given, (step, state) = batch(rng), step_and_state(model)
     whole, want = step(state, given)
@@ -62,7 +58,7 @@ def test_micro_batches_add_up_to_the_batch(model: moe.TransformerConfig, rng: np
         np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-5)
 
 
-def test_devices_combine_what_micro_batches_add_to_once(rng: np.random.Generator) -> None:
+def test_devices_combine_what_micro_batches_add_to_once(rng):
     model = dataclasses.replace(SPARSE, partitions=4)
     state = jax.eval_shape(lambda: initial_state(model, 0))
     mesh = gshard.Mesh.abstract(devices=4)
@@ -76,7 +72,7 @@ def test_devices_combine_what_micro_batches_add_to_once(rng: np.random.Generator
     assert others < 0.05 * found.total_bytes, "the sentences themselves, where micro-batches are dealt, and masks"
 
 
-def test_a_step_that_is_not_finite_changes_nothing_but_counts(rng: np.random.Generator) -> None:
+def test_a_step_that_is_not_finite_changes_nothing_but_counts(rng):
     step, state = step_and_state(ALONE)
     state, given = jax.tree.map(lambda x: x, state), batch(rng)  # dictionaries of its own
     state["params"]["decoder"]["norm"] = state["params"]["decoder"]["norm"].at[3].set(jnp.inf)
@@ -88,7 +84,7 @@ def test_a_step_that_is_not_finite_changes_nothing_but_counts(rng: np.random.Gen
         assert all(jax.tree.leaves(same))
 
 
-def test_activations_may_be_bfloat16_and_the_router_is_not(rng: np.random.Generator) -> None:
+def test_activations_may_be_bfloat16_and_the_router_is_not(rng):
     model = dataclasses.replace(SPARSE, dtype="bfloat16", dropout=0.0)
     state, given = jax.eval_shape(lambda: initial_state(model, 0)), batch(rng)
     assert {str(x.dtype) for x in jax.tree.leaves((state["params"], state["moments"]))} == {"float32"}
@@ -105,7 +101,7 @@ def test_activations_may_be_bfloat16_and_the_router_is_not(rng: np.random.Genera
 
 
 @pytest.mark.slow
-def test_what_eight_devices_saved_computes_the_same_on_fewer(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_what_eight_devices_saved_computes_the_same_on_fewer(tmp_path, rng):
     on_8 = dataclasses.replace(SPARSE, partitions=8, group_size=16)
     given = batch(rng)
     step = compile_step(make_step(on_8, TrainConfig()), 8)
@@ -134,15 +130,15 @@ def test_what_eight_devices_saved_computes_the_same_on_fewer(tmp_path: Path, rng
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_every_preset_makes_a_model(preset: str) -> None:
-    model = ModelChoice(preset).transformer(64_000, 32_000, partitions=8)  # type: ignore[arg-type]
+def test_every_preset_makes_a_model(preset):
+    model = ModelChoice(preset).transformer(64_000, 32_000, partitions=8)
     weights = moe.parameter_count(moe.param_specs(model))
     assert f"{weights / 1e6:.1f} million weights" in describe_model(model)
     if preset == "paper-moe-2048e-36l":
         assert weights == moe.parameter_count(moe.param_specs(moe.TABLE_1["MoE(2048E, 36L)"]))
 
 
-def test_a_plan_needs_no_devices(rng: np.random.Generator) -> None:
+def test_a_plan_needs_no_devices(rng):
     model = ModelChoice("paper-moe-512e-12l").transformer(900, 800, partitions=512)
     model = dataclasses.replace(model, source_vocabulary=0, encoder_layers=0)  # planned in half of the time
     told = plan_summary(model, TrainConfig(), {"target": batch(rng, 512, 256)["target"]})
@@ -152,7 +148,7 @@ def test_a_plan_needs_no_devices(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.slow
-def test_a_limit_of_memory_is_kept_to(rng: np.random.Generator) -> None:
+def test_a_limit_of_memory_is_kept_to(rng):
     model = dataclasses.replace(SPARSE, encoder_layers=4, decoder_layers=4, partitions=8, dropout=0.0)
     given, mesh = batch(rng, 128, 16), gshard.Mesh.abstract(devices=8)
     state = jax.eval_shape(lambda: initial_state(model, 0))
@@ -165,7 +161,7 @@ def test_a_limit_of_memory_is_kept_to(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.slow
-def test_a_searched_plan_is_told(rng: np.random.Generator) -> None:
+def test_a_searched_plan_is_told(rng):
     model, given = dataclasses.replace(SPARSE, partitions=8, dropout=0.0), batch(rng, 16, 8)
     searched, marked = (plan_summary(model, TrainConfig(search=search), given) for search in (True, False))
     assert f"partitioned by a search that keeps the marks of its {model.moe_layers} MoE layers" in searched
@@ -173,7 +169,7 @@ def test_a_searched_plan_is_told(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.slow
-def test_a_searched_step_computes_the_same(rng: np.random.Generator) -> None:
+def test_a_searched_step_computes_the_same(rng):
     model = dataclasses.replace(SPARSE, partitions=8, dropout=0.0)
     options, given = TrainConfig(search=True), batch(rng, 16, 8)
     state, step = initial_state(model, 0), make_step(model, options)
@@ -183,14 +179,14 @@ def test_a_searched_step_computes_the_same(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(got["gradient_norm"], want["gradient_norm"], rtol=1e-4)
 
 
-def test_metrics_go_to_tensorboard_and_begin_where_the_run_does(tmp_path: Path) -> None:
+def test_metrics_go_to_tensorboard_and_begin_where_the_run_does(tmp_path):
     for first in (0, 2):
         with MetricsLog(tmp_path / "metrics.jsonl", first, tmp_path / "events") as log:
             for step in range(first, first + 3):
                 log.write(step, {"loss": 5.0 - step, "nothing": float("nan")})
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 5
     assert '{"step": 4, "loss": 1.0, "nothing": null}' in (tmp_path / "metrics.jsonl").read_text()
-    found: dict[int, float] = {}
+    found = {}
     for path in (tmp_path / "events").iterdir():
         content = path.read_bytes()
         while content:  # length, its checksum, an event, its checksum

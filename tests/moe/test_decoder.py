@@ -8,15 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gshard.moe import (
-    ModelError,
-    TransformerConfig,
-    decode_step,
-    forward,
-    init_cache,
-    loss,
-    param_specs,
-)
+from gshard.moe import ModelError, TransformerConfig, decode_step, forward, init_cache, loss, param_specs
 from moe import naive
 
 FAST = {"xla_backend_optimization_level": 0}

@@ -97,8 +97,7 @@ def packed(data, rows, source_length, target_length):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "config",
-    [pytest.param(DENSE, marks=pytest.mark.slow, id="dense"), pytest.param(DROPLESS, id="dropless")],
+    "config", [pytest.param(DENSE, marks=pytest.mark.slow, id="dense"), pytest.param(DROPLESS, id="dropless")]
 )
 def test_a_packed_batch_is_its_sentences(config):
     """Several sentences in a row have the loss, the gradients and the routing of rows of their own."""

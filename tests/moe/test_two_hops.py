@@ -1,11 +1,8 @@
 """Two hops compute what one does: rows cross between hosts once for each token and host."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,13 +22,13 @@ BASE = TransformerConfig.decoder_only(9, 2, model_dim=6, hidden_dim=10, experts=
     capacity_factor=math.inf, dispatch="two_hops")  # fmt: skip
 
 
-def on_hosts(config: TransformerConfig, hosts: int, devices: int, data: int = 1, **changes: Any) -> TransformerConfig:
+def on_hosts(config, hosts, devices, data=1, **changes):
     axes = {"partitions": hosts * devices, "hosts": hosts, "expert_axis": ("host", "gpu"), "replicas": data,
         "data_axis": "data" if data > 1 else None}  # fmt: skip
     return dataclasses.replace(config, **axes, **changes)
 
 
-def case(config: TransformerConfig, rows: int = 8, skew: float = 0.0, seed: int = 0) -> tuple[Any, Any, Any]:
+def case(config, rows=8, skew=0.0, seed=0):
     """Parameters, tokens and which are valid; with ``skew`` most tokens prefer the first experts."""
     params = naive.values(expert_specs(config), seed)
     x_BLM = naive.normal(seed + 1, rows, 4, config.model_dim)
@@ -40,7 +37,7 @@ def case(config: TransformerConfig, rows: int = 8, skew: float = 0.0, seed: int 
     return params, x_BLM, naive.normal(seed + 2, rows, 4) > -0.8
 
 
-def of_one_device(config: TransformerConfig, arguments: Any) -> Any:
+def of_one_device(config, arguments):
     return jax.jit(value_and_gradients(config), compiler_options=FAST)(*arguments)
 
 
@@ -58,9 +55,7 @@ def of_one_device(config: TransformerConfig, arguments: Any) -> Any:
         (2, 4, 1, 8, 0.5, {"routing": "paper", "top_k": 2}),
     ],
 )
-def test_equals_the_dispatches_of_one_hop(
-    hosts: int, devices: int, data: int, rows: int, skew: float, changes: dict[str, Any]
-) -> None:
+def test_equals_the_dispatches_of_one_hop(hosts, devices, data, rows, skew, changes):
     """Values, gradients and metrics without drops; three calls with arguments placed differently."""
     config = on_hosts(BASE, hosts, devices, data, **changes)
     arguments = case(config, rows, skew)
@@ -88,9 +83,7 @@ def test_equals_the_dispatches_of_one_hop(
         ),
     ],
 )
-def test_drops_are_those_without_room(
-    hosts: int, devices: int, data: int, rows: int, factor: float, skew: float
-) -> None:
+def test_drops_are_those_without_room(hosts, devices, data, rows, factor, skew):
     """The metrics count what a loop over tokens drops, and the others are computed as if they were alone."""
     config = on_hosts(BASE, hosts, devices, data, capacity_factor=factor)
     arguments = case(config, rows, skew)
@@ -104,7 +97,7 @@ def test_drops_are_those_without_room(
     kept_TK = np.zeros(chosen_TK.shape, bool)
     for replica in range(data):
         first = replica * tokens
-        of_expert: dict[int, list[tuple[int, int, int]]] = {e: [] for e in range(8)}
+        of_expert = {e: [] for e in range(8)}
         for t in range(first, first + tokens):
             for k, e in enumerate(chosen_TK[t]):
                 if valid_T[t]:
@@ -138,7 +131,7 @@ def test_drops_are_those_without_room(
 
 
 @pytest.mark.parametrize("hosts, devices, top_k", [(2, 4, 4), (4, 2, 4), (4, 2, 2)])
-def test_a_token_crosses_to_a_host_once(hosts: int, devices: int, top_k: int) -> None:
+def test_a_token_crosses_to_a_host_once(hosts, devices, top_k):
     """Forward, between hosts: min(k, hosts) rows of each token there and back, their numbers, places and weights."""
     config = on_hosts(BASE, hosts, devices, model_dim=64, experts=16, group_size=32, top_k=top_k)
     x_BLM = jax.ShapeDtypeStruct((8, 32, 64), "float32")
@@ -161,13 +154,13 @@ def test_a_token_crosses_to_a_host_once(hosts: int, devices: int, top_k: int) ->
 
 
 @pytest.mark.slow
-def test_a_model_trains() -> None:
+def test_a_model_trains():
     """Inside scans and with recomputation, on three axes."""
     config = on_hosts(BASE, 2, 2, 2, heads=2, head_dim=4, remat="branches")
     params = naive.values(param_specs(config), 0)
     batch = {"target": np.abs(naive.normal(3, 8, 4) * 4).astype(np.int32) % 9}
 
-    def gradient(config: TransformerConfig, params: Any, batch: Any) -> Any:
+    def gradient(config, params, batch):
         return jax.value_and_grad(lambda p: loss_of_model(config, p, batch), has_aux=True)(params)
 
     one_hop = functools.partial(gradient, dataclasses.replace(config, dispatch="ragged_all_to_all"))
@@ -177,7 +170,7 @@ def test_a_model_trains() -> None:
         assert_trees_close(got, expected)
 
 
-def test_by_names_without_marks() -> None:
+def test_by_names_without_marks():
     config = dataclasses.replace(BASE, hosts=1)
     params, x_BLM, valid_BL = case(config)
     layout = gshard.Layout(groups="devices", experts="devices", tokens=None, model=None, gates=None)
@@ -196,6 +189,6 @@ def test_by_names_without_marks() -> None:
         ({"hosts": 0}, "hosts must be at least 1"),
     ],
 )
-def test_refused(changes: dict[str, Any], message: str) -> None:
+def test_refused(changes, message):
     with pytest.raises(ModelError, match=message):
         dataclasses.replace(BASE, **changes)

@@ -1,9 +1,5 @@
 """Equal functions of separate arrays: what they consist of, and which of them can be one batch."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,14 +8,14 @@ from jax import ShapeDtypeStruct
 from jax.experimental import io_callback
 
 import gshard
-from gshard.rewrite.equal_functions import Function, equal_functions
+from gshard.rewrite.equal_functions import equal_functions
 
 
-def f32(*shape: int) -> ShapeDtypeStruct:
+def f32(*shape):
     return ShapeDtypeStruct(shape, "float32")
 
 
-def orthogonal(x: Any, steps: int = 2) -> Any:
+def orthogonal(x, steps=2):
     """The iteration of Muon."""
     x = x / (jnp.linalg.norm(x) + 1e-7)
     for _ in range(steps):
@@ -28,15 +24,15 @@ def orthogonal(x: Any, steps: int = 2) -> Any:
     return x
 
 
-def groups(f: Any, *arguments: Any) -> list[list[Function]]:
+def groups(f, *arguments):
     return equal_functions(gshard.stages.trace(f, *arguments).block)
 
 
 SQUARES = [f32(16, 16)] * 3
 
 
-def test_a_function_begins_where_arrays_meet_and_ends_where_they_do() -> None:
-    def update(weights: Any, momenta: Any, gradients: Any) -> Any:
+def test_a_function_begins_where_arrays_meet_and_ends_where_they_do():
+    def update(weights, momenta, gradients):
         momenta = [0.9 * m + g for m, g in zip(momenta, gradients, strict=True)]
         return [w - 0.1 * orthogonal(m) for w, m in zip(weights, momenta, strict=True)], momenta
 
@@ -51,35 +47,35 @@ def test_a_function_begins_where_arrays_meet_and_ends_where_they_do() -> None:
     assert "sub" not in [e.name for e in first.equations[-1:]], "the weights are another array"
 
 
-def of_another(a: Any, b: Any, c: Any) -> Any:
+def of_another(a, b, c):
     a = orthogonal(a)
     return a, orthogonal(a * b), orthogonal(b), orthogonal(c)
 
 
-def in_a_circle(a: Any, b: Any, c: Any) -> Any:
+def in_a_circle(a, b, c):
     first, other = orthogonal(a), jnp.linalg.cholesky(b)
     return jnp.linalg.cholesky(first * c), orthogonal(other * c)
 
 
-def loss(ws: Any, x: Any) -> Any:
+def loss(ws, x):
     for w in ws:
         x = x + jax.nn.relu(x @ w)
     return (x**2).sum()
 
 
-def behind_an_effect(a: Any) -> Any:
+def behind_an_effect(a):
     """A batch of both would have to run before the first effect and after the second one."""
     first = orthogonal(a)
     jax.debug.print("{}", first, ordered=True)
     return first, orthogonal(io_callback(np.tanh, f32(16, 16), a, ordered=True))
 
 
-def looped(x: Any, factor: float = 1.5) -> Any:
+def looped(x, factor=1.5):
     return jax.lax.fori_loop(0, 3, lambda _, x: factor * x - 0.5 * (x @ x.T) @ x, x)
 
 
 # Programs, their arguments, and how many functions of which shape each group has.
-GROUPS: dict[str, tuple[Any, tuple[Any, ...], list[tuple[int, tuple[int, ...]]]]] = {
+GROUPS = {
     "elementwise": (lambda xs: [jnp.tanh(x) for x in xs], (SQUARES,), []),
     "one product": (lambda xs, w: [jnp.tanh(x) @ w for x in xs], (SQUARES, f32(16, 16)), []),
     "reductions": (lambda xs: [jax.nn.softmax(x) for x in xs], (SQUARES,), []),
@@ -101,12 +97,12 @@ GROUPS: dict[str, tuple[Any, tuple[Any, ...], list[tuple[int, tuple[int, ...]]]]
 
 
 @pytest.mark.parametrize("name", GROUPS)
-def test_which_functions_are_one_batch(name: str) -> None:
+def test_which_functions_are_one_batch(name):
     f, arguments, expected = GROUPS[name]
     assert [(len(g), g[0].root.shape) for g in groups(f, *arguments)] == expected
 
 
-def test_what_lies_between_two_parts_belongs_to_a_function_and_a_mark_ends_it() -> None:
+def test_what_lies_between_two_parts_belongs_to_a_function_and_a_mark_ends_it():
     (group,) = groups(lambda xs: [(y @ y.T + 2 * y, jnp.sin(y)) for y in map(jnp.exp, xs)], SQUARES)
     assert [e.name for e in group[0].equations] == ["exp", "transpose", "dot_general", "mul", "add"]
     assert len(group[0].outputs) == 2, "sin reads y outside of the batch"
@@ -114,8 +110,8 @@ def test_what_lies_between_two_parts_belongs_to_a_function_and_a_mark_ends_it() 
     assert [e.name for e in group[0].equations] == ["transpose", "dot_general"]
 
 
-def test_a_number_that_all_arrays_decide_begins_new_functions() -> None:
-    def f(xs: Any) -> Any:
+def test_a_number_that_all_arrays_decide_begins_new_functions():
+    def f(xs):
         scale = 1 / sum(jnp.sum(x * x) for x in xs)  # as clipping by a global norm
         return [orthogonal(x * scale) for x in xs]
 
@@ -125,8 +121,8 @@ def test_a_number_that_all_arrays_decide_begins_new_functions() -> None:
     assert not any(v.root in gshard.stages.trace(f, SQUARES).block.inputs for v in group)
 
 
-def test_values_from_outside() -> None:
-    def f(xs: Any, own: Any, common: Any, vector: Any) -> Any:
+def test_values_from_outside():
+    def f(xs, own, common, vector):
         return [orthogonal(x * s * common + vector * s) for x, s in zip(xs, own, strict=True)]
 
     (group,) = groups(f, SQUARES, [f32()] * 3, f32(), f32(16))
@@ -135,8 +131,8 @@ def test_values_from_outside() -> None:
     assert len({function.outside[1] for function in group}) == 1
 
 
-def test_effects_are_not_batched() -> None:
-    def f(xs: Any) -> Any:
+def test_effects_are_not_batched():
+    def f(xs):
         for x in xs:
             jax.debug.print("{}", (x @ x.T)[0, 0], ordered=False)
         return [x.sum() for x in xs]
@@ -144,7 +140,7 @@ def test_effects_are_not_batched() -> None:
     (group,) = groups(f, SQUARES)
     assert all("debug" not in e.name for e in group[0].equations)
 
-    def g(xs: Any) -> Any:
+    def g(xs):
         shape = jax.ShapeDtypeStruct((16, 16), "float32")
         return [jax.pure_callback(np.tanh, shape, x @ x) @ x for x in xs]
 

@@ -1,26 +1,21 @@
 """The law: an equation of arrays in pieces computes what it computes of the whole, whatever lies outside of windows."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 
-from gshard.core.program import Equation, Program, Value
-from gshard.rewrite.piecewise_equation import Touch, in_pieces, may_be_in_pieces, touched
-from gshard.rewrite.piecewise_layout import Layout, Piece, starts_of, whole
-from harness import Row, rows
+from gshard.core.program import Value
+from gshard.rewrite.piecewise_equation import in_pieces, may_be_in_pieces, touched
+from gshard.rewrite.piecewise_layout import Piece, starts_of, whole
+from harness import rows
 from sampled import sampled_rows
 
 ROWS = {r.name: r for r in rows()}
 
 
-def layouts(n: int) -> Iterator[Layout]:
+def layouts(n):
     """Several ways to have ``n`` elements in pieces."""
     yield (Piece(n + 3, 0, n),)
     yield (Piece(n + 3, 2, n + 2),)
@@ -31,14 +26,14 @@ def layouts(n: int) -> Iterator[Layout]:
         yield Piece(2, 0, 2), Piece(n - 1, 1, n - 2), Piece(1, 0, 1)
 
 
-def poisoned(x: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+def poisoned(x, rng):
     """What must not be noticed."""
     if jnp.issubdtype(x.dtype, jnp.inexact):
         return rng.choice([np.nan, np.inf, -np.inf, 7.0], x.shape).astype(x.dtype)
     return rng.integers(0, 2, x.shape).astype(x.dtype)
 
 
-def parts_of(x: Any, dim: int, layout: Layout, rng: np.random.Generator) -> list[Any]:
+def parts_of(x, dim, layout, rng):
     found = []
     for p, start in zip(layout, starts_of(layout), strict=True):
         frame = poisoned(np.zeros((*x.shape[:dim], p.size, *x.shape[dim + 1 :]), x.dtype), rng)
@@ -48,12 +43,12 @@ def parts_of(x: Any, dim: int, layout: Layout, rng: np.random.Generator) -> list
     return found
 
 
-def whole_of(parts: list[Any], dim: int, layout: Layout) -> np.ndarray:
+def whole_of(parts, dim, layout):
     own = [lax.slice_in_dim(x, p.start, p.end, axis=dim) for x, p in zip(parts, layout, strict=True)]
     return np.asarray(lax.concatenate(own, dim))
 
 
-def touches(e: Equation) -> Iterator[Touch]:
+def touches(e):
     """The factors of an equation that are a dimension of an operand or a result."""
     assert e.rule is not None
     for f in range(len(e.rule.factors)):
@@ -62,14 +57,14 @@ def touches(e: Equation) -> Iterator[Touch]:
             yield t
 
 
-def run(e: Equation, operands: list[Any]) -> list[Any]:
+def run(e, operands):
     out = e.primitive.bind(*operands, **e.params)
     return list(out) if e.primitive.multiple_results else [out]
 
 
-def operands_of(row: Row, program: Program, e: Equation) -> list[Any]:
+def operands_of(row, program, e):
     """What an equation reads when its row runs."""
-    found: dict[Any, Any] = dict(zip(program.block.inputs, [*program.captured, *jax.tree.leaves(row.arguments)]))
+    found = dict(zip(program.block.inputs, [*program.captured, *jax.tree.leaves(row.arguments)]))
     for q in program.block.equations:
         given = [found[x] if isinstance(x, Value) else x.value for x in q.inputs]
         if q is e:
@@ -80,17 +75,17 @@ def operands_of(row: Row, program: Program, e: Equation) -> list[Any]:
 
 @pytest.mark.parametrize("name", [r.name for r in sampled_rows(ROWS.values(), "in_pieces")])
 @pytest.mark.one_in(5)
-def test_an_equation_of_pieces_computes_the_whole(name: str, rng: np.random.Generator) -> None:
+def test_an_equation_of_pieces_computes_the_whole(name, rng):
     check(ROWS[name], rng, most=1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ROWS)
-def test_an_equation_of_pieces_computes_the_whole_in_every_layout(name: str, rng: np.random.Generator) -> None:
+def test_an_equation_of_pieces_computes_the_whole_in_every_layout(name, rng):
     check(ROWS[name], rng, most=9)
 
 
-def check(row: Row, rng: np.random.Generator, most: int) -> None:
+def check(row, rng, most):
     """Computes an equation in some layouts for each of its factors."""
     program = row.program
     e = next((q for q in program.block.equations if q.name == row.primitive), None)
@@ -115,7 +110,7 @@ def check(row: Row, rng: np.random.Generator, most: int) -> None:
                 is_same(own if d is None else whole_of(own, d, layout), y, row.tolerance, t)
 
 
-def is_same(x: Any, y: Any, tolerance: float, t: Touch) -> None:
+def is_same(x, y, tolerance, t):
     x, y = np.asarray(x), np.asarray(y)
     assert (x.shape, x.dtype) == (y.shape, y.dtype), t
     summed = t.kind == "reduce" or "dot_general" in t.equation.name
@@ -134,7 +129,7 @@ NAMES = frozenset(
 )
 
 
-def test_these_are_computed_in_pieces() -> None:
+def test_these_are_computed_in_pieces():
     """The law above says something of them."""
     seen = set()
     for row in ROWS.values():

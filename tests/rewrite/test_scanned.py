@@ -1,10 +1,5 @@
 """Associative scans are found, become one equation, and compute the same."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,29 +16,29 @@ RNG = np.random.default_rng(0)
 GRID = jax.make_mesh((4, 2), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
 
-def recurrence(left: Any, right: Any) -> Any:
+def recurrence(left, right):
     return left[0] * right[0], right[0] * left[1] + right[1]
 
 
-def last_that_counts(left: Any, right: Any) -> Any:
+def last_that_counts(left, right):
     return jnp.where(right == 0, left, right)
 
 
-def within_segments(left: Any, right: Any) -> Any:
+def within_segments(left, right):
     """Sums that begin anew where a flag is set: neither commutes nor is the same from the other end."""
     return left[0] | right[0], jnp.where(right[0], right[1], left[1] + right[1])
 
 
-def numbers(*shape: int) -> np.ndarray:
+def numbers(*shape):
     return RNG.integers(-9, 9, shape).astype(np.int32)
 
 
-def flags(*shape: int) -> np.ndarray:
+def flags(*shape):
     return RNG.random(shape) < 0.2
 
 
 F = RNG.uniform(-1, 1, (37, 6)).astype(np.float32)
-SCANS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
+SCANS = {
     "sums": (lambda x: lax.associative_scan(jnp.add, x), (numbers(24, 6),)),
     "maxima": (lambda x: lax.associative_scan(jnp.maximum, x), (F,)),
     "along the second": (lambda x: lax.associative_scan(jnp.minimum, x, axis=1), (numbers(6, 21),)),
@@ -62,12 +57,12 @@ SCANS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
 }  # fmt: skip
 
 
-def named(function: Callable[..., Any], arguments: Any) -> list[str]:
+def named(function, arguments):
     return [e.name for e in trace(function, *arguments).block.walk()]
 
 
 @pytest.mark.parametrize("name", SCANS)
-def test_a_scan_is_one_equation(name: str) -> None:
+def test_a_scan_is_one_equation(name):
     names = named(*SCANS[name])
     assert names.count("associative_scan") == 1
     assert not {"slice", "pad", "concatenate", "concatenate_slices"} & set(names)
@@ -75,7 +70,7 @@ def test_a_scan_is_one_equation(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "spec"), crossed(list(SCANS), [P(("x", "y")), P("y", "x")], one_in=4))
 @pytest.mark.one_in(2)
-def test_the_same_on_two_axes_and_in_unequal_parts(name: str, spec: P) -> None:
+def test_the_same_on_two_axes_and_in_unequal_parts(name, spec):
     function, arguments = SCANS[name]
     jitted = gshard.jit(lambda *xs: function(*(gshard.shard(x, spec) for x in xs)), mesh=GRID)
     for found, expected in zip(
@@ -87,7 +82,7 @@ def test_the_same_on_two_axes_and_in_unequal_parts(name: str, spec: P) -> None:
             np.testing.assert_array_equal(found, expected)
 
 
-def test_one_element_of_each_device_is_sent() -> None:
+def test_one_element_of_each_device_is_sent():
     function, (f, x) = SCANS["within segments"]
     spec = P(("x", "y"))
     jitted = gshard.jit(function, mesh=GRID, in_shardings=(spec, spec), out_shardings=spec)
@@ -98,19 +93,19 @@ def test_one_element_of_each_device_is_sent() -> None:
 
 @pytest.mark.parametrize("name", ["all levels are needed", "something else", "of matrices", "by an array"])
 @pytest.mark.one_in(2)
-def test_what_is_no_scan_or_more_stays(name: str) -> None:
-    def almost(x: Any) -> Any:
+def test_what_is_no_scan_or_more_stays(name):
+    def almost(x):
         """A level of a scan, and then another operation."""
         y = x[0:-1:2] + x[1::2]
         return y[0:-1:2] * y[1::2]
 
-    def products(x: Any) -> Any:
+    def products(x):
         return lax.associative_scan(lambda a, b: jnp.einsum("nij,njk->nik", a, b), x)
 
-    def gradient(x: Any) -> Any:
+    def gradient(x):
         return jax.grad(lambda x: jnp.sum(lax.associative_scan(recurrence, (x, x))[1] ** 2))(x)
 
-    cases: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
+    cases = {
         "all levels are needed": (gradient, (F,)),
         "something else": (almost, (F,)),
         "of matrices": (products, (RNG.standard_normal((8, 2, 2)).astype(np.float32),)),
@@ -123,11 +118,11 @@ def test_what_is_no_scan_or_more_stays(name: str) -> None:
 
 
 @pytest.mark.parametrize("few", [1, 16])
-def test_of_many_parts_what_came_before_is_a_recursion(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_many_parts_what_came_before_is_a_recursion(few, monkeypatch):
     monkeypatch.setattr(prefixes, "_FEW", few)
     a, b = F[:19, :3], F[:19, 3:]
 
-    def states(a: Any, b: Any) -> Any:
+    def states(a, b):
         return lax.associative_scan(recurrence, (a, b))
 
     spec = P("x", None)

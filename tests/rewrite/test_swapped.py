@@ -1,10 +1,5 @@
 """Products that are only transposed are made with their operands swapped, and nothing else is."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,27 +12,27 @@ import gshard
 RNG = np.random.default_rng(0)
 
 
-def whole(*shape: int) -> np.ndarray:
+def whole(*shape):
     """Integers, of which sums in any order are exact."""
     return RNG.integers(-9, 9, shape).astype(np.float32)
 
 
-def gradient(subscripts: str, **options: Any) -> Callable[..., Any]:
+def gradient(subscripts, **options):
     return jax.grad(lambda w, x: jnp.sum(jnp.einsum(subscripts, x, w, **options) ** 2))
 
 
-def product(x: Any, y: Any, *permutation: int, batch: bool = True) -> Any:
+def product(x, y, *permutation, batch=True):
     dims = (((2,), (1,)), ((0,), (0,))) if batch else (((2,), (1,)), ((), ()))
     return lax.dot_general(x, y, dims).transpose(permutation)
 
 
-def mixed(x: Any, y: Any) -> Any:
+def mixed(x, y):
     dims = ((1,), (0,)), ((), ())
     made = lax.dot_general(x, y, dims, (lax.Precision.HIGHEST, lax.Precision.DEFAULT), preferred_element_type="float32")
     return made.T
 
 
-SWAPPED: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
+SWAPPED = {
     "a matrix": (gradient("bm,mh->bh"), (whole(5, 7), whole(6, 5))),
     "experts": (gradient("egm,emh->egh"), (whole(4, 5, 7), whole(4, 6, 5))),
     "experts by group": (gradient("gecm,emh->egch"), (whole(4, 5, 7), whole(3, 4, 6, 5))),
@@ -48,7 +43,7 @@ SWAPPED: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
     ),
     "precisions of each operand": (mixed, (whole(4, 6).astype(jnp.bfloat16), whole(6, 8))),
 }
-OTHERS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
+OTHERS = {
     "read as it is, too": (lambda x, y: (jnp.cos(x @ y), (x @ y).T), (whole(4, 6), whole(6, 8))),
     "a result as it is": (lambda x, y: [made := x @ y, made.T], (whole(4, 6), whole(6, 8))),
     "another order": (lambda x, y: product(x, y, 1, 0, 2), (whole(4, 5, 6), whole(4, 6, 7))),
@@ -61,26 +56,26 @@ OTHERS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
 }  # fmt: skip
 
 
-def names(f: Callable[..., Any], arguments: tuple[Any, ...]) -> list[str]:
+def names(f, arguments):
     return [e.name for e in gshard.stages.trace(f, *arguments).block.walk()]
 
 
 @pytest.mark.parametrize("name", SWAPPED)
-def test_no_transposition_is_left(name: str) -> None:
+def test_no_transposition_is_left(name):
     f, arguments = SWAPPED[name]
     assert "transpose" in str(jax.make_jaxpr(f)(*arguments))
     assert "transpose" not in names(f, arguments)
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_transpositions_stay(name: str) -> None:
+def test_other_transpositions_stay(name):
     f, arguments = OTHERS[name]
     assert names(f, arguments).count("transpose") == 1
 
 
 @pytest.mark.parametrize("name", [*SWAPPED, *OTHERS])
 @pytest.mark.one_in(4)
-def test_it_computes_the_same(name: str) -> None:
+def test_it_computes_the_same(name):
     f, arguments = {**SWAPPED, **OTHERS}[name]
     for specs in ((None, P("x")), (P(None, "x"), P("x")), (P("x"), None)):
         made = gshard.jit(f, mesh={"x": 4}, in_shardings=specs)

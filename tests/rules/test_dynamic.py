@@ -1,9 +1,5 @@
 """Windows whose place is known only when the program runs."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,13 +9,13 @@ from jax import lax
 import gshard
 
 
-def written(x: Any, updates: Any, *starts: Any) -> Any:
+def written(x, updates, *starts):
     return lax.dynamic_update_slice(gshard.split(x, 0, 8), updates, starts)
 
 
 @pytest.mark.parametrize("n, m", [(16, 1), (16, 3), (13, 1), (13, 2), (13, 11), (3, 2), (24, 3)])
 @pytest.mark.one_in(2)
-def test_a_window_is_written_wherever_it_begins(n: int, m: int) -> None:
+def test_a_window_is_written_wherever_it_begins(n, m):
     """Inside of a part, over the border of two or of many, and beyond both ends, where it is moved inside."""
     rng = np.random.default_rng(n + m)
     x, updates = (rng.integers(-9, 9, (rows, columns)) for rows, columns in ((n, 5), (m, 3)))
@@ -30,7 +26,7 @@ def test_a_window_is_written_wherever_it_begins(n: int, m: int) -> None:
             np.testing.assert_array_equal(run(x, updates, np.int32(i), np.int32(j)), expected)
 
 
-def test_no_more_than_the_window_is_touched() -> None:
+def test_no_more_than_the_window_is_touched():
     """A position of a cache that is split over its length, and donated."""
     cache, row = jax.ShapeDtypeStruct((65536, 128), "float32"), jax.ShapeDtypeStruct((1, 128), "float32")
     at = jax.ShapeDtypeStruct((), "int32")

@@ -1,19 +1,17 @@
 """The law of ``Rule.index``: moved as it says, elements lie where the operator puts them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
 from gshard.core.jax_adapter import bind
 from gshard.rules.movement import elements, index_of
-from harness import Row, rows
+from harness import rows
 
 OPERATORS = ("concatenate", "concatenate_slices", "pad", "slice", "split")
 ROWS = [row for row in rows() if row.primitive in OPERATORS]
 
 
-def moved(row: Row) -> int:
+def moved(row):
     """Compares the equations of a program that move elements; how many there are."""
     count = 0
     for e in row.program.block.walk():
@@ -29,5 +27,5 @@ def moved(row: Row) -> int:
 
 
 @pytest.mark.parametrize("primitive", OPERATORS)
-def test_elements_lie_where_the_index_says(primitive: str) -> None:
+def test_elements_lie_where_the_index_says(primitive):
     assert sum(moved(row) for row in ROWS if row.primitive == primitive)

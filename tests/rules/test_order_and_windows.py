@@ -1,10 +1,6 @@
 """What shards tell each other to sort, to reduce in any way and to pool: the right bits, and the bytes said."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,30 +13,29 @@ from gshard import split
 from gshard.comm.shards import Shards
 from gshard.comm.sorting import Columns, _columns, ways
 from gshard.core.mesh import Mesh
-from gshard.core.program import Equation
-from gshard.core.split import Split, place
+from gshard.core.split import place
 from gshard.simulator.simulate import simulate_function
 from gshard.tracing.trace import trace
 from laws.test_rules_sound import the_equation
 
 
-def equation_of(name: str, function: Callable[..., Any], *arguments: Any) -> Equation:
+def equation_of(name, function, *arguments):
     """The equation of this name in a traced function."""
     equation = the_equation(trace(function, *arguments), name)
     assert equation is not None
     return equation
 
 
-def on_shards(equation: Equation, split: Split, mesh: Mesh, *arguments: np.ndarray) -> list[np.ndarray]:
+def on_shards(equation, split, mesh, *arguments):
     """Runs one equation on shards whose padding is poisoned; checks that it sends what it says."""
     rule = equation.rule
     assert rule is not None
     assert rule.local is not None
-    sent: list[int] = []
+    sent = []
     shards = Shards(equation, split, mesh, lambda kind, atoms, size, x: sent.append(size))
     cuts = [place(dims, split) for dims in rule.operands]
     stacked = [parts_of(x, cut, mesh) for x, cut in zip(arguments, cuts, strict=True)]
-    results = simulate_function(lambda *xs: list(rule.local(shards, *xs)), mesh.atom_sizes, *stacked)  # type: ignore[misc]
+    results = simulate_function(lambda *xs: list(rule.local(shards, *xs)), mesh.atom_sizes, *stacked)
     assert rule.sends is not None
     assert rule.sends(mesh, split) == sum(sent)
     return [
@@ -49,8 +44,8 @@ def on_shards(equation: Equation, split: Split, mesh: Mesh, *arguments: np.ndarr
     ]
 
 
-def parts_of(x: np.ndarray, cut: Sequence[tuple[str, ...]], mesh: Mesh) -> list[np.ndarray]:
-    poison: Any = np.nan if np.issubdtype(x.dtype, np.inexact) else x.dtype.type(77)
+def parts_of(x, cut, mesh):
+    poison = np.nan if np.issubdtype(x.dtype, np.inexact) else x.dtype.type(77)
     sizes = [-(-n // mesh.count(atoms)) for n, atoms in zip(x.shape, cut, strict=True)]
     width = [(0, size * mesh.count(atoms) - n) for n, size, atoms in zip(x.shape, sizes, cut, strict=True)]
     padded = np.pad(x, width, constant_values=poison) if x.ndim else x
@@ -60,14 +55,14 @@ def parts_of(x: np.ndarray, cut: Sequence[tuple[str, ...]], mesh: Mesh) -> list[
     ]
 
 
-def joined(parts: np.ndarray, cut: Sequence[tuple[str, ...]], mesh: Mesh, shape: tuple[int, ...]) -> np.ndarray:
+def joined(parts, cut, mesh, shape):
     whole = np.zeros([n * mesh.count(atoms) for n, atoms in zip(parts.shape[1:], cut, strict=True)], parts.dtype)
     for part, at in zip(parts, places(cut, mesh), strict=True):
         whole[tuple(slice(i * n, (i + 1) * n) for i, n in zip(at, part.shape, strict=True))] = part
     return whole[tuple(slice(0, n) for n in shape)]
 
 
-def places(cut: Sequence[tuple[str, ...]], mesh: Mesh) -> list[tuple[int, ...]]:
+def places(cut, mesh):
     """For every device, which part of each dimension it has."""
     found = []
     for position in np.ndindex(*mesh.atom_sizes.values()):
@@ -76,20 +71,20 @@ def places(cut: Sequence[tuple[str, ...]], mesh: Mesh) -> list[tuple[int, ...]]:
     return found
 
 
-def _ordinal(at: Sequence[int], sizes: Sequence[int]) -> int:
+def _ordinal(at, sizes):
     number = 0
     for i, size in zip(at, sizes, strict=True):
         number = number * size + i
     return number
 
 
-def same_bits(got: Any, want: Any) -> None:
+def same_bits(got, want):
     got, want = np.asarray(got), np.asarray(want)
     assert (got.shape, got.dtype) == (want.shape, want.dtype)
     assert got.tobytes() == want.tobytes()
 
 
-def troublesome(rng: np.random.Generator, n: int) -> np.ndarray:
+def troublesome(rng, n):
     """Many ties, zeros of both signs, infinities and NaNs with different bits."""
     x = np.round(rng.standard_normal(n) * 3).astype(np.float32)
     x[rng.random(n) < 0.1] = -0.0
@@ -101,7 +96,7 @@ def troublesome(rng: np.random.Generator, n: int) -> np.ndarray:
 
 @pytest.mark.parametrize("parts", [3, 5, 8, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4, 6))])
 @pytest.mark.one_in(3)
-def test_sorted_parts_have_the_bits_of_the_whole(parts: int, rng: np.random.Generator) -> None:
+def test_sorted_parts_have_the_bits_of_the_whole(parts, rng):
     """Lengths on both sides of what columnsort needs; the longest have columns that do and do not divide."""
     border = parts * (parts - 1)
     for n in (parts - 1, 2 * border * parts - 1, 2 * border * parts, 4 * border * parts + parts + 1):
@@ -117,7 +112,7 @@ def test_sorted_parts_have_the_bits_of_the_whole(parts: int, rng: np.random.Gene
 
 
 @pytest.mark.parametrize("parts", [3, 4])
-def test_columns_sort_zeros_and_ones_of_every_kind(parts: int, rng: np.random.Generator) -> None:
+def test_columns_sort_zeros_and_ones_of_every_kind(parts, rng):
     """By the 0-1 principle columnsort is right if it is on these: sorted runs of every length on each device."""
     columns = Columns(2 * parts * parts * (parts - 1), parts)
     assert columns.fit
@@ -139,8 +134,8 @@ def test_columns_sort_zeros_and_ones_of_every_kind(parts: int, rng: np.random.Ge
             same_bits(joined(got, cut, mesh, x.shape), want)
 
 
-def test_each_way_to_sort_is_taken_where_it_sends_least() -> None:
-    def best(*arguments: Any) -> str:
+def test_each_way_to_sort_is_taken_where_it_sends_least():
+    def best(*arguments):
         sent = ways(*arguments)
         return min(sent, key=lambda way: sent[way])
 
@@ -152,11 +147,11 @@ def test_each_way_to_sort_is_taken_where_it_sends_least() -> None:
 
 
 @pytest.mark.parametrize("n", [1000, 1003, 5])
-def test_a_program_sorts_what_is_split(n: int, rng: np.random.Generator) -> None:
+def test_a_program_sorts_what_is_split(n, rng):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     x = troublesome(rng, n)
 
-    def program(x: Any) -> Any:
+    def program(x):
         x = split(x, 0, 8)
         return split(jnp.sort(x), 0, 8), split(jnp.argsort(x), 0, 8)
 
@@ -175,14 +170,14 @@ def test_a_program_sorts_what_is_split(n: int, rng: np.random.Generator) -> None
 
 
 @pytest.mark.parametrize("n", [16, 13, 3])
-def test_a_program_counts_initial_values_once(n: int, rng: np.random.Generator) -> None:
+def test_a_program_counts_initial_values_once(n, rng):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     x = rng.integers(-9, 9, (n, 5)).astype(np.int32)
 
-    def spread(a: Any, b: Any) -> Any:
+    def spread(a, b):
         return lax.min(a[0], b[0]), lax.max(a[1], b[1])
 
-    def program(x: Any) -> Any:
+    def program(x):
         x = split(x, 0, 8)
         total = lax.reduce(x, np.int32(3), lax.add, (0,))
         return total, lax.reduce((x, x), (np.int32(3), np.int32(-2)), spread, (0,))
@@ -198,7 +193,7 @@ def test_a_program_counts_initial_values_once(n: int, rng: np.random.Generator) 
 
 
 @pytest.mark.parametrize("strides", [(1, 1), (2, 2)])
-def test_a_program_differentiates_pooling(strides: tuple[int, int], rng: np.random.Generator) -> None:
+def test_a_program_differentiates_pooling(strides, rng):
     """XLA's own partitioner shifts the first part's gradient where windows overlap; only halos are sent here.
 
     They come once for both passes, and what falls into them goes back: sums of whole numbers are exact in any order.
@@ -206,11 +201,11 @@ def test_a_program_differentiates_pooling(strides: tuple[int, int], rng: np.rand
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     image = np.round(rng.standard_normal((64, 9)) * 2).astype(np.float32)
 
-    def loss(x: Any) -> Any:
+    def loss(x):
         pooled = lax.reduce_window(x, -np.inf, lax.max, (3, 3), strides, "SAME")
         return (pooled * pooled).sum()
 
-    def program(x: Any) -> Any:
+    def program(x):
         return split(jax.grad(loss)(split(x, 0, 8)), 0, 8)
 
     lowered = gshard.jit(program, mesh=mesh).lower(image)
@@ -221,11 +216,11 @@ def test_a_program_differentiates_pooling(strides: tuple[int, int], rng: np.rand
 
 
 @pytest.mark.parametrize("n", [1000, 1003])
-def test_a_program_gathers_only_the_approximately_greatest(n: int, rng: np.random.Generator) -> None:
+def test_a_program_gathers_only_the_approximately_greatest(n, rng):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     x = rng.standard_normal(n).astype(np.float32)
 
-    def program(x: Any) -> Any:
+    def program(x):
         return lax.approx_max_k(split(x, 0, 8), 5)
 
     lowered = gshard.jit(program, mesh=mesh).lower(x)
@@ -235,13 +230,13 @@ def test_a_program_gathers_only_the_approximately_greatest(n: int, rng: np.rando
 
 
 @pytest.mark.parametrize("n", [1024, 1000])
-def test_operands_of_all_types_go_in_one_message(n: int, rng: np.random.Generator) -> None:
+def test_operands_of_all_types_go_in_one_message(n, rng):
     keys = rng.integers(-20, 20, n).astype(np.float32) / 4
     keys[::17], keys[::29], keys[::31] = np.nan, -0.0, np.inf
     signed, unsigned = np.arange(n, dtype=np.int32) - 99, rng.integers(0, 255, n).astype(np.uint8)
     others = signed, unsigned, keys > 0, keys.astype(jnp.bfloat16)
 
-    def ordered(*xs: Any) -> Any:
+    def ordered(*xs):
         return lax.sort(tuple(gshard.split(x, 0, 8) for x in xs), num_keys=1)
 
     run = gshard.jit(ordered, mesh=8)

@@ -4,9 +4,6 @@ Indices that NumPy made are such a promise. XLA keeps a look-up inside then and 
 what was looked up out of range is dropped.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,29 +18,29 @@ MODES = {"promise": PROMISE, "clip": "clip", "drop": "drop"}
 ROWS, COLUMNS = np.array([0, 4, -1, 7, 2]), np.array([2, 11, 5, -30, 40])
 
 
-def windows(mode: Any) -> Any:
+def windows(mode):
     """Windows of three columns, some of which reach over an end."""
     numbers = lax.GatherDimensionNumbers((1, 2), (), (1,))
     at = np.array([[3], [9], [-2], [8], [50]], np.int32)
     mode = "fill" if mode == "drop" else mode
 
-    def f(x: Any) -> Any:
+    def f(x):
         return lax.gather(x, at, numbers, (4, 3), mode=mode)
 
     return f
 
 
-def added_windows(mode: Any) -> Any:
+def added_windows(mode):
     numbers = lax.ScatterDimensionNumbers((1, 2), (), (1,))
     at, new = np.array([[3], [9], [-2], [8], [50]], np.int32), np.arange(-30, 30).reshape(5, 4, 3)
 
-    def f(x: Any) -> Any:
+    def f(x):
         return lax.scatter_add(x, at, jnp.asarray(new, x.dtype), numbers, mode=mode)
 
     return f
 
 
-LOOKED_UP: dict[str, Callable[[Any], Callable[[Any], Any]]] = {
+LOOKED_UP = {
     "columns": lambda mode: lambda x: x.at[:, COLUMNS].get(mode=mode),
     "one column": lambda mode: lambda x: x.at[:, np.array([11])].get(mode=mode),
     "rows": lambda mode: lambda x: x.at[ROWS].get(mode=mode),
@@ -62,7 +59,7 @@ LOOKED_UP: dict[str, Callable[[Any], Callable[[Any], Any]]] = {
     "unsigned": lambda mode: lambda x: x.at[:, np.array([2, 250], np.uint8)].get(mode=mode),
     "windows": windows,
 }
-WRITTEN: dict[str, Callable[[Any], Callable[[Any], Any]]] = {
+WRITTEN = {
     "set": lambda mode: lambda x: x.at[:, COLUMNS].set(np.arange(5.0), mode=mode),
     "set one": lambda mode: lambda x: x.at[:, np.array([11])].set(9.0, mode=mode),
     "set one element": lambda mode: lambda x: x.at[np.array(3), np.array(11)].set(9.0, mode=mode),
@@ -78,27 +75,27 @@ WRITTEN: dict[str, Callable[[Any], Callable[[Any], Any]]] = {
 }
 
 
-def marked(dim: int, f: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def marked(dim, f):
     return lambda x: f(gshard.split(x, dim, 8 if dim else 4))
 
 
-def same_in_three_calls(f: Callable[[Any], Any], want: Any, x: Any) -> None:
+def same_in_three_calls(f, want, x):
     step = gshard.jit(f, mesh={"a": 4, "b": 2})
     for given in (x, jnp.asarray(x), jax.device_put(x, jax.devices()[3])):
         jax.tree.map(np.testing.assert_array_equal, step(given), want)
 
 
 @pytest.fixture
-def x() -> np.ndarray:
+def x():
     return np.arange(-20, 24, dtype=np.float32).reshape(4, 11)
 
 
 @pytest.mark.parametrize("name, mode, dim", crossed(list(LOOKED_UP), list(MODES), [0, 1], one_in=6))
 @pytest.mark.one_in(3)
-def test_look_ups_and_their_gradients(name: str, mode: str, dim: int, x: np.ndarray) -> None:
+def test_look_ups_and_their_gradients(name, mode, dim, x):
     f = LOOKED_UP[name](MODES[mode])
 
-    def loss(x: Any, f: Callable[[Any], Any] = f) -> Any:
+    def loss(x, f=f):
         leaves = jax.tree.leaves(f(x))
         return sum(
             jnp.sum(jnp.where(jnp.isfinite(y), y, 0) * (jnp.arange(y.size) % 7 - 2.0).reshape(y.shape)) for y in leaves
@@ -112,7 +109,7 @@ def test_look_ups_and_their_gradients(name: str, mode: str, dim: int, x: np.ndar
 
 @pytest.mark.parametrize("name, mode, dim", crossed(list(WRITTEN), list(MODES), [0, 1], one_in=6))
 @pytest.mark.one_in(3)
-def test_updates(name: str, mode: str, dim: int, x: np.ndarray) -> None:
+def test_updates(name, mode, dim, x):
     f = WRITTEN[name](MODES[mode])
     with jax.disable_jit():
         want = f(jnp.asarray(x))
@@ -120,19 +117,19 @@ def test_updates(name: str, mode: str, dim: int, x: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_of_joined_arrays(mode: str, x: np.ndarray) -> None:
+def test_of_joined_arrays(mode, x):
     """Arrays that are joined along the split dimension are looked up in, and written to, in pieces."""
     more = np.arange(3.0, dtype=np.float32) - 1
 
-    def looked_up(x: Any) -> Any:
+    def looked_up(x):
         joined = jnp.concatenate([more, gshard.split(x.reshape(-1), 0, 8)])
         return joined.at[np.array([0, 2, 46, 47, 99, -60])].get(mode=MODES[mode])
 
-    def written(x: Any) -> Any:
+    def written(x):
         joined = jnp.concatenate([jnp.asarray(more), gshard.split(x.reshape(-1), 0, 8)])
         return joined.at[np.array([0, 2, 46, 47, 99, -60])].add(5.0, mode=MODES[mode]).sum()
 
-    def loss(x: Any) -> Any:
+    def loss(x):
         y = looked_up(x)
         return jnp.sum(jnp.where(jnp.isfinite(y), y, 0) ** 2)
 

@@ -1,15 +1,12 @@
 """The scripts for a GPU resume, tell what failed, and read schedules; their dry run on CPU writes its page."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 
@@ -54,22 +51,20 @@ ENTRY %main (x: f32[8]) -> f32[8] {
 
 
 @pytest.fixture(scope="module")
-def scripts() -> Iterator[SimpleNamespace]:
+def scripts():
     names = ("resumable", "gpu", "gpu_page", "gpu_schedule", "gpu_scaling")
     with pytest.MonkeyPatch.context() as patch:  # they stand beside each other
         patch.syspath_prepend(str(ROOT / "scripts"))
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
 
 
-def parts(resumable: ModuleType, folder: Path, seconds: float = 30) -> list[object]:
+def parts(resumable, folder, seconds=30):
     script = folder / "fake.py"
     script.write_text(FAKE)
     return [resumable.Part(kind, (str(script), kind), seconds) for kind in ("first", "broken", "last")]
 
 
-def test_what_is_finished_is_not_run_again_and_what_fails_stops_nothing(
-    scripts: SimpleNamespace, tmp_path: Path
-) -> None:
+def test_what_is_finished_is_not_run_again_and_what_fails_stops_nothing(scripts, tmp_path):
     every, written = parts(scripts.resumable, tmp_path), []
     state = scripts.resumable.State(tmp_path / "state.json", {"mode": "gpu"})
     assert scripts.resumable.run(every[:2], state, 5, after=lambda: written.append(1))
@@ -88,7 +83,7 @@ def test_what_is_finished_is_not_run_again_and_what_fails_stops_nothing(
         scripts.resumable.State(tmp_path / "state.json", {"mode": "dry-run"})
 
 
-def test_the_message_of_a_process_that_c_plus_plus_ends_is_kept(scripts: SimpleNamespace, tmp_path: Path) -> None:
+def test_the_message_of_a_process_that_c_plus_plus_ends_is_kept(scripts, tmp_path):
     parts(scripts.resumable, tmp_path)
     state = scripts.resumable.State(tmp_path / "state.json", {})
     ended = scripts.resumable.Part("ended", (str(tmp_path / "fake.py"), "ended"), 30)
@@ -99,7 +94,7 @@ def test_the_message_of_a_process_that_c_plus_plus_ends_is_kept(scripts: SimpleN
     assert told.count("PjitFunction") < 4
 
 
-def test_a_slice_ends_and_the_next_one_begins_what_it_stopped_anew(scripts: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_slice_ends_and_the_next_one_begins_what_it_stopped_anew(scripts, tmp_path):
     every = parts(scripts.resumable, tmp_path, seconds=120)
     slow = scripts.resumable.Part("slow", (str(tmp_path / "fake.py"), "slow"), 21)
     state = scripts.resumable.State(tmp_path / "state.json", {})
@@ -112,7 +107,7 @@ def test_a_slice_ends_and_the_next_one_begins_what_it_stopped_anew(scripts: Simp
     assert "took longer than 1 seconds" in state.parts["slow"]["error"]
 
 
-def test_the_page_has_failures_and_what_was_not_reached(scripts: SimpleNamespace, tmp_path: Path) -> None:
+def test_the_page_has_failures_and_what_was_not_reached(scripts, tmp_path):
     state = scripts.resumable.State(tmp_path / "state.json", {})
     every = scripts.gpu.parts_of("gpu")
     state.put("laws", {"state": "done", "seconds": 3.0, "found": {"tried": 9, "of": 471, "wrong": {"sine": "is off"}}})
@@ -125,7 +120,7 @@ def test_the_page_has_failures_and_what_was_not_reached(scripts: SimpleNamespace
     assert "```python" not in text, "the tests run those"
 
 
-def test_a_page_gets_into_the_index_once(scripts: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_page_gets_into_the_index_once(scripts, tmp_path):
     index = (ROOT / "docs" / "index.md").read_text()
     (tmp_path / "index.md").write_text(index)
     for _ in range(2):
@@ -134,7 +129,7 @@ def test_a_page_gets_into_the_index_once(scripts: SimpleNamespace, tmp_path: Pat
     assert "\nbenchmarks\n" in index
 
 
-def test_parts_have_names_of_their_own_and_fit_into_a_slice(scripts: SimpleNamespace) -> None:
+def test_parts_have_names_of_their_own_and_fit_into_a_slice(scripts):
     for mode in ("gpu", "described", "dry-run"):
         every = scripts.gpu.parts_of(mode)
         assert len({part.name for part in every}) == len(every)
@@ -143,19 +138,19 @@ def test_parts_have_names_of_their_own_and_fit_into_a_slice(scripts: SimpleNames
         assert all(part.environment["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false" for part in every)
 
 
-def test_a_schedule_is_read(scripts: SimpleNamespace) -> None:
+def test_a_schedule_is_read(scripts):
     found = scripts.gpu_schedule.schedule(HLO)
     each = 2 * 32 * 3 // 4
     assert found["kinds"] == {"all_reduce": [4, 4 * each]}
     assert (found["asynchronous"], found["hidden"], found["hidden_bytes"], found["between"]) == (2, 1, each, 1)
 
 
-def test_the_comparison_of_models_takes_the_time_that_is_left(scripts: SimpleNamespace) -> None:
+def test_the_comparison_of_models_takes_the_time_that_is_left(scripts):
     line = scripts.gpu_scaling.scaling(Path("data"), Path("out"), "gpu", "one GPU", 7.5)
     assert line[line.index("--minutes") + 1] == "7.50"
 
 
-def dry_run(script: str, folder: Path, *options: str) -> str:
+def dry_run(script, folder, *options):
     line = [sys.executable, ROOT / "scripts" / script, "--dry-run", "--output", folder, *options]
     environment = {**os.environ, "XLA_FLAGS": ""}
     done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=280)
@@ -164,7 +159,7 @@ def dry_run(script: str, folder: Path, *options: str) -> str:
 
 
 @pytest.mark.slow
-def test_the_dry_run_writes_its_page_and_resumes(tmp_path: Path) -> None:
+def test_the_dry_run_writes_its_page_and_resumes(tmp_path):
     chosen = ("--only", "machine", "--only", "step dense", "--only", "virtual 8 tensor")
     said = dry_run("gpu.py", tmp_path, *chosen)
     assert said.count(" ... ") == 3
@@ -181,7 +176,7 @@ def test_the_dry_run_writes_its_page_and_resumes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("script", "page"), [("gpu.py", "gpu.md"), ("gpu_scaling.py", "gpu_throughput.md")])
-def test_the_whole_dry_run_has_no_failure(script: str, page: str, tmp_path: Path) -> None:
+def test_the_whole_dry_run_has_no_failure(script, page, tmp_path):
     dry_run(script, tmp_path, "--minutes", "60")
     text = (tmp_path / page).read_text()
     assert "What failed" not in text, text

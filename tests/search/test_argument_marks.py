@@ -1,10 +1,5 @@
 """Marks of arguments are written at the top of the function, for every kind of pytree, and the plan is the same."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -21,12 +16,12 @@ MESH = gshard.Mesh.abstract(data=4, model=2)
 MODEL = MESH.atoms_of["model"]
 
 
-def test_patterns_are_exact_where_others_would_say_too_much() -> None:
+def test_patterns_are_exact_where_others_would_say_too_much():
     """Layers that are not alike, keys with a star in them, and arrays that no pattern can tell apart."""
     mesh = gshard.Mesh.abstract(data=4, model=2)
     cut, other = Sharding((MODEL, ())), Sharding(((), MODEL))
 
-    def statements(paths: dict[str, Sharding | None]) -> tuple[dict[str, str], int]:
+    def statements(paths):
         inputs = gshard.stages.trace(lambda *xs: xs, *[shape(8, 8)] * len(paths)).block.inputs
         marks = {v: s for v, s in zip(inputs, paths.values(), strict=True) if s is not None}
         told, unsaid = argument_marks(marks, inputs, list(paths), mesh)
@@ -43,8 +38,8 @@ def test_patterns_are_exact_where_others_would_say_too_much() -> None:
     assert statements({"p/a/*": cut, "p/a/b": None}) == ({}, 1)
 
 
-def test_what_is_in_no_file_is_told_with_the_statement(tmp_path: Path) -> None:
-    def loss(params: Any, x: Any) -> Any:
+def test_what_is_in_no_file_is_told_with_the_statement(tmp_path):
+    def loss(params, x):
         return jnp.sum(x @ params["w"])
 
     program = gshard.stages.trace(loss, {"w": shape(64, 64)}, shape(8, 64))
@@ -59,10 +54,10 @@ def test_what_is_in_no_file_is_told_with_the_statement(tmp_path: Path) -> None:
         )
 
 
-def test_marks_by_path() -> None:
+def test_marks_by_path():
     tree = {"layers": [{"w": jnp.ones((8, 8)), "b": jnp.ones(8)}] * 2, "f": jnp.tanh}
 
-    def f(layers: Any) -> Any:
+    def f(layers):
         marked = gshard.shard_by_path({**tree, "layers": layers}, {"layers/0/w": P("data"), "layers/*/w": P("model")})
         assert marked["f"] is jnp.tanh
         return marked["layers"]

@@ -1,7 +1,5 @@
 """Choices of a builder: where the values of its keywords come from, and one clear error for what has none."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import jax
@@ -14,7 +12,7 @@ from gshard.search.builder_choices import POLICIES, choices_of, combinations
 def full(micro_batches: int, recompute: str, fused: bool, kind: Literal["a", "b"], width: int = 8) -> Any: ...
 
 
-def test_values_of_names_annotations_and_choices() -> None:
+def test_values_of_names_annotations_and_choices():
     found, fixed = choices_of(full, 12, None)
     assert found == {
         "micro_batches": (1, 2, 3, 4, 6, 12),
@@ -28,11 +26,11 @@ def test_values_of_names_annotations_and_choices() -> None:
     assert found == {key: tuple(values) for key, values in given.items()} | {"fused": (False, True)}
 
 
-def test_the_policies_are_those_of_jax() -> None:
+def test_the_policies_are_those_of_jax():
     assert all(callable(getattr(jax.checkpoint_policies, name)) for name in POLICIES)
 
 
-def test_the_global_batch_is_passed_on() -> None:
+def test_the_global_batch_is_passed_on():
     assert choices_of(lambda global_batch, micro_batches: None, 4, None) == (
         {"micro_batches": (1, 2, 4)},
         {"global_batch": 4},
@@ -40,7 +38,7 @@ def test_the_global_batch_is_passed_on() -> None:
     assert choices_of(lambda **keywords: None, None, {"a": [1, 2]}) == ({"a": (1, 2)}, {})
 
 
-def test_all_combinations() -> None:
+def test_all_combinations():
     assert list(combinations({"a": (1, 2), "b": ("x",)})) == [{"a": 1, "b": "x"}, {"a": 2, "b": "x"}]
 
 
@@ -68,6 +66,6 @@ def needs(layers: int, micro_batches: int) -> Any: ...
         (lambda recompute: None, 2.5, None, "global_batch=2.5 is no number"),
     ],
 )
-def test_mistakes(builder: Any, batch: Any, choices: Any, message: str) -> None:
+def test_mistakes(builder, batch, choices, message):
     with pytest.raises(gshard.ArgumentError, match=message):
         choices_of(builder, batch, choices)

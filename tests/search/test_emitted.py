@@ -1,9 +1,6 @@
 """Equations that run on shards in ways of their own: what is traced to price them."""
 
-from __future__ import annotations
-
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +9,6 @@ import pytest
 import gshard
 from gshard.core.mesh import Mesh
 from gshard.core.planning_tables import tables
-from gshard.core.program import Program
 from gshard.device.machine import Machine
 from gshard.device.network import interchangeable
 from gshard.planning.reshard_costs import axes_of
@@ -26,16 +22,16 @@ from gshard.tracing.trace import trace
 MESH = Mesh.abstract(a=2, b=2, c=2)
 
 
-def stencil(x: Any) -> Any:
+def stencil(x):
     return x[1:-1, :, 2:] + jnp.pad(x, ((0, 0), (1, 2), (0, 0)))[1:-1, 1:-2, 2:] + jnp.cumsum(x, 1)[2:, :, :-2]
 
 
-def program() -> Program:
+def program():
     return trace(stencil, jax.ShapeDtypeStruct((10, 8, 9), jnp.float32))
 
 
 @pytest.mark.parametrize("name", ["h100", "h100:4x2"])
-def test_axes_in_each_others_places_change_no_time(name: str) -> None:
+def test_axes_in_each_others_places_change_no_time(name):
     """All that is emitted, and each window, as if the split itself were traced; windows name the split's own axes."""
     machine = Machine.of(name, MESH.size)
     mesh = on_machine(MESH, machine)
@@ -55,19 +51,19 @@ def test_axes_in_each_others_places_change_no_time(name: str) -> None:
     assert compared > 5
 
 
-def test_axes_across_a_network_keep_their_places() -> None:
+def test_axes_across_a_network_keep_their_places():
     assert interchangeable(MESH, Machine.of("h100:4x2")) == (("a", "b"), ("c",))
     assert all(len(alike) == 1 for alike in interchangeable(MESH, Machine.of("v5p", 8)))
 
 
-def convolved(x: Any, w: Any) -> Any:
+def convolved(x, w):
     return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
 
-def convolution() -> Program:
+def convolution():
     """A convolution and the gradient of its weights, which read the same windows of the images."""
 
-    def step(x: Any, w: Any, d: Any) -> Any:
+    def step(x, w, d):
         return convolved(x, w), jax.vjp(lambda w: convolved(x, w), w)[1](d)[0]
 
     image, kernel = jax.ShapeDtypeStruct((2, 16, 16, 8), jnp.float32), jax.ShapeDtypeStruct((3, 3, 8, 8), jnp.float32)
@@ -75,7 +71,7 @@ def convolution() -> Program:
 
 
 @pytest.mark.parametrize("name", ["h100", "v5e"])
-def test_what_is_emitted_takes_no_less_than_is_assumed(name: str) -> None:
+def test_what_is_emitted_takes_no_less_than_is_assumed(name):
     """So that no other plan is better than the one that is chosen so."""
     machine, compared = Machine.of(name, MESH.size), 0
     mesh = on_machine(MESH, machine)
@@ -94,17 +90,17 @@ def test_what_is_emitted_takes_no_less_than_is_assumed(name: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["wrap", pytest.param("symmetric", marks=pytest.mark.slow)])
-def test_few_ways_of_a_padding_are_traced(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_ways_of_a_padding_are_traced(mode, monkeypatch):
     """Of some thousand ways to split the equations of one padding, on three axes."""
-    traced: list[Any] = []
+    traced = []
 
-    def counted(*args: Any) -> Any:
+    def counted(*args):
         traced.append(args)
         return emitted_alone(*args)
 
     monkeypatch.setattr(emitted, "emitted_alone", counted)
 
-    def padded(v: Any, w: Any) -> Any:
+    def padded(v, w):
         return jnp.pad(v, [(0, 2), (1, 0), (3, 2)], mode=mode), 2 * gshard.split(w, 0, ("b", "c"))
 
     shapes = jax.ShapeDtypeStruct((19, 9, 12), jnp.uint32), jax.ShapeDtypeStruct((16, 4), jnp.float32)

@@ -1,12 +1,8 @@
 """Marks as a change of source files: what it says is what the marks were, and it applies."""
 
-from __future__ import annotations
-
 import importlib.util
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +11,6 @@ import pytest
 import gshard
 from gshard.core.errors import ArgumentError
 from gshard.core.number_text import significant
-from gshard.core.program import Value
 from gshard.core.sharding import Sharding
 from gshard.device.machine import Machine
 from gshard.search.as_marks import FoundMark
@@ -42,7 +37,7 @@ def chosen(x, a, b):
 MESH = gshard.Mesh.abstract(x=8)
 
 
-def loaded(path: Path, name: str) -> Any:
+def loaded(path, name):
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -52,15 +47,15 @@ def loaded(path: Path, name: str) -> Any:
     return module
 
 
-def mark_of(v: Value, text: str) -> FoundMark:
+def mark_of(v, text):
     return FoundMark("here", text, 0.0, {v: Sharding(((), ()))})
 
 
-def made_at(program: gshard.stages.Program, primitive: str, times: int = 0) -> Value:
+def made_at(program, primitive, times=0):
     return [e.outputs[0] for e in program.block.walk() if e.name == primitive][times]
 
 
-def test_marks_go_after_assignments_and_around_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_marks_go_after_assignments_and_around_results(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model.py").write_text(SOURCE)
     program = gshard.stages.trace(
@@ -90,7 +85,7 @@ def test_marks_go_after_assignments_and_around_results(tmp_path: Path, monkeypat
     assert marks == ["shard(x, P(None, 'x'))", "replicate(x)"]
 
 
-def test_a_patch_keeps_to_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_patch_keeps_to_its_time(tmp_path, monkeypatch):
     """With no time it says how far the unmarked program is from the plan; with more time it looks again."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model.py").write_text(SOURCE)
@@ -98,7 +93,7 @@ def test_a_patch_keeps_to_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     whole = (jax.P(), jax.P(), jax.P())
     step = gshard.jit(loaded(tmp_path / "model.py", "model_timed").net, mesh=MESH, in_shardings=whole)
     found = gshard.search(step, *arguments, machine=machine)
-    lines: list[str] = []
+    lines = []
     told = found.patch(budget_seconds=1e-6, progress=lines.append)
     assert [line.partition(": ")[2] for line in lines] == ["the program without further marks"]
     bare = found.marks.bare.cost.seconds
@@ -122,8 +117,8 @@ def test_a_patch_keeps_to_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         found.patch(budget_seconds=0)
 
 
-def test_what_is_found_later_has_the_time_of_the_search() -> None:
-    def f(x: Any, w: Any) -> Any:
+def test_what_is_found_later_has_the_time_of_the_search():
+    def f(x, w):
         return jnp.tanh(x @ w)
 
     given = {"mesh": MESH, "machine": "h100:1x8", "progress": False}

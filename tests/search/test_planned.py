@@ -1,10 +1,7 @@
 """The choice between plans: time, memory at the peak, and a memory limit with the values that it recomputes."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
-from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -14,20 +11,19 @@ import gshard
 from gshard.device.cost import cost
 from gshard.device.machine import Machine
 from gshard.search.pipeline import CHOOSE_WITHIN_LIMIT, Draft, Settings, plans_of, run
-from gshard.search.planned import Planned
 
 MACHINE = Machine.of("h100:1x8")
 MESH = gshard.Mesh.abstract(data=8)
 
 
-def column_sums(x: Any, w: Any, *, x_split: bool) -> Any:
+def column_sums(x, w, *, x_split):
     """A product whose rows are on all devices, or split."""
     x = gshard.split(x, 0, "data") if x_split else gshard.replicate(x)
     return jnp.tanh(x @ gshard.replicate(w)).sum(0)
 
 
 @functools.cache
-def priced(*, x_split: bool) -> Planned:
+def priced(*, x_split):
     arguments = ShapeDtypeStruct((65536, 256), "float32"), ShapeDtypeStruct((256, 256), "float32")
     program = gshard.stages.trace(functools.partial(column_sums, x_split=x_split), *arguments)
     planned = plans_of(program, MESH, MACHINE)[0]
@@ -35,7 +31,7 @@ def priced(*, x_split: bool) -> Planned:
     return dataclasses.replace(planned, spmd=spmd, cost=cost(spmd, MACHINE))
 
 
-def changed(planned: Planned, *, seconds: float = 1.0, memory: float = 1.0, room: float = 1.0) -> Planned:
+def changed(planned, *, seconds=1.0, memory=1.0, room=1.0):
     """A plan with other seconds, bytes at the peak and bytes of the machine's memory, as ratios."""
     assert planned.cost is not None
     kernels = tuple(dataclasses.replace(k, seconds=k.seconds * seconds) for k in planned.cost.kernels)
@@ -58,25 +54,25 @@ def changed(planned: Planned, *, seconds: float = 1.0, memory: float = 1.0, room
         ({"seconds": 0.9, "memory": 3.0}, False),  # does not fit
     ],
 )
-def test_a_plan_is_better_if_it_saves_time_or_memory(ratios: dict[str, float], is_better: bool) -> None:
+def test_a_plan_is_better_if_it_saves_time_or_memory(ratios, is_better):
     kept = changed(priced(x_split=True), room=2.0)
     assert changed(priced(x_split=True), room=2.0, **ratios).is_better(kept) is is_better
 
 
-def test_of_plans_that_do_not_fit_the_smaller_one_is_better() -> None:
+def test_of_plans_that_do_not_fit_the_smaller_one_is_better():
     kept = changed(priced(x_split=True), room=0.5)
     assert changed(priced(x_split=True), room=0.5, seconds=2.0, memory=0.9).is_better(kept)
     assert not changed(priced(x_split=True), room=0.5, seconds=0.5, memory=0.99).is_better(kept)
     assert changed(priced(x_split=True), room=0.5, seconds=2.0, memory=0.4).is_better(kept)
 
 
-def test_a_limit_is_kept_by_the_plan_that_is_fastest_within_it() -> None:
+def test_a_limit_is_kept_by_the_plan_that_is_fastest_within_it():
     fast, small = changed(priced(x_split=False), seconds=1e-3), priced(x_split=True)
     assert fast.cost is not None
     assert small.cost is not None
     assert small.cost.peak < fast.cost.memory.arguments, "which cannot be recomputed"
 
-    def first(limit: float) -> Planned:
+    def first(limit):
         settings = Settings(MESH, MACHINE, memory_limit=int(limit), recomputes=True)
         return run((CHOOSE_WITHIN_LIMIT,), Draft(plans=(fast, small)), settings).best
 

@@ -1,10 +1,6 @@
 """The work of planning is bounded: it is counted here, because seconds depend on the computer."""
 
-from __future__ import annotations
-
 import importlib
-from collections.abc import Sequence
-from typing import Any
 
 import pytest
 
@@ -16,17 +12,16 @@ from gshard.planning.propagate import Choice
 from gshard.rewrite import driver
 from gshard.search import emitted
 from gshard.search.pipeline import plans_of
-from gshard.search.planned import Planned
 from gshard.tracing.trace import trace
 
 of_propagate = importlib.import_module("gshard.planning.propagate")
 
 
-def counting(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[None]:
+def counting(monkeypatch, module, name):
     """Notes each call of a function of a module."""
     original, calls = getattr(module, name), list[None]()
 
-    def counted(*args: Any, **options: Any) -> Any:
+    def counted(*args, **options):
         calls.append(None)
         return original(*args, **options)
 
@@ -43,7 +38,7 @@ def counting(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[No
         pytest.param("windows/convolution_of_features'", marks=pytest.mark.slow),
     ],
 )
-def test_few_rewrites_fire_while_programs_are_priced(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_rewrites_fire_while_programs_are_priced(name, monkeypatch):
     """On average few for each program that is traced to be priced: each reaches its fixed point soon.
 
     These fired some thousand times, since what had been composed was composed again.
@@ -60,7 +55,7 @@ def test_few_rewrites_fire_while_programs_are_priced(name: str, monkeypatch: pyt
     assert len(fired) <= 3 * (len(alone) + 3), "some in each of them, and in the programs of three plans"
 
 
-def every_choice(made: Sequence[Planned]) -> list[Choice]:
+def every_choice(made):
     """The problems of plans, with every choice priced."""
     return [found for one in made if one.choice is not None and (found := one.choice()) is not None]
 
@@ -75,7 +70,7 @@ def every_choice(made: Sequence[Planned]) -> list[Choice]:
         pytest.param("small/graphs_both_step", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
-def test_few_choices_are_traced_and_the_best_is_the_best_of_all(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_choices_are_traced_and_the_best_is_the_best_of_all(name, monkeypatch):
     """What has to be traced to be priced is assumed to take little until it is chosen (``choose``).
 
     The plan costs what the best one costs if every choice is priced first. That takes several times as many traces.
@@ -84,7 +79,7 @@ def test_few_choices_are_traced_and_the_best_is_the_best_of_all(name: str, monke
     program, alone = trace(case.function, *case.arguments), counting(monkeypatch, emitted, "emitted_alone")
     chosen, choose = list[Choice](), of_propagate.choose
 
-    def noted(*args: Any, **options: Any) -> Choice | None:
+    def noted(*args, **options):
         found = choose(*args, **options)
         if found is not None:
             chosen.append(found)

@@ -1,9 +1,5 @@
 """A search for a number of devices tries meshes of three axes, near the best plans on meshes of two."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,19 +19,19 @@ RNG = np.random.default_rng(4)
 ROWS, LENGTH, UNITS, HEADS, HIDDEN = 8, 8, 32, 4, 64
 
 
-def normal(*shape: int) -> Any:
+def normal(*shape):
     return (RNG.standard_normal(shape) / 4).astype(np.float32)
 
 
-def layer(x: Any, w: Any) -> Any:
+def layer(x, w):
     q, k, v = (jnp.einsum("bsm,mhd->bhsd", x, w[name]) for name in "qkv")
     mixed = jax.nn.softmax(jnp.einsum("bhsd,bhtd->bhst", q, k)) @ v
     x = x + jnp.einsum("bhsd,hdm->bsm", mixed, w["o"])
     return x + jax.nn.relu(x @ w["up"]) @ w["down"]
 
 
-def step(weights: Any, x: Any) -> Any:
-    def loss(weights: Any) -> Any:
+def step(weights, x):
+    def loss(weights):
         y = x
         for w in weights:
             y = layer(y, w)
@@ -45,7 +41,7 @@ def step(weights: Any, x: Any) -> Any:
     return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradient), value
 
 
-def weights_of(units: int, hidden: int, make: Any) -> Any:
+def weights_of(units, hidden, make):
     heads = units, HEADS, units // HEADS
     shapes = {"q": heads, "k": heads, "v": heads, "o": (HEADS, units // HEADS, units)}
     return [{name: make(*s) for name, s in {**shapes, "up": (units, hidden), "down": (hidden, units)}.items()}] * 2
@@ -54,7 +50,7 @@ def weights_of(units: int, hidden: int, make: Any) -> Any:
 ARGUMENTS = weights_of(UNITS, HIDDEN, normal), normal(ROWS, LENGTH, UNITS)
 
 
-def search_on(mesh: gshard.Mesh, near: MeshSearch | None = None) -> MeshSearch:
+def search_on(mesh, near=None):
     """The search on a mesh, solved."""
     lowered = gshard.jit(step, mesh=mesh, donate_argnums=0).lower_for_search(ARGUMENTS, {})
     program = lowered.program if near is None else near.program
@@ -67,7 +63,7 @@ def search_on(mesh: gshard.Mesh, near: MeshSearch | None = None) -> MeshSearch:
 
 
 @pytest.fixture(scope="module")
-def coarse() -> MeshSearch:
+def coarse():
     with tables():
         one = search_on(gshard.Mesh.of({"data": 4, "model": 2}))
         assert one.price_solution() is not None
@@ -75,12 +71,12 @@ def coarse() -> MeshSearch:
 
 
 @pytest.fixture(scope="module")
-def near(coarse: MeshSearch) -> MeshSearch:
+def near(coarse):
     (mesh,) = cut_in_two(coarse.mesh)
     return search_on(mesh, coarse)
 
 
-def test_cuts_keep_the_devices_and_their_order(coarse: MeshSearch) -> None:
+def test_cuts_keep_the_devices_and_their_order(coarse):
     (finer,) = cut_in_two(coarse.mesh)
     assert dict(finer.axes) == {"data": 2, "model": 2, "inner": 2}
     assert finer.devices == coarse.mesh.devices
@@ -88,7 +84,7 @@ def test_cuts_keep_the_devices_and_their_order(coarse: MeshSearch) -> None:
     assert meshes == [(2, 4, 4), (4, 2, 4), (8, 2, 2)]
 
 
-def test_a_plan_is_the_same_on_a_finer_mesh(coarse: MeshSearch) -> None:
+def test_a_plan_is_the_same_on_a_finer_mesh(coarse):
     (mesh,) = cut_in_two(coarse.mesh)
     plan = coarse.chosen.plan
     finer = on_finer(plan, mesh)
@@ -101,7 +97,7 @@ def test_a_plan_is_the_same_on_a_finer_mesh(coarse: MeshSearch) -> None:
     assert counts[0] == counts[1]
 
 
-def test_the_known_plan_is_among_those_compared(coarse: MeshSearch, near: MeshSearch) -> None:
+def test_the_known_plan_is_among_those_compared(coarse, near):
     assert coarse.graph is not None
     assert near.graph is not None
     assert near.near is not None
@@ -110,14 +106,14 @@ def test_the_known_plan_is_among_those_compared(coarse: MeshSearch, near: MeshSe
     assert near.rank[2] <= known * (1 + 1e-6)
 
 
-def test_few_choices_are_compared(near: MeshSearch) -> None:
+def test_few_choices_are_compared(near):
     assert near.graph is not None
     whole = graph_of(near.program, bytes_on(near.mesh, tuple(near.mesh.atoms_of.values())))
     choices = [sum(len(costs) for costs in graph.problem.costs) for graph in (near.graph, whole)]
     assert choices[0] < 0.5 * choices[1]
 
 
-def test_nothing_is_proven_near_a_plan(coarse: MeshSearch, near: MeshSearch) -> None:
+def test_nothing_is_proven_near_a_plan(coarse, near):
     near.price_solutions()
     best = near.best()
     assert best.bound == near.least_seconds == 0
@@ -126,7 +122,7 @@ def test_nothing_is_proven_near_a_plan(coarse: MeshSearch, near: MeshSearch) -> 
     assert best.near.axes == coarse.mesh.axes
 
 
-def test_plans_run(near: MeshSearch) -> None:
+def test_plans_run(near):
     near.price_solutions()
     run = gshard.jit(step, mesh=near.mesh, plan=near.chosen.plan, donate_argnums=0)
     weights, expected = (jax.tree.map(jnp.asarray, ARGUMENTS[0]) for _ in range(2))
@@ -137,10 +133,10 @@ def test_plans_run(near: MeshSearch) -> None:
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), weights, expected)
 
 
-def language_step(state: Any, tokens: Any, targets: Any) -> Any:
+def language_step(state, tokens, targets):
     """A step of a language model with tied embeddings."""
 
-    def loss(state: Any) -> Any:
+    def loss(state):
         y = state["table"][tokens]
         for w in state["layers"]:
             y = layer(y, w)
@@ -151,7 +147,7 @@ def language_step(state: Any, tokens: Any, targets: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_three_axes_are_found_where_they_are_faster() -> None:
+def test_three_axes_are_found_where_they_are_faster():
     """Fewer sequences than devices."""
     shape = jax.ShapeDtypeStruct
     state = {"table": shape((50304, 1024), "float32"), "layers": weights_of(1024, 4096, lambda *s: shape(s, "float32"))}

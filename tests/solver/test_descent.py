@@ -4,12 +4,11 @@ import numpy as np
 import pytest
 
 from gshard.solver.descent import Descent
-from gshard.solver.problem import Problem
 from gshard.solver.reduce import reduce
 from random_problems import layered
 
 
-def problem_of(seed: int) -> Problem:
+def problem_of(seed):
     return reduce(layered(seed, layers=8, width=5, memory=False)).problem
 
 

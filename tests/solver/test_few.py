@@ -1,7 +1,5 @@
 """A problem solved again with the few most promising states of each node."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -11,7 +9,7 @@ from gshard.solver.few import best_of_few
 from gshard.solver.problem import Problem
 
 
-def large(seed: int, nodes: int = 60, states: int = 40, forbidden: float = 0.0) -> Problem:
+def large(seed, nodes=60, states=40, forbidden=0.0):
     """Nodes in a ring, each with an edge to two others, of random costs; the first states are always allowed."""
     rng = np.random.default_rng(seed)
     costs, edges = [rng.random(states) for _ in range(nodes)], []
@@ -23,7 +21,7 @@ def large(seed: int, nodes: int = 60, states: int = 40, forbidden: float = 0.0) 
     return Problem.of(costs, edges)
 
 
-def test_rounds_over_few_states_spare_more_than_another_round_over_all() -> None:
+def test_rounds_over_few_states_spare_more_than_another_round_over_all():
     found = []
     for seed in range(3):
         problem = large(seed)
@@ -41,7 +39,7 @@ def test_rounds_over_few_states_spare_more_than_another_round_over_all() -> None
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_the_best_so_far_is_never_lost(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_so_far_is_never_lost(seed, monkeypatch):
     """Also where states forbid each other, and where a single state of each ranking is kept."""
     monkeypatch.setattr(few, "FEW", 1 + seed % 3)
     problem = large(seed, nodes=20, states=8, forbidden=0.3)

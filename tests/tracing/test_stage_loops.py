@@ -1,7 +1,5 @@
 """Chains of ``gshard.stage`` as pipelines: the numbers of every call, what moves, and refusals."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +19,7 @@ RNG = np.random.default_rng(5)
 ROWS, UNITS, LAYERS = 24, 6, 8
 
 
-def normal(*shape: int) -> Any:
+def normal(*shape):
     return (RNG.standard_normal(shape) / 3).astype(np.float32)
 
 
@@ -34,25 +32,25 @@ PARAMS = {
 Stage = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def layer(x: Any, w: Any) -> Any:
+def layer(x, w):
     return x + jax.nn.silu((x - x.mean(1, keepdims=True)) * w["g"] @ w["a"]) @ w["b"]
 
 
-def of_plain(stage: Stage, params: Any) -> Any:
+def of_plain(stage, params):
     x = X @ params["first"]
     for w in params["layers"]:
         x = stage(layer)(x, w)
     return x
 
 
-def of_constants(stage: Stage, params: Any) -> Any:
+def of_constants(stage, params):
     """Layers whose weights are constants, each with a function of its own that has a derivative rule."""
     constants = [jax.tree.map(jnp.asarray, w) for w in PARAMS["layers"]]
     x = X @ params["first"]
     for own in constants:
 
         @jax.custom_jvp
-        def activation(x: Any) -> Any:
+        def activation(x):
             return jnp.sin(x)
 
         activation.defjvps(lambda t, _, x: t * jnp.cos(x))
@@ -61,7 +59,7 @@ def of_constants(stage: Stage, params: Any) -> Any:
     return x
 
 
-def of_data(stage: Stage, params: Any) -> Any:
+def of_data(stage, params):
     """No derivative is by what the first layer reads, and the last layer has a result that nothing reads."""
     run = stage(lambda x, total, w: (layer(x, w), total + (x**2).mean()))
     x, total = X, jnp.zeros(())
@@ -70,7 +68,7 @@ def of_data(stage: Stage, params: Any) -> Any:
     return x
 
 
-def of_remat(stage: Stage, params: Any) -> Any:
+def of_remat(stage, params):
     """Weights first, and by name."""
     run = stage(jax.checkpoint(lambda w, x: layer(x, w)))
     x = X @ params["first"]
@@ -79,10 +77,10 @@ def of_remat(stage: Stage, params: Any) -> Any:
     return x
 
 
-def of_several(stage: Stage, params: Any) -> Any:
+def of_several(stage, params):
     """Two carried arrays, a sum that is carried, second results in use between the calls, and a shared mask."""
 
-    def several(carry: Any, w: Any, mask: Any) -> Any:
+    def several(carry, w, mask):
         x, y, total = carry
         new = jnp.where(mask[:, None], layer(x, w), x)
         return (new + 0.1 * y, jnp.tanh(y) + x, total + (x**2).mean()), {"squares": (new**2).sum(), "rows": new[:, 0]}
@@ -95,8 +93,8 @@ def of_several(stage: Stage, params: Any) -> Any:
     return *carry, squares, jnp.stack(rows), rows[3]
 
 
-def of_dropped(stage: Stage, params: Any) -> Any:
-    def dropped(x: Any, w: Any, key: Any) -> Any:
+def of_dropped(stage, params):
+    def dropped(x, w, key):
         return jnp.where(jax.random.bernoulli(key, 0.8, x.shape), layer(x, w), x)
 
     x = X @ params["first"]
@@ -105,7 +103,7 @@ def of_dropped(stage: Stage, params: Any) -> Any:
     return x
 
 
-def of_numbered(stage: Stage, params: Any) -> Any:
+def of_numbered(stage, params):
     """Numbers and names that stay, constants of each layer, and the number of the layer as an array."""
     x = X @ params["first"]
     for i, w in enumerate(params["layers"]):
@@ -115,7 +113,7 @@ def of_numbered(stage: Stage, params: Any) -> Any:
     return x
 
 
-def of_two_towers(stage: Stage, params: Any) -> Any:
+def of_two_towers(stage, params):
     """Encoder and decoder: the layers of the second chain read the result of the first one."""
     x, y = X @ params["first"], X @ params["first"].T
     for w in params["layers"][:4]:
@@ -125,15 +123,15 @@ def of_two_towers(stage: Stage, params: Any) -> Any:
     return x, y
 
 
-def of_called(stage: Stage, params: Any) -> Any:
+def of_called(stage, params):
     """The chain is in the body of a call."""
     return jax.jit(lambda params: of_plain(stage, params))(params)
 
 
-def of_accumulated(stage: Stage, params: Any) -> Any:
+def of_accumulated(stage, params):
     """The chain is in the body of a loop."""
 
-    def one(total: Any, scale: Any) -> Any:
+    def one(total, scale):
         x = X @ params["first"] * scale
         for w in params["layers"]:
             x = stage(layer)(x, w)
@@ -142,10 +140,10 @@ def of_accumulated(stage: Stage, params: Any) -> Any:
     return jax.lax.scan(one, jnp.zeros_like(X), jnp.array([0.5, -1.0, 2.0]))[0]
 
 
-def of_mapped(stage: Stage, params: Any) -> Any:
+def of_mapped(stage, params):
     """Each layer is on one row, and ``vmap`` adds the batch."""
 
-    def one(x: Any) -> Any:
+    def one(x):
         for w in params["layers"]:
             x = stage(lambda x, w: layer(x[None], w)[0])(x, w)
         return x
@@ -153,7 +151,7 @@ def of_mapped(stage: Stage, params: Any) -> Any:
     return jax.vmap(one)(X @ params["first"])
 
 
-PROGRAMS: dict[str, Callable[[Stage, Any], Any]] = {
+PROGRAMS = {
     "plain": of_plain,
     "data": of_data,
     "remat": of_remat,
@@ -168,39 +166,39 @@ PROGRAMS: dict[str, Callable[[Stage, Any], Any]] = {
 }
 
 
-def in_stages(micro_batches: int = 6, **arguments: Any) -> Stage:
+def in_stages(micro_batches=6, **arguments):
     return lambda f: gshard.stage(f, "stage", micro_batches=micro_batches, **arguments)
 
 
-def loss_of(program: Callable[[Stage, Any], Any], stage: Stage = lambda f: f) -> Callable[[Any], Any]:
+def loss_of(program, stage=lambda f: f):
     """The value of a program and its gradient."""
 
-    def loss(params: Any) -> Any:
+    def loss(params):
         return sum((x**2).mean() for x in jax.tree.leaves(program(stage, params)))
 
     return jax.value_and_grad(loss)
 
 
-def check_equal(got: Any, want: Any) -> None:
+def check_equal(got, want):
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         scale = float(np.abs(np.asarray(y)).max())
         np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=2e-5, atol=2e-5 * max(scale, 1e-3))
 
 
-def check_calls(function: Callable[..., Any], want: Any, *arguments: Any, mesh: Any) -> None:
+def check_calls(function, want, *arguments, mesh):
     for got in three_calls(gshard.jit(function, mesh=mesh), mesh, *arguments):
         check_equal(got, want)
 
 
 @functools.cache
-def wanted(name: str) -> Any:
+def wanted(name):
     return jax.jit(loss_of(PROGRAMS[name]))(PARAMS)
 
 
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("rounds", [1, 2])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_numbers_are_those_of_the_calls(name: str, rounds: int) -> None:
+def test_numbers_are_those_of_the_calls(name, rounds):
     stages = 2 if name == "two_towers" else 4
     function = loss_of(PROGRAMS[name], in_stages(rounds=rounds))
     found = gshard.explain(function, PARAMS, mesh=Mesh.abstract(stage=stages))
@@ -208,15 +206,15 @@ def test_numbers_are_those_of_the_calls(name: str, rounds: int) -> None:
     check_calls(function, wanted(name), PARAMS, mesh=mesh_of(stage=stages, other=8 // stages))
 
 
-def test_under_jax_the_calls_are_calls() -> None:
+def test_under_jax_the_calls_are_calls():
     check_equal(jax.jit(loss_of(of_several, in_stages()))(PARAMS), wanted("several"))
     check_calls(loss_of(of_several, in_stages()), wanted("several"), PARAMS, mesh=mesh_of(stage=1, data=8))
 
 
-def test_weights_move_once_each_way() -> None:
+def test_weights_move_once_each_way():
     """As for a stack that the program makes: in planning, both are the same program."""
 
-    def scanned(params: Any) -> Any:
+    def scanned(params):
         layers = jax.tree.map(lambda *w: jnp.stack(w), *params["layers"])
         layers = gshard.pipeline(layers, "stage", micro_batches=6)
         x = jax.lax.scan(lambda x, w: (jax.checkpoint(layer)(x, w), None), X @ params["first"], layers)[0]
@@ -230,10 +228,10 @@ def test_weights_move_once_each_way() -> None:
     assert found.plan.program.pipelines[0].startswith("8 layers in 4 stages, 6 micro-batches of 4 rows: 9 turns")
 
 
-def test_a_training_step_of_separate_layers() -> None:
+def test_a_training_step_of_separate_layers():
     optimizer = optax.adamw(1e-2)
 
-    def step(params: Any, state: Any, stage: Stage = lambda f: f) -> Any:
+    def step(params, state, stage=lambda f: f):
         value, gradient = loss_of(of_remat, stage)(params)
         updates, state = optimizer.update(gradient, state, params)
         return optax.apply_updates(params, updates), state, value
@@ -247,17 +245,17 @@ def test_a_training_step_of_separate_layers() -> None:
 
 
 class NnxLayer(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
+    def __init__(self, rngs):
         self.up, self.down = nnx.Linear(UNITS, 10, rngs=rngs), nnx.Linear(10, UNITS, rngs=rngs)
 
-    def __call__(self, x: Any) -> Any:
+    def __call__(self, x):
         return x + self.down(nnx.gelu(self.up(x)))
 
 
-def test_layers_of_flax() -> None:
+def test_layers_of_flax():
     graph, state = nnx.split([NnxLayer(nnx.Rngs(i)) for i in range(LAYERS)])
 
-    def loss(model: Any, stage: Stage = lambda f: f) -> Any:
+    def loss(model, stage=lambda f: f):
         state, first = model
         x = X @ first
         for own in nnx.merge(graph, state):
@@ -269,17 +267,17 @@ def test_layers_of_flax() -> None:
     check_calls(jax.value_and_grad(functools.partial(loss, stage=in_stages())), want, model, mesh=mesh_of(stage=4, b=2))
 
 
-def refused(program: Callable[[Stage, Any], Any], *, grad: bool = True, **arguments: Any) -> str:
+def refused(program, *, grad=True, **arguments):
     function = loss_of(program, in_stages(**arguments)) if grad else functools.partial(program, in_stages(**arguments))
     with pytest.raises(gshard.ShardingError) as error:
         gshard.explain(function, PARAMS, mesh=Mesh.abstract(stage=4))
     return str(error.value)
 
 
-def chain(step: Callable[..., Any], first: bool = True) -> Callable[[Stage, Any], Any]:
+def chain(step, first=True):
     """The program in which each layer is ``step(stage, x, w, i)``."""
 
-    def program(stage: Stage, params: Any) -> Any:
+    def program(stage, params):
         x = X @ params["first"] if first else X
         for i, w in enumerate(params["layers"]):
             x = step(stage, x, w, i)
@@ -288,7 +286,7 @@ def chain(step: Callable[..., Any], first: bool = True) -> Callable[[Stage, Any]
     return program
 
 
-def beside(stage: Stage, params: Any) -> Any:
+def beside(stage, params):
     x, offset = X @ params["first"], jnp.zeros(UNITS)
     for w in params["layers"]:
         x, mean = stage(lambda x, w, offset: (layer(x, w) + offset, x.sum(0)))(x, w, offset)
@@ -296,7 +294,7 @@ def beside(stage: Stage, params: Any) -> Any:
     return x
 
 
-def skipping(stage: Stage, params: Any) -> Any:
+def skipping(stage, params):
     states = [X, X @ params["first"]]
     for w in params["layers"]:
         states.append(stage(lambda x, w, before: layer(x, w) + before)(states[-1], w, states[-2]))
@@ -304,7 +302,7 @@ def skipping(stage: Stage, params: Any) -> Any:
 
 
 # Programs, whether the gradient is taken, and what is said of them.
-REFUSED: dict[str, tuple[Callable[[Stage, Any], Any], bool, tuple[str, ...]]] = {
+REFUSED = {
     "layers that differ": (
         chain(lambda stage, x, w, i: stage(lambda x, w: layer(x, w) * (1 + i))(x, w)), True,
         ("no equal stage directly before or after", "mul at test_stage_loops.py", "reads 1.0 in one, and 2.0 in the"),
@@ -340,13 +338,13 @@ REFUSED: dict[str, tuple[Callable[[Stage, Any], Any], bool, tuple[str, ...]]] = 
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_chains_that_are_no_pipeline_are_refused_with_what_is_wrong(name: str) -> None:
+def test_chains_that_are_no_pipeline_are_refused_with_what_is_wrong(name):
     program, grad, words = REFUSED[name]
     text = refused(program, grad=grad)
     assert all(word in text for word in words), text
 
 
-def test_layers_and_stages_that_do_not_fit() -> None:
+def test_layers_and_stages_that_do_not_fit():
     text = refused(of_plain, rounds=3)
     assert "a loop over 8 layers cannot be cut into 12 equal parts" in text
     assert "test_stage_loops.py" in text
@@ -362,18 +360,18 @@ def test_layers_and_stages_that_do_not_fit() -> None:
         ({"rounds": 1.5}, "rounds is a positive integer"),
     ],
 )
-def test_arguments_are_checked(arguments: dict[str, Any], what: str) -> None:
-    given: dict[str, Any] = {"f": layer, "over": "stage", "micro_batches": 2, **arguments}
+def test_arguments_are_checked(arguments, what):
+    given = {"f": layer, "over": "stage", "micro_batches": 2, **arguments}
     with pytest.raises(gshard.ShardingError, match=what):
         gshard.stage(**given)
 
 
-def test_a_stage_returns_arrays() -> None:
+def test_a_stage_returns_arrays():
     with pytest.raises(gshard.ShardingError, match="a stage without arrays"):
         jax.jit(gshard.stage(lambda x: None, "stage", micro_batches=2))(X)
 
 
-def test_without_a_trace_the_function_is_called() -> None:
+def test_without_a_trace_the_function_is_called():
     seen = []
     gshard.stage(seen.append, "stage", micro_batches=2)(X)
     assert seen[0] is X

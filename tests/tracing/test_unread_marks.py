@@ -1,8 +1,5 @@
 """Marks whose result nothing reads are listed by explain and refused by strict; all others are not."""
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,23 +12,23 @@ MESH = {"data": 4, "model": 2}
 X = np.arange(-32.0, 32, dtype=np.float32).reshape(8, 8) / 8
 
 
-def forgotten(x: Any) -> Any:
+def forgotten(x):
     gshard.split(x, 0, "data")
     return 2 * x
 
 
-def named(x: Any) -> Any:
+def named(x):
     gshard.name(x, "batch _")
     return 2 * x
 
 
-def loss(x: Any) -> Any:
+def loss(x):
     """Its marks are dead in the gradient, and those of the cotangents are not."""
     y = gshard.split(x @ x, 0, "data")
     return gshard.replicate(gshard.split(y.sum(1), 0, "data").sum())
 
 
-def part(tree: Any) -> Any:
+def part(tree):
     tree = gshard.split(tree, 0, "data")
     return tree[0] * 2
 
@@ -39,11 +36,11 @@ def part(tree: Any) -> Any:
 first = gshard.jit(lambda a, b: a * 2, mesh=MESH, in_shardings=jax.P("data"))
 
 
-def loop(f: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def loop(f):
     return lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, None, length=2)[0]
 
 
-FORGOTTEN: dict[str, Callable[[Any], Any]] = {
+FORGOTTEN = {
     "plain": forgotten,
     "in a loop": loop(forgotten),
     "in a call": jax.jit(forgotten),
@@ -53,7 +50,7 @@ FORGOTTEN: dict[str, Callable[[Any], Any]] = {
     "in another partitioned function": lambda x: gshard.jit(forgotten, mesh=MESH)(x),
     "a name": named,
 }
-READ: dict[str, Callable[[Any], Any]] = {
+READ = {
     "result": lambda x: gshard.split(x, 0, "data"),
     "gradient": jax.grad(loss),
     "value and gradient": lambda x: jax.value_and_grad(loss)(x)[1],
@@ -64,7 +61,7 @@ READ: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def forgiven(x: Any) -> Any:
+def forgiven(x):
     return 2 * x, gshard.split(x, 0, "data")
 
 
@@ -72,7 +69,7 @@ READ["only in one of two calls"] = lambda x: forgiven(x)[0] + forgiven(x)[1]
 
 
 @pytest.mark.parametrize("case", FORGOTTEN)
-def test_a_mark_without_effect_is_listed_and_refused(case: str) -> None:
+def test_a_mark_without_effect_is_listed_and_refused(case):
     f = FORGOTTEN[case]
     found = gshard.explain(f, X, mesh=MESH)
     assert len(found.unused) == 1
@@ -91,7 +88,7 @@ def test_a_mark_without_effect_is_listed_and_refused(case: str) -> None:
 
 @pytest.mark.parametrize("case", READ)
 @pytest.mark.one_in(3)
-def test_all_others_have_one(case: str) -> None:
+def test_all_others_have_one(case):
     f = READ[case]
     assert gshard.explain(f, X, mesh=MESH).unused == ()
     for got in in_every_way(gshard.jit(f, mesh=MESH, strict=True), (X,), mesh_of(**MESH)):

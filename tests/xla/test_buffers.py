@@ -1,8 +1,5 @@
 """What devices hold, read from the schedule, against what the compiler reports."""
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -11,17 +8,17 @@ from gshard.xla.buffers import aliased_results, held_by
 from gshard.xla.hlo_parser import read_module
 
 
-def layers(x: jax.Array, ws: jax.Array) -> jax.Array:
+def layers(x, ws):
     return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0].sum()
 
 
-def written_out(x: jax.Array, ws: jax.Array) -> jax.Array:
+def written_out(x, ws):
     for w in ws:
         x = jnp.tanh(x @ w)
     return x.sum()
 
 
-def attention(x: jax.Array, ws: jax.Array) -> jax.Array:
+def attention(x, ws):
     q, k, v = (x @ w for w in ws[:3])
     return (jax.nn.softmax(q @ k.T) @ v).sum()
 
@@ -29,7 +26,7 @@ def attention(x: jax.Array, ws: jax.Array) -> jax.Array:
 @pytest.mark.optimised
 @pytest.mark.parametrize("f", [layers, written_out, attention])
 @pytest.mark.parametrize("differentiated", [False, True])
-def test_temporaries_are_near_those_of_the_compiler(f: Callable[..., Any], differentiated: bool) -> None:
+def test_temporaries_are_near_those_of_the_compiler(f, differentiated):
     run = jax.grad(f, (0, 1)) if differentiated else f
     compiled = jax.jit(run).lower(jnp.ones((256, 256)), jnp.ones((6, 256, 256))).compile()
     held, report = held_by(read_module(compiled.as_text())), compiled.memory_analysis()
@@ -39,7 +36,7 @@ def test_temporaries_are_near_those_of_the_compiler(f: Callable[..., Any], diffe
     assert sum(h.bytes for h in held.alive) == held.temporaries
 
 
-def test_donated_arguments_hold_the_results() -> None:
+def test_donated_arguments_hold_the_results():
     f = jax.jit(lambda x, y: (y * 2, x + 1, x.sum()), donate_argnums=(0, 1))
     module = read_module(f.lower(jnp.ones(1000), jnp.ones((500, 3))).compile().as_text())
     assert aliased_results(module) == {0: 1, 1: 0}
@@ -48,7 +45,7 @@ def test_donated_arguments_hold_the_results() -> None:
     assert held.peak - held.temporaries == 4 * 1000 + 4 * 1500 + 4
 
 
-def test_what_updates_in_place_takes_no_second_buffer() -> None:
+def test_what_updates_in_place_takes_no_second_buffer():
     text = """HloModule m, is_scheduled=true, num_partitions=1
 
 ENTRY %main (x: f32[100,10], y: f32[1,10]) -> f32[] {
@@ -68,7 +65,7 @@ ENTRY %main (x: f32[100,10], y: f32[1,10]) -> f32[] {
     assert [h.array.name for h in held.alive] == ["c", "unread"]
 
 
-def test_arrays_on_the_chip_and_on_the_host_do_not_count() -> None:
+def test_arrays_on_the_chip_and_on_the_host_do_not_count():
     text = """HloModule m, is_scheduled=true, num_partitions=1
 
 ENTRY %main (x: f32[100,10]) -> f32[100,10] {

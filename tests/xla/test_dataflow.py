@@ -1,8 +1,5 @@
 """Arrays of compiled programs, followed to the arguments they come from and to what reads them."""
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,11 +12,11 @@ from gshard.xla.hlo_parser import read_module
 
 
 @pytest.fixture(scope="module")
-def mesh() -> Mesh:
+def mesh():
     return Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("data", "model"))
 
 
-def flow_of(f: Callable[..., Any], mesh: Mesh, *arguments: tuple[tuple[int, ...], tuple[Any, ...]]) -> Dataflow:
+def flow_of(f, mesh, *arguments):
     given = [
         jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
         for shape, spec in arguments
@@ -27,7 +24,7 @@ def flow_of(f: Callable[..., Any], mesh: Mesh, *arguments: tuple[tuple[int, ...]
     return Dataflow(read_module(jax.jit(f).lower(*given).compile().as_text()))
 
 
-def moved(flow: Dataflow, kind: str) -> list[tuple[Array, Array]]:
+def moved(flow, kind):
     """The operands and results of the collectives of a kind."""
     found = []
     for sent in sent_by(flow.module):
@@ -39,12 +36,12 @@ def moved(flow: Dataflow, kind: str) -> list[tuple[Array, Array]]:
     return found
 
 
-def whole(x: jax.Array, mesh: Mesh, *spec: Any) -> jax.Array:
+def whole(x, mesh, *spec):
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
 
-def test_a_gathered_weight_is_the_argument_through_casts_and_transposes(mesh: Mesh) -> None:
-    def f(x: jax.Array, w: jax.Array) -> jax.Array:
+def test_a_gathered_weight_is_the_argument_through_casts_and_transposes(mesh):
+    def f(x, w):
         return x @ whole(w.T.astype(jnp.bfloat16).astype(jnp.float32), mesh)
 
     flow = flow_of(f, mesh, ((64, 32), ("data",)), ((16, 32), ("model",)))
@@ -55,8 +52,8 @@ def test_a_gathered_weight_is_the_argument_through_casts_and_transposes(mesh: Me
     assert "dot" in readers or "custom-call" in readers
 
 
-def test_a_layer_of_stacked_weights_in_a_loop_is_the_argument(mesh: Mesh) -> None:
-    def f(x: jax.Array, ws: jax.Array) -> jax.Array:
+def test_a_layer_of_stacked_weights_in_a_loop_is_the_argument(mesh):
+    def f(x, ws):
         return jax.lax.scan(lambda x, w: (jnp.tanh(x @ whole(w, mesh)), None), x, ws)[0]
 
     flow = flow_of(f, mesh, ((64, 32), ("data",)), ((5, 32, 32), (None, "model")))
@@ -65,8 +62,8 @@ def test_a_layer_of_stacked_weights_in_a_loop_is_the_argument(mesh: Mesh) -> Non
     assert {flow.arguments(operand) for operand, _ in gathers} == {(1,)}
 
 
-def test_what_a_loop_changes_is_no_argument(mesh: Mesh) -> None:
-    def f(x: jax.Array, ws: jax.Array) -> jax.Array:
+def test_what_a_loop_changes_is_no_argument(mesh):
+    def f(x, ws):
         return jax.lax.scan(lambda x, w: (jnp.tanh(whole(x, mesh) @ w), None), x, ws)[0]
 
     flow = flow_of(f, mesh, ((64, 32), ("data",)), ((5, 32, 32), ()))
@@ -78,8 +75,8 @@ def test_what_a_loop_changes_is_no_argument(mesh: Mesh) -> None:
     assert all(flow.arguments(operand) == () for operand in inner)
 
 
-def test_a_gradient_reaches_the_result_and_meets_its_weight(mesh: Mesh) -> None:
-    def f(w: jax.Array, v: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def test_a_gradient_reaches_the_result_and_meets_its_weight(mesh):
+    def f(w, v, x):
         a, b = jax.grad(lambda w, v: (jnp.tanh(x @ w) @ v).sum(), (0, 1))(w, v)
         return w - 0.1 * a, v - 0.2 * b
 
@@ -88,7 +85,7 @@ def test_a_gradient_reaches_the_result_and_meets_its_weight(mesh: Mesh) -> None:
     assert {(tuple(r.results), tuple(r.beside)) for r in reached} == {((0,), (0,)), ((1,), (1,))}
 
 
-def test_a_join_of_arguments_is_all_of_them(mesh: Mesh) -> None:
+def test_a_join_of_arguments_is_all_of_them(mesh):
     for join in (jnp.concatenate, jnp.stack):
         flow = flow_of(lambda *x, join=join: join(x), mesh, *[((8, 4), ())] * 3)
         assert flow.arguments(Array(flow.module.entry, flow.module.computations[flow.module.entry].root)) == (0, 1, 2)
@@ -96,7 +93,7 @@ def test_a_join_of_arguments_is_all_of_them(mesh: Mesh) -> None:
     assert flow.arguments(Array(flow.module.entry, flow.module.computations[flow.module.entry].root)) == ()
 
 
-def test_what_a_product_reads_is_another_array(mesh: Mesh) -> None:
+def test_what_a_product_reads_is_another_array(mesh):
     flow = flow_of(lambda x, w: jnp.exp(x @ w), mesh, ((64, 32), ("data",)), ((32, 16), ()))
     root = Array(flow.module.entry, flow.module.computations[flow.module.entry].root)
     assert flow.arguments(root) == ()

@@ -1,9 +1,8 @@
 """The modelled time of compiled programs: kernels, collectives, and what passes beside each other."""
 
 from gshard.device.machine import Machine
-from gshard.xla.elapsed import Ran, elapsed
-from gshard.xla.hlo_collectives import CompiledCollective
-from gshard.xla.hlo_parser import Instruction, read_module
+from gshard.xla.elapsed import elapsed
+from gshard.xla.hlo_parser import read_module
 
 MACHINE = Machine.of("h100:1x8")
 PRODUCT = 2 * 4096**3 / MACHINE.rate("bf16")
@@ -37,16 +36,16 @@ ENTRY %main (a: bf16[4096,4096]) -> (s32[], bf16[4096,4096]) {
 """
 
 
-def timed(seconds: float) -> dict[str, Ran]:
+def timed(seconds):
     """What runs where every collective takes so many seconds."""
 
-    def network(read: CompiledCollective, made: Instruction) -> float:
+    def network(read, made):
         return seconds if read.operand_bytes > 1 else 0.0
 
     return {row.made.name: row for row in elapsed(read_module(TEXT), MACHINE, network).ran()}
 
 
-def test_what_is_shorter_than_the_product_beside_it_is_hidden() -> None:
+def test_what_is_shorter_than_the_product_beside_it_is_hidden():
     rows = timed(PRODUCT / 4)
     assert rows["first"].seconds == rows["second"].seconds == 0
     assert rows["z"].seconds == rows["z"].duration
@@ -54,7 +53,7 @@ def test_what_is_shorter_than_the_product_beside_it_is_hidden() -> None:
     assert {row.times for row in rows.values()} == {3}
 
 
-def test_collectives_queue_for_the_network() -> None:
+def test_collectives_queue_for_the_network():
     rows = timed(PRODUCT)
     product = rows["y"].seconds  # with its launch
     assert rows["first"].seconds == 0
@@ -62,7 +61,7 @@ def test_collectives_queue_for_the_network() -> None:
     assert abs(sum(dict(rows["second"].parts).values()) - rows["second"].seconds) < 1e-12
 
 
-def test_all_that_is_waited_for_counts_once() -> None:
+def test_all_that_is_waited_for_counts_once():
     for seconds in (0.0, PRODUCT / 3, PRODUCT, 5 * PRODUCT):
         rows = timed(seconds)
         whole = sum(row.seconds for row in rows.values())

@@ -25,13 +25,13 @@ from gshard.xla.op_names import Origin, origin_of
         ("", Origin()),
     ],
 )  # fmt: skip
-def test_a_name_stack(op_name: str, expected: Origin) -> None:
+def test_a_name_stack(op_name, expected):
     assert origin_of(op_name) == expected
 
 
-def test_those_that_jax_writes() -> None:
-    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
-        def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+def test_those_that_jax_writes():
+    def loss(w, x):
+        def layer(x, w):
             with jax.named_scope("mlp"):
                 return jnp.tanh(x @ w), None
 

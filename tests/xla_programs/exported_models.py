@@ -1,17 +1,12 @@
 """Models of Flax that plans are exported for, and the plan of given shardings, exported."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
 import gshard
 
-MESHES: list[dict[str, int]] = [{"data": 8}, {"data": 2, "model": 4}, {"a": 2, "b": 2, "c": 2}]
+MESHES = [{"data": 8}, {"data": 2, "model": 4}, {"a": 2, "b": 2, "c": 2}]
 X = jax.ShapeDtypeStruct((64, 64), "float32")
 
 
@@ -19,7 +14,7 @@ class Block(nn.Module):
     """A residual feed-forward block whose weights have logical names."""
 
     @nn.compact
-    def __call__(self, x: jax.Array, _: Any) -> tuple[jax.Array, None]:
+    def __call__(self, x, _):
         init = nn.initializers.lecun_normal()
         up = nn.with_logical_partitioning(init, ("embed", "mlp"))
         down = nn.with_logical_partitioning(init, ("mlp", "embed"))
@@ -31,21 +26,21 @@ class Scanned(nn.Module):
     """Three such blocks, stacked by ``nn.scan``."""
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x):
         blocks = nn.scan(
             Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=3,
             metadata_params={nn.PARTITION_NAME: "layers"},
         )  # fmt: skip
         found, _ = blocks(name="blocks")(x, None)
-        return found  # type: ignore[no-any-return]
+        return found
 
 
-def linen_step() -> tuple[Callable[..., Any], Any]:
+def linen_step():
     """A training step of ``Scanned``, and its boxed variables."""
     model = Scanned()
 
-    def step(variables: Any, x: jax.Array) -> tuple[Any, jax.Array]:
-        def loss(variables: Any) -> jax.Array:
+    def step(variables, x):
+        def loss(variables):
             return jnp.mean((model.apply(variables, x) - x) ** 2)
 
         value, gradients = jax.value_and_grad(loss)(variables)
@@ -54,9 +49,7 @@ def linen_step() -> tuple[Callable[..., Any], Any]:
     return step, jax.eval_shape(model.init, jax.random.key(0), X)
 
 
-def exported(
-    step: Callable[..., Any], *args: Any, mesh: Any, in_shardings: Any = None, **options: Any
-) -> gshard.stages.ExportedPlan:
+def exported(step, *args, mesh, in_shardings=None, **options):
     """The plan in which positional arguments have these shardings, exported; without much of a search."""
     kwargs = options.pop("kwargs", {})
     made = gshard.jit(step, mesh=mesh, in_shardings=in_shardings, **options)
@@ -64,10 +57,10 @@ def exported(
     return gshard.export_plan(found)
 
 
-def split_hidden(arrays: Any, axes: tuple[str, ...], hidden: int = 256) -> Any:
+def split_hidden(arrays, axes, hidden=256):
     """A spec for each array that splits its dimension of the hidden size."""
 
-    def spec(x: Any) -> jax.sharding.PartitionSpec:
+    def spec(x):
         return jax.sharding.PartitionSpec(*(axes if n == hidden else None for n in x.shape))
 
     return jax.tree.map(spec, arrays)

@@ -1,9 +1,5 @@
 """Plans as StableHLO: the text parses and compiles, and the module runs as the function does."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +13,7 @@ import gshard
 from xla_programs.exported_models import MESHES, X, exported, linen_step, split_hidden
 
 
-def parsed(text: str) -> Any:
+def parsed(text):
     """The module that a text is; in a context of the dialects that JAX writes."""
     with mlir.make_ir_context():
         module = ir.Module.parse(text)
@@ -27,7 +23,7 @@ def parsed(text: str) -> Any:
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.one_in(3)
-def test_the_module_is_for_all_devices_with_the_shardings_of_the_plan(mesh: dict[str, int]) -> None:
+def test_the_module_is_for_all_devices_with_the_shardings_of_the_plan(mesh):
     step, variables = linen_step()
     plan = exported(step, variables, X, mesh=mesh, in_shardings=(split_hidden(variables, tuple(mesh)), P()))
     text = plan.stablehlo()
@@ -42,11 +38,11 @@ def test_the_module_is_for_all_devices_with_the_shardings_of_the_plan(mesh: dict
     assert module.in_tree == jax.tree.structure(((variables, X), {}))
 
 
-def test_the_module_runs_as_the_function_and_holds_what_it_closes_over() -> None:
+def test_the_module_runs_as_the_function_and_holds_what_it_closes_over():
     rng = np.random.default_rng(0)
     table = jnp.float32(rng.normal(size=(64, 256)))
 
-    def step(w: jax.Array, x: jax.Array, *, scale: jax.Array) -> dict[str, Any]:
+    def step(w, x, *, scale):
         h = jnp.tanh(x @ table) @ w
         return {"h": h * scale, "parts": (h.sum(), jnp.int32(3))}
 
@@ -73,10 +69,10 @@ def test_the_module_runs_as_the_function_and_holds_what_it_closes_over() -> None
     assert "table" not in plan.arguments
 
 
-def test_a_constraint_on_every_value_is_in_the_module() -> None:
+def test_a_constraint_on_every_value_is_in_the_module():
     """What few lines of Python do not say, the module does."""
 
-    def step(x: jax.Array, w: jax.Array) -> jax.Array:
+    def step(x, w):
         h = gshard.split(jnp.tanh(x @ w), 0, "data") @ w
         return jnp.cumsum(gshard.shard(h, P(None, "model")), 1) @ w
 
@@ -87,7 +83,7 @@ def test_a_constraint_on_every_value_is_in_the_module() -> None:
     parsed(plan.stablehlo())
 
 
-def test_serialised_modules_come_back() -> None:
+def test_serialised_modules_come_back():
     pytest.importorskip("flatbuffers", reason="jax.export needs it to write files")
     step, variables = linen_step()
     bare = nn.unbox(variables)

@@ -8,13 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gshard.xla_programs.traced_expressions import (
-    Constraint,
-    TracedExpression,
-    TracedOtherwise,
-    constrained,
-    expressions_of,
-)
+from gshard.xla_programs.traced_expressions import Constraint, TracedOtherwise, constrained, expressions_of
 from xla_programs.advised_steps import mesh_of_devices
 
 P = PartitionSpec
@@ -22,59 +16,59 @@ W, X = jax.ShapeDtypeStruct((8, 8), jnp.float32), jax.ShapeDtypeStruct((16, 8), 
 Mark = Callable[[Any], Any]
 
 
-def plain(w: Any, x: Any, mark: Mark) -> Any:
+def plain(w, x, mark):
     h = mark(x @ w)
     return jnp.sin(h)
 
 
-def loop(w: Any, x: Any, mark: Mark) -> Any:
+def loop(w, x, mark):
     for _ in range(3):
         x = mark(x @ w)
     return x
 
 
-def scanned(w: Any, x: Any, mark: Mark) -> Any:
-    def body(x: Any, _: None) -> tuple[Any, None]:
+def scanned(w, x, mark):
+    def body(x, _):
         return mark(x @ w), None
 
     return jax.lax.scan(body, x, None, length=3)[0]
 
 
-def recomputed(w: Any, x: Any, mark: Mark) -> Any:
+def recomputed(w, x, mark):
     return jax.checkpoint(lambda x: jnp.sin(mark(x @ w)))(x)
 
 
-def jitted(w: Any, x: Any, mark: Mark) -> Any:
+def jitted(w, x, mark):
     layer = jax.jit(lambda x: jnp.sin(mark(x @ w)))
     return layer(layer(x))
 
 
-def mapped(w: Any, x: Any, mark: Mark) -> Any:
+def mapped(w, x, mark):
     return jax.vmap(lambda row: mark(jnp.dot(row, w)))(x)
 
 
-def branch(w: Any, x: Any, mark: Mark) -> Any:
+def branch(w, x, mark):
     return jax.lax.cond(x.sum() > 0, lambda x: mark(x @ w), lambda x: x, x)
 
 
-def own_gradient(w: Any, x: Any, mark: Mark) -> Any:
+def own_gradient(w, x, mark):
     @jax.custom_vjp
-    def f(x: Any) -> Any:
+    def f(x):
         return x
 
     f.defvjp(lambda x: (x, None), lambda _, g: (g,))
     return mark(f(x)) @ w
 
 
-def of_library(w: Any, x: Any, mark: Mark) -> Any:
+def of_library(w, x, mark):
     return mark(jax.nn.gelu(x)) @ w
 
 
-def with_own_gradient_of_library(w: Any, x: Any, mark: Mark) -> Any:
+def with_own_gradient_of_library(w, x, mark):
     return mark(jax.nn.relu(x)) @ w
 
 
-def einsum(w: Any, x: Any, mark: Mark) -> Any:
+def einsum(w, x, mark):
     return mark(jnp.einsum("bi,ij,jk->bk", x, w, w))
 
 
@@ -84,15 +78,15 @@ PROGRAMS = [
 ]  # fmt: skip
 
 
-def traced(f: Callable[..., Any], mark: Mark, *, gradient: bool) -> Any:
-    def whole(w: Any, x: Any) -> Any:
+def traced(f, mark, *, gradient):
+    def whole(w, x):
         return f(w, x, mark)
 
     function = jax.grad(lambda w, x: (whole(w, x) ** 2).sum()) if gradient else whole
     return jax.jit(function).trace(W, X).jaxpr
 
 
-def the_one_in(f: Callable[..., Any], expressions: tuple[TracedExpression, ...]) -> TracedExpression:
+def the_one_in(f, expressions):
     """The expression in the call of ``mark``."""
     lines = f.__code__.co_firstlineno, max(line for _, _, line in f.__code__.co_lines() if line)
     inside = [
@@ -104,7 +98,7 @@ def the_one_in(f: Callable[..., Any], expressions: tuple[TracedExpression, ...])
     return inside[0]
 
 
-def marked_text(e: TracedExpression) -> bool:
+def marked_text(e):
     """Whether ``mark(`` stands in front of an expression."""
     with open(__file__, encoding="utf-8") as file:
         line = file.read().splitlines()[e.place.line - 1]
@@ -113,14 +107,14 @@ def marked_text(e: TracedExpression) -> bool:
 
 @pytest.mark.parametrize("gradient", [False, True], ids=["forward", "gradient"])
 @pytest.mark.parametrize("f", PROGRAMS, ids=lambda f: f.__name__)
-def test_it_is_traced_as_if_it_were_written(f: Callable[..., Any], gradient: bool) -> None:
+def test_it_is_traced_as_if_it_were_written(f, gradient):
     mesh = mesh_of_devices()
     spec = P("model") if f is mapped else P("data", "model")
 
-    def written(x: Any) -> Any:
+    def written(x):
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
-    def unmarked(x: Any) -> Any:
+    def unmarked(x):
         return x
 
     expressions, _ = expressions_of(lambda: traced(f, unmarked, gradient=gradient))
@@ -133,11 +127,11 @@ def test_it_is_traced_as_if_it_were_written(f: Callable[..., Any], gradient: boo
     assert str(made).count("sharding_constraint") > 0
 
 
-def test_a_constraint_is_removed_or_replaced_as_if_it_were_not_written() -> None:
+def test_a_constraint_is_removed_or_replaced_as_if_it_were_not_written():
     mesh = mesh_of_devices()
 
-    def program(spec: PartitionSpec | None) -> Any:
-        def f(w: Any, x: Any) -> Any:
+    def program(spec):
+        def f(w, x):
             h = x @ w
             if spec is not None:
                 h = jax.lax.with_sharding_constraint(h, NamedSharding(mesh, spec))
@@ -154,10 +148,10 @@ def test_a_constraint_is_removed_or_replaced_as_if_it_were_not_written() -> None
         assert str(made) == str(program(spec))
 
 
-def test_a_constraint_of_several_arrays_is_one_expression() -> None:
+def test_a_constraint_of_several_arrays_is_one_expression():
     mesh = mesh_of_devices()
 
-    def f(w: Any, x: Any) -> Any:
+    def f(w, x):
         pair = jax.lax.with_sharding_constraint({"a": x @ w, "b": w @ w}, NamedSharding(mesh, P("data")))
         return pair["a"].sum() + pair["b"].sum()
 
@@ -168,16 +162,16 @@ def test_a_constraint_of_several_arrays_is_one_expression() -> None:
     assert outcome.is_as_before
 
 
-def test_expressions_read_others() -> None:
+def test_expressions_read_others():
     expressions, _ = expressions_of(lambda: traced(plain, lambda x: x, gradient=True))
     product = the_one_in(plain, expressions)
     assert [e.primitive for e in expressions if product.place in e.reads] == ["jit"]  # jnp.sin is jitted
     assert (product.shape, product.dtype, product.evaluations) == ((16, 8), "float32", 1)
 
 
-def test_what_has_no_one_value_is_left_out() -> None:
-    def f(w: Any, x: Any) -> Any:
-        def helper(a: Any) -> Any:
+def test_what_has_no_one_value_is_left_out():
+    def f(w, x):
+        def helper(a):
             return jax.lax.sin(a)  # of two shapes
 
         return helper(w).sum() + helper(x).sum()
@@ -187,10 +181,10 @@ def test_what_has_no_one_value_is_left_out() -> None:
     assert left_out >= 1
 
 
-def test_the_body_of_a_shard_map_has_none() -> None:
+def test_the_body_of_a_shard_map_has_none():
     mesh = mesh_of_devices()
 
-    def f(w: Any, x: Any) -> Any:
+    def f(w, x):
         inside = jax.shard_map(lambda x: jax.lax.sin(x), mesh=mesh, in_specs=P("data"), out_specs=P("data"))
         return inside(x) @ w
 
@@ -202,10 +196,10 @@ def test_the_body_of_a_shard_map_has_none() -> None:
         jax.jit(f).trace(W, X)
 
 
-def test_a_function_that_is_traced_otherwise_is_refused() -> None:
+def test_a_function_that_is_traced_otherwise_is_refused():
     mesh, calls = mesh_of_devices(), []
 
-    def f(w: Any, x: Any) -> Any:
+    def f(w, x):
         calls.append(1)
         operation = jax.lax.sin if len(calls) == 1 else jax.lax.cos
         return operation(x @ w)
