@@ -1,5 +1,6 @@
-"""Placeholders, tags and accelerators: they are kept, whatever a model writes."""
+"""Placeholders, tags and accelerators: they are kept, whatever a model writes, and what was put right is told."""
 
+import io
 import time
 from collections import Counter
 from types import MappingProxyType
@@ -10,9 +11,10 @@ import pytest
 
 from gshard import moe
 from gshard_m4.decode import EOS, DecodeConfig
+from gshard_m4.lines import Speed
 from gshard_m4.placeholders import Marked, complete, found, lost_and_invented, mark
 from gshard_m4.stream import Found
-from gshard_m4.translate import Translator
+from gshard_m4.translate import Hypothesis, Translated, Translator
 
 SENTENCES = [
     "open the file %s now",
@@ -208,3 +210,19 @@ def test_the_longest_line_is_read_in_linear_time(begun):
 
     for short, long in zip(texts(_SHORT), texts(_LONG), strict=True):
         assert any(takes(long) < 9 * takes(short) for _ in range(5)), "what is quadratic takes sixteen times as long"
+
+
+def test_lost_placeholders_are_told_with_the_first_line_that_lost_one():
+    stream = io.StringIO()
+    speed = Speed(stream, live=False)
+    well = Translated((Hypothesis("a", 0.0),), tokens=3)
+    speed.add([well, Translated((Hypothesis("b", 0.0),), lost=("%s", "{x}"), invented=("%d",)), well])
+    speed.end(20)
+    told = "1 translation was given the placeholders of the source (line 2: %s {x} put in, %d taken out)\n"
+    assert told in stream.getvalue()
+    speed.add([Translated((Hypothesis("c", 0.0),), invented=("%d",))])
+    speed.end(20)
+    assert "2 translations were given the placeholders of the source (line 2: %s" in stream.getvalue()
+    stream = io.StringIO()
+    Speed(stream, live=False).end(20)
+    assert "placeholders" not in stream.getvalue()

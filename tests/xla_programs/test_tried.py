@@ -1,9 +1,10 @@
-"""Sharding constraints inside: what is proposed is what the program takes when it is written."""
+"""Sharding constraints and shardings of arguments that are tried: what is proposed is what the program then takes."""
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 import gshard
 from gshard.__main__ import main
@@ -189,3 +190,83 @@ def test_the_command_line_tries_them(tmp_path, capsys):
     assert "Sharding constraints inside that help, compiled with all" in printed
     assert "step.py:13: remove the constraint P()" in printed
     assert "step.py:13: remove the constraint P()" in page.read_text("utf-8")
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("data", "model"))
+
+
+def logits(table, x):
+    return jax.nn.logsumexp(x @ table.T, axis=-1).mean()
+
+
+def step(table, x):
+    return table - 0.1 * jax.grad(logits)(table, x)
+
+
+def test_a_table_that_every_device_holds_is_split(mesh):
+    table, x = given(mesh, (32768, 256)), given(mesh, (64, 256), "data")
+    found = gshard.explain(jax.jit(step), table, x, machine="h100:1x8")
+    tried = found.try_shardings(seconds=200)
+    assert tried.tried == tried.changes
+    best = tried.helping[0]
+    assert (best.name, best.before) == ("table", "whole on each device")
+    assert best.spec == P("model", None)
+    again = gshard.explain(jax.jit(step), given(mesh, (32768, 256), *best.spec), x, machine="h100:1x8")
+    assert best.figures is not None
+    assert (again.total_bytes, again.peak) == (best.figures.sent, best.figures.peak)
+    assert again.cost().seconds == pytest.approx(best.figures.seconds)
+    assert "table: P('model', None) instead of whole on each device: sent" in str(tried)
+
+
+def test_nothing_that_helps_raises_anything(mesh):
+    table, x = given(mesh, (32768, 256)), given(mesh, (64, 256), "data")
+    tried = gshard.explain(jax.jit(step), table, x, machine="h100:1x8").try_shardings(seconds=200)
+    for change in (*tried.helping, *tried.together[0]):
+        assert change.figures is not None
+        assert change.figures.sent <= 1.001 * tried.before.sent
+        assert change.figures.peak <= 1.001 * tried.before.peak
+        assert change.figures.seconds <= 1.001 * tried.before.seconds
+
+
+def test_equal_layers_change_together(mesh):
+    def f(ws, x):
+        def loss(ws):
+            h = x
+            for w in ws:
+                h = jnp.tanh(h @ w)
+            return h.sum()
+
+        return jax.tree.map(lambda w, g: w - g, ws, jax.grad(loss)(ws))
+
+    found = gshard.explain(jax.jit(f), [given(mesh, (256, 256))] * 3, given(mesh, (64, 256), "data"))
+    tried = found.try_shardings(seconds=0.001)
+    assert tried.tried == 1, "one is compiled in any case"
+    assert tried.changes > 1
+    assert "1 of" in str(tried)
+    every = found.try_shardings(seconds=300)
+    layers = [change for change in every.helping if change.name == "ws[*]"]
+    assert layers
+    assert all(change.arguments == (0, 1, 2) for change in layers)
+
+
+def test_no_time_tries_no_sharding(mesh):
+    found = gshard.explain(jax.jit(step), given(mesh, (64, 256)), given(mesh, (64, 256), "data"))
+    assert found.try_shardings(seconds=0).tried == 0
+
+
+def test_a_program_from_elsewhere_cannot_be_compiled_again(mesh):
+    compiled = jax.jit(step).lower(given(mesh, (64, 256)), given(mesh, (64, 256), "data")).compile()
+    with pytest.raises(gshard.ArgumentError, match="compiled elsewhere"):
+        gshard.explain(compiled).try_shardings()
+
+
+def test_changes_that_jax_refuses_are_counted(mesh):
+    """A function whose jax.jit has shardings of its own takes no others."""
+    table, x = given(mesh, (64, 256)), given(mesh, (64, 256), "data")
+    tried = gshard.explain(jax.jit(step, in_shardings=(table.sharding, x.sharding)), table, x).try_shardings(
+        seconds=100
+    )
+    assert tried.refused == tried.tried > 0
+    assert f"jax.jit or XLA refused {tried.refused} of them" in str(tried)
