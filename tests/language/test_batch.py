@@ -106,14 +106,6 @@ def test_another_dimension_is_gathered_and_reported():
         gshard.jit(f, mesh=mesh, strict=True).lower(X).plan  # noqa: B018
 
 
-def test_a_split_that_can_move_to_the_batch_moves_there():
-    x = RNG.standard_normal((8, 8, 64)).astype(np.float32)
-    f = lambda x: gshard.split(centred_p.bind(gshard.split(x, 1, 8)), 0, 8)  # noqa: E731
-    found = gshard.explain(f, x, mesh=8)
-    assert found.gathered == ()
-    assert set(found.bytes_by_kind) == {"all_to_all"}
-
-
 @pytest.mark.parametrize(
     "f, args",
     [(jax.lax.linalg.ormqr, (X, X[:, :4, 0], X)), (jax.random.clone, (jax.random.split(jax.random.key(0), 7),))],

@@ -289,17 +289,6 @@ def test_on_two_axes(name):
         check_same(jitted(*case.arguments), jax.jit(case.function)(*case.arguments))
 
 
-def test_devices_go_round_alone_or_together_as_they_must():
-    """A condition over a split dimension is the same on the devices along it; those along the examples are alone."""
-    f = lambda x: jax.vmap(norm_of)(x)  # noqa: E731
-    x = normal(4, 8)
-    jitted = gshard.jit(f, mesh=mesh(y=2, x=4), in_shardings=(P("y", "x"),))
-    check_same(jitted(x), jax.jit(f)(x))
-    collectives = jitted.lower(x).spmd.collectives
-    assert collectives
-    assert all(set(c.atoms) <= {"x.0", "x.1"} for c in collectives)
-
-
 SIMULATED = ["examples meet, five over eight", "constants", "nested", "while, five over eight"]
 
 

@@ -172,46 +172,6 @@ def test_an_exported_program_with_a_region_for_all_devices_is_refused(kind):
         jitted(X)
 
 
-MESHES = {"8": ((8,), ("d",)), "2x4": ((2, 4), ("a", "d")), "2x2x2": ((2, 2, 2), ("a", "b", "d")), "3": ((3,), ("d",))}
-
-
-@pytest.mark.parametrize(
-    ("shape", "container"), [("3", "straight"), ("2x2x2", "straight"), ("2x4", "scan"), ("2x4", "grad"), ("8", "jit")]
-)
-def test_out_sharding_of_an_operation_is_a_mark(shape, container):
-    sizes, names = MESHES[shape]
-    explicit = (jax.sharding.AxisType.Explicit,) * len(sizes)
-    mesh = jax.make_mesh(sizes, names, explicit, devices=jax.devices()[: np.prod(sizes)])
-    w = jnp.arange(24.0 * 24).reshape(24, 24) % 7
-
-    def product(x):
-        return jnp.einsum("ab,bc->ac", x, w, out_sharding=P(None, "d"))
-
-    def straight(x):
-        y = jax.sharding.reshard(x, P("d"))
-        y = product(y) + jnp.zeros((24, 24), out_sharding=P(None, "d"))
-        return jax.sharding.reshard(y, P())
-
-    f = {
-        "straight": straight,
-        "scan": CONTAINERS["scan"](straight),
-        "grad": jax.grad(lambda x: (straight(x) ** 2).sum()),
-        "jit": jax.jit(straight),
-    }[container]
-    with jax.set_mesh(mesh):
-        x = jax.device_put(jnp.arange(24.0 * 24).reshape(24, 24) % 5, P())
-        partitioned = gshard.jit(f, mesh=mesh)
-        for _ in range(3):
-            np.testing.assert_array_equal(partitioned(x), jax.jit(f)(x))
-        found = gshard.explain(partitioned, x)
-        products = [e for e in found.plan.program.block.walk() if e.name == "dot_general"]
-        marks = [str(e.mark) for e in found.plan.program.block.walk() if e.mark and "product" in e.line]
-    assert products
-    assert marks
-    assert all("'d'" in mark for mark in marks)
-    assert found.dropped == ()
-
-
 def test_values_of_a_type_of_the_users_own_are_refused_with_their_line():
     (eqn,) = jax.make_jaxpr(jnp.sin)(X).eqns
     made = eqn.replace(outvars=[SimpleNamespace(aval="QArray")])

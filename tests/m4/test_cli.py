@@ -433,18 +433,6 @@ def test_what_a_shell_script_starts_in_the_background_ignores_ctrl_c():
         signal.signal(signal.SIGINT, before)
 
 
-def test_experts_that_do_not_divide_among_the_devices_of_a_search_are_told(trained, tmp_path, monkeypatch, capsys):
-    """Of no line nothing is computed, so this compiles nothing."""
-    found = load(Run(trained), Toy(), DecodeConfig())
-    sparse = dataclasses.replace(found.model, experts=8, encoder_layers=2, decoder_layers=2)
-    monkeypatch.setattr(commands, "load", lambda *_, **__: dataclasses.replace(found, model=sparse))
-    (tmp_path / "none").write_text("")
-    for devices, told in (("3", "gshard-m4: 8 experts do not divide among 3 devices: a device has up to 3"), ("4", "")):
-        assert main(["translate", "none", "--run", str(trained), "--devices", devices, "--quiet"]) == 0
-        said = capsys.readouterr().err
-        assert said.startswith(told) if told else not said
-
-
 @pytest.mark.slow
 def test_compiled_programs_are_kept_for_the_next_process(tmp_path):
     (tmp_path / "nothing.txt").write_text("")

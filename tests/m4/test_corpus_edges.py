@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from gshard_m4 import prepare as preparing
-from gshard_m4.batches import Batches, Encoded
 from gshard_m4.corpus import extract as extracting
 from gshard_m4.corpus import fetch, hold_out, parallel
 from gshard_m4.corpus.clean import tidy
@@ -20,10 +19,9 @@ from gshard_m4.corpus.fetch import Fetched
 from gshard_m4.corpus.pair import Pair, Unreadable
 from gshard_m4.corpus.readers import READERS
 from gshard_m4.corpus.source import SOURCES, Source, of_tier
-from gshard_m4.errors import CorpusError, VocabularyError
+from gshard_m4.errors import CorpusError
 from gshard_m4.prepare import PrepareConfig, prepare
 from gshard_m4.text import PreparedText
-from gshard_m4.tokens import learn
 
 WORDS = "river stone bridge window garden letter doctor market winter summer candle forest island engine".split()
 
@@ -122,19 +120,6 @@ def test_vocabularies_do_not_depend_on_the_order_of_sets(tmp_path, config):
     here = PrepareConfig(output=tmp_path / "here", cache=tmp_path, sources=(), files=config.files, dev=0.1, test=0.1)
     prepare(here, quiet)
     assert PreparedText.load(here.output).fingerprint == fingerprint
-
-
-def test_a_vocabulary_too_small_for_the_letters_says_so():
-    letters = [chr(0x4E00 + i) * 3 + chr(0x4E00 + i * 7 % 900) for i in range(900)]
-    with pytest.raises(VocabularyError, match=r"of 600 is too small(.|\n)*Ask for more than 1160"):
-        learn(letters * 3, 600, 8000, "source")
-
-
-def test_nothing_fits():
-    ids = np.arange(3, 23, dtype=np.int32)
-    data = Encoded(("de",), np.zeros(1, np.int32), ids, ids, np.array([0, 20]), np.array([0, 20]))
-    with pytest.raises(CorpusError, match=r"fits into 20 tokens(.|\n)*--length"):
-        Batches(data, 80, 20, 1.0, 0)
 
 
 def test_pairs_that_are_too_long_are_counted_and_told(config):

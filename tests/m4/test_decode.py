@@ -168,17 +168,6 @@ def test_the_exact_model_ties(rng):
     assert len({len(ids) for of in found for ids, _ in of}) >= 3
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("beam", [1, 3])
-def test_long_sources_have_room_for_long_translations(beam):
-    """No fixed length cuts them, and short ones do not wait for it; what is asked for is kept to."""
-    params = random_model(4)
-    for width, given, room in ((16, None, 32), (64, None, 80), (64, 20, 20)):
-        source = np.full((2, width), 5, np.int32)
-        found = decode(CONFIG, params, source, DecodeConfig(beam=beam, max_length=given))
-        assert found.tokens_BNT.shape == (2, 1, room)
-
-
 @pytest.mark.parametrize("beam", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_the_neighbours_of_a_sentence_do_not_matter(beam, rng):
     """In a batch of one shape, not even the last bit of a score depends on who else is in it, or where."""

@@ -167,12 +167,3 @@ def test_a_processor_is_one_device_unless_more_are_asked_for():
     assert every_device() == 1
     assert commands.Train().virtual_devices == 1
     assert commands.Train(devices=4).virtual_devices == 4
-
-
-@pytest.mark.slow  # the same from the command line
-def test_training_takes_one_device_and_a_plan_eight(trained, tmp_path, capsys):
-    given = ["train", "--data", str(trained / "out"), "--run", str(tmp_path / "r"), "--model-dim", "16"]
-    assert main([*given, "--hidden-dim", "32", "--layers", "2", "--steps", "1", "--experts", "0"]) == 0
-    assert "on 1 device" in capsys.readouterr().out.splitlines()[0]
-    assert main([*given, "--plan"]) == 0
-    assert "on 8 devices" in capsys.readouterr().out.splitlines()[0]

@@ -163,14 +163,6 @@ def test_a_limit_of_memory_is_kept_to(rng):
 
 
 @pytest.mark.slow
-def test_a_searched_plan_is_told(rng):
-    model, given = dataclasses.replace(SPARSE, partitions=8, dropout=0.0), batch(rng, 16, 8)
-    searched, marked = (plan_summary(model, TrainConfig(search=search), given) for search in (True, False))
-    assert f"partitioned by a search that keeps the marks of its {model.moe_layers} MoE layers" in searched
-    assert f"partitioned by the marks of its {model.moe_layers} MoE layers" in marked
-
-
-@pytest.mark.slow
 def test_a_searched_step_computes_the_same(rng):
     model = dataclasses.replace(SPARSE, partitions=8, dropout=0.0)
     options, given = TrainConfig(search=True), batch(rng, 16, 8)
@@ -339,14 +331,6 @@ def test_learning_rate_is_flat_then_falls_with_the_square_root():
         [float(optimizer.learning_rate(t, cool)) for t in (0, 79, 80, 90, 99, 100, 200)],
         [0.1, 0.1, 0.1, 0.05, 0.005, 0.0, 0.0], rtol=1e-5,
     )  # fmt: skip
-
-
-def test_low_precision_parameters_keep_their_type():
-    specs = {"w": Param((4, 4), ("model", "hidden"))}
-    params = {"w": jnp.asarray(np.random.default_rng(2).standard_normal((4, 4)), jnp.bfloat16)}
-    new, state = optimizer.update(params, optimizer.init(specs), params, 0, specs)
-    assert new["w"].dtype == jnp.bfloat16
-    assert {m.dtype for m in state["w"].values()} == {jnp.dtype(jnp.float32)}
 
 
 STEPS = 20

@@ -110,19 +110,6 @@ def test_nobody_s_translation_depends_on_when_it_came(params, rng):
     assert [drive(alone, [of])[0] for of in asked[:3]] == want[:3], "and a place serves one after the other"
 
 
-def test_who_ends_leaves_at_once(params, rng):
-    search = Search(CONFIG, params, OPTIONS, batch=6, steps=1)
-    for n, of in enumerate(sentences(rng, 6)):
-        search.add(n, of)
-    assert search.room(8) == 0
-    left = []
-    while search.busy:
-        left += [len(search.step())]
-        assert search.room(8) == sum(left)
-    assert sum(left) == 6
-    assert np.count_nonzero(left) > 1, "not all in the last step"
-
-
 def test_few_do_not_take_as_many_turns_as_many_and_are_not_forgotten(params, rng):
     search = Search(CONFIG, params, OPTIONS, batch=6, steps=1)
     few, many = sentences(rng, 1, width=16), sentences(rng, 60)

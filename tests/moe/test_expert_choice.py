@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import gshard
 from gshard.moe import (
     ModelError,
     TransformerConfig,
@@ -80,21 +79,6 @@ def test_every_expert_has_the_same_load():
     assert routed.load_E.tolist() == [8] * 4
     assert float(routed.metrics["load_entropy"]) == pytest.approx(1.0, abs=1e-6)
     assert 0 < float(routed.metrics["dropped_share"]) < 1
-
-
-@pytest.mark.parametrize("dispatch", [pytest.param("einsum", marks=pytest.mark.slow), "gather"])
-def test_on_four_devices(dispatch):
-    config = dataclasses.replace(CONFIG, dispatch=dispatch, partitions=4)
-    params = naive.values(expert_specs(config))
-    x_BLM, direction = naive.normal(1, 2, 4, 8, 8)
-
-    def run(params, x_BLM):
-        outputs = expert_layer(config, params, x_BLM)[0]
-        return jnp.sum(outputs * direction), outputs
-
-    f = jax.value_and_grad(run, argnums=(0, 1), has_aux=True)
-    got, expected = gshard.jit(f, mesh=4)(params, x_BLM), jax.jit(f, compiler_options=FAST)(params, x_BLM)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, expected)
 
 
 def test_a_model_whose_encoder_chooses():

@@ -3,11 +3,9 @@
 import dataclasses
 
 import jax
-import pytest
 
 import gshard
 from gshard import moe
-from gshard.core.errors import ShardingError
 from gshard.moe import TransformerConfig, expert_layer, expert_specs
 
 CONFIG = TransformerConfig(48, 32, model_dim=8, hidden_dim=24, heads=2, head_dim=4, experts=8, group_size=12,
@@ -79,10 +77,3 @@ def test_parameters_say_their_names():
         assert [f for f, o in zip(found, open_dims, strict=True) if not o] == [
             e for e, o in zip(expected, open_dims, strict=True) if not o
         ]
-
-
-def test_groups_and_experts_of_one_array_would_be_refused():
-    with pytest.raises(ShardingError, match="both want axis 'devices'"):
-        gshard.jit(lambda x: gshard.name(x, "experts groups capacity model"), mesh=8, layout=ROWS).lower(
-            jax.ShapeDtypeStruct((8, 8, 3, 8), "float32")
-        )

@@ -170,15 +170,6 @@ def test_a_model_trains():
         assert_trees_close(got, expected)
 
 
-def test_by_names_without_marks():
-    config = dataclasses.replace(BASE, hosts=1)
-    params, x_BLM, valid_BL = case(config)
-    layout = gshard.Layout(groups="devices", experts="devices", tokens=None, model=None, gates=None)
-    f = gshard.jit(lambda *args: expert_layer(config, *args)[0], mesh=4, layout=layout)
-    expected = of_one_device(dataclasses.replace(config, dispatch="gather"), (params, x_BLM, valid_BL))
-    np.testing.assert_allclose(f(params, x_BLM, valid_BL), expected[0][1][0], rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     "changes, message",
     [

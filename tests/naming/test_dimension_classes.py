@@ -106,22 +106,6 @@ def test_the_closure_by_hand():
     assert joined.sizes == (10, 5)
 
 
-def test_a_product_is_taken_apart_as_it_was_made():
-    """To (batch length) and back: the batch that comes out is the one that went in."""
-
-    def f(x, w, y):
-        flat = x.reshape(6 * 5, 7) @ w
-        return flat.reshape(6, 5, 8) + y, flat.reshape(10, 3, 8)
-
-    found = dimensions(f, shape(6, 5, 7), shape(7, 8), shape(6, 5, 8))
-    assert members(found) == {
-        frozenset({"x.0", "y.0"}), frozenset({"x.1", "y.1"}), frozenset({"x.2", "w.0"}), frozenset({"w.1", "y.2"})
-    }  # fmt: skip
-    (flat,) = (c for c in found.classes if c.size == 30)
-    assert [found[label].arguments[0] for label in flat.product] == [("x", 0), ("x", 1)]
-    assert {c.size for c in found.classes} == {6, 5, 7, 8, 30, 10, 3}
-
-
 def test_loops_and_branches():
     def f(xs, ys, c):
         c, out = jax.lax.scan(lambda c, xy: (c + xy[0] @ xy[1], c.sum()), c, (xs, ys))
@@ -140,14 +124,6 @@ def test_what_people_say_against_each_other():
     assert found.arguments == {"x": "a _", "y": "a c"}
     with pytest.raises(KeyError, match="no class is called 'b'"):
         found["b"]
-
-
-def test_names_inside_under_vmap_are_placed():
-    f = jax.vmap(lambda x: gshard.name(x * 2, "rows columns"), in_axes=1)
-    found = dimensions(f, shape(3, 4, 5))
-    assert found.arguments["x"].split()[::2] == ["rows", "columns"]
-    assert found["rows"].arguments == (("x", 0),)
-    assert found["columns"].arguments == (("x", 2),)
 
 
 def test_what_cannot_be_asked(rng):

@@ -175,18 +175,6 @@ def test_what_a_round_makes_is_not_stacked_beside_a_gather():
     assert lowered(kept, dataclasses.replace(SLOW, compiler=compiler)).spmd.prefetched is not None
 
 
-def test_what_depends_on_the_round_before_is_not_fetched_ahead():
-    """The weights are scaled by what is carried."""
-
-    def scaled(x, ws):
-        def body(x, w):
-            return layer(x, w * jnp.max(x)), None
-
-        return jax.lax.scan(body, gshard.split(x, 0, 8), ws[0])[0]
-
-    assert lowered(scaled).spmd.prefetched is None
-
-
 def test_a_limit_of_memory_is_kept():
     """What is held once more does not fit."""
     made = lowered(single)

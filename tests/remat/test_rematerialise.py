@@ -313,24 +313,6 @@ def test_what_is_read_in_another_shape_is_no_stack():
             rematerialise(lowered.spmd, memory.peak - int(part * memory.temporaries), CPU)
 
 
-def test_a_slice_that_is_stacked_twice_is_kept_once():
-    """Each of both could be had from the other, so that not both can be recomputed: what makes them runs once."""
-
-    def f(ws, x):
-        def outer(x, w):
-            y = jax.pure_callback(np.sin, jax.ShapeDtypeStruct(w.shape, w.dtype), w)
-            return x, (y, y)
-
-        stacks = jax.lax.scan(outer, x, ws)[1]
-        return jax.lax.scan(lambda x, y: (x / 2 + y[0] * y[1], None), x, stacks, reverse=True)[0]
-
-    lowered, memory = without_limit(f, (f32(8, 24 * 24), f32(24 * 24)), 2)
-    limit = memory.peak - 7 * 24 * 24 * 4
-    found = rematerialise(lowered.spmd, limit, CPU)
-    assert memory_of(device_program(found)).peak <= limit
-    assert sum("pure_callback" in str(e.primitive) for e in device_program(found).block.walk()) == 1
-
-
 def test_what_a_loop_widens_last_is_stacked_in_low_precision():
     """Gradients of float32 weights that are used in bfloat16 take half the memory, for nothing, bit for bit."""
 

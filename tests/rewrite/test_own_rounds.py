@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import PartitionSpec as P
 
 import gshard
 
@@ -118,17 +117,6 @@ def test_rounds_that_need_one_another_stay_in_order(f):
     assert all(e.rule is None for e in run.lower(W, xs).plan.program.block.walk() if e.name == "scan")
     for a, b in zip(jax.tree.leaves(run(W, xs)), jax.tree.leaves(jax.jit(f)(W, xs)), strict=True):
         np.testing.assert_array_equal(a, b)
-
-
-def test_what_is_split_inside_stays_so():
-    """Weights over another axis: the body is split over that, and a loop in order."""
-    mesh = gshard.Mesh.of({"data": 4, "model": 2})
-
-    def f(w, xs):
-        return mapped(gshard.shard(w.T, P("model")).T, gshard.split(xs, 0, "data"))
-
-    w, xs = np.ones((6, 4), np.float32), slices(16)
-    np.testing.assert_array_equal(gshard.jit(f, mesh=mesh)(w, xs), mapped(w, xs))
 
 
 def test_it_prints_from_each_round_once(capfd):

@@ -314,17 +314,6 @@ def test_one_message_moves_all(name):
     assert (sent.kind, sent.bytes) == ("collective_permute", X.nbytes // 8)
 
 
-def test_the_gradient_moves_once_too(rng):
-    x, y = (rng.standard_normal((6, 16)).astype(np.float32) for _ in range(2))
-    for f in (halves, halves_by_slices):
-        back = jax.grad(lambda x, y, f=f: jnp.sum(f(x) * y))
-        specs = {"in_shardings": (COLUMNS, COLUMNS), "out_shardings": COLUMNS}
-        jitted = gshard.jit(back, mesh=ROW, **specs)
-        (sent,) = jitted.lower(x, y).spmd.collectives
-        assert (sent.kind, sent.bytes) == ("collective_permute", x.nbytes // 8)
-        np.testing.assert_array_equal(jitted(x, y), back(x, y))
-
-
 @pytest.mark.parametrize("name", [
     "two arrays", "read elsewhere", "much for little", "another type",
 ])  # fmt: skip

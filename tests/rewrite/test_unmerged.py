@@ -185,18 +185,6 @@ def test_two_ways_to_be_merged():
     np.testing.assert_array_equal(marked(X, y), f(X, y))
 
 
-@pytest.mark.parametrize("dtype", [np.int32, np.float16, jnp.bfloat16, bool, np.complex64])
-def test_whatever_is_merged(dtype):
-    x = jnp.asarray(X > 0 if dtype is bool else X, dtype)
-
-    def f(x):
-        h = x.reshape(-1, D)
-        return (jnp.where(h == h[..., :1], h, h[..., 1:2]) if dtype is bool else h * h - h[:, :1]).reshape(B, S, D)
-
-    marked = gshard.jit(lambda x: f(gshard.split(x, 1, 8)), mesh=8)
-    np.testing.assert_array_equal(np.asarray(marked(x)), np.asarray(jax.jit(f)(x)))
-
-
 def step(rng, h, first):
     """Something that is done with a matrix of integers whose rows were merged."""
     n, d = h.shape

@@ -156,15 +156,6 @@ def test_a_stack_in_host_memory_stays_there(narrow, scale):
     np.testing.assert_allclose(got[1], want[1], rtol=1e-6)
 
 
-def test_in_nested_loops(rng):
-    q = rng.integers(-9, 9, (3, 4, 5)).astype(np.int8)
-    s = rng.standard_normal((3, 4, 1)).astype(np.float32)
-    program = check(lambda q, s: lax.scan(lambda c, x: (c + summed(x)[0], None), 0.0, widened(q, s))[0], q, s)
-    assert fired(program).count("widen_slices") >= 1
-    outer, inner = loops(program)
-    assert sorted(stacks(outer)) == sorted(stacks(inner)) == ["f32", "s8"]
-
-
 def test_a_stack_that_an_outer_loop_passes_on(narrow, scale):
     """Layers inside of a loop over micro-batches."""
 

@@ -166,18 +166,6 @@ def test_the_device_that_calls_can_be_named(callback):
     assert "test_callback.py" in str(told.value)
 
 
-def test_rounds_with_a_callback_of_one_device_are_not_spread():
-    named = jax.sharding.SingleDeviceSharding(jax.devices()[3])
-    host = Host()
-
-    def one(x):
-        return jax.pure_callback(host, like(x), x, sharding=named, vmap_method="sequential")
-
-    x = np.resize(X, (8, 4))
-    np.testing.assert_array_equal(run(lambda x: jax.vmap(one)(gshard.split(x, 0, 8)), x), x * 2)
-    assert len(host.calls) == len(x)
-
-
 def test_a_callback_in_a_shard_map_cannot_name_its_device():
     named = jax.sharding.SingleDeviceSharding(jax.devices()[3])
     mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -351,20 +351,6 @@ def test_inside_of_loops_and_derivatives(name):
     assert not gshard.explain(partitioned, split).gathered
 
 
-def test_part_of_an_axis_and_donated_arguments():
-    x, op = normal(16, 8), as_it_comes(jnp.sin, sharding_rule="i j -> i j")
-    partitioned = gshard.jit(lambda x: op(gshard.split(gshard.split(x, 0, 2), 1, 4)), mesh=8)
-    same(partitioned(x), np.sin(x))
-    mesh = mesh_of((8,))
-    # On a mesh of the user's results leave over whole axes; by names alone also over a part of one.
-    for given, kinds in ((mesh, {"all_gather"}), ({"a": 8}, set())):
-        half = gshard.jit(lambda x: op(gshard.split(x, 0, 4)), mesh=given, donate_argnums=0)
-        for spec in ((), ("a",), (None, "a")):
-            same(half(put(x, mesh, *spec)), np.sin(x))
-        assert {c.kind for c in half.lower(x).spmd.collectives} == kinds
-    same(gshard.jit(lambda x: op(x) + 0, mesh=1)(x), np.sin(x))
-
-
 def test_a_program_that_names_the_axis_takes_no_part_of_it():
     x, y = normal(16, 8), normal(8, 4)
 

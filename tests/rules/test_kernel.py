@@ -110,42 +110,6 @@ def test_mapped_they_send_nothing(name, rng):
     assert not partitioned.lower(first, x).spmd.collectives
 
 
-def in_branch(x):
-    """The first step of the grid clears what all of them add to: a branch whose result has a type of its own."""
-
-    def body(x, y):
-        @pallas.when(pallas.program_id(0) == 0)
-        def clear():
-            y[...] = jnp.zeros_like(y)
-
-        y[...] += jax.lax.fori_loop(0, 3, lambda i, z: z + jnp.where(z > 0, jnp.ones((1, 8)), 0.5), x[...])
-
-    rows = pallas.BlockSpec((1, 8), lambda i: (0, 0))
-    out = jax.ShapeDtypeStruct((1, 8), x.dtype)
-    return pallas.pallas_call(body, out, grid=(2,), in_specs=[rows], out_specs=rows, interpret=True)(x)
-
-
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-@pytest.mark.parametrize("shape", [(8,), (2, 4), (3,)])
-@pytest.mark.one_in(2)
-def test_in_shard_map_axes_have_several_atoms(shape, kind, rng):
-    names, count = ("a", "b")[: len(shape)], int(np.prod(shape))
-    devices = np.array(jax.devices()[:count]).reshape(shape)
-    mesh = jax.sharding.Mesh(devices, names, axis_types=(getattr(jax.sharding.AxisType, kind),) * len(shape))
-    x = jax.device_put(rng.standard_normal((count, 8), np.float32), jax.sharding.NamedSharding(mesh, P(names)))
-    order = np.zeros(1, np.int32)
-
-    def part(order, x):
-        return in_branch(x) + prefetched(order, jnp.concatenate([x, x]))[:1]
-
-    f = jax.shard_map(part, mesh=mesh, in_specs=(P(), P(names)), out_specs=P(names), check_vma=False)
-    with jax.set_mesh(mesh):
-        partitioned = gshard.jit(f, mesh=mesh)
-        for _ in range(2):
-            same(partitioned(order, x), jax.jit(f)(order, x))
-        assert not partitioned.lower(order, x).spmd.collectives
-
-
 @pytest.mark.parametrize("shape", [(8, 1), (2, 4)])
 def test_a_kernel_names_axes_of_the_mesh(shape, rng):
     mesh = jax.make_mesh(shape, ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)

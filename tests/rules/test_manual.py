@@ -74,19 +74,6 @@ def test_nested_shard_maps(rng):
     close(gshard.jit(region, mesh=8)(x), jax.jit(region)(x))
 
 
-def test_axes_of_one_device(rng):
-    x = rng.standard_normal((8, 6), np.float32)
-    mesh = jax.make_mesh((8, 1), ("a", "one"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-
-    def body(x):
-        y = lax.psum(x, "one") + lax.all_gather(x, "one", axis=0, tiled=True) + lax.axis_index("one")
-        y += lax.ppermute(x, "one", [(0, 0)]) + lax.all_to_all(x, "one", 0, 1, tiled=True)
-        return y + lax.all_gather(x, "one")[0] + lax.psum_scatter(x, "one", tiled=True)
-
-    region = jax.shard_map(body, mesh=mesh, in_specs=P("a"), out_specs=P("a"), check_vma=False)
-    close(gshard.jit(region, mesh=mesh)(x), 6 * x)
-
-
 def test_a_shard_map_over_other_devices():
     other = jax.sharding.Mesh(np.array(jax.devices()[::-1]), ("a",))
     region = jax.shard_map(lambda x: x, mesh=other, in_specs=P("a"), out_specs=P("a"))

@@ -169,29 +169,6 @@ def test_a_program_sorts_what_is_split(n, rng):
         assert sum(sent) < 0.55 * (whole + 2 * whole), "less than half of what gathering sends"
 
 
-@pytest.mark.parametrize("n", [16, 13, 3])
-def test_a_program_counts_initial_values_once(n, rng):
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    x = rng.integers(-9, 9, (n, 5)).astype(np.int32)
-
-    def spread(a, b):
-        return lax.min(a[0], b[0]), lax.max(a[1], b[1])
-
-    def program(x):
-        x = split(x, 0, 8)
-        total = lax.reduce(x, np.int32(3), lax.add, (0,))
-        return total, lax.reduce((x, x), (np.int32(3), np.int32(-2)), spread, (0,))
-
-    lowered = gshard.jit(program, mesh=mesh).lower(x)
-    kinds = [c.kind for c in lowered.spmd.collectives if "reduce" in c.why]
-    assert kinds.count("all_gather") == (2 if n >= 8 else 1), "the parts of the two operands; of a short one, itself"
-    assert kinds.count("all_reduce") == (n >= 8), "the parts of the sum; a short one is whole already"
-    total, (least, most) = gshard.jit(program, mesh=mesh)(x)
-    same_bits(total, x.sum(0, dtype=np.int32) + 3)
-    same_bits(least, np.minimum(x.min(0), 3))
-    same_bits(most, np.maximum(x.max(0), -2))
-
-
 @pytest.mark.parametrize("strides", [(1, 1), (2, 2)])
 def test_a_program_differentiates_pooling(strides, rng):
     """XLA's own partitioner shifts the first part's gradient where windows overlap; only halos are sent here.

@@ -120,15 +120,6 @@ def test_the_page_has_failures_and_what_was_not_reached(scripts, tmp_path):
     assert "```python" not in text, "the tests run those"
 
 
-def test_a_page_gets_into_the_index_once(scripts, tmp_path):
-    index = (ROOT / "docs" / "index.md").read_text()
-    (tmp_path / "index.md").write_text(index)
-    for _ in range(2):
-        scripts.gpu_page.put(tmp_path / "gpu_new.md", "text")
-    assert (tmp_path / "index.md").read_text().replace("\nbenchmarks\ngpu_new\n", "\nbenchmarks\n") == index
-    assert "\nbenchmarks\n" in index
-
-
 def test_parts_have_names_of_their_own_and_fit_into_a_slice(scripts):
     for mode in ("gpu", "described", "dry-run"):
         every = scripts.gpu.parts_of(mode)
@@ -143,11 +134,6 @@ def test_a_schedule_is_read(scripts):
     each = 2 * 32 * 3 // 4
     assert found["kinds"] == {"all_reduce": [4, 4 * each]}
     assert (found["asynchronous"], found["hidden"], found["hidden_bytes"], found["between"]) == (2, 1, each, 1)
-
-
-def test_the_comparison_of_models_takes_the_time_that_is_left(scripts):
-    line = scripts.gpu_scaling.scaling(Path("data"), Path("out"), "gpu", "one GPU", 7.5)
-    assert line[line.index("--minutes") + 1] == "7.50"
 
 
 def dry_run(script, folder, *options):

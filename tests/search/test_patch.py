@@ -124,19 +124,6 @@ def test_a_patch_keeps_to_its_time(tmp_path, monkeypatch):
         found.patch(budget_seconds=0)
 
 
-def test_what_is_found_later_has_the_time_of_the_search():
-    def f(x, w):
-        return jnp.tanh(x @ w)
-
-    given = {"mesh": MESH, "machine": "h100:1x8", "progress": False}
-    found = gshard.search(f, shape(4096, 4096), shape(4096, 8192), budget_seconds=1e-6, **given)
-    assert found.budget_seconds == 1e-6
-    assert found.marks.left_out == ("further marks",) or found.marks.is_near
-    again = found.with_mark("w", jax.P(None, "x"), progress=False)
-    assert again.left_out, "cut as the search was"
-    assert not found.with_mark("w", jax.P(None, "x"), budget_seconds=60, progress=False).left_out
-
-
 GRID = gshard.Mesh.abstract(data=4, model=2)
 MODEL = GRID.atoms_of["model"]
 

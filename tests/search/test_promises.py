@@ -111,16 +111,6 @@ def test_a_budget_is_of_all_that_a_search_does(monkeypatch):
     assert unlimited > 2 * (budget + planning), "or the budget limits nothing"
 
 
-def test_meshes_share_a_budget():
-    lines = []
-    found = gshard.search(
-        step, *arguments(), mesh=64, machine="h100:8x8", donate_argnums=0, budget_seconds=0.05, progress=lines.append
-    )  # fmt: skip
-    assert "mesh (data=32, model=2)" in found.left_out
-    assert dict(found.mesh.axes) == {"data": 64}
-    assert sum("as it is marked, on mesh" in line for line in lines) == 1
-
-
 def test_a_step_that_is_out_of_time_is_cut_and_named():
     problem = layered(0)
     budget = TimeBudget.of(1e-9, False)
@@ -212,16 +202,6 @@ def test_a_mesh_that_marks_do_not_fit_ends_nothing():
     assert failed.startswith("mesh (a=8): ShardingError: ")
     with pytest.raises(gshard.ShardingError, match="'b'"):
         gshard.search(marked, *arguments, mesh=meshes[0], machine=H100)
-
-
-def test_progress_tells_what_is_left():
-    lines = []
-    found = gshard.search(small, shape(64, 64), shape(64, 64), mesh=8, machine=H100, progress=lines.append)
-    left = [line for line in lines if "left to do" in line]
-    assert "at most 0 % of its time to save in the simplified model on the 3 meshes with up to two axes" in left[-1]
-    assert left[-1].endswith("left to do: pipelines")
-    assert len([line for line in lines if "the preset" in line and "planned by bytes" not in line]) == 4
-    assert len({best.mesh for best in found.tried}) == len(found.tried)
 
 
 def test_progress_is_printed_where_a_search_takes_long(capsys):

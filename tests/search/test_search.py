@@ -172,16 +172,6 @@ def test_a_number_of_devices_tries_all_shapes_of_the_mesh():
     assert "mesh (data=2, model=4):" in str(found) or "mesh (data=8):" in str(found)
 
 
-def test_many_axes_find_what_a_mesh_of_two_finds():
-    """The network knows the devices by their numbers, whatever the mesh calls them."""
-    given = (trained(False), *RESIDUAL)
-    machine = "h100:2x8"
-    many = gshard.search(*given, mesh=gshard.Mesh.abstract(a=2, b=2, c=2, d=2), machine=machine, donate_argnums=0)
-    two = [gshard.Mesh.abstract(x=n, y=16 // n) for n in (2, 4, 8)]
-    few = gshard.search(*given, mesh=two, machine=machine, donate_argnums=0)
-    assert many.cost.seconds == pytest.approx(few.cost.seconds, rel=1e-6)
-
-
 def test_a_plan_is_said_in_few_marks_that_were_tried():
     """One mark on the first weights of each layer is all that Megatron's plan needs."""
     mesh, machine = gshard.Mesh.abstract(devices=8), Machine.of("h100:1x8")
@@ -286,18 +276,6 @@ def test_products_become_collective_matmuls_where_nothing_else_fits(tmp_path):
     np.testing.assert_array_equal(run(a, b), a @ b)
     kinds = gshard.explain(run, a, b).bytes_by_kind
     assert max(kinds, key=lambda kind: kinds[kind]) == "collective_permute"
-
-
-def test_a_plan_takes_arguments_as_they_come():
-    """It says how arguments are sharded: what comes otherwise is moved."""
-    w, x = np.ones((64, 32), np.float32), np.ones((16, 64), np.float32)
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    found = gshard.search(small, w, x, mesh=mesh, machine=slow())
-    run = gshard.jit(small, mesh=mesh, plan=found.plan)
-    placed = jax.device_put(w, jax.sharding.NamedSharding(mesh, P("data")))
-    expected = run(w, x)
-    np.testing.assert_array_equal(run(placed, x), expected)
-    assert run(placed, x).sharding == expected.sharding
 
 
 def test_jit_searches_once_for_a_kind_of_calls(monkeypatch):

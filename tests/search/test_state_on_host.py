@@ -97,15 +97,6 @@ def test_one_layer_of_the_state_is_fetched_at_a_time(rng):
     assert 1 <= most <= 2, "no more than the two moments of one layer"
 
 
-def test_a_state_that_is_not_on_the_host_gives_the_same_program(rng):
-    state, x = numbers(rng)
-    same = jax.make_jaxpr(with_state_on_host(adam, frozenset()))(state, x)
-    assert not [eqn for eqn in same.jaxpr.eqns if eqn.primitive.name == "device_put"]
-    assert sorted(str(e.primitive) for e in same.jaxpr.eqns) == sorted(
-        str(e.primitive) for e in jax.make_jaxpr(adam)(state, x).jaxpr.eqns
-    )
-
-
 def test_effects_keep_their_order():
     told = []
 

@@ -240,19 +240,6 @@ def test_random_keys(rng):
     assert jnp.issubdtype(keys.dtype, jax.dtypes.prng_key)
 
 
-def test_inner_jaxpr_of_a_shard_map(rng):
-    """Global arrays in, global arrays out, is the caller's business: rows are devices."""
-    x = random_locals(rng, (2, 3))
-    jaxpr, consts = local_jaxpr(lambda x: lax.psum(x, "b") * np.arange(3, dtype=np.float32), CUBE, x[0])
-    assert len(jaxpr.invars) == 1 + len(consts)
-    stacked = [np.broadcast_to(c, (8, *c.shape)) for c in consts]
-    (product,) = simulate(jaxpr, (), CUBE, [*stacked, x])
-    (as_lists,) = simulate(jaxpr, (), CUBE, [*map(list, stacked), list(x)])
-    pairs = x.reshape(2, 2, 2, 2, 3).sum(1, keepdims=True).repeat(2, 1).reshape(x.shape)
-    np.testing.assert_allclose(product, pairs * np.arange(3), rtol=1e-5)
-    np.testing.assert_array_equal(product, as_lists)
-
-
 def test_equations_mean_what_they_say_whatever_the_compiler_makes_of_them():
     """Rows moved down by one: XLA on CPU, compiling this as a whole, reads what it has overwritten (#49176)."""
 
@@ -262,14 +249,6 @@ def test_equations_mean_what_they_say_whatever_the_compiler_makes_of_them():
 
     x = np.arange(8, dtype=np.int32).reshape(2, 4, 1, 1)
     np.testing.assert_array_equal(np.ravel(simulate_function(moved, {"a": 2}, x)), [1, 1, 2, 3, 5, 5, 6, 7])
-
-
-def test_empty_arrays():
-    gathered, summed = simulate_function(
-        lambda x: (lax.all_gather(x, "a", tiled=True), lax.psum(x, "a")), {"a": 3}, np.zeros((3, 0, 2), np.float32)
-    )
-    assert gathered.shape == (3, 0, 2)
-    assert summed.shape == (3, 0, 2)
 
 
 def test_devices_that_would_wait_forever_are_an_error():

@@ -250,15 +250,6 @@ def test_marks_inside_say_how_automatic_axes_split():
         assert flops(got, args) <= 1.1 * 2 * 64**3 / 4
 
 
-def test_another_mesh_over_the_same_devices_and_a_mesh_that_is_set():
-    _, f, args = CASES["constraint"]
-    want = jax.jit(f)(*args)
-    agree(gshard.jit(f, mesh=8)(*map(np.asarray, args)), want)
-    with jax.set_mesh(CUBE):
-        agree(gshard.jit(f)(*args), want)
-    agree(gshard.jit(f, mesh=CUBE, machine="h100:1x8")(*args), want)
-
-
 def rolled(x):
     y = lax.with_sharding_constraint(x * 2, P("b", "c"))
     return jnp.roll(y, 1, 1) + lax.with_sharding_constraint(y, P("c", "b"))
@@ -291,19 +282,6 @@ def test_where_devices_go_different_ways_nothing_waits_for_those_that_do_not_com
     assert "collective_permute" not in str(lowered.as_text())
     spmd = lowered.spmd
     assert emitted(spmd.jaxpr, spmd.mesh.atom_sizes) == reported(spmd.collectives)
-
-
-def test_what_all_devices_run_permutes():
-    def part(x):
-        total = lax.psum(x.sum(), "a")
-        y = lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, rolled(c[1]) * 0.1), (0, x))[1]
-        return lax.cond(total > 0, rolled, lambda x: x * 2, y)
-
-    x = put(CUBE, normal(16, 8), ("a", "b"), "c")
-    lowered = gshard.jit(manual(part, CUBE, P("a"), P("a"), "a"), mesh=CUBE).lower(x)
-    assert {c.kind for c in lowered.spmd.collectives} >= {"collective_permute"}
-    assert "all_gather" not in {c.kind for c in lowered.spmd.collectives}
-    agree(lowered.compile()(x), manual(part, mesh_of(a=2, b=1, c=1), P("a"), P("a"), "a")(np.asarray(x)))
 
 
 def test_callbacks_see_what_one_position_along_manual_axes_holds():

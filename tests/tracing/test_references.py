@@ -197,12 +197,6 @@ def test_what_is_computed_along_a_split_dimension_sends_nothing():
         assert gshard.explain(gshard.jit(f, mesh=LINE), put(X, LINE, "d")).bytes_by_kind == {}
 
 
-@pytest.mark.parametrize("f", (whole, mapped), ids=lambda f: f.__name__)
-def test_sizes_that_do_not_divide(f):
-    x = np.resize(X, (11, 8))
-    same(gshard.jit(lambda x: f(gshard.split(x, 0, 8)), mesh=8)(x), jax.jit(f)(x))
-
-
 def test_transformations_around_a_function_that_uses_references_inside():
     f = gshard.jit(lambda x: (whole(x) ** 2).sum(), mesh=LINE)
     wanted = jax.grad(lambda x: ((x + 1) ** 2).sum() * 4)(X)
@@ -281,14 +275,6 @@ def test_a_reference_that_is_closed_over_is_written(where):
     np.testing.assert_array_equal(r[...], np.ones_like(X))
     assert int(count[...]) == 4
     assert r.sharding.is_equivalent_to(NamedSharding(where, P("d")), 2)
-
-
-def test_calls_inside_of_other_programs():
-    f = gshard.jit(step, mesh=LINE)
-    for outer in (jax.jit, lambda g: gshard.jit(g, mesh=LINE)):
-        r, y = jax.new_ref(put(X, LINE, "d")), put(X, LINE, "d")
-        outer(lambda r, y: f(r, y) + f(r, y))(r, y)
-        np.testing.assert_allclose(r[...], X * 7, rtol=1e-5)
 
 
 # -- refused ---------------------------------------------------------------------------------------------------------

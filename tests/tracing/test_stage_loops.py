@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
@@ -226,22 +225,6 @@ def test_weights_move_once_each_way():
     assert found.bytes_by_kind == other.bytes_by_kind
     assert found.bytes_by_kind["all_to_all"]
     assert found.plan.program.pipelines[0].startswith("8 layers in 4 stages, 6 micro-batches of 4 rows: 9 turns")
-
-
-def test_a_training_step_of_separate_layers():
-    optimizer = optax.adamw(1e-2)
-
-    def step(params, state, stage=lambda f: f):
-        value, gradient = loss_of(of_remat, stage)(params)
-        updates, state = optimizer.update(gradient, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    run = gshard.jit(functools.partial(step, stage=in_stages(4)), mesh=mesh_of(stage=4, data=2))
-    want = got = (PARAMS, optimizer.init(PARAMS))
-    for _ in range(3):
-        *want, value = jax.jit(step)(*want)
-        *got, other = run(*got)
-        check_equal((got, other), (want, value))
 
 
 class NnxLayer(nnx.Module):
