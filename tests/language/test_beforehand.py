@@ -33,11 +33,8 @@ def until_small(x):
 def nested(x):
     """A loop in a loop, with running sums whose padding is masked, and a stack of results."""
 
-    def inner(u, _):
-        return jnp.cumsum(jnp.sin(u), 0) * 0.1, u[0].sum()
-
     def outer(u, _):
-        u, sums = lax.scan(inner, u, None, length=2)
+        u, sums = lax.scan(lambda u, _: (jnp.cumsum(jnp.sin(u), 0) * 0.1, u[0].sum()), u, None, length=2)
         return jnp.pad(u[:-1], ((1, 0), (0, 0))), sums
 
     return lax.scan(outer, x, None, length=2)

@@ -36,11 +36,8 @@ def everything(x, atoms):
 def test_the_same_numbers(some):
     x = np.random.default_rng(0).standard_normal(16).astype(np.float32)
 
-    def over_atoms(x):
-        return [everything(x, atoms) for atoms in some]
-
     split = {"in_specs": P(MESH.atoms), "out_specs": P(MESH.atoms), "check_vma": False}
-    mapped = jax.shard_map(over_atoms, mesh=MESH.jax_mesh, **split)
+    mapped = jax.shard_map(lambda x: [everything(x, atoms) for atoms in some], mesh=MESH.jax_mesh, **split)
     body = jax.make_jaxpr(mapped)(x).eqns[0].params["jaxpr"]
     again = OverAxes(MESH).function(body)
     axes = {"in_specs": P(("a", "c")), "out_specs": P(("a", "c")), "check_vma": False}

@@ -53,10 +53,7 @@ NAMES = {"tokens": "batch length", "params/table": "vocabulary embed", "params/b
 
 @pytest.mark.parametrize("transformed", [lambda f: f, jax.grad, jax.checkpoint])
 def test_a_few_names_name_a_transformer(transformed, arguments):
-    def loss(params, tokens):
-        return gpt(params, tokens)
-
-    found = dimensions(transformed(loss), *arguments, names=NAMES)
+    found = dimensions(transformed(lambda params, tokens: gpt(params, tokens)), *arguments, names=NAMES)
     columns = found.arguments["params/blocks/q"].split()[-1]
     read = found.arguments["params/blocks/v"].split()[-1]
     assert found.arguments == {
@@ -168,9 +165,6 @@ def test_equal_layers_have_one_class_with_their_moments(layers, in_lists):
 def test_dimensions_of_one_layer_stay_apart():
     """Two dimensions at the same paths but for numbers, of which one array has both, are not those of two layers."""
 
-    def f(ws, x):
-        return x @ ws[0] @ ws[1] @ ws[2]
-
-    names = DimensionNames(gshard.stages.trace(f, [shape(8, 8)] * 3, shape(4, 8)))
+    names = DimensionNames(gshard.stages.trace(lambda ws, x: x @ ws[0] @ ws[1] @ ws[2], [shape(8, 8)] * 3, shape(4, 8)))
     labels = [names.dimensions.arguments[f"ws/{i}"].split() for i in range(3)]
     assert all(a != b for a, b in labels)

@@ -1,6 +1,7 @@
 """``gshard.search``: its plans are right, no worse than those of people, keep marks and memory, always the same."""
 
 import dataclasses
+import functools
 import os
 import subprocess
 import sys
@@ -92,12 +93,23 @@ def test_a_plan_that_was_found_computes_the_same(name):
     assert found.gap is None or found.gap >= 0
 
 
+EIGHT, H100 = gshard.Mesh.abstract(devices=8), Machine.of("h100:1x8")
+
+
+@functools.cache
+def free():
+    """What is found for the residual network without a mark."""
+    return gshard.search(trained(False), *RESIDUAL, mesh=EIGHT, machine=H100, donate_argnums=0)
+
+
+def cost_of(jitted, *args):
+    lowered = jitted.lower(*args)
+    return cost(lowered.spmd, H100, lowered.donated)
+
+
 def test_megatron_is_found_without_a_mark():
     """Shoeybi et al. 2019: columns of the first product, rows of the second, one all-reduce a layer and direction."""
-    mesh, machine = gshard.Mesh.abstract(devices=8), Machine.of("h100:1x8")
-    found = gshard.search(trained(False), *RESIDUAL, mesh=mesh, machine=machine, donate_argnums=0)
-    lowered = gshard.jit(trained(True), mesh=mesh, donate_argnums=0).lower(*RESIDUAL)
-    by_hand = cost(lowered.spmd, machine, lowered.donated)
+    found, by_hand = free(), cost_of(gshard.jit(trained(True), mesh=EIGHT, donate_argnums=0), *RESIDUAL)
     assert found.cost.seconds <= by_hand.seconds * 1.0001
     assert found.cost.sent <= by_hand.sent
     assert found.gap < 1e-6
@@ -106,14 +118,10 @@ def test_megatron_is_found_without_a_mark():
 
 def test_loops_are_searched_too():
     def stack(weights, x):
-        def layer(x, w):
-            return x + jax.nn.relu(x @ w[0]) @ w[1], None
-
-        return jax.lax.scan(layer, x, weights)[0]
+        return jax.lax.scan(lambda x, w: (x + jax.nn.relu(x @ w[0]) @ w[1], None), x, weights)[0]
 
     weights = (shape(6, 2048, 8192), shape(6, 8192, 2048))
-    machine, mesh = Machine.of("h100:1x8"), gshard.Mesh.abstract(devices=8)
-    found = gshard.search(stack, weights, shape(4, 2048), mesh=mesh, machine=machine)
+    found = gshard.search(stack, weights, shape(4, 2048), mesh=EIGHT, machine=H100)
     a, b, _ = found.plan.program.block.inputs
     assert [found.plan.format(v) for v in (a, b)] == ["f32[6,2048,8192@devices]", "f32[6,8192@devices,2048]"]
     assert [(k.name, k.times) for k in found.cost.kernels if k.kind == "collective"] == [("all_reduce", 6)]
@@ -130,62 +138,56 @@ def test_memory_is_kept_to():
 
     weights = [(shape(1024, 4096), shape(4096, 1024))]
     arguments = ((weights, weights), shape(8192, 1024))
-    mesh, machine = gshard.Mesh.abstract(devices=8), Machine.of("h100:1x8")
-    free = gshard.search(step, *arguments, mesh=mesh, machine=machine, donate_argnums=0)
-    marked = gshard.jit(lambda s, x: step(s, gshard.split(x, 0, 8)), mesh=mesh, donate_argnums=0).lower(*arguments)
-    data_parallel = cost(marked.spmd, machine, marked.donated)
+    marked = gshard.jit(lambda s, x: step(s, gshard.split(x, 0, 8)), mesh=EIGHT, donate_argnums=0)
+    data_parallel = cost_of(marked, *arguments)
     limit = int(data_parallel.peak * 0.55)
-    found = gshard.search(step, *arguments, mesh=mesh, machine=machine, donate_argnums=0, memory_limit=limit)
+    least, found, nothing = (
+        gshard.search(step, *arguments, mesh=EIGHT, machine=H100, donate_argnums=0, memory_limit=n)
+        for n in (None, limit, 1 << 20)
+    )
     assert found.best.fits
     assert found.cost.peak <= limit < data_parallel.peak
-    assert found.cost.seconds >= free.cost.seconds * 0.9999
-    nothing = gshard.search(step, *arguments, mesh=mesh, machine=machine, donate_argnums=0, memory_limit=1 << 20)
+    assert found.cost.seconds >= least.cost.seconds * 0.9999
     assert not nothing.best.fits
     assert "DOES NOT FIT" in str(nothing)
 
 
 def test_marks_are_kept_and_what_they_cost_is_seen():
-    mesh, machine = gshard.Mesh.abstract(devices=8), Machine.of("h100:1x8")
-    free = gshard.search(trained(False), *RESIDUAL, mesh=mesh, machine=machine, donate_argnums=0)
-
     def marked(weights, x):
         (a, b), *rest = weights
         return trained(False)([(gshard.split(a, 0, 8), b), *rest], x)
 
-    found = gshard.search(marked, *RESIDUAL, mesh=mesh, machine=machine, donate_argnums=0)
+    found = gshard.search(marked, *RESIDUAL, mesh=EIGHT, machine=H100, donate_argnums=0)
     (mark,) = [e for e in found.plan.program.block.walk() if e.mark is not None]
     assert found.plan.format(mark.outputs[0]) == "f32[2048@devices,8192]"
-    assert found.cost.seconds > free.cost.seconds * 1.01
-    pinned = gshard.jit(trained(False), mesh=mesh, in_shardings=([(P("devices"), None)] + [None] * 2, None))
-    again = gshard.search(pinned, *RESIDUAL, machine=machine)
+    assert found.cost.seconds > free().cost.seconds * 1.01
+    pinned = gshard.jit(trained(False), mesh=EIGHT, in_shardings=([(P("devices"), None)] + [None] * 2, None))
+    again = gshard.search(pinned, *RESIDUAL, machine=H100)
     assert again.plan.format(again.plan.program.block.inputs[0]) == "f32[2048@devices,8192]"
 
 
-def test_a_number_of_devices_tries_all_shapes_of_the_mesh():
+def test_a_number_of_devices_tries_all_shapes_of_the_mesh_and_a_list_those_that_are_given():
     found = gshard.search(trained(False), *RESIDUAL, mesh=8, machine="h100:1x8", donate_argnums=0)
-    assert [dict(best.mesh.axes) for best in found.tried] == [
-        {"data": 8},
-        {"data": 2, "model": 4},
-        {"data": 4, "model": 2},
-    ]
+    sizes = [tuple(dict(best.mesh.axes).items()) for best in found.tried]
+    assert sizes == [(("data", 8),), (("data", 2), ("model", 4)), (("data", 4), ("model", 2))]
     assert found.cost.seconds == min(best.chosen.cost.seconds for best in found.tried)
     assert "mesh (data=2, model=4):" in str(found) or "mesh (data=8):" in str(found)
+    given = [gshard.Mesh.abstract(a=8), gshard.Mesh.abstract(a=2, b=4)]
+    found = gshard.search(small, shape(64, 64), shape(64, 64), mesh=given, machine="h100:1x8")
+    assert {best.mesh for best in found.tried} == set(given)
+    with pytest.raises(gshard.MeshError, match="one size"):
+        gshard.search(small, shape(8, 8), shape(8, 8), mesh=[*given, gshard.Mesh.abstract(a=4)], machine="h100:1x8")
 
 
 def test_a_plan_is_said_in_few_marks_that_were_tried():
     """One mark on the first weights of each layer is all that Megatron's plan needs."""
-    mesh, machine = gshard.Mesh.abstract(devices=8), Machine.of("h100:1x8")
-    found = gshard.search(trained(False), *RESIDUAL, mesh=mesh, machine=machine, donate_argnums=0)
+    found = free()
     (mark,) = found.marks.marks
-    assert mark.text == "gshard.shard(x, P(None, 'devices'))"
-    assert mark.at == "f32[2048,8192] of weights[*][0]"
+    assert (mark.text, mark.at) == ("gshard.shard(x, P(None, 'devices'))", "f32[2048,8192] of weights[*][0]")
     assert mark.values == 3
-    written = gshard.jit(
-        trained(False), mesh=mesh, in_shardings=([(P(None, "devices"), None)] * 3, None), donate_argnums=0,
-        machine="h100:1x8",
-    )  # fmt: skip
-    lowered = written.lower(*RESIDUAL)
-    assert cost(lowered.spmd, machine, lowered.donated).seconds == pytest.approx(found.marks.seconds, rel=1e-9)
+    specs = [(P(None, "devices"), None)] * 3, None
+    written = gshard.jit(trained(False), mesh=EIGHT, in_shardings=specs, donate_argnums=0, machine="h100:1x8")
+    assert cost_of(written, *RESIDUAL).seconds == pytest.approx(found.marks.seconds, rel=1e-9)
     assert found.marks.seconds <= found.cost.seconds * 1.01
     assert found.marks.without - mark.saved == pytest.approx(found.marks.seconds)
     assert "as the plan" in str(found.marks)
@@ -320,21 +322,12 @@ def test_what_is_wrong_is_told():
         gshard.search(small, shape(8, 8), shape(8, 8))
 
 
-def test_several_meshes_to_choose_from():
-    given = [gshard.Mesh.abstract(a=8), gshard.Mesh.abstract(a=2, b=4)]
-    found = gshard.search(trained(False), *RESIDUAL, mesh=given, machine="h100:1x8", donate_argnums=0)
-    assert {best.mesh for best in found.tried} == set(given)
-    with pytest.raises(gshard.MeshError, match="one size"):
-        gshard.search(small, shape(8, 8), shape(8, 8), mesh=[*given, gshard.Mesh.abstract(a=4)], machine="h100:1x8")
-
-
 def test_marked_plans_are_priced_as_they_run():
     """A state that came sharded leaves as it came, which takes a move where the step would make it otherwise."""
-    mesh, machine = gshard.Mesh.abstract(data=2, model=4), Machine.of("h100:1x8")
-    weights = [(shape(1024, 4096), shape(4096, 1024))]
+    weights = [(shape(1024, 4096), shape(4096, 1024))], shape(4096, 1024)
     given = [(P(None, "model"), P("model", None))], P(None, "data")
-    pinned = gshard.jit(trained(False), mesh=mesh, machine=machine, in_shardings=given, donate_argnums=0)
-    found = gshard.search(pinned, weights, shape(4096, 1024))
+    mesh = gshard.Mesh.abstract(data=2, model=4)
+    pinned = gshard.jit(trained(False), mesh=mesh, machine=H100, in_shardings=given, donate_argnums=0)
+    found = gshard.search(pinned, *weights)
     (marked,) = [other for other in found.best.others if other.name == "as it is marked"]
-    lowered = pinned.lower(weights, shape(4096, 1024))
-    assert marked.cost.seconds == cost(lowered.spmd, machine, lowered.donated).seconds
+    assert marked.cost.seconds == cost_of(pinned, *weights).seconds

@@ -75,11 +75,8 @@ def values(p, v, o):
 def loss_scaled(w, xs, scale):
     """Gradients of micro-batches, each divided by a scale that is known when the program runs."""
 
-    def loss(w, x):
-        return jnp.sum(jnp.tanh(split(x, 0, 8) @ w) ** 2) * scale
-
     def step(total, x):
-        return total + jax.grad(loss)(w, x) / scale, None
+        return total + jax.grad(lambda w, x: jnp.sum(jnp.tanh(split(x, 0, 8) @ w) ** 2) * scale)(w, x) / scale, None
 
     return lax.scan(step, jnp.zeros_like(w), xs)[0]
 
@@ -146,10 +143,7 @@ def accumulated(v, xs, w):
     def loss(v, x):
         return jnp.mean((jnp.tanh(split(x, 0, "a") @ shard(v, P(None, None, reduced={"a"}))) @ w) ** 2)
 
-    def step(total, x):
-        return total + jax.grad(loss)(v, x) * np.float32(3), None
-
-    return lax.scan(step, jnp.zeros_like(v), xs)[0]
+    return lax.scan(lambda total, x: (total + jax.grad(loss)(v, x) * np.float32(3), None), jnp.zeros_like(v), xs)[0]
 
 
 CONTAINERS = {

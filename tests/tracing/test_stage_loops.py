@@ -172,10 +172,7 @@ def in_stages(micro_batches=6, **arguments):
 def loss_of(program, stage=lambda f: f):
     """The value of a program and its gradient."""
 
-    def loss(params):
-        return sum((x**2).mean() for x in jax.tree.leaves(program(stage, params)))
-
-    return jax.value_and_grad(loss)
+    return jax.value_and_grad(lambda params: sum((x**2).mean() for x in jax.tree.leaves(program(stage, params))))
 
 
 def check_equal(got, want):
