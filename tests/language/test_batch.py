@@ -67,15 +67,10 @@ def test_what_is_proven(f, args, rule):
     assert str(rule_of(f, *args)) == rule
 
 
-@pytest.mark.parametrize(
-    "f, args",
-    [
-        (centred_p.bind, (X,)),
-        (applied_p.bind, (X, X[:, 0])),
-        (lambda x: summed_p.bind(x, axis=1), (X,)),
-        (lambda x: summed_p.bind(x, axis=0), (X,)),
-    ],
-)
+@pytest.mark.parametrize("f, args", [
+    (centred_p.bind, (X,)), (applied_p.bind, (X, X[:, 0])), (lambda x: summed_p.bind(x, axis=1), (X,)),
+    (lambda x: summed_p.bind(x, axis=0), (X,)),
+])  # fmt: skip
 @pytest.mark.one_in(2)
 def test_what_is_proven_is_true(f, args):
     assert check_rule(f, *args)

@@ -183,27 +183,22 @@ def call(operands, *results):
     return Call("my_op", {}, tuple(operands), results, ("f4",) * len(operands))
 
 
-@pytest.mark.parametrize(
-    "text, operands, result, printed",
-    [
-        ("a b, b c -> a c; add over b", [(7, 5), (5, 3)], (7, 3), "a b, b c -> a c; add over b=5"),
-        ("row in, in out->row out;  max over in", [(7, 5), (5, 3)], (7, 3), "a b, b c -> a c; max over b=5"),
-        ("(a b) c -> a b c; a=2", [(6, 5)], (2, 3, 5), "(a b) c -> a b c"),
-        ("(a b) -> b a", [(6,)], (3, 2), "(a b) -> b a"),
-        ("(a b) -> a; replicate b=2", [(6,)], (3,), "(a b) -> a; replicate b"),
-        ("a b -> a; add over b=5", [(7, 5)], (7,), "a b -> a; add over b=5"),
-        ("... a, a -> ... a", [(2, 3, 4), (4,)], (2, 3, 4), "a b c, c -> a b c"),
-        ("... a -> ...; add over a", [(4,)], (), "a -> (); add over a=4"),
-        ("... a -> ... b; replicate a b", [(3, 4)], (3, 9), "a b -> a c; replicate b c"),
-        ("a (), () -> a", [(), ()], (3,), None),
-        ("a, () -> a", [(3,), ()], (3,), "a, () -> a"),
-        ("a 1 -> a", [(3, 1)], (3,), "a 1 -> a"),
-        ("a -> a; communicate a", [(6,)], (4,), "a -> a; communicate a"),
-        (" -> a; replicate a", [], (4,), " -> a; replicate a"),
-        ("a b, c -> a, c; min over b, xor over c", [(2, 3), (3,)], (2,), None),
-        ("a b c -> c; add over a b", [(2, 3, 4)], (4,), "a b c -> c; add over a=2; add over b=3"),
-    ],
-)
+@pytest.mark.parametrize("text, operands, result, printed", [
+    ("a b, b c -> a c; add over b", [(7, 5), (5, 3)], (7, 3), "a b, b c -> a c; add over b=5"),
+    ("row in, in out->row out;  max over in", [(7, 5), (5, 3)], (7, 3), "a b, b c -> a c; max over b=5"),
+    ("(a b) c -> a b c; a=2", [(6, 5)], (2, 3, 5), "(a b) c -> a b c"),
+    ("(a b) -> b a", [(6,)], (3, 2), "(a b) -> b a"),
+    ("(a b) -> a; replicate b=2", [(6,)], (3,), "(a b) -> a; replicate b"),
+    ("a b -> a; add over b=5", [(7, 5)], (7,), "a b -> a; add over b=5"),
+    ("... a, a -> ... a", [(2, 3, 4), (4,)], (2, 3, 4), "a b c, c -> a b c"),
+    ("... a -> ...; add over a", [(4,)], (), "a -> (); add over a=4"),
+    ("... a -> ... b; replicate a b", [(3, 4)], (3, 9), "a b -> a c; replicate b c"),
+    ("a (), () -> a", [(), ()], (3,), None), ("a, () -> a", [(3,), ()], (3,), "a, () -> a"),
+    ("a 1 -> a", [(3, 1)], (3,), "a 1 -> a"), ("a -> a; communicate a", [(6,)], (4,), "a -> a; communicate a"),
+    (" -> a; replicate a", [], (4,), " -> a; replicate a"),
+    ("a b, c -> a, c; min over b, xor over c", [(2, 3), (3,)], (2,), None),
+    ("a b c -> c; add over a b", [(2, 3, 4)], (4,), "a b c -> c; add over a=2; add over b=3"),
+])  # fmt: skip
 def test_text_is_read(text, operands, result, printed):
     if printed is None:
         with pytest.raises(RuleError):
@@ -239,24 +234,15 @@ def read_again(text, one):
         return error.what
 
 
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        ("a b", "needs one arrow"),
-        ("a -> b -> c", "needs one arrow"),
-        ("a b -> a c; add over d", "no array has a factor 'd'"),
-        ("a b -> a", "'b' stands in no result"),
-        ("a b -> a b; add over b", "'b' is reduced and stands in a result"),
-        ("a b -> a; sum over b", "'sum over b' says nothing of a factor"),
-        ("a b -> a; add over b; replicate b", "'b' is of two kinds"),
-        ("a a -> a", "'a' stands twice in one array"),
-        ("a b -> a b; a=x", "'x' is no size"),
-        ("(a b -> a b", "is no array"),
-        ("a, -> a", "an array is missing"),
-        ("a+ -> a", "is no array"),
-        ("(... a) -> a", "'...' is a dimension by itself"),
-    ],
-)
+@pytest.mark.parametrize("text, message", [
+    ("a b", "needs one arrow"), ("a -> b -> c", "needs one arrow"),
+    ("a b -> a c; add over d", "no array has a factor 'd'"), ("a b -> a", "'b' stands in no result"),
+    ("a b -> a b; add over b", "'b' is reduced and stands in a result"),
+    ("a b -> a; sum over b", "'sum over b' says nothing of a factor"),
+    ("a b -> a; add over b; replicate b", "'b' is of two kinds"), ("a a -> a", "'a' stands twice in one array"),
+    ("a b -> a b; a=x", "'x' is no size"), ("(a b -> a b", "is no array"), ("a, -> a", "an array is missing"),
+    ("a+ -> a", "is no array"), ("(... a) -> a", "'...' is a dimension by itself"),
+])  # fmt: skip
 def test_text_that_is_no_rule(text, message):
     with pytest.raises(RuleError) as error:
         parse(text)
@@ -276,20 +262,17 @@ def test_text_that_needs_a_local(text, message):
         check_without_local(parse(text))
 
 
-@pytest.mark.parametrize(
-    "text, operands, result, message",
-    [
-        ("a b -> a b", [(2, 3), (2, 3)], (2, 3), "is for 1 operand, and there are 2"),
-        ("a, b -> a", [(2,), (2,)], (2,), None),
-        ("a b -> a b", [(2, 3, 4)], (2, 3), "gives operand 0 2 dimensions, and it has 3"),
-        ("a b -> b a", [(2, 3)], (2, 3), "has 'b' be 3 in dimension 1 of operand 0 and 2 in dimension 0 of result 0"),
-        ("(a b) -> a b", [(7,)], (2, 3), "has dimension 0 of operand 0 be a=2 * b=3, and it is 7"),
-        ("(a b) -> (a b)", [(6,)], (6,), "leaves the size of 'a' open"),
-        ("... a, ... a -> ... a", [(2, 3), (3,)], (2, 3), "different numbers of dimensions: 1 in operand 0, 0 in"),
-        ("a 1 -> a", [(2, 3)], (2,), "has dimension 1 of operand 0 be 1, and it is 3"),
-        ("a b -> a b; b=4", [(2, 3)], (2, 3), "has 'b' be 4 in the text and 3 in dimension 1 of operand 0"),
-    ],
-)
+@pytest.mark.parametrize("text, operands, result, message", [
+    ("a b -> a b", [(2, 3), (2, 3)], (2, 3), "is for 1 operand, and there are 2"),
+    ("a, b -> a", [(2,), (2,)], (2,), None),
+    ("a b -> a b", [(2, 3, 4)], (2, 3), "gives operand 0 2 dimensions, and it has 3"),
+    ("a b -> b a", [(2, 3)], (2, 3), "has 'b' be 3 in dimension 1 of operand 0 and 2 in dimension 0 of result 0"),
+    ("(a b) -> a b", [(7,)], (2, 3), "has dimension 0 of operand 0 be a=2 * b=3, and it is 7"),
+    ("(a b) -> (a b)", [(6,)], (6,), "leaves the size of 'a' open"),
+    ("... a, ... a -> ... a", [(2, 3), (3,)], (2, 3), "different numbers of dimensions: 1 in operand 0, 0 in"),
+    ("a 1 -> a", [(2, 3)], (2,), "has dimension 1 of operand 0 be 1, and it is 3"),
+    ("a b -> a b; b=4", [(2, 3)], (2, 3), "has 'b' be 4 in the text and 3 in dimension 1 of operand 0"),
+])  # fmt: skip
 def test_text_that_does_not_fit(text, operands, result, message):
     if message is None:
         with pytest.raises(RuleError, match="'b' stands in no result"):

@@ -81,18 +81,14 @@ def test_a_rule_of_ones_own_is_replaced_and_one_of_ours_only_if_asked():
     assert "a b -> a b; replicate b" in str(gshard.jit(jnp.tanh, mesh=8).lower(X).program)
 
 
-@pytest.mark.parametrize(
-    "rule, message",
-    [
-        ("a b -> a b", "is for 1 operand, and there are 2"),
-        ("a b, b c -> a; add over b; replicate c", "gives result 0 1 dimension, and it has 2"),
-        ("a b, c b -> a c; add over b", "has 'b' be 5 in dimension 1 of operand 0 and 6 in dimension 1 of operand 1"),
-        (lambda call: None, "gave NoneType"),
-        (lambda call: call.params["axis"], "failed: KeyError: 'axis'"),
-        (lambda call: gshard.rules.RuleMaker().rule([[], []], [[]]), "operand 0: the rule gives it 0 dimensions"),
-        (lambda call: gshard.rules.RuleMaker().rule([], []), "it is for 0 operands, and there are 2"),
-    ],
-)
+@pytest.mark.parametrize("rule, message", [
+    ("a b -> a b", "is for 1 operand, and there are 2"),
+    ("a b, b c -> a; add over b; replicate c", "gives result 0 1 dimension, and it has 2"),
+    ("a b, c b -> a c; add over b", "has 'b' be 5 in dimension 1 of operand 0 and 6 in dimension 1 of operand 1"),
+    (lambda call: None, "gave NoneType"), (lambda call: call.params["axis"], "failed: KeyError: 'axis'"),
+    (lambda call: gshard.rules.RuleMaker().rule([[], []], [[]]), "operand 0: the rule gives it 0 dimensions"),
+    (lambda call: gshard.rules.RuleMaker().rule([], []), "it is for 0 operands, and there are 2"),
+])  # fmt: skip
 def test_a_rule_that_does_not_fit_blames_the_users_line(rule, message):
     gshard.rule("custom_outer")(rule)
     with pytest.raises(RuleError) as error:

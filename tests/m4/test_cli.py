@@ -492,32 +492,27 @@ def test_a_request_to_stop_saves_and_prints_the_line_that_goes_on(
     assert "stopped as asked after step 3; go on with: gshard-m4 " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        (["train", "--devices", "99"], "cannot use 99 devices"),
-        (["train", "--steps", "0"], "steps must be at least 1, got 0"),
-        (["train", "--processes", "2"], "several processes need a coordinator"),
-        (["translate", "--beam", "0"], "beam must be at least 1, got 0"),
-        (["serve", "--port", "70000"], "port must be from 0 to 65535"),
-        (["train", "--temperature", "0.5"], "cannot be drawn with a temperature of 0.5"),
-        (["train", "--temperature", "nan"], "cannot be drawn with a temperature of nan"),
-        (["train", "--temperature", "inf"], "cannot be drawn with a temperature of inf"),
-        (["train", "--experts", "1"], "at least two experts"),
-        (["train", "--layers", "3"], "must be even"),
-        (["train", "--run", "file"], "cannot be written"),
-        (["translate", "--run", "nowhere"], "there is no checkpoint"),
-        (["translate", "--run", "{trained}", "missing.txt"], "the input cannot be read"),
-        (["translate", "--run", "{trained}", "--step", "9"], "there is no step 9"),
-        (["translate", "--run", "{trained}", "--from", "b"], "knows no language 'b'"),
-        (["translate", "--run", "{trained}", "--batch", "0"], "cannot translate 0 sentences"),
-        (["translate", "file", "--output", "file"], "would overwrite the input"),
-        (["evaluate", "--run", "{trained}", "--sentences", "0"], "cannot score 0 sentences"),
-        (["evaluate", "--run", "{trained}", "--baselines", "{trained}@x"], "'x' is no step"),
-        (["evaluate", "--run", "{trained}", "--baselines", "nowhere"], "there is no checkpoint"),
-        (["evaluate", "--run", "{trained}", "--baselines", "file"], "these are no translations"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "told"), [
+    (["train", "--devices", "99"], "cannot use 99 devices"),
+    (["train", "--steps", "0"], "steps must be at least 1, got 0"),
+    (["train", "--processes", "2"], "several processes need a coordinator"),
+    (["translate", "--beam", "0"], "beam must be at least 1, got 0"),
+    (["serve", "--port", "70000"], "port must be from 0 to 65535"),
+    (["train", "--temperature", "0.5"], "cannot be drawn with a temperature of 0.5"),
+    (["train", "--temperature", "nan"], "cannot be drawn with a temperature of nan"),
+    (["train", "--temperature", "inf"], "cannot be drawn with a temperature of inf"),
+    (["train", "--experts", "1"], "at least two experts"), (["train", "--layers", "3"], "must be even"),
+    (["train", "--run", "file"], "cannot be written"), (["translate", "--run", "nowhere"], "there is no checkpoint"),
+    (["translate", "--run", "{trained}", "missing.txt"], "the input cannot be read"),
+    (["translate", "--run", "{trained}", "--step", "9"], "there is no step 9"),
+    (["translate", "--run", "{trained}", "--from", "b"], "knows no language 'b'"),
+    (["translate", "--run", "{trained}", "--batch", "0"], "cannot translate 0 sentences"),
+    (["translate", "file", "--output", "file"], "would overwrite the input"),
+    (["evaluate", "--run", "{trained}", "--sentences", "0"], "cannot score 0 sentences"),
+    (["evaluate", "--run", "{trained}", "--baselines", "{trained}@x"], "'x' is no step"),
+    (["evaluate", "--run", "{trained}", "--baselines", "nowhere"], "there is no checkpoint"),
+    (["evaluate", "--run", "{trained}", "--baselines", "file"], "these are no translations"),
+])  # fmt: skip
 def test_what_is_wrong_is_told_in_a_few_lines(arguments, told, trained, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     arguments = [word.replace("{trained}", str(trained)) for word in arguments]
@@ -531,15 +526,10 @@ def test_what_is_wrong_is_told_in_a_few_lines(arguments, told, trained, tmp_path
         main([*arguments, "--debug"])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        ([], "demo"),
-        (["trian"], "train"),
-        (["train", "--step", "3"], "--steps"),
-        (["train", "--preset", "huge"], "moe-8e-4l"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "told"), [
+    ([], "demo"), (["trian"], "train"), (["train", "--step", "3"], "--steps"),
+    (["train", "--preset", "huge"], "moe-8e-4l"),
+])  # fmt: skip
 def test_usage(arguments, told, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(arguments)

@@ -162,20 +162,16 @@ def test_files_that_cannot_be_read_say_why(tmp_path):
         parallel.read(tmp_path / "t.de")
 
 
-@pytest.mark.parametrize(
-    ("pair", "reason"),
-    [
-        (Pair("de", "", "some text here"), "empty"),
-        (Pair("de", "Home Assistant", "home assistant"), "identical"),
-        (Pair("de", "w" * 1300, "a long word in German"), "too long"),
-        (Pair("de", "Datei öffnen", "Open"), "fewer than two words"),
-        (Pair("de", "1 2 3 4 5 x y", "12:34:56 -- 99 am pm now"), "mostly symbols"),
-        (Pair("de", "falsche Seite hier", "неверная сторона тут"), "not English"),
-        (Pair("ru", "not Russian at all", "certainly it is not"), "wrong script"),
-        (Pair("de", "the cat sat hier", "the cat sat here"), "untranslated"),
-        (Pair("de", "ja", "a very long English sentence about nothing much"), "wrong length ratio"),
-    ],
-)
+@pytest.mark.parametrize(("pair", "reason"), [
+    (Pair("de", "", "some text here"), "empty"), (Pair("de", "Home Assistant", "home assistant"), "identical"),
+    (Pair("de", "w" * 1300, "a long word in German"), "too long"),
+    (Pair("de", "Datei öffnen", "Open"), "fewer than two words"),
+    (Pair("de", "1 2 3 4 5 x y", "12:34:56 -- 99 am pm now"), "mostly symbols"),
+    (Pair("de", "falsche Seite hier", "неверная сторона тут"), "not English"),
+    (Pair("ru", "not Russian at all", "certainly it is not"), "wrong script"),
+    (Pair("de", "the cat sat hier", "the cat sat here"), "untranslated"),
+    (Pair("de", "ja", "a very long English sentence about nothing much"), "wrong length ratio"),
+])  # fmt: skip
 def test_each_rule_has_its_reason(pair, reason):
     assert clean(pair) == reason
 

@@ -45,23 +45,14 @@ def quiet(text):
     pass
 
 
-@pytest.mark.parametrize(
-    ("text", "tidied"),
-    [
-        ("the entity_id of vacuum.turn_off", "the entity_id of vacuum.turn_off"),
-        ("Name(s) of file(s)", "Name(s) of file(s)"),
-        ("Q&A and R&D of AT&T", "Q&A and R&D of AT&T"),
-        ("Bang &amp; Olufsen", "Bang & Olufsen"),
-        ("Date & Time", "Date & Time"),
-        ("E&xit now", "Exit now"),
-        ("Save _As", "Save As"),
-        ("~Open file", "Open file"),
-        ("開く(O)...", "開く..."),
-        ("soft\xad hyphen \u202bmark\ufeff", "soft hyphen mark"),
-        ("می\u200cخواهم", "می\u200cخواهم"),
-        ("a\r\rb\u2028c\x0bd", "a b c d"),
-    ],
-)
+@pytest.mark.parametrize(("text", "tidied"), [
+    ("the entity_id of vacuum.turn_off", "the entity_id of vacuum.turn_off"),
+    ("Name(s) of file(s)", "Name(s) of file(s)"), ("Q&A and R&D of AT&T", "Q&A and R&D of AT&T"),
+    ("Bang &amp; Olufsen", "Bang & Olufsen"), ("Date & Time", "Date & Time"), ("E&xit now", "Exit now"),
+    ("Save _As", "Save As"), ("~Open file", "Open file"), ("開く(O)...", "開く..."),
+    ("soft\xad hyphen \u202bmark\ufeff", "soft hyphen mark"), ("می\u200cخواهم", "می\u200cخواهم"),
+    ("a\r\rb\u2028c\x0bd", "a b c d"),
+])  # fmt: skip
 def test_identifiers_plurals_and_joiners_survive(text, tidied):
     assert tidy(text) == tidied
     assert tidy(tidied) == tidied

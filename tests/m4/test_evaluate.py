@@ -184,16 +184,9 @@ def test_samples_are_scored_as_sacrebleu_scores_texts():
     assert samples_MS[:, 0].tolist() == whole_M.tolist() == pytest.approx(want)
 
 
-@pytest.mark.parametrize(
-    ("chances", "corrected"),
-    [
-        ([], []),
-        ([0.2], [0.2]),
-        ([0.4, 0.3], [0.6, 0.6]),
-        ([None, 0.01, 0.02], [None, 0.02, 0.02]),
-        ([0.9] * 3, [1] * 3),
-    ],
-)
+@pytest.mark.parametrize(("chances", "corrected"), [
+    ([], []), ([0.2], [0.2]), ([0.4, 0.3], [0.6, 0.6]), ([None, 0.01, 0.02], [None, 0.02, 0.02]), ([0.9] * 3, [1] * 3),
+])  # fmt: skip
 def test_holm(chances, corrected):
     assert holm(chances) == pytest.approx(corrected)
 
@@ -235,18 +228,11 @@ def test_classes_are_scored_as_one_text(tmp_path):
         assert [row["resource"] for row in csv.DictReader(file)] == ["high", "medium", "low", "all"]
 
 
-@pytest.mark.parametrize(
-    ("source", "english", "near"),
-    [
-        ("Python 3.11 installieren", "Install Python 3.11", True),
-        ("{name} wurde gelöscht", "{name} was deleted", False),
-        ("Datei %(name)s", "%(name)s file", True),
-        ("OPEN the FILE", "open the file", True),
-        ("Datei öffnen", "Open file", False),
-        ("", "Open file", False),
-        ("Datei", "…", False),
-    ],
-)
+@pytest.mark.parametrize(("source", "english", "near"), [
+    ("Python 3.11 installieren", "Install Python 3.11", True), ("{name} wurde gelöscht", "{name} was deleted", False),
+    ("Datei %(name)s", "%(name)s file", True), ("OPEN the FILE", "open the file", True),
+    ("Datei öffnen", "Open file", False), ("", "Open file", False), ("Datei", "…", False),
+])  # fmt: skip
 def test_near_copies(source, english, near):
     assert is_near_copy(source, english) == near
 

@@ -17,21 +17,11 @@ from gshard_m4.stream import Found
 from gshard_m4.translate import Hypothesis, Translated, Translator
 
 SENTENCES = [
-    "open the file %s now",
-    "%d of %d items in {folder}",
-    "{a}{b}",
-    "copy %1$s to %2$s in $HOME please",
-    "100 % done with %s",
-    "nothing at all here",
-    "<b>delete</b> %(count)d items &amp; close",
-    "see https://a.org/b?c=%d now",
-    "{{name}} and ${name} and {name} and %name and $name",
-    "@VERSION@ [% page.title %] \\n done",
-    "%s",
-    "%s: <i>{}</i>",
-    "%5.2f %% of %-3d",
-    "%1 %10 $HOME %n {x}",
-]
+    "open the file %s now", "%d of %d items in {folder}", "{a}{b}", "copy %1$s to %2$s in $HOME please",
+    "100 % done with %s", "nothing at all here", "<b>delete</b> %(count)d items &amp; close",
+    "see https://a.org/b?c=%d now", "{{name}} and ${name} and {name} and %name and $name",
+    "@VERSION@ [% page.title %] \\n done", "%s", "%s: <i>{}</i>", "%5.2f %% of %-3d", "%1 %10 $HOME %n {x}",
+]  # fmt: skip
 
 # What a model may write: words, placeholders of the source and others, and parts of them.
 PIECES = (
@@ -60,20 +50,12 @@ def test_whatever_a_model_writes_the_translation_has_them(sentence, rng):
     assert changed > 100
 
 
-@pytest.mark.parametrize(
-    ("written", "wanted", "whole"),
-    [
-        ("%d free", ["%d"], "%d free"),
-        ("free", ["%d"], "free %d"),
-        ("Copy {nam} now", ["{name}"], "Copy {name} now"),
-        ("%s and %s", ["%s"], "%s and"),
-        ("%d of %s left.", ["%d", "{total}"], "%d of {total} left."),
-        ("<b>now</b>", [], "now"),
-        ("_Save %s now", ["%s"], "Save %s now"),
-        ("a name)s here", [], "a name here"),
-        ("5 % off", [], "5 % off"),
-    ],
-)
+@pytest.mark.parametrize(("written", "wanted", "whole"), [
+    ("%d free", ["%d"], "%d free"), ("free", ["%d"], "free %d"), ("Copy {nam} now", ["{name}"], "Copy {name} now"),
+    ("%s and %s", ["%s"], "%s and"), ("%d of %s left.", ["%d", "{total}"], "%d of {total} left."),
+    ("<b>now</b>", [], "now"), ("_Save %s now", ["%s"], "Save %s now"), ("a name)s here", [], "a name here"),
+    ("5 % off", [], "5 % off"),
+])  # fmt: skip
 def test_a_missing_one_takes_the_place_of_a_wrong_one_or_comes_last(written, wanted, whole):
     assert complete(written, wanted) == whole
 
@@ -133,19 +115,11 @@ def test_the_end_of_a_placeholder_without_its_beginning_is_one():
     assert lost_and_invented(["%(name)s"], "%(name)s and file(s)") == ([], [])
 
 
-@pytest.mark.parametrize(
-    ("text", "plain"),
-    [
-        ("_Datei", "Datei"),
-        ("Q&A", "Q&A"),
-        ("file_name", "file_name"),
-        ("&Datei &Speichern", "&Datei &Speichern"),
-        ("ファイルを開く(_O)", "ファイルを開く"),
-        ("a <b>fat</b> cat", "a fat cat"),
-        ("<p>%s</p>", "%s"),
-        ("1 < 2 and 3 > 2", "1 < 2 and 3 > 2"),
-    ],
-)
+@pytest.mark.parametrize(("text", "plain"), [
+    ("_Datei", "Datei"), ("Q&A", "Q&A"), ("file_name", "file_name"), ("&Datei &Speichern", "&Datei &Speichern"),
+    ("ファイルを開く(_O)", "ファイルを開く"), ("a <b>fat</b> cat", "a fat cat"), ("<p>%s</p>", "%s"),
+    ("1 < 2 and 3 > 2", "1 < 2 and 3 > 2"),
+])  # fmt: skip
 def test_marks_are_taken_out_and_put_back(text, plain):
     marked = mark(text)
     assert marked.plain == plain

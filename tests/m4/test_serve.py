@@ -154,29 +154,20 @@ def test_translations_are_those_of_the_model_whoever_asks_at_the_same_time(serve
     assert served.ask("POST", "/translate", {"text": "now " * 30})[2]["lines"][0]["cut"] is True
 
 
-@pytest.mark.parametrize(
-    ("status", "body", "headers", "told"),
-    [
-        (400, b"{", JSON, "not JSON"),
-        (400, b"\xff\xfe", JSON, "not JSON"),
-        (400, b"[" * 30_000, JSON, "not JSON"),
-        (422, [], JSON, 'string "text"'),
-        (422, {"text": 3}, JSON, 'string "text"'),
-        (422, {"text": "now", "form": "de"}, JSON, "form"),
-        (422, {"text": "now", "from": "xx"}, JSON, "no language 'xx'"),
-        (422, {"text": "now", "from": ["de"]}, JSON, "code of a language"),
-        (422, {"text": "now", "alternatives": 4}, JSON, "from 1 to 3"),
-        (422, {"text": "now", "alternatives": True}, JSON, "from 1 to 3"),
-        (422, b'{"text": "\\ud800"}', JSON, "surrogate"),
-        (422, b'{"text": "now\\u0000"}', JSON, "NUL"),
-        (413, {"text": "a" * 2001}, JSON, "2000 is the most"),
-        (413, {"text": "\n" * 41}, JSON, "40 is the most"),
-        (413, b"a" * 65_537, JSON, "longer than 65536 bytes"),
-        (413, b"", JSON | {"Content-Length": "99999999999"}, "longer than"),
-        (415, {"text": "now"}, {}, "application/json"),
-        (415, {"text": "now"}, {"Content-Type": "text/plain"}, "application/json"),
-    ],
-)
+@pytest.mark.parametrize(("status", "body", "headers", "told"), [
+    (400, b"{", JSON, "not JSON"), (400, b"\xff\xfe", JSON, "not JSON"), (400, b"[" * 30_000, JSON, "not JSON"),
+    (422, [], JSON, 'string "text"'), (422, {"text": 3}, JSON, 'string "text"'),
+    (422, {"text": "now", "form": "de"}, JSON, "form"), (422, {"text": "now", "from": "xx"}, JSON, "no language 'xx'"),
+    (422, {"text": "now", "from": ["de"]}, JSON, "code of a language"),
+    (422, {"text": "now", "alternatives": 4}, JSON, "from 1 to 3"),
+    (422, {"text": "now", "alternatives": True}, JSON, "from 1 to 3"),
+    (422, b'{"text": "\\ud800"}', JSON, "surrogate"), (422, b'{"text": "now\\u0000"}', JSON, "NUL"),
+    (413, {"text": "a" * 2001}, JSON, "2000 is the most"), (413, {"text": "\n" * 41}, JSON, "40 is the most"),
+    (413, b"a" * 65_537, JSON, "longer than 65536 bytes"),
+    (413, b"", JSON | {"Content-Length": "99999999999"}, "longer than"),
+    (415, {"text": "now"}, {}, "application/json"),
+    (415, {"text": "now"}, {"Content-Type": "text/plain"}, "application/json"),
+])  # fmt: skip
 def test_what_is_wrong_is_refused(served, status, body, headers, told):
     got, _, answer = served.ask("POST", "/translate", body, headers)
     assert got == status
@@ -403,18 +394,10 @@ def test_a_port_in_use_is_told_before_the_model_is_read(capsys):
     assert "cannot listen" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"queue": 0},
-        {"rate": -1},
-        {"port": 70_000},
-        {"timeout": 0},
-        {"rate": float("nan")},
-        {"connections": 0},
-        {"proxies": "10.0.0.1, example.org"},
-    ],
-)
+@pytest.mark.parametrize("wrong", [
+    {"queue": 0}, {"rate": -1}, {"port": 70_000}, {"timeout": 0}, {"rate": float("nan")}, {"connections": 0},
+    {"proxies": "10.0.0.1, example.org"},
+])  # fmt: skip
 def test_impossible_options_are_refused(wrong):
     with pytest.raises(OptionError, match=next(iter(wrong))):
         ServeConfig(**wrong)

@@ -24,19 +24,11 @@ from gshard.moe import (
 MOE = TransformerConfig(9, 9, experts=8, group_size=64)
 
 
-@pytest.mark.parametrize(
-    "name, experts, weights",
-    [
-        ("MoE(2048E, 36L)", 36864, 600e9),
-        ("MoE(2048E, 12L)", 12288, 200e9),
-        ("MoE(512E, 36L)", 9216, 150e9),
-        ("MoE(512E, 12L)", 3072, 50e9),
-        ("MoE(128E, 36L)", 2304, 37e9),
-        ("MoE(128E, 12L)", 768, 12.5e9),
-        ("MoE(2048E, 60L)", 61440, 1e12),
-        ("T(96L)", 0, 2.3e9),
-    ],
-)
+@pytest.mark.parametrize("name, experts, weights", [
+    ("MoE(2048E, 36L)", 36864, 600e9), ("MoE(2048E, 12L)", 12288, 200e9), ("MoE(512E, 36L)", 9216, 150e9),
+    ("MoE(512E, 12L)", 3072, 50e9), ("MoE(128E, 36L)", 2304, 37e9), ("MoE(128E, 12L)", 768, 12.5e9),
+    ("MoE(2048E, 60L)", 61440, 1e12), ("T(96L)", 0, 2.3e9),
+])  # fmt: skip
 def test_table_1(name, experts, weights):
     """The paper rounds its sizes freely (37 for 39.5, 200 for 206.5); experts in total are exact."""
     config = TABLE_1[name]
@@ -97,43 +89,32 @@ def test_capacity(tokens, factor, expected):
     assert dataclasses.replace(MOE, capacity_factor=factor).capacity(tokens) == expected
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"group_size": 3}, "capacity of an expert is below 1"),
-        ({"capacity_factor": 0.0}, "capacity_factor must be positive"),
-        ({"encoder_layers": 5}, "encoder_layers must be even"),
-        ({"decoder_layers": 3}, "decoder_layers must be even"),
-        ({"experts": 1}, "at least two experts"),
-        ({"routing": "expertchoice"}, "routing 'expertchoice' is not known"),
-        ({"routing": "topk"}, "Did you mean 'top_k'"),
-        ({"top_k": 3}, "routing 'paper' sends a token to two experts"),
-        ({"routing": "top_k", "top_k": 9}, "more experts than there are"),
-        ({"routing": "top_k", "top_k": 1}, "the router would learn nothing"),
-        ({"top_k": 0}, "top_k must be at least 1"),
-        ({"gates": "relu"}, "gates 'relu' is not known"),
-        ({"balance": "hope"}, "balance 'hope' is not known"),
-        ({"activation": "gelu"}, "activation 'gelu' is not known"),
-        ({"positions": "learned"}, "positions 'learned' is not known"),
-        ({"remat": "layers"}, "remat 'layers' is not known"),
-        ({"kv_heads": 3}, "shared out evenly"),
-        ({"positions": "rotary", "head_dim": 5}, "even head_dim"),
-        ({"positions": "rotary", "rotary_base": 0.0}, "rotary_base must be positive"),
-        ({"experts_every": 4}, "encoder_layers must be a multiple"),
-        ({"dense_first": 6, "experts_every": 1}, "above 6 dense ones"),
-        ({"dense_hidden_dim": 0}, "dense_hidden_dim must be at least 1"),
-        ({"shared_experts": -1}, "shared_experts must not be negative"),
-        ({"encoder_layers": 0}, "an encoder and a source vocabulary come together"),
-        ({"second_expert": "never"}, "second_expert 'never' is not known"),
-        ({"dispatch": "onehot"}, "dispatch 'onehot' is not known"),
-        ({"dispatch": "blocks", "partitions": 2}, "cannot be split over experts"),
-        ({"dropout": 1.0}, "dropout must be a rate"),
-        ({"partitions": 0}, "partitions must be at least 1"),
-        ({"model_dim": 7}, "even model_dim"),
-        ({"hidden_dim": 0}, "hidden_dim must be at least 1"),
-        ({"group_size": 0}, "a group needs a token"),
-    ],
-)
+@pytest.mark.parametrize("change, message", [
+    ({"group_size": 3}, "capacity of an expert is below 1"),
+    ({"capacity_factor": 0.0}, "capacity_factor must be positive"),
+    ({"encoder_layers": 5}, "encoder_layers must be even"), ({"decoder_layers": 3}, "decoder_layers must be even"),
+    ({"experts": 1}, "at least two experts"), ({"routing": "expertchoice"}, "routing 'expertchoice' is not known"),
+    ({"routing": "topk"}, "Did you mean 'top_k'"), ({"top_k": 3}, "routing 'paper' sends a token to two experts"),
+    ({"routing": "top_k", "top_k": 9}, "more experts than there are"),
+    ({"routing": "top_k", "top_k": 1}, "the router would learn nothing"), ({"top_k": 0}, "top_k must be at least 1"),
+    ({"gates": "relu"}, "gates 'relu' is not known"), ({"balance": "hope"}, "balance 'hope' is not known"),
+    ({"activation": "gelu"}, "activation 'gelu' is not known"),
+    ({"positions": "learned"}, "positions 'learned' is not known"),
+    ({"remat": "layers"}, "remat 'layers' is not known"), ({"kv_heads": 3}, "shared out evenly"),
+    ({"positions": "rotary", "head_dim": 5}, "even head_dim"),
+    ({"positions": "rotary", "rotary_base": 0.0}, "rotary_base must be positive"),
+    ({"experts_every": 4}, "encoder_layers must be a multiple"),
+    ({"dense_first": 6, "experts_every": 1}, "above 6 dense ones"),
+    ({"dense_hidden_dim": 0}, "dense_hidden_dim must be at least 1"),
+    ({"shared_experts": -1}, "shared_experts must not be negative"),
+    ({"encoder_layers": 0}, "an encoder and a source vocabulary come together"),
+    ({"second_expert": "never"}, "second_expert 'never' is not known"),
+    ({"dispatch": "onehot"}, "dispatch 'onehot' is not known"),
+    ({"dispatch": "blocks", "partitions": 2}, "cannot be split over experts"),
+    ({"dropout": 1.0}, "dropout must be a rate"), ({"partitions": 0}, "partitions must be at least 1"),
+    ({"model_dim": 7}, "even model_dim"), ({"hidden_dim": 0}, "hidden_dim must be at least 1"),
+    ({"group_size": 0}, "a group needs a token"),
+])  # fmt: skip
 def test_refused(change, message):
     with pytest.raises(ModelError, match=message) as error:
         dataclasses.replace(MOE, **change)
@@ -157,15 +138,10 @@ def test_weights_are_those_of_the_model_card(name, weights):
     assert config.moe_layers == config.decoder_layers - config.dense_first
 
 
-@pytest.mark.parametrize(
-    "written, name",
-    [
-        ("mixtral-8x7b", "Mixtral-8x7B"),
-        ("MIXTRAL 8x22B", "Mixtral-8x22B"),
-        ("deepseek_v3_like", "DeepSeek-V3-like"),
-        ("moe(2048e,36l)", "MoE(2048E, 36L)"),
-    ],
-)
+@pytest.mark.parametrize("written, name", [
+    ("mixtral-8x7b", "Mixtral-8x7B"), ("MIXTRAL 8x22B", "Mixtral-8x22B"), ("deepseek_v3_like", "DeepSeek-V3-like"),
+    ("moe(2048e,36l)", "MoE(2048E, 36L)"),
+])  # fmt: skip
 def test_capitals_and_punctuation_do_not_matter(written, name):
     assert model_name(written) == name
     assert model(written) is MODELS[name]

@@ -198,17 +198,13 @@ def test_experts_on_every_device_of_a_data_axis():
     assert found.total_bytes < 1024
 
 
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"replicas": 2}, "replicas of the experts have a mesh axis"),
-        ({"partitions": 4, "data_axis": "data"}, "the marks of the experts name a mesh axis too"),
-        ({"expert_axis": ("a", "b"), "data_axis": "a"}, "a mesh axis is named twice"),
-        ({"expert_axis": 4}, "expert_axis is a mesh axis"),
-        ({"replicas": 0}, "replicas must be at least 1"),
-        ({"replicas": 2, "data_axis": "data", "dispatch": "blocks"}, "cannot be split over experts or replicas"),
-    ],
-)
+@pytest.mark.parametrize("changes, message", [
+    ({"replicas": 2}, "replicas of the experts have a mesh axis"),
+    ({"partitions": 4, "data_axis": "data"}, "the marks of the experts name a mesh axis too"),
+    ({"expert_axis": ("a", "b"), "data_axis": "a"}, "a mesh axis is named twice"),
+    ({"expert_axis": 4}, "expert_axis is a mesh axis"), ({"replicas": 0}, "replicas must be at least 1"),
+    ({"replicas": 2, "data_axis": "data", "dispatch": "blocks"}, "cannot be split over experts or replicas"),
+])  # fmt: skip
 def test_refused(changes, message):
     with pytest.raises(ModelError, match=message):
         dataclasses.replace(BASE, **changes)

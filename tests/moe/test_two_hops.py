@@ -170,16 +170,13 @@ def test_a_model_trains():
         assert_trees_close(got, expected)
 
 
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"partitions": 8, "hosts": 2}, "two hops go along two mesh axes"),
-        ({"partitions": 8, "hosts": 2, "expert_axis": "expert"}, "two hops go along two mesh axes"),
-        ({"partitions": 8, "hosts": 3, "expert_axis": ("host", "gpu")}, "hosts have as many partitions"),
-        ({"partitions": 6, "hosts": 2, "expert_axis": ("host", "gpu")}, "gives each partition as many experts"),
-        ({"hosts": 0}, "hosts must be at least 1"),
-    ],
-)
+@pytest.mark.parametrize("changes, message", [
+    ({"partitions": 8, "hosts": 2}, "two hops go along two mesh axes"),
+    ({"partitions": 8, "hosts": 2, "expert_axis": "expert"}, "two hops go along two mesh axes"),
+    ({"partitions": 8, "hosts": 3, "expert_axis": ("host", "gpu")}, "hosts have as many partitions"),
+    ({"partitions": 6, "hosts": 2, "expert_axis": ("host", "gpu")}, "gives each partition as many experts"),
+    ({"hosts": 0}, "hosts must be at least 1"),
+])  # fmt: skip
 def test_refused(changes, message):
     with pytest.raises(ModelError, match=message):
         dataclasses.replace(BASE, **changes)

@@ -29,19 +29,11 @@ def inner(x):
 
 
 UNARY = (
-    lambda x: -x,
-    lambda x: x[1:],
-    lambda x: x[:-2],
-    lambda x: x[::2],
-    lambda x: x[::-1],
-    lambda x: jnp.roll(x, 1, 0),
-    lambda x: jnp.roll(x, -2, 1),
-    lambda x: jnp.pad(x[2:] + x[:-2], ((1, 1), (0, 0))),
+    lambda x: -x, lambda x: x[1:], lambda x: x[:-2], lambda x: x[::2], lambda x: x[::-1], lambda x: jnp.roll(x, 1, 0),
+    lambda x: jnp.roll(x, -2, 1), lambda x: jnp.pad(x[2:] + x[:-2], ((1, 1), (0, 0))),
     lambda x: jnp.pad(inner(x), ((1, 1), (0, 0)), constant_values=7),
-    lambda x: jnp.concatenate([-x[N // 2 :], x[: N // 2]]),
-    lambda x: x.at[1:-1].set(inner(x)),
-    lambda x: x.at[::2].add(x[1::2]),
-    lambda x: jnp.concatenate([x[-1:], x, x[:1]])[1:],
+    lambda x: jnp.concatenate([-x[N // 2 :], x[: N // 2]]), lambda x: x.at[1:-1].set(inner(x)),
+    lambda x: x.at[::2].add(x[1::2]), lambda x: jnp.concatenate([x[-1:], x, x[:1]])[1:],
     lambda x: x * jnp.concatenate([jnp.arange(5), jnp.arange(3)[::-1]])[:, None],
     lambda x: (jnp.stack([x, -x]).reshape(-1, M) @ (jnp.ones((M, M), x.dtype) + x[:M])).reshape(2, N, M).sum(0) * 3,
     lambda x: (x.T @ x).T[:, :M],
@@ -49,14 +41,12 @@ UNARY = (
     lambda x: lax.associative_scan(jnp.add, x),
     lambda x: jnp.zeros((N, 5), x.dtype).at[jnp.arange(N)[:, None], x % 7].add(x).sum(1)[:, None] + x,
     lambda x: x + jnp.searchsorted(jnp.sort(x[:, 0])[::-1], x[:, 1])[:, None].astype(x.dtype),
-)
+)  # fmt: skip
 BINARY = (
-    lambda x, y: x + y,
-    jnp.maximum,
-    lambda x, y: jnp.where(x > y, x, -y),
+    lambda x, y: x + y, jnp.maximum, lambda x, y: jnp.where(x > y, x, -y),
     lambda x, y: jnp.concatenate([x[2:], y[:2]]),
     lambda x, y: jnp.pad(x[:5], ((0, 3), (0, 0))) + jnp.pad(y[:3], ((5, 0), (0, 0))),
-)
+)  # fmt: skip
 
 
 def program_of(seed):

@@ -57,17 +57,13 @@ def check(f, *args):
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize(
-    "widen",
-    [
-        widened,
-        lambda q, s: jnp.tanh(q.astype(jnp.float32) - 1) * s,
-        lambda q, s: q.astype(jnp.float32) * jnp.broadcast_to(s, q.shape),
-        lambda q, s: q.astype(jnp.float32) * lax.broadcast_in_dim(s[:, :, 0], q.shape, (0, 1)),
-        lambda q, s: jnp.where(s > 0, 2.0 * q, 1.0),
-        lambda q, s: (q.astype(jnp.float32) * s).astype(jnp.bfloat16).astype(jnp.float32),
-    ],
-)
+@pytest.mark.parametrize("widen", [
+    widened, lambda q, s: jnp.tanh(q.astype(jnp.float32) - 1) * s,
+    lambda q, s: q.astype(jnp.float32) * jnp.broadcast_to(s, q.shape),
+    lambda q, s: q.astype(jnp.float32) * lax.broadcast_in_dim(s[:, :, 0], q.shape, (0, 1)),
+    lambda q, s: jnp.where(s > 0, 2.0 * q, 1.0),
+    lambda q, s: (q.astype(jnp.float32) * s).astype(jnp.bfloat16).astype(jnp.float32),
+])  # fmt: skip
 @pytest.mark.one_in(4)
 def test_a_widened_stack_is_widened_in_the_loop(widen, reverse, narrow, scale):
     program = check(lambda q, s: summed(widen(q, s), reverse=reverse), narrow, scale)

@@ -96,12 +96,9 @@ def twice(x, k):
 ALL = [sines, in_turns, fades, rises, around, many, empty_parts, every_third, turned, of_bytes, infinite, in_a_loop]
 ALL += [gradient, twice, reordered]
 SPLITS = {
-    "rows": (P("x", None), {"x": 8}),
-    "columns": (P(None, "x"), {"x": 8}),
-    "uneven rows": (P("x", None), {"x": 5}),
-    "both": (P("x", "y"), {"x": 4, "y": 2}),
-    "both, uneven": (P("y", "x"), {"x": 3, "y": 2}),
-}
+    "rows": (P("x", None), {"x": 8}), "columns": (P(None, "x"), {"x": 8}), "uneven rows": (P("x", None), {"x": 5}),
+    "both": (P("x", "y"), {"x": 4, "y": 2}), "both, uneven": (P("y", "x"), {"x": 3, "y": 2}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("f", "split"), crossed(ALL, list(SPLITS), one_in=5))

@@ -45,27 +45,23 @@ def test_all_combinations():
 def needs(layers: int, micro_batches: int) -> Any: ...
 
 
-@pytest.mark.parametrize(
-    ("builder", "batch", "choices", "message"),
-    [
-        (3, 8, None, "takes a builder, not a int"),
-        (lambda: None, 8, None, "has no keyword to choose"),
-        (lambda width=8: None, 8, None, "has no keyword to choose"),
-        (needs, 8, None, "needs 'layers', for which there are no values"),
-        (lambda x, /: None, 8, {"y": [1]}, "has no keyword 'y'"),
-        (lambda micro_batches: None, None, None, "gshard does not have the batch to divide"),
-        (lambda global_batch, micro_batches: None, None, {"micro_batches": [1]}, "takes global_batch"),
-        (lambda micro_batches: None, 8, {"micro_batches": [1, 3]}, "not divided evenly by 3"),
-        (lambda micro_batches: None, 8, {"micro_batches": [0]}, "not divided evenly by 0"),
-        (lambda micro_batches: None, 8, {"micro_batches": ["4"]}, "not divided evenly by '4'"),
-        (lambda micro_batches: None, 8, {"micro_batch": [1]}, "Did you mean|has no keyword 'micro_batch'"),
-        (lambda recompute: None, 8, {"recompute": "full"}, "no list of values"),
-        (lambda recompute: None, 8, {"recompute": []}, "no list of values"),
-        (lambda recompute: None, 0, None, "global_batch=0 is no number"),
-        (lambda recompute: None, True, None, "global_batch=True is no number"),
-        (lambda recompute: None, 2.5, None, "global_batch=2.5 is no number"),
-    ],
-)
+@pytest.mark.parametrize(("builder", "batch", "choices", "message"), [
+    (3, 8, None, "takes a builder, not a int"), (lambda: None, 8, None, "has no keyword to choose"),
+    (lambda width=8: None, 8, None, "has no keyword to choose"),
+    (needs, 8, None, "needs 'layers', for which there are no values"),
+    (lambda x, /: None, 8, {"y": [1]}, "has no keyword 'y'"),
+    (lambda micro_batches: None, None, None, "gshard does not have the batch to divide"),
+    (lambda global_batch, micro_batches: None, None, {"micro_batches": [1]}, "takes global_batch"),
+    (lambda micro_batches: None, 8, {"micro_batches": [1, 3]}, "not divided evenly by 3"),
+    (lambda micro_batches: None, 8, {"micro_batches": [0]}, "not divided evenly by 0"),
+    (lambda micro_batches: None, 8, {"micro_batches": ["4"]}, "not divided evenly by '4'"),
+    (lambda micro_batches: None, 8, {"micro_batch": [1]}, "Did you mean|has no keyword 'micro_batch'"),
+    (lambda recompute: None, 8, {"recompute": "full"}, "no list of values"),
+    (lambda recompute: None, 8, {"recompute": []}, "no list of values"),
+    (lambda recompute: None, 0, None, "global_batch=0 is no number"),
+    (lambda recompute: None, True, None, "global_batch=True is no number"),
+    (lambda recompute: None, 2.5, None, "global_batch=2.5 is no number"),
+])  # fmt: skip
 def test_mistakes(builder, batch, choices, message):
     with pytest.raises(gshard.ArgumentError, match=message):
         choices_of(builder, batch, choices)

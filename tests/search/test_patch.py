@@ -207,15 +207,10 @@ def applied(folder, patch, name):
     return loaded(folder / "train.py", name)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "plain",
-        pytest.param("NNX", marks=pytest.mark.slow),
-        pytest.param("Linen", marks=pytest.mark.slow),
-        pytest.param("Equinox", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("kind", [
+    "plain", pytest.param("NNX", marks=pytest.mark.slow), pytest.param("Linen", marks=pytest.mark.slow),
+    pytest.param("Equinox", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_a_patched_training_file_runs_the_plan(kind, tmp_path, monkeypatch):
     """The marked file has the losses, bytes, time and placement of the plan."""
     monkeypatch.chdir(tmp_path)

@@ -263,15 +263,11 @@ def counting(monkeypatch, module, name):
     return calls
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "order/sort",
-        "windows/convolution_two_axes",
-        pytest.param("windows/convolution_two_axes'", marks=pytest.mark.slow),
-        pytest.param("windows/convolution_of_features'", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("name", [
+    "order/sort", "windows/convolution_two_axes",
+    pytest.param("windows/convolution_two_axes'", marks=pytest.mark.slow),
+    pytest.param("windows/convolution_of_features'", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_few_rewrites_fire_while_programs_are_priced(name, monkeypatch):
     """On average few for each program that is traced to be priced: each reaches its fixed point soon.
 

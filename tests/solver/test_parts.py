@@ -59,17 +59,13 @@ def test_an_empty_problem_is_one():
 
 
 BAD = [
-    (dict(costs=[[]]), "shape"),
-    (dict(costs=[[np.nan]]), "NaN"),
-    (dict(costs=[[-1.0]]), "below zero"),
+    (dict(costs=[[]]), "shape"), (dict(costs=[[np.nan]]), "NaN"), (dict(costs=[[-1.0]]), "below zero"),
     (dict(costs=[[0], [0, 0]], edges=[(0, 1, [[0], [0]])]), "table"),
-    (dict(costs=[[0]], edges=[(0, 3, [[0]])]), "no node 3"),
-    (dict(costs=[[0]], loads=[(0, 0, 1, [1, 2])]), "load"),
+    (dict(costs=[[0]], edges=[(0, 3, [[0]])]), "no node 3"), (dict(costs=[[0]], loads=[(0, 0, 1, [1, 2])]), "load"),
     (dict(costs=[[0]], loads=[(0, 0, 1, [0.5])]), "whole"),
-    (dict(costs=[[0]], loads=[(0, 0, 1, [2.0**54])]), "larger units"),
-    (dict(costs=[[0]], limit=-1.0), "limit"),
+    (dict(costs=[[0]], loads=[(0, 0, 1, [2.0**54])]), "larger units"), (dict(costs=[[0]], limit=-1.0), "limit"),
     (dict(costs=[[0]], names=["a", "b"]), "names"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("given, message", BAD)

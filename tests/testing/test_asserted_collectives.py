@@ -110,21 +110,13 @@ def test_arguments_may_have_names():
     assert refused(jax.jit(step), (), {"params": params, "x": x}, all_gather=0)
 
 
-@pytest.mark.parametrize(
-    "limits, words",
-    [
-        ({"all_gather": range(12)}, "0 to 11"),
-        ({"all_gather": range(13, 20)}, "13 to 19"),
-        ({"all_gather": range(0, 20, 5)}, "0 to 15, in steps of 5"),
-        ({"all_gather": range(3, 4)}, "3 "),
-        ({"at_most": {"all_gather": 11}}, "at most 11"),
-        ({"at_most": {"total": 17}}, "at most 17"),
-        ({"total": 17}, "collectives  17 "),
-        ({"max_bytes": "1KiB"}, "at most 1.0 KiB (1,024 bytes)"),
-        ({"max_bytes": 0}, "at most 0 B"),
-        ({"max_peak": "1KiB"}, "peak memory"),
-    ],
-)
+@pytest.mark.parametrize("limits, words", [
+    ({"all_gather": range(12)}, "0 to 11"), ({"all_gather": range(13, 20)}, "13 to 19"),
+    ({"all_gather": range(0, 20, 5)}, "0 to 15, in steps of 5"), ({"all_gather": range(3, 4)}, "3 "),
+    ({"at_most": {"all_gather": 11}}, "at most 11"), ({"at_most": {"total": 17}}, "at most 17"),
+    ({"total": 17}, "collectives  17 "), ({"max_bytes": "1KiB"}, "at most 1.0 KiB (1,024 bytes)"),
+    ({"max_bytes": 0}, "at most 0 B"), ({"max_peak": "1KiB"}, "peak memory"),
+])  # fmt: skip
 def test_limits_are_kept_or_told(fsdp, limits, words):
     assert words in refused(fsdp, **limits)
 

@@ -151,18 +151,10 @@ def of_mapped(stage, params):
 
 
 PROGRAMS = {
-    "plain": of_plain,
-    "data": of_data,
-    "remat": of_remat,
-    "constants": of_constants,
-    "several": of_several,
-    "dropped": of_dropped,
-    "numbered": of_numbered,
-    "two_towers": of_two_towers,
-    "called": of_called,
-    "accumulated": of_accumulated,
-    "mapped": of_mapped,
-}
+    "plain": of_plain, "data": of_data, "remat": of_remat, "constants": of_constants, "several": of_several,
+    "dropped": of_dropped, "numbered": of_numbered, "two_towers": of_two_towers, "called": of_called,
+    "accumulated": of_accumulated, "mapped": of_mapped,
+}  # fmt: skip
 
 
 def in_stages(micro_batches=6, **arguments):

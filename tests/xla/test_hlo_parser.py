@@ -177,23 +177,19 @@ def test_asynchronous_pairs_count_once():
     assert found[0].line == "train.py:41"
 
 
-@pytest.mark.parametrize(
-    ("header", "attributes", "groups"),
-    [
-        ("num_partitions=8", "replica_groups={{7,6,5,4,3,2,1,0}}, use_global_device_ids=true", "01234567"),
-        ("num_partitions=8", "replica_groups={{0},{3,2,1},{4,5,6,7}}, channel_id=1", "0 123 4567"),
-        ("num_partitions=8", "replica_groups={}", "01234567"),
-        ("num_partitions=8", "dimensions={0}", "01234567"),
-        ("num_partitions=8", "channel_id=1, replica_groups={{0}}", "01234567"),
-        ("num_partitions=8", "replica_groups={{0}}", "0 1 2 3 4 5 6 7"),
-        ("replica_count=8", "replica_groups={{0,4},{1,5},{2,6},{3,7}}", "04 15 26 37"),
-        ("replica_count=2, num_partitions=4", "replica_groups={{0,1}}", "04 15 26 37"),
-        ("replica_count=2, num_partitions=4", "channel_id=1, replica_groups={{0},{1}}", "0123 4567"),
-        ("num_partitions=8", "replica_groups=mesh['a'=2,'b'=4] {}, use_global_device_ids=true", "0 1 2 3 4 5 6 7"),
-        ("num_partitions=8", "replica_groups=mesh['a'=8] {'a':(1)2,'a':(4)2}, channel_id=1", "0145 2367"),
-        ("num_partitions=8", "replica_groups=mesh['a'=2,'b'=4], device_ids=(7,6,5,4,3,2,1,0) {'a'}", "04 15 26 37"),
-    ],
-)
+@pytest.mark.parametrize(("header", "attributes", "groups"), [
+    ("num_partitions=8", "replica_groups={{7,6,5,4,3,2,1,0}}, use_global_device_ids=true", "01234567"),
+    ("num_partitions=8", "replica_groups={{0},{3,2,1},{4,5,6,7}}, channel_id=1", "0 123 4567"),
+    ("num_partitions=8", "replica_groups={}", "01234567"), ("num_partitions=8", "dimensions={0}", "01234567"),
+    ("num_partitions=8", "channel_id=1, replica_groups={{0}}", "01234567"),
+    ("num_partitions=8", "replica_groups={{0}}", "0 1 2 3 4 5 6 7"),
+    ("replica_count=8", "replica_groups={{0,4},{1,5},{2,6},{3,7}}", "04 15 26 37"),
+    ("replica_count=2, num_partitions=4", "replica_groups={{0,1}}", "04 15 26 37"),
+    ("replica_count=2, num_partitions=4", "channel_id=1, replica_groups={{0},{1}}", "0123 4567"),
+    ("num_partitions=8", "replica_groups=mesh['a'=2,'b'=4] {}, use_global_device_ids=true", "0 1 2 3 4 5 6 7"),
+    ("num_partitions=8", "replica_groups=mesh['a'=8] {'a':(1)2,'a':(4)2}, channel_id=1", "0145 2367"),
+    ("num_partitions=8", "replica_groups=mesh['a'=2,'b'=4], device_ids=(7,6,5,4,3,2,1,0) {'a'}", "04 15 26 37"),
+])  # fmt: skip
 def test_groups_by_replicas_partitions_and_channels(header, attributes, groups):
     """With replicas, ``replica_groups`` counts these; a channel joins the partitions of a replica."""
     text = f"HloModule f, {header}\n\nENTRY %f (x: f32[8]) -> f32[8] {{\n  %x = f32[8] parameter(0)\n"
@@ -277,21 +273,10 @@ ENTRY %main (x: f32[2]) -> (s32[], f32[2]) {
 """
 
 
-@pytest.mark.parametrize(
-    ("start", "direction", "limit", "by", "count"),
-    [
-        (0, "LT", 5, 1, 5),
-        (0, "LE", 5, 1, 6),
-        (3, "LT", 10, 3, 3),
-        (5, "GT", 0, -1, 5),
-        (5, "GE", 0, -2, 3),
-        (1, "NE", 9, 2, 4),
-        (1, "NE", 9, 3, None),
-        (7, "LT", 5, 1, 0),
-        (0, "LT", 5, -1, None),
-        (0, "LT", 5, 0, None),
-    ],
-)
+@pytest.mark.parametrize(("start", "direction", "limit", "by", "count"), [
+    (0, "LT", 5, 1, 5), (0, "LE", 5, 1, 6), (3, "LT", 10, 3, 3), (5, "GT", 0, -1, 5), (5, "GE", 0, -2, 3),
+    (1, "NE", 9, 2, 4), (1, "NE", 9, 3, None), (7, "LT", 5, 1, 0), (0, "LT", 5, -1, None), (0, "LT", 5, 0, None),
+])  # fmt: skip
 def test_trip_counts(start, direction, limit, by, count):
     turned = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE", "NE": "NE"}[direction]
     for operands, way in (("%i.1, %limit", direction), ("%limit, %i.1", turned)):
