@@ -203,14 +203,6 @@ def test_ids_are_mapped_from_files_that_grow(tmp_path):
         Encoded.load(tmp_path / "train")
 
 
-def test_other_batches_of_the_same_text(text):
-    other = text.rebatched(tokens=720, length=36, temperature=1.0)
-    assert (other.length, text.length) == (36, 72)
-    assert other.fingerprint == text.fingerprint
-    assert other.batches.shape.source == 36
-    assert other.batch(3)["source"].shape == (other.batches.shape.rows, 36)
-
-
 def test_one_language_of_a_corpus(text):
     french = text.of_languages(["fr"])
     assert french.fingerprint == text.fingerprint, "the vocabularies are the same"
@@ -224,22 +216,6 @@ def test_one_language_of_a_corpus(text):
     assert 0 < ends[0] < ends[1]
     with pytest.raises(CorpusError, match=r"no language 'frr' here(.|\n)*de, fr"):
         text.of_languages(["frr"])
-
-
-def test_temperature_brings_up_rare_languages(config, text):
-    natural = sum(text.batches.data.language == text.batches.data.languages.index("fr")) / len(text.batches.data)
-    order = {
-        tuple(text.batches.data.source[a:b]): n
-        for a, b, n in zip(
-            text.batches.data.source_at, text.batches.data.source_at[1:], text.batches.data.language, strict=False
-        )
-    }
-    rows = [row for step in range(8) for row in text.batch(step)["source"]]
-    drawn = [order[tuple(i for i in ids if i < text.source.size)] for row in rows for ids in sentences(row)]
-    share = np.mean(np.array(drawn) == text.batches.data.languages.index("fr"))
-    expected = natural**0.5 / (natural**0.5 + (1 - natural) ** 0.5)
-    assert abs(share - expected) < 0.06
-    assert expected > natural + 0.05
 
 
 def test_held_out_batches_have_one_shape(text):

@@ -3,7 +3,6 @@
 import dataclasses
 import io
 import json
-import re
 
 import jax
 import numpy as np
@@ -170,30 +169,6 @@ def test_lines_where_there_is_no_terminal():
     assert [line.split()[1] for line in lines[1:]] == ["2/5", "4/5", "5/5"]
     assert "loss 5.000  " in lines[1]
     assert "cross entropy 4.500  aux 1.02  dropped 3.0%  load entropy 0.97" in lines[1]
-
-
-@pytest.mark.parametrize("width", [80, 140])
-def test_the_bar_has_steps_time_and_loss_in_a_narrow_terminal(width, monkeypatch):
-    """They were cut to an ellipsis, and six other numbers stayed."""
-
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    monkeypatch.setenv("COLUMNS", str(width))
-    monkeypatch.setenv("TERM", "xterm")
-    out = Terminal()
-    values = {"tokens": 1e5, "loss": 5.25, "cross_entropy": 4.5, "aux_loss": 1.02, "dropped_share": 0.03}
-    with Progress(20_000, 2, out) as bar:
-        for done in range(12_345, 12_348):
-            bar.update(done, values | {"load_entropy": 0.97, "skipped": 3.0})
-    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
-    last = [line for line in re.split(r"[\r\n]+", plain) if "12347/20000" in line][-1]
-    assert len(last.rstrip()) <= width
-    assert "…" not in last
-    assert "left" in last
-    assert "loss 5.250" in last
-    assert ("dropped" in last) == (width > 100)
 
 
 def test_presets_and_what_differs_from_them():

@@ -161,12 +161,6 @@ def test_keys_decide_what_is_random(name):
     assert len({first, other, plain}) == 3
 
 
-def test_without_a_key_nothing_is_random():
-    config = dataclasses.replace(DROPLESS, dropout=0.3, attention_dropout=0.3, second_expert="random")
-    params, data = values(config), batch()
-    assert float(run_loss(config, params, data)[0]) == float(run_loss(DROPLESS, params, data)[0])
-
-
 @pytest.mark.slow
 def test_branches_are_recomputed_but_not_what_experts_are_sent():
     """The same gradients; on four devices what is sent to experts, and back, is sent forward and backward only."""

@@ -113,17 +113,6 @@ def test_weights_of_nnx_are_named_and_counted():
     assert found.why("blocks[1].up.kernel") == found.why("state[0]['blocks'][1]['up']['kernel'].value")
 
 
-def test_modules_of_linen_without_transformations():
-    written = {row.module for row in of_linen(False).collectives if "kernel" in row.array}
-    assert {"Net/layers_*/wi_0", "Net/layers_*/wo"} <= written
-    scanned = of_linen(True)
-    assert {"Net/layers/wi_0", "Net/layers/wo"} <= {row.module for row in scanned.collectives}
-    inside = [row for row in scanned.collectives if row.array == "gradient of layers.wi_0.kernel"]
-    assert inside, "the gradient of a stack is made slice by slice, inside of the loop"
-    text = str(scanned).partition("collectives (")[2]
-    assert not any(word in text for word in ("rematted", "jvp", "transpose("))
-
-
 def test_a_value_is_named_after_the_argument_it_is_added_to():
     """Weights and moments of one shape, which leave in another order than they come in."""
 

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import gshard
-from device.models import f32, model
+from device.models import f32
 from gshard.core.spmd import RECOMPUTED
 from gshard.device.cost import cost
 from gshard.device.fusion_model import device_program
@@ -149,14 +149,6 @@ def test_what_is_exchanged_is_exchanged_once_more():
     _, memory = without_limit(f, args, 8)
     limited = gshard.jit(f, mesh=8, memory_limit=memory.peak - int(0.7 * memory.temporaries)).lower(*args).spmd
     assert {c.kind for c in limited.collectives if c.why == RECOMPUTED} == {"all_to_all"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["attention", "gradient", "recurrent", "experts gradient", "experts einsum"])
-def test_more_models(name):
-    f, args, axes, _ = model(name)
-    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes))
-    check_with_limit(f, args, mesh, (0.85, 0.6), tolerance=1e-5)
 
 
 def test_a_loop_is_told_by_the_lines_of_its_body():
@@ -353,10 +345,3 @@ def test_the_tpu_compiler_counts_the_places_of_results_among_its_temporaries(pla
 
     shardings = {"input_shardings": ((Sharding(),), {}), "output_shardings": Sharding()}
     assert peak_of(types.SimpleNamespace(memory_analysis=lambda: memory, **shardings)) == expected
-
-
-def test_the_tpu_compiler_keeps_low_precision_copies_of_what_loops_multiply():
-    f, args = SMALL["loop"]
-    plain, memory = without_limit(f, args, gshard.Mesh.abstract(d=8))
-    weights = 12 * 64 * 64 * 4
-    assert cost(plain.spmd, Machine.of("v3:2x2")).memory.temporaries == memory.temporaries + weights // 2

@@ -217,17 +217,3 @@ def test_what_is_not_closed_stays(name):
     found, program = ours(OPEN[name], SPECS, x, y)
     is_near(found, jax.jit(OPEN[name])(x, y))
     assert moved(program, 42)
-
-
-@pytest.mark.parametrize("specs", [(P(), P()), (P("x"), P("x"))])
-def test_what_is_not_split_is_left_alone(specs):
-    x, y = data(8, 40), data(8, 2)
-    _, program = ours(lambda x, y: weighted(jnp.concatenate([y, x], 1)), specs, x, y)
-    assert moved(program, 42) == ["concatenate"]
-
-
-def test_nothing_is_sent_but_what_is_combined():
-    x, y = data(3, 40), data(3, 2)
-    jitted = gshard.jit(lambda x, y: jnp.concatenate([y, x], 1).max(1), mesh=MESH, in_shardings=SPECS)
-    (only,) = jitted.lower(x, y).spmd.collectives
-    assert only.kind == "all_reduce"

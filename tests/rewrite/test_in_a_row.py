@@ -159,22 +159,6 @@ def test_sums_that_are_more_than_pieces_side_by_side_stay():
         assert {e.name for e in gshard.stages.trace(f, x).block.equations} & {"add", "add_any"}
 
 
-def test_what_others_read_is_not_taken_apart_again():
-    """A row that grows step by step: each step reads the last one, not all that went into it."""
-
-    def grown(x):
-        states, kept = x, []
-        for i in range(12):
-            states = jnp.concatenate([states[1:], jnp.sin(x[:1] + i)])
-            kept.append(states.sum(0))
-        return states, kept
-
-    equations = gshard.stages.trace(grown, X).block.equations
-    assert max(len(e.inputs) for e in equations if e.name in MOVES) <= 4
-    found, expected = gshard.jit(lambda x: grown(gshard.split(x, 0, 8)), mesh=8)(X), jax.jit(grown)(X)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected)
-
-
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.one_in(2)
 def test_any_row(seed):

@@ -147,17 +147,6 @@ def test_gradients_are_the_same_and_send_sums_only(name):
 @pytest.mark.parametrize(
     "f",
     [
-        lambda x: x.reshape(B, -1).sum(1),  # nothing of a sum is merged any more, but it is still one
-        lambda x: jnp.sin(x.reshape(-1, D)).reshape(B, S, D),
-    ],
-)
-def test_sums_and_what_is_elementwise(f):
-    assert merged(f, X) == []
-
-
-@pytest.mark.parametrize(
-    "f",
-    [
         lambda x: x.reshape(-1, D),  # a result
         lambda x: jnp.sort(x.reshape(-1, D), 0),  # along all of it
         lambda x: jnp.cumsum(jnp.sin(x.reshape(-1, D)), 0),
@@ -172,17 +161,6 @@ def test_what_is_merged_all_the_same_is_merged_where_it_was(f):
     made = [e for e in program.block.equations if e.outputs[0].shape in ((B * S, D), (B, S, D))]
     assert made[0].name == "reshape"
     assert made[0].inputs == program.block.inputs
-
-
-def test_two_ways_to_be_merged():
-    """(3, 16) and (16, 3) are both 48: nothing is computed of both without merging one."""
-    y = np.arange(S * B * D, dtype=np.float32).reshape(S, B, D)
-
-    def f(x, y):
-        return (x.reshape(-1, D) * y.reshape(-1, D)).reshape(B, S, D)
-
-    marked = gshard.jit(lambda x, y: f(gshard.split(x, 1, 8), y), mesh=8)
-    np.testing.assert_array_equal(marked(X, y), f(X, y))
 
 
 def step(rng, h, first):

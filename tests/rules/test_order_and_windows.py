@@ -13,7 +13,6 @@ from gshard import split
 from gshard.comm.shards import Shards
 from gshard.comm.sorting import Columns, _columns, ways
 from gshard.core.mesh import Mesh
-from gshard.core.split import place
 from gshard.simulator.simulate import simulate_function
 from gshard.tracing.trace import trace
 from laws.test_rules_sound import the_equation
@@ -24,24 +23,6 @@ def equation_of(name, function, *arguments):
     equation = the_equation(trace(function, *arguments), name)
     assert equation is not None
     return equation
-
-
-def on_shards(equation, split, mesh, *arguments):
-    """Runs one equation on shards whose padding is poisoned; checks that it sends what it says."""
-    rule = equation.rule
-    assert rule is not None
-    assert rule.local is not None
-    sent = []
-    shards = Shards(equation, split, mesh, lambda kind, atoms, size, x: sent.append(size))
-    cuts = [place(dims, split) for dims in rule.operands]
-    stacked = [parts_of(x, cut, mesh) for x, cut in zip(arguments, cuts, strict=True)]
-    results = simulate_function(lambda *xs: list(rule.local(shards, *xs)), mesh.atom_sizes, *stacked)
-    assert rule.sends is not None
-    assert rule.sends(mesh, split) == sum(sent)
-    return [
-        joined(np.asarray(x), place(dims, split), mesh, v.shape)
-        for x, dims, v in zip(results, rule.results, equation.outputs, strict=True)
-    ]
 
 
 def parts_of(x, cut, mesh):
@@ -92,23 +73,6 @@ def troublesome(rng, n):
     strange = rng.random(n) < 0.1
     x[strange] = (0x7FC00000 + rng.integers(0, 99, int(strange.sum()))).astype(np.uint32).view(np.float32)
     return x
-
-
-@pytest.mark.parametrize("parts", [3, 5, 8, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4, 6))])
-@pytest.mark.one_in(3)
-def test_sorted_parts_have_the_bits_of_the_whole(parts, rng):
-    """Lengths on both sides of what columnsort needs; the longest have columns that do and do not divide."""
-    border = parts * (parts - 1)
-    for n in (parts - 1, 2 * border * parts - 1, 2 * border * parts, 4 * border * parts + parts + 1):
-        x, i = troublesome(rng, n), np.arange(n, dtype=np.int32)
-        both = equation_of("sort", lambda x, i: lax.sort((x, i), num_keys=1), x, i)
-        mesh = Mesh.abstract(x=parts)
-        got = on_shards(both, {0: mesh.atoms}, mesh, x, i)
-        for a, b in zip(got, jax.jit(lambda x, i: lax.sort((x, i), num_keys=1))(x, i), strict=True):
-            same_bits(a, b)
-        only = equation_of("sort", lambda x: lax.sort(x), i)
-        (got_only,) = on_shards(only, {0: mesh.atoms}, mesh, rng.permutation(i) // 3)
-        same_bits(got_only, i // 3)
 
 
 @pytest.mark.parametrize("parts", [3, 4])

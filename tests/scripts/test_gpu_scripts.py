@@ -107,28 +107,6 @@ def test_a_slice_ends_and_the_next_one_begins_what_it_stopped_anew(scripts, tmp_
     assert "took longer than 1 seconds" in state.parts["slow"]["error"]
 
 
-def test_the_page_has_failures_and_what_was_not_reached(scripts, tmp_path):
-    state = scripts.resumable.State(tmp_path / "state.json", {})
-    every = scripts.gpu.parts_of("gpu")
-    state.put("laws", {"state": "done", "seconds": 3.0, "found": {"tried": 9, "of": 471, "wrong": {"sine": "is off"}}})
-    state.put("train", {"state": "failed", "seconds": 2.0, "error": "ended with 1\nXlaRuntimeError: no memory"})
-    text = scripts.gpu_page.page(state, every, "gpu", "python scripts/gpu.py")
-    assert "Of 9 of the 471 rows" in text
-    assert "wrong: `sine` (is off)" in text
-    assert "**train**, after 2 s:\n\n```text\nended with 1\nXlaRuntimeError: no memory\n```" in text
-    assert "mocked 32 moe" in text.split("not reached")[1]
-    assert "```python" not in text, "the tests run those"
-
-
-def test_parts_have_names_of_their_own_and_fit_into_a_slice(scripts):
-    for mode in ("gpu", "described", "dry-run"):
-        every = scripts.gpu.parts_of(mode)
-        assert len({part.name for part in every}) == len(every)
-        assert all(part.seconds <= 9 * 60 - scripts.resumable.SAVING for part in every)
-        assert all((ROOT / part.command[0]).exists() for part in every)
-        assert all(part.environment["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false" for part in every)
-
-
 def test_a_schedule_is_read(scripts):
     found = scripts.gpu_schedule.schedule(HLO)
     each = 2 * 32 * 3 // 4

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-import math
 import sys
 from pathlib import Path
 
@@ -17,8 +16,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 import scaling
 import scaling_page
 from resumable import AGAIN
-from scaling import DENSE, GROUPS, SIZES, Trial, some_pairs, trials
-from scaling_page import Claim, Estimate, Group, Measured, reached, shown, total
+from scaling import DENSE, GROUPS, SIZES, Trial, some_pairs
+from scaling_page import Claim, Estimate, Group, Measured, shown, total
 
 WORDS = "open close save print find the a new old file door page word tree today slowly again".split()
 
@@ -33,21 +32,6 @@ def test_models_differ_in_experts_and_in_nothing_else_that_takes_flops(size):
             assert 2 * dense.hidden_dim == 3 * found.hidden_dim
             alike = {"experts": 0, "hidden_dim": dense.hidden_dim, "groups": dense.groups}
             assert dataclasses.replace(found, **alike) == dense
-
-
-def test_each_language_has_each_size_of_text_once():
-    size = SIZES["cpu"]
-    languages = [f"l{n}" for n in range(size.languages)]
-    every = list(trials(size, languages, GROUPS))
-    for model in size.resources:
-        own = [t for t in every if (t.part, t.model) == ("resources", model)]
-        for code in languages:
-            assert sorted(t.pairs[code] for t in own) == sorted(size.pairs)
-        for trial in own:
-            counts = [list(trial.pairs.values()).count(pairs) for pairs in size.pairs]
-            assert counts == [size.languages // GROUPS] * GROUPS
-    assert [t.seed for t in every] == sorted(t.seed for t in every), "a seed has all its models before the next begins"
-    assert {t.pairs[code] for t in every if t.part == "depth" for code in languages} == {size.pairs[-1]}
 
 
 def encoded(of):
@@ -85,13 +69,6 @@ def test_pairs_of_an_english_sentence_are_drawn_together():
     assert twice.deviation == pytest.approx(total([whole]).deviation)
 
 
-def test_a_loss_is_reached_where_the_curve_crosses_it():
-    at, losses = np.array([1.0, 2.0, 4.0]), np.array([5.0, 4.0, 3.0])
-    assert reached(at, losses, 3.5) == 3.0
-    assert reached(at, losses, 6.0) == 1.0
-    assert math.isnan(reached(at, losses, 2.9))
-
-
 def test_what_one_seed_contradicts_is_not_shown():
     clear = Claim("a", Estimate(0.5, 0.01), (0.5, 0.4, 0.6))
     split = Claim("b", Estimate(0.5, 0.01), (1.2, -0.1, 0.4))
@@ -127,12 +104,6 @@ def test_gains_belong_to_the_size_of_the_text(tmp_path):
     assert better.value.size == pytest.approx(0.2)
     assert lead.value.size == pytest.approx(0.2)
     assert lead.seeds == pytest.approx((0.2, 0.2, 0.2))
-
-
-def test_a_seed_without_all_models_is_left_out(tmp_path):
-    found = measured(tmp_path, {10: 0.3, 20: 0.2, 40: 0.1})
-    (tmp_path / "resources-moe-8-seed-1" / "result.json").unlink()
-    assert Measured.of(list(found.trials.values()), tmp_path, [DENSE, "moe-8"]).seeds == (0, 2)
 
 
 @pytest.mark.slow

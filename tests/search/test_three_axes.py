@@ -8,8 +8,6 @@ import pytest
 import gshard
 from gshard.core.planning_tables import tables
 from gshard.device.machine import Machine
-from gshard.planning.choices import graph_of
-from gshard.planning.objective import bytes_on
 from gshard.search.find import MeshSearch
 from gshard.search.in_model import in_model
 from gshard.search.meshes import cut_in_two, on_finer
@@ -104,22 +102,6 @@ def test_the_known_plan_is_among_those_compared(coarse, near):
     known = in_model(near.graph, near.near)
     assert known == pytest.approx(in_model(coarse.graph, coarse.chosen.plan), rel=1e-6)
     assert near.rank[2] <= known * (1 + 1e-6)
-
-
-def test_few_choices_are_compared(near):
-    assert near.graph is not None
-    whole = graph_of(near.program, bytes_on(near.mesh, tuple(near.mesh.atoms_of.values())))
-    choices = [sum(len(costs) for costs in graph.problem.costs) for graph in (near.graph, whole)]
-    assert choices[0] < 0.5 * choices[1]
-
-
-def test_nothing_is_proven_near_a_plan(coarse, near):
-    near.price_solutions()
-    best = near.best()
-    assert best.bound == near.least_seconds == 0
-    assert best.gap is None
-    assert best.near is not None
-    assert best.near.axes == coarse.mesh.axes
 
 
 def test_plans_run(near):

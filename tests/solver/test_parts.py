@@ -15,11 +15,11 @@ from gshard.solver.forest import Forest
 from gshard.solver.messages import Messages
 from gshard.solver.moments import fullest_moments
 from gshard.solver.peak import least_peak
-from gshard.solver.prices import Prices, paid
+from gshard.solver.prices import paid
 from gshard.solver.problem import Load, Problem, ProblemError
 from gshard.solver.reduce import _Work, reduce
 from gshard.solver.walk import Walk
-from random_problems import exhaustive, exhaustive_alternatives, layered, random_problem
+from random_problems import exhaustive, exhaustive_alternatives, random_problem
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -225,33 +225,6 @@ def test_alternatives_of_the_smaller_problem_are_lifted_to_lower_bounds(seed):
         assert found.min() == true.min()  # that of the best state is exact
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_flat_says_what_the_problem_says(seed):
-    rng = np.random.default_rng(seed)
-    problem = random_problem(rng)
-    flat, states = Flat(problem), rng.integers(0, problem.states)
-    assert flat.value(states) == problem.value(states)
-    np.testing.assert_array_equal(flat.usage(states), problem.usage(states))
-    given = flat.given(states)
-    prices = rng.random(len(problem.moments))
-    priced = flat.priced(prices)
-    for i, size in enumerate(problem.states):
-        np.testing.assert_array_equal(flat.given_at(i, states), given[flat.first[i] : flat.first[i + 1]])
-        for s in range(size):
-            other = states.copy()
-            other[i] = s
-            edges = [t[other[u], other[v]] for (u, v), t in zip(problem.ends, problem.tables) if i in (u, v)]
-            assert given[flat.first[i] + s] == problem.costs[i][s] + sum(edges)
-            held = [
-                load.bytes[s] * prices[a:b].sum() for load, (a, b) in zip(problem.loads, problem.rows) if load.node == i
-            ]
-            np.testing.assert_allclose(priced[flat.first[i] + s], problem.costs[i][s] + sum(held), rtol=1e-12)
-    for moment in range(len(problem.moments)):
-        of, held, first = flat.bytes_at(moment)
-        now = np.unique(first + states[flat.owner[of]])
-        assert held[now].sum() == problem.usage(states)[moment]
-
-
 def rest_fixed(problem, states, inside):
     """The problem with all nodes that are not inside held in their states."""
     costs = [
@@ -365,19 +338,6 @@ def test_a_full_memory_is_paid_for():
     assert paid(np.zeros(2), np.inf) == 0.0
 
 
-def test_prices_rise_where_there_is_no_room_and_fall_where_there_is():
-    problem = Problem.of([[0, 1], [0, 1]], loads=[(0, 0, 2, [9, 1]), (1, 3, 5, [2, 1])], limit=4)
-    prices = Prices(Flat(problem))
-    prices.start(np.array([9.0, 2.0]), 10.0)
-    first = prices.values
-    assert first[0] > first[1] > 0
-    prices.follow(np.array([9.0, 2.0]), 1.0)
-    assert prices.values[0] > first[0]
-    assert prices.values[1] < first[1]
-    prices.follow(np.array([4.0, 4.0]), 1.0)  # just full: nearly as before
-    assert prices.values[0] > first[0]
-
-
 def allowed(problem, rng):
     """Random states of which none is forbidden, or None if none are met."""
     for _ in range(50):
@@ -385,23 +345,6 @@ def allowed(problem, rng):
         if np.isfinite(problem.value(states)):
             return states
     return None
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_everything_is_kept_up_to_date(seed):
-    rng = np.random.default_rng(seed)
-    problem = random_problem(rng)
-    flat = Flat(problem)
-    walk = Walk(flat, rng.integers(0, problem.states))
-    for _ in range(10):
-        node = int(rng.integers(len(problem.costs)))
-        state = int(rng.integers(problem.states[node]))
-        before, fits = walk.usage.copy(), walk.fits(node, state)
-        walk.change(node, state)
-        added = walk.usage > before
-        assert fits == (not (walk.usage[added] > flat.limit).any())
-        np.testing.assert_array_equal(walk.costs, flat.given(walk.states))
-        np.testing.assert_array_equal(walk.usage, flat.usage(walk.states))
 
 
 def test_descent_is_to_a_place_where_no_single_change_helps_and_all_still_fits():
@@ -448,29 +391,6 @@ def test_repair_makes_things_fit_where_that_is_possible_by_single_changes():
     assert repaired > 0.7 * tried > 20
 
 
-def problem_of(seed):
-    return reduce(layered(seed, layers=8, width=5, memory=False)).problem
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_a_bound_ahead_is_that_of_rounds_and_changes_none(seed):
-    problem = problem_of(seed)
-    plain, looking, bounds = Descent(problem, 0), Descent(problem, 0), [0.0]
-    for _ in range(6):
-        plain.round()
-        looking.round()
-        assert (looking.prices.bound, looking.value) == (plain.prices.bound, plain.value)
-        np.testing.assert_array_equal(looking.states, plain.states)
-        looking.bound_ahead(2 * plain.value, 3)
-        bounds.append(plain.prices.bound)
-    for k in range(1, 6):
-        assert Descent(problem, 0).bound_ahead(bounds[k], k) == bounds[k]
-        assert Descent(problem, 0).bound_ahead(bounds[1], k) == bounds[1]
-        # What no round can reach: the first round after which the bound rises too slowly, or the last one.
-        slow = (j for j in range(1, k) if bounds[j] + (k - j) * (bounds[j] - bounds[j - 1]) < 1.5 * bounds[k])
-        assert Descent(problem, 0).bound_ahead(1.5 * bounds[k], k) == bounds[next(slow, k)]
-
-
 def large(seed, nodes=60, states=40, forbidden=0.0):
     """Nodes in a ring, each with an edge to two others, of random costs; the first states are always allowed."""
     rng = np.random.default_rng(seed)
@@ -481,23 +401,6 @@ def large(seed, nodes=60, states=40, forbidden=0.0):
             table[np.diag_indices(states)] = 3.0
             edges.append((i, (i + k) % nodes, table))
     return Problem.of(costs, edges)
-
-
-def test_rounds_over_few_states_spare_more_than_another_round_over_all():
-    found = []
-    for seed in range(3):
-        problem = large(seed)
-        descent, rounds = Descent(problem, 0), Descent(problem, 0)
-        rounds.round()
-        for _ in range(2):
-            descent.round()
-            best_of_few(descent)
-            rounds.round()
-        assert descent.states is not None
-        assert problem.value(descent.states) == pytest.approx(descent.value)
-        assert descent.value >= rounds.prices.bound
-        found.append((descent.value, rounds.value))
-    assert sum(few for few, _ in found) < sum(value for _, value in found)
 
 
 @pytest.mark.parametrize("seed", range(12))

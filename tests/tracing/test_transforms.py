@@ -98,9 +98,3 @@ def test_what_is_not_split_stays_as_it_is():
         lowered = f.lower(complex_(*shape))
         assert lowered.plan.program is lowered.program
         assert not lowered.spmd.collectives
-
-
-def test_a_short_one_or_one_beside_others_is_not_taken_apart():
-    for shape in ((512,), (16, 4096)):
-        f = gshard.jit(lambda x: jnp.fft.fft(gshard.split(x, len(x.shape) - 1, 8)), mesh=8)
-        assert sum(e.name == "fft" for e in f.lower(complex_(*shape)).plan.program.block.walk()) == 1

@@ -125,12 +125,6 @@ def test_program_partitioned_by_xla(mesh):
     assert facts(found) == ("all_reduce", 4, 4 * 16 * 4, 4 * 16 * 4, 2 * 256 * 3 // 4, 1, True)
 
 
-def test_no_collectives(mesh):
-    assert collectives(compiled_text(jnp.sin, mesh, X)) == ()
-    assert summary(()) == {}
-    assert table(()).split() == "kind devices times bytes each bytes line total 0 0".split()
-
-
 def test_table_is_sorted_by_bytes(mesh):
     found = collectives(compiled_text(nested, mesh, X))
     lines = table(found).splitlines()
