@@ -68,8 +68,6 @@ def gradient(x, ws, again=True):
 
 CASES = {
     "forwards": pairs,
-    "backwards": lambda x, ws: pairs(x, ws, reverse=True),
-    "rounds written out": lambda x, ws: pairs(x, ws, unroll=2),
     "one product": single,
     "converted": converted,
     "in a loop": nested,

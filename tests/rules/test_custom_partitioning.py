@@ -322,12 +322,8 @@ INSIDE = {
     "alone": lambda x: softmax(x) * 2,
     "gradient": jax.grad(lambda x: (softmax(x) ** 2).sum()),
     "scan": lambda x: lax.scan(lambda c, _: (softmax(c) + c, None), x, None, 3)[0],
-    "gradient of a scan": jax.grad(lambda x: (lax.scan(lambda c, _: (softmax(c) + c, None), x, None, 2)[0] ** 2).sum()),
     "cond": lambda x: lax.cond(x[0, 0] > 0, softmax, lambda x: x * 2, x),
     "while": lambda x: lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, softmax(c[1])), (0, x))[1],
-    "remat": jax.grad(lambda x: (jax.checkpoint(lambda x: jnp.sin(softmax(jnp.cos(x))))(x) ** 2).sum()),
-    "nested jit": lambda x: jax.jit(lambda x: jax.jit(softmax)(x) + 1)(x),
-    "map": lambda x: lax.map(lambda row: softmax(row[None])[0], x),
 }
 
 

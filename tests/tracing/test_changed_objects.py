@@ -42,9 +42,7 @@ REFUSED = {
     "jit of a step": lambda: gshard.jit(train, mesh=8)(*made(), X),
     "nnx.jit around it": lambda: nnx.jit(gshard.jit(train, mesh=8))(*made(), X),
     "around nnx.jit": lambda: gshard.jit(nnx.jit(train), mesh=8)(*made(), X),
-    "lower": lambda: gshard.jit(train, mesh=8).lower(*made(), X),
     "explain": lambda: gshard.explain(train, *made(), X, mesh=8),
-    "jax.jit around it": lambda: jax.jit(gshard.jit(train, mesh=8))(*made(), X),
     "in scan": lambda: jax.lax.scan(lambda c, x: (c, gshard.jit(train, mesh=8)(*made(), x)), 0, X[None]),
     "only some are returned": lambda: gshard.jit(lambda m, o, x: (train(m, o, x), nnx.state(m)), mesh=8)(*made(), X),
     "statistics": lambda: gshard.jit(lambda m, x: m.norm(x), mesh=8)(Model(), X),
@@ -87,11 +85,6 @@ def stepped(model, optimizer, x):
     return train(model, optimizer, x), (model, optimizer)
 
 
-def shown(model, x):
-    model.shown = nnx.Intermediate(x)
-    return model.layer(x)
-
-
 def emptied(batch):
     batch["y"] = 2 * batch.pop("x")
     return batch["y"]
@@ -100,11 +93,9 @@ def emptied(batch):
 TAKEN = {
     "inference": (lambda m, x: m(x), lambda: (evaluated(Model()), X)),
     "a gradient": (lambda m, x: nnx.grad(lambda m: m.layer(x).sum())(m), lambda: (Model(), X)),
-    "nnx.jit inside": (lambda m, x: nnx.jit(lambda m, x: m.layer(x))(m, x), lambda: (Model(), X)),
     "nnx.jit of a gradient": (nnx.jit(nnx.grad(lambda m, x: m.layer(x).sum())), lambda: (Model(), X)),
     "objects returned": (stepped, lambda: (*made(), X)),
     "their state returned": (lambda m, o, x: (train(m, o, x), nnx.state((m, o))), lambda: (*made(), X)),
-    "a new entry": (shown, lambda: (Model(), X)),
     "a dictionary": (emptied, lambda: ({"x": X},)),
 }
 

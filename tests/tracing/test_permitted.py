@@ -156,7 +156,6 @@ CONTAINERS = {
         lambda xs, v, w: lax.scan(lambda c, x: (c + 0.5 * (product(x, v) @ w), None), jnp.zeros((16, 6)), xs)[0],
         (XS, V, W),
     ),
-    "scan, stacked": (lambda xs, v, w: lax.scan(lambda c, x: (c, product(x, v) @ w), 0.0, xs)[1], (XS, V, W)),
     "while": (
         lambda xs, v, w: lax.while_loop(
             lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] + product(xs[c[0]], v) @ w), (0, jnp.zeros((16, 6)))
@@ -169,21 +168,11 @@ CONTAINERS = {
     "cond": (
         lambda x, v, w: lax.cond(x[0, 0] > 0, lambda: product(x, v) @ w, lambda: -2 * (product(x, v) @ w)), (X, V, W),
     ),
-    "into a branch": (
-        lambda x, v, w: lax.cond(x[0, 0] > 0, lambda y: y @ w, lambda y: 2 * y @ w, product(x, v)), (X, V, W),
-    ),
-    "nested jit": (lambda x, v, w: jax.jit(lambda y: y @ w)(jax.jit(product)(x, v)), (X, V, W)),
-    "custom_vjp": (
-        jax.grad(lambda x, v, w: jnp.sum(by_hand(product(x, v), w) ** 2), argnums=(0, 1, 2)), (X, V / 64, W),
-    ),
     "nothing linear after it": (lambda x, v, w: jnp.tanh(product(x, v)), (X, V, W)),
-    "multiplied by itself": (lambda x, v, w: (lambda y: y * y)(product(x, v)), (X, V, W)),
     "two readers": (lambda x, v, w: (lambda y: (y, y @ w, jnp.sin(y) * y))(product(x, v)), (X, V / 8, W)),
-    "no sum at all": (lambda x, v, w: parts(x, "a") @ v, (X, V, W)),
     "the result": (lambda x, v, w: product(x, v), (X, V, W)),
     "integers": (lambda x, v, w: product(x, v) @ w, tuple((3 * z).astype(np.int32) for z in (X, V, W))),
     "a largest": (lambda x, v, w: parts(jnp.max(split(x, 1, "a"), 1), "a") * 2 + v[0, 0], (X, V, W)),
-    "transforms": (lambda x, v, w: jnp.abs(jnp.fft.fft(product(x, v))), (X, V, W)),
     "uneven": (lambda x, v, w: product(x, v) @ w, (normal(7, 61), normal(61, 23), normal(23, 5))),
     "reduced": (accumulated, (V / 8, normal(4, 48, 64), W)),
 }  # fmt: skip

@@ -97,15 +97,11 @@ REGIONS = {
     "columns": Region(psum, COLUMNS, {"reduce_scatter": SCATTERED}),
     "whole": Region(psum, WHOLE, {"all_reduce": REDUCED}, exact=True),
     "returned": Region(psum, lambda mesh, y: y, {"all_reduce": REDUCED}, exact=True),
-    "read whole twice": Region(
-        psum, both(lambda mesh, y: WHOLE(mesh, jnp.sin(y)), lambda mesh, y: WHOLE(mesh, y + 1)), {"all_reduce": REDUCED}
-    ),
     "read by a sum and in rows": Region(
         psum, both(lambda mesh, y: jnp.sum(y * y), ROWS), {"reduce_scatter": SCATTERED, "all_reduce": 2 * 4 * 7 // 8}
     ),
     "mean": Region(lambda x, w: lax.pmean(product(x, w), "a"), ROWS, {"reduce_scatter": SCATTERED}),
     "bfloat16": Region(in_bfloat16, ROWS, {"reduce_scatter": SCATTERED // 2}),
-    "bfloat16, whole": Region(in_bfloat16, WHOLE, {"all_reduce": REDUCED // 2}, exact=True),
     "integers": Region(whole_numbers, ROWS, {"reduce_scatter": SCATTERED}, exact=True),
     "several": Region(
         several,
@@ -123,9 +119,6 @@ REGIONS = {
     "behind the sum": Region(
         lambda x, w: jnp.exp2(-lax.psum(product(x, w), "a") / 8 + 1), ROWS, {"reduce_scatter": SCATTERED}
     ),
-    "of a constant": Region(
-        lambda x, w: lax.psum(jnp.ones((16, 24)), "a"), ROWS, {"reduce_scatter": SCATTERED}, exact=True
-    ),
     "uneven": Region(
         lambda x, w: lax.psum(product(x[:, :13], w), "a"), lambda mesh, y: jnp.sin(ROWS(mesh, y)).sum(),
         {"reduce_scatter": SCATTERED, "all_reduce": 2 * 4 * 7 // 8},
@@ -141,8 +134,6 @@ REGIONS = {
         psum, to("a", "b"), {"reduce_scatter": N // 2}, axes=GRID, out=P(None, "b"),
     ),
     "partly manual": Region(psum, to("a"), {"reduce_scatter": N // 2}, axes=GRID, names="a"),
-    "partly manual, both axes": Region(psum, to("b", "a"), {"reduce_scatter": N // 4 // 2}, axes=GRID, names="a"),
-    "partly manual, whole": Region(psum, to(), {"all_reduce": N}, axes=GRID, names="a"),
     "partly manual, read inside": Region(
         read_inside, lambda mesh, r: (to("a")(mesh, r[0]), r[1]), {"all_gather": N * 3 // 8, "all_reduce": N // 4 + 6},
         axes=GRID, names="a", out=(P(), P("a")),
@@ -213,8 +204,6 @@ GRADIENTS = {
     "added in a loop": (
         lambda layer: lambda w, x: lax.scan(lambda c, x: (c + gradient(layer)(w, x), None), jnp.zeros_like(w), x)[0], 1
     ),
-    "added": (lambda layer: lambda w, x: sum(gradient(layer)(w, part) for part in x), 1),
-    "turned": (lambda layer: lambda w, x: gradient(layer)(w, x[0]).T + gradient(layer)(w, x[1]), 1),
     "mapped": (lambda layer: lambda w, x: jax.vmap(gradient(layer), (None, 0))(w, x).sum(0), 1),
     "of layers in a loop": (lambda layer: lambda w, x: gradient(functools.partial(in_a_loop, layer))(w, x[0]), 3),
 }  # fmt: skip
