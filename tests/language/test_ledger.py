@@ -178,16 +178,3 @@ def test_values_of_a_type_of_the_users_own_are_refused_with_their_line():
     check_arrays(eqn, None)
     with pytest.raises(TraceError, match="sin makes a value of the type QArray, which is no array"):
         check_arrays(made, eqn.source_info)
-
-
-def test_a_sum_that_is_asked_for_in_parts_is_kept():
-    mesh = jax.make_mesh((2, 4), ("a", "d"), (jax.sharding.AxisType.Explicit,) * 2)
-
-    def f(x, w):
-        y = jnp.einsum("ab,bc->ac", x, w, out_sharding=P(None, None, unreduced={"d"}))
-        return jax.sharding.reshard(y, P())
-
-    with jax.set_mesh(mesh):
-        x, w = jax.device_put(X, P(None, "d")), jax.device_put(X.T, P("d"))
-        np.testing.assert_array_equal(gshard.jit(f)(x, w), X @ X.T)
-        assert gshard.explain(gshard.jit(f), x, w).dropped == ()

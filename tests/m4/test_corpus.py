@@ -8,7 +8,6 @@ import pytest
 
 from gshard_m4.corpus import hold_out, parallel
 from gshard_m4.corpus.clean import clean, tidy
-from gshard_m4.corpus.language import language
 from gshard_m4.corpus.pair import Pair
 from gshard_m4.corpus.readers import READERS
 from gshard_m4.corpus.source import PERMISSIVE, SOURCES, chosen, of_tier
@@ -182,12 +181,6 @@ def test_tidy_keeps_placeholders():
     assert clean(Pair("zh_Hans", "打开 %s 文件", "Open the %s file")) == Pair(
         "zh_Hans", "打开 %s 文件", "Open the %s file"
     )
-
-
-def test_languages_have_one_name():
-    assert [language(c) for c in ("sr-Latn", "zh_HK", "zh", "uz@cyrillic", "pt", "en-US", "b", "tt@iqtelif")] == [
-        "sr_Latn", "zh_Hant", "zh_Hans", "uz_Cyrl", "pt", None, None, "tt",
-    ]  # fmt: skip
 
 
 def test_the_split_is_by_english_sentence_and_never_changes():

@@ -219,15 +219,3 @@ def test_the_quick_start_can_be_had(tmp_path):
         assert got.folder is not None, got.problem
         languages = {item.language for item in READERS[source.reader](got.files) if isinstance(item, Pair)}
         assert len(languages) > 50
-
-
-@pytest.mark.network
-def test_debian_and_npm_can_be_had(tmp_path):
-    fetcher = fetch.Fetcher(tmp_path)
-    for name in ("gvfs-common", "apt", "scratch-l10n", "ddtp"):
-        got = fetcher.fetch(SOURCES[name])
-        assert got.folder is not None, got.problem
-        assert got.sha256 == {path.name: fetch.checksum(path) for path in got.files}
-        pairs = [item for item in READERS[got.source.reader](got.files) if isinstance(item, Pair)]
-        assert len(pairs) > 20_000
-        assert fetcher.fetch(SOURCES[name]).was_there

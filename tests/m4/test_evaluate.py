@@ -3,11 +3,10 @@
 import csv
 import json
 
-import numpy as np
 import pytest
 import sacrebleu
 
-from gshard_m4 import score, significance
+from gshard_m4 import score
 from gshard_m4.by_class import Scored, summary
 from gshard_m4.corpus.pair import Pair
 from gshard_m4.evaluation_files import EvaluateError, Line, joined, lines_of, read_lines, save
@@ -170,18 +169,6 @@ def test_there_is_no_p_for_a_handful_of_sentences():
     assert few.delta[0] == pytest.approx(100)
     more = [*english, "one more"]
     assert compared(more, more, ["x"] * 10).p[0] == 1 / (1 + SAMPLES)
-
-
-def test_samples_are_scored_as_sacrebleu_scores_texts():
-    """The sum of the counts of clusters is the count of the text."""
-    references = [f"open the file {word} of the window" for word in WORDS[:20]] * 2
-    written = [line.replace("file", "door") if n % 3 else line for n, line in enumerate(references)]
-    cluster_N, count = significance._clusters(references)
-    draws_SC = np.ones((1, count), np.int64)
-    whole_M, samples_MS = significance._samples(counted(written, references), cluster_N, draws_SC)
-    metrics = (sacrebleu.BLEU(), sacrebleu.CHRF(word_order=2))
-    want = [metric.corpus_score(written, [references]).score for metric in metrics]
-    assert samples_MS[:, 0].tolist() == whole_M.tolist() == pytest.approx(want)
 
 
 @pytest.mark.parametrize(("chances", "corrected"), [

@@ -7,13 +7,12 @@ import jax
 import numpy as np
 import pytest
 
-from gshard_m4 import checkpoint, commands, prepare, score_command
+from gshard_m4 import checkpoint, prepare, score_command
 from gshard_m4.command_line import main
 from gshard_m4.config import Run
 from gshard_m4.corpus import hold_out
 from gshard_m4.corpus.pair import Pair
 from gshard_m4.decode import DecodeConfig
-from gshard_m4.devices import every_device
 from gshard_m4.errors import CorpusError
 from gshard_m4.prepare_config import PrepareConfig
 from gshard_m4.step import make_evaluation
@@ -159,11 +158,3 @@ def test_given_translations_are_scored(trained, tmp_path, capsys):
     (tmp_path / "pairs.tsv").write_text("de\ta b\tc d\nonly one\n")
     assert main(given) == 2
     assert "1 of 2 lines are no pairs" in capsys.readouterr().err
-
-
-def test_a_processor_is_one_device_unless_more_are_asked_for():
-    """Virtual devices share its cores: they take longer for the same numbers."""
-    assert jax.device_count() == 8
-    assert every_device() == 1
-    assert commands.Train().virtual_devices == 1
-    assert commands.Train(devices=4).virtual_devices == 4

@@ -13,7 +13,6 @@ from gshard_m4.corpus import fetch, hold_out
 from gshard_m4.corpus.source import SOURCES
 from gshard_m4.encoded import write
 from gshard_m4.errors import CorpusError, VocabularyError
-from gshard_m4.packing import fill
 from gshard_m4.prepare import PrepareConfig, prepare
 from gshard_m4.text import PreparedText
 from gshard_m4.tokens import Vocabulary, learn
@@ -136,17 +135,6 @@ def test_little_of_a_batch_is_padding(ratio):
     assert text > 0.88
 
 
-def test_the_first_pairs_are_packed_whatever_their_length(rng):
-    for _ in range(20):
-        lengths = rng.integers(2, 16, (200, 2))
-        row = fill(lengths, 9, (40, 30))
-        used = np.array([lengths[: len(row)][row == r].sum(0) for r in range(9)])
-        assert (used <= (40, 30)).all()
-        assert used[:, 1].sum() > 0.8 * 9 * 30 or used[:, 0].sum() > 0.8 * 9 * 40
-    assert fill(np.array([[4, 4]]), 3, (8, 8)).tolist() == [0]
-    assert fill(np.array([[9, 4], [1, 1]]), 3, (8, 8)).tolist() == [], "the first does not fit"
-
-
 @pytest.mark.parametrize("temperature", [pytest.param(1.0, marks=pytest.mark.slow), 5.0])
 def test_long_sentences_are_drawn_as_often_as_short_ones(temperature):
     data = random_text(3000, 3, 200)
@@ -235,15 +223,6 @@ def test_every_pair_once_in_order():
     first, second = in_order(data, Shape(1, 6, 4), length=4)  # the third pair is too long
     assert (first["source"].tolist(), first["target"].tolist()) == ([[5, 6, 1, 7, 1, 0]], [[3, 1, 4, 1]])
     assert (second["source"].tolist(), second["target"].tolist()) == ([[8, 1, 0, 0, 0, 0]], [[6, 1, 0, 0]])
-
-
-def test_examples_and_counts(text):
-    examples = text.examples(6)
-    assert {e.language for e in examples} == {"de", "fr"}
-    assert examples == text.examples(6)
-    assert len(text.examples()) == text.manifest["pairs"]["test"], "all of them"
-    assert text.rebatched(length=4).examples() == text.examples(), "a shorter model is scored on long ones too"
-    assert text.english(text.target.encode(["the house opens"])[0]) == "the house opens"
 
 
 def test_a_vocabulary_larger_than_the_text_says_how_large_it_may_be(config):

@@ -191,13 +191,6 @@ def test_other_axes_split_the_weights(dispatch):
     assert found.cost("v5e").flops < 0.6 * alone.cost("v5e").flops
 
 
-def test_experts_on_every_device_of_a_data_axis():
-    """A data axis alone: each device routes its own tokens to experts that it has."""
-    config = dataclasses.replace(LARGE, dispatch="ragged_all_to_all", data_axis="data", replicas=8)
-    found = explained(config, {"data": 8}, backward=False)
-    assert found.total_bytes < 1024
-
-
 @pytest.mark.parametrize("changes, message", [
     ({"replicas": 2}, "replicas of the experts have a mesh axis"),
     ({"partitions": 4, "data_axis": "data"}, "the marks of the experts name a mesh axis too"),
@@ -220,12 +213,6 @@ def test_replicas_have_equal_numbers_of_groups():
     assert config.room(64) == 32 * 2
     assert dataclasses.replace(config, dispatch="ragged_all_to_all", capacity_factor=1.0).room(64) == 8
     assert on_axes(BASE, 1, 2).dropless().dispatch == "gather"
-
-
-def test_axes_are_hashable():
-    """Also if they were read from a file as lists."""
-    config = dataclasses.replace(BASE, expert_axis=["a", "b"], partitions=4)
-    assert hash(config) == hash(dataclasses.replace(config, expert_axis=("a", "b")))
 
 
 def test_an_axis_that_the_mesh_does_not_have():

@@ -53,16 +53,6 @@ def test_the_layer_is_the_same_program():
     assert str(lowered.spmd.jaxpr) == str(by_marks.spmd.jaxpr)
 
 
-def test_without_a_layout_nothing_is_marked():
-    config = dataclasses.replace(CONFIG, partitions=1)
-    params, x = moe.shapes(expert_specs(config)), jax.ShapeDtypeStruct((8, 12, 8), "float32")
-    program = gshard.stages.trace(lambda p, x: expert_layer(config, p, x)[0], params, x)
-    assert not [e for e in program.block.walk() if e.mark is not None]
-    assert {str(n.names) for n in program.named} == {
-        "groups tokens model", "model gates", "experts model hidden", "experts hidden model",
-        "experts _ capacity model"}  # fmt: skip
-
-
 def test_parameters_say_their_names():
     specs = moe.param_specs(CONFIG)
     layout = gshard.Layout({"params:model": "data"}, experts="model", heads="model", hidden=None, vocabulary="model")

@@ -160,11 +160,3 @@ def test_equal_layers_have_one_class_with_their_moments(layers, in_lists):
     assert len(hidden[0].arguments) == layers * 2 * 3  # up and down, each with two moments
     marked = {v for v, labels in names.dimensions.labels.items() if hidden[0].label in labels}
     assert sum(v in marked for v in names.dimensions.labels if v.shape in sizes.values()) >= layers * 2 * 3
-
-
-def test_dimensions_of_one_layer_stay_apart():
-    """Two dimensions at the same paths but for numbers, of which one array has both, are not those of two layers."""
-
-    names = DimensionNames(gshard.stages.trace(lambda ws, x: x @ ws[0] @ ws[1] @ ws[2], [shape(8, 8)] * 3, shape(4, 8)))
-    labels = [names.dimensions.arguments[f"ws/{i}"].split() for i in range(3)]
-    assert all(a != b for a, b in labels)

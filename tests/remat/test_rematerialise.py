@@ -288,23 +288,6 @@ def test_very_many_programs_with_any_limit(steps, shapes, part):
     check(steps, shapes, Squeeze(part))
 
 
-def test_what_is_read_in_another_shape_is_no_stack():
-    """Slices of a reshaped stack are not those of the stack: what cannot be recomputed is told, or stays."""
-
-    def f(ws, x):
-        def outer(x, w):
-            return x, jnp.sin(jnp.tanh(w)[:, None] * w)
-
-        stack = jax.lax.scan(outer, x, ws)[1]
-        return jax.lax.scan(lambda x, y: (x / 2 + y * y, None), x, stack.reshape(8, 24 * 24), reverse=True)[0]
-
-    args = f32(8, 24), f32(24 * 24)
-    lowered, memory = without_limit(f, args, 2)
-    for part in (0.05, 0.5, 0.9):
-        with pytest.raises(MemoryLimitError):
-            rematerialise(lowered.spmd, memory.peak - int(part * memory.temporaries), CPU)
-
-
 def test_what_a_loop_widens_last_is_stacked_in_low_precision():
     """Gradients of float32 weights that are used in bfloat16 take half the memory, for nothing, bit for bit."""
 

@@ -110,17 +110,6 @@ def test_one_index_in_a_part_that_was_sliced_out(mapped):
         np.testing.assert_array_equal(run(*arguments), peer(*arguments))
 
 
-def test_one_index_in_nothing():
-    """No window of one element lies in an array without elements."""
-
-    def f(x, i, u):
-        y = gshard.split(x, 0, 8)
-        return y.at[i].add(u), y.at[i].set(u), jnp.sum(y.at[i].max(u))
-
-    found = gshard.jit(f, mesh=8)(np.zeros(0, np.int32), np.array([0]), np.ones(1, np.int32))
-    assert [x.shape for x in found] == [(0,), (0,), ()]
-
-
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.one_in(2)
 def test_any_constant_indices(seed):

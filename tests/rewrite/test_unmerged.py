@@ -1,7 +1,5 @@
 """Unmerged: what becomes of programs that merge dimensions, what they send, and that they compute the same."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -161,53 +159,6 @@ def test_what_is_merged_all_the_same_is_merged_where_it_was(f):
     made = [e for e in program.block.equations if e.outputs[0].shape in ((B * S, D), (B, S, D))]
     assert made[0].name == "reshape"
     assert made[0].inputs == program.block.inputs
-
-
-def step(rng, h, first):
-    """Something that is done with a matrix of integers whose rows were merged."""
-    n, d = h.shape
-    small = jnp.asarray(rng.integers(-2, 3, (d, d)), h.dtype)
-    ways = [
-        lambda: h + first[:, :d] if first.shape[1] >= d else h,
-        lambda: h - h.max(1, keepdims=True),
-        lambda: h @ small,
-        lambda: (h.T * 3).T,
-        lambda: jnp.where(h > h.min(0), h, -h),
-        lambda: h + jnp.arange(d),
-        lambda: h + jnp.argmax(h, 1)[:, None],
-        lambda: jnp.cumsum(h, 1),
-        lambda: h[:, : max(1, d - 1)],
-        lambda: jnp.cumsum(h, 0),
-        lambda: h[::-1],
-        lambda: jnp.take_along_axis(h, h[:, :1] % d, 1) + h,
-        lambda: h @ (h.T @ h) % 7,
-        lambda: jnp.concatenate([h, h[:, :1]], 1),
-    ]
-    return ways[int(rng.integers(len(ways)))]() % 101
-
-
-@pytest.mark.parametrize(
-    "seed", [seed if seed < 10 else pytest.param(seed, marks=pytest.mark.slow) for seed in range(24)]
-)
-@pytest.mark.one_in(2)
-def test_any_program(seed):
-    rng = np.random.default_rng(seed)
-    shape = (*(int(n) for n in rng.integers(1, 6, int(rng.integers(1, 3)))), int(rng.integers(8, 17)))
-    x = rng.integers(-9, 9, (*shape, int(rng.integers(1, 6)))).astype(np.int32)
-    state = int(rng.integers(1 << 30))
-    dim, parts = int(rng.integers(x.ndim)), int(rng.choice([2, 4, 8]))
-
-    def f(x):
-        turns = np.random.default_rng(state)
-        h = first = x.reshape(-1, x.shape[-1])
-        for _ in range(int(turns.integers(1, 6))):
-            h = step(turns, h, first)
-        kept = h.reshape(*shape, -1) if turns.integers(2) else h.reshape(math.prod(shape[:1]), -1)
-        return kept, h.sum(0), h if turns.integers(3) == 0 else None
-
-    found = jax.tree.leaves(gshard.jit(lambda x: f(gshard.split(x, dim, parts)), mesh=parts)(x))
-    for one, other in zip(found, jax.tree.leaves(jax.jit(f)(x)), strict=True):
-        np.testing.assert_array_equal(one, other)
 
 
 def test_short_rows_stay_merged():

@@ -192,18 +192,6 @@ def test_a_candidate_that_fails_ends_nothing(monkeypatch):
     assert gshard.search(small, shape(64, 64), shape(64, 64), mesh=EIGHT, machine=H100).gap == 0
 
 
-def test_a_mesh_that_marks_do_not_fit_ends_nothing():
-    meshes = [gshard.Mesh.abstract(a=8), gshard.Mesh.abstract(b=8)]
-    marked = lambda w, x: gshard.split(x, 0, "b") @ w  # noqa: E731
-    arguments = shape(64, 64), shape(64, 64)
-    found = gshard.search(marked, *arguments, mesh=meshes, machine=H100)
-    assert found.mesh == meshes[1]
-    (failed,) = found.failed
-    assert failed.startswith("mesh (a=8): ShardingError: ")
-    with pytest.raises(gshard.ShardingError, match="'b'"):
-        gshard.search(marked, *arguments, mesh=meshes[0], machine=H100)
-
-
 def test_progress_is_printed_where_a_search_takes_long(capsys):
     now, late = time.monotonic(), time.monotonic() - 3
     by_default, from_the_first = Progress.of(None), Progress.of(True)

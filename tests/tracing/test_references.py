@@ -121,31 +121,6 @@ def tripled(x):
     return r[...]
 
 
-tripled.defvjp(lambda x: (tripled(x), x), lambda x, ct: (ct * x,))
-
-
-def custom(x):
-    return tripled(x).sum(), jax.grad(lambda x: tripled(x).sum())(x)
-
-
-def collected(x):
-    """The gradient is added up in a reference."""
-    total = jax.new_ref(jnp.ones_like(x))
-    _, pullback = jax.vjp(lambda x: jnp.sin(x).sum(), x)
-    pullback.with_refs(total)(1.0)
-    return total[...]
-
-
-def others(x):
-    """Keys, integers and booleans, and an array without values."""
-    n, key, odd = jax.new_ref(jnp.arange(16)), jax.new_ref(jax.random.key(3)), jax.new_ref(x > 0)
-    n[3:6] += 7
-    drawn = jax.random.normal(key[...], (16,))
-    key[...] = jax.random.split(key[...])[1]
-    odd[0] = odd[1]
-    return n[...], drawn, jax.random.key_data(key[...]), odd[...]
-
-
 def in_region(x):
     r = jax.new_ref(x)
 
@@ -170,7 +145,7 @@ def beside_a_kernel(x):
     return r[...] + row
 
 
-INSIDE = (whole, places, in_scan, in_loops, in_calls, gradient, mapped, custom)
+INSIDE = (whole, places, in_scan, in_loops, in_calls, gradient, mapped)
 
 
 def same(a, b):
@@ -178,7 +153,7 @@ def same(a, b):
     jax.tree.map(lambda p, q: np.testing.assert_allclose(p, q, rtol=1e-5, atol=1e-5), a, b)
 
 
-SLOW = [pytest.param(f, marks=pytest.mark.slow) for f in (others, beside_a_kernel, in_region, collected)]
+SLOW = [pytest.param(f, marks=pytest.mark.slow) for f in (beside_a_kernel, in_region)]
 
 
 @pytest.mark.parametrize("f", (*INSIDE, *SLOW), ids=lambda f: f.__name__)

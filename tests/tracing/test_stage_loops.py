@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 import gshard
 from gshard.core.mesh import Mesh
@@ -122,38 +121,9 @@ def of_two_towers(stage, params):
     return x, y
 
 
-def of_called(stage, params):
-    """The chain is in the body of a call."""
-    return jax.jit(lambda params: of_plain(stage, params))(params)
-
-
-def of_accumulated(stage, params):
-    """The chain is in the body of a loop."""
-
-    def one(total, scale):
-        x = X @ params["first"] * scale
-        for w in params["layers"]:
-            x = stage(layer)(x, w)
-        return total + x, None
-
-    return jax.lax.scan(one, jnp.zeros_like(X), jnp.array([0.5, -1.0, 2.0]))[0]
-
-
-def of_mapped(stage, params):
-    """Each layer is on one row, and ``vmap`` adds the batch."""
-
-    def one(x):
-        for w in params["layers"]:
-            x = stage(lambda x, w: layer(x[None], w)[0])(x, w)
-        return x
-
-    return jax.vmap(one)(X @ params["first"])
-
-
 PROGRAMS = {
     "plain": of_plain, "data": of_data, "remat": of_remat, "constants": of_constants, "several": of_several,
-    "dropped": of_dropped, "numbered": of_numbered, "two_towers": of_two_towers, "called": of_called,
-    "accumulated": of_accumulated, "mapped": of_mapped,
+    "dropped": of_dropped, "numbered": of_numbered, "two_towers": of_two_towers,
 }  # fmt: skip
 
 
@@ -214,29 +184,6 @@ def test_weights_move_once_each_way():
     assert found.bytes_by_kind == other.bytes_by_kind
     assert found.bytes_by_kind["all_to_all"]
     assert found.plan.program.pipelines[0].startswith("8 layers in 4 stages, 6 micro-batches of 4 rows: 9 turns")
-
-
-class NnxLayer(nnx.Module):
-    def __init__(self, rngs):
-        self.up, self.down = nnx.Linear(UNITS, 10, rngs=rngs), nnx.Linear(10, UNITS, rngs=rngs)
-
-    def __call__(self, x):
-        return x + self.down(nnx.gelu(self.up(x)))
-
-
-def test_layers_of_flax():
-    graph, state = nnx.split([NnxLayer(nnx.Rngs(i)) for i in range(LAYERS)])
-
-    def loss(model, stage=lambda f: f):
-        state, first = model
-        x = X @ first
-        for own in nnx.merge(graph, state):
-            x = stage(own)(x)
-        return (x**2).mean()
-
-    model = nnx.to_pure_dict(state), PARAMS["first"]
-    want = jax.jit(jax.value_and_grad(loss))(model)
-    check_calls(jax.value_and_grad(functools.partial(loss, stage=in_stages())), want, model, mesh=mesh_of(stage=4, b=2))
 
 
 def refused(program, *, grad=True, **arguments):
@@ -341,9 +288,3 @@ def test_arguments_are_checked(arguments, what):
 def test_a_stage_returns_arrays():
     with pytest.raises(gshard.ShardingError, match="a stage without arrays"):
         jax.jit(gshard.stage(lambda x: None, "stage", micro_batches=2))(X)
-
-
-def test_without_a_trace_the_function_is_called():
-    seen = []
-    gshard.stage(seen.append, "stage", micro_batches=2)(X)
-    assert seen[0] is X

@@ -50,27 +50,3 @@ def with_left_over_constraint(mesh):
 
 def arguments_of_left_over_constraint(mesh):
     return given(mesh, (256, 128)), given(mesh, (512, 256), "data")
-
-
-def fsdp(weights, x):
-    """The reshape loses the split of the batch, its second dimension. XLA then gathers what the layers compute."""
-
-    def layer(x, w):
-        h = jnp.tanh(x @ w["up"])
-        return x + h @ w["down"], None
-
-    x = x.reshape(-1, x.shape[-1])
-    x = jax.lax.scan(layer, x, weights)[0]
-    return (x**2).mean()
-
-
-def step_of_fsdp(weights, x):
-    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(fsdp)(weights, x))
-
-
-def arguments_of_fsdp(mesh):
-    weights = {
-        "up": given(mesh, (4, 256, 1024), None, None, ("data", "model")),
-        "down": given(mesh, (4, 1024, 256), None, None, ("data", "model")),
-    }
-    return weights, given(mesh, (8, 512, 256), None, ("data", "model"))

@@ -149,19 +149,6 @@ def test_without_a_machine_there_are_bytes_and_no_times():
     assert gshard.explain(GPU, mesh=MESH).data("h100") == timed, "a machine may be named later"
 
 
-def test_what_equal_layers_hold_is_one_row(mesh):
-    def loss(ws, x):
-        for i, w in enumerate(ws):
-            with jax.named_scope(f"layers_{i}"):
-                x = jnp.tanh(x @ w)
-        return jnp.sum(x)
-
-    ws = [jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=NamedSharding(mesh, P()))] * 4
-    x = jax.ShapeDtypeStruct((4096, 64), jnp.float32, sharding=NamedSharding(mesh, P("data")))
-    alive = gshard.explain(jax.jit(jax.grad(loss)), ws, x).data()["memory"]["alive"]
-    assert max(row[4] for row in alive if row[2].endswith("in layers_*")) > 1
-
-
 def test_a_program_of_xla_is_compared_with_gshards_by_line(mesh):
     """The gradients are sums over the batch, which both split: the same lines compute and send."""
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import gshard
 from gshard.__main__ import main
@@ -12,12 +12,10 @@ from gshard.xla_programs import constraint_candidates
 from gshard.xla_programs.tried_changes import Figures
 from gshard.xla_programs.tried_constraints import MORE_PEAK, improves
 from xla_programs.advised_steps import (
-    arguments_of_fsdp,
     arguments_of_left_over_constraint,
     arguments_of_lost_batch,
     given,
     mesh_of_devices,
-    step_of_fsdp,
     step_of_lost_batch,
     with_left_over_constraint,
 )
@@ -90,23 +88,6 @@ def test_a_left_over_constraint_is_removed():
     assert best.constraint.spec is None
     assert (best.figures.sent, best.figures.messages) == (0, 0)
     assert tried.before.sent > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("machine", [None, MACHINE])
-def test_activations_of_fsdp_stay_where_they_are(machine):
-    """With the batch split again, XLA gathers the weights and no activations, in a loop and on an abstract mesh."""
-    mesh = AbstractMesh((2, 4), ("data", "model"))
-    found = gshard.explain(jax.jit(step_of_fsdp), *arguments_of_fsdp(mesh))
-    found = found.on(machine) if machine else gshard.stages.CompiledExplanation(found.program, None, found.again)
-    tried = tried_all(found, specs=2)
-    best = tried.helping[0]
-    assert best.figures.sent < 0.25 * tried.before.sent
-    assert best.figures.peak <= MORE_PEAK * tried.before.peak
-    assert best.constraint.spec is not None
-    assert best.constraint.spec[0] is not None, "it splits the batch"
-    assert bool(tried.before.seconds) == (machine is not None)
-    assert ("computed" in str(tried)) == (machine is None)
 
 
 def test_no_time_tries_nothing():
